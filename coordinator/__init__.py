@@ -1,0 +1,1 @@
+"""The front door: registry, routing and the life of a request."""

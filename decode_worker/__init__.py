@@ -1,0 +1,1 @@
+"""Reserved KV in, token stream out."""

@@ -1,0 +1,1 @@
+"""What both workers run: model, paged KV pool, scheduler, sampler."""

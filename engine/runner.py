@@ -1,0 +1,72 @@
+"""The interface between the scheduler and whatever computes: a torch model or a simulated one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.types import SampledToken, SamplingParams
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport import PoolMemory
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    Computes positions [`num_computed`, `num_computed + num_new`) of `token_ids` (prompt and output, the
+    whole sequence known so far, shared with the scheduler and not to be changed). `block_ids` is its block
+    table and covers those positions. When `sample` is set, the last computed position is the end of the
+    sequence and its next token is wanted; `prompt_tokens` tells where the output begins (penalties,
+    position of the sampled token).
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    num_computed: int
+    num_new: int
+    block_ids: Sequence[int]
+    sample: bool
+    sampling: SamplingParams
+    banned_token_ids: frozenset[int] = frozenset()
+    """Tokens that must not be chosen now (end-of-sequence before `min_tokens`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the rest of the worker must know about the model."""
+
+    context_tokens: int
+    vocabulary_size: int
+    eos_token_ids: frozenset[int]
+
+
+class ModelRunner(ABC):
+    """Owns weights and the KV pool; used from one thread."""
+
+    facts: ModelFacts
+    layout: KvLayout
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    @abstractmethod
+    def pool_memory(self) -> PoolMemory:
+        """The pool's memory, for registration with a transport; stays put for the runner's life."""
+
+    @abstractmethod
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        """Computes one step; returns one entry a sequence, None where `sample` was not set.
+
+        Writes KV of the new positions into the pool. Sampling is a pure function of
+        (logits, parameters, seed, position).
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the pool and the weights."""

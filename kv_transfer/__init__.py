@@ -1,0 +1,1 @@
+"""Tickets, layouts, reservations and the transports that move KV blocks between workers."""

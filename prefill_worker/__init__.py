@@ -1,0 +1,1 @@
+"""Prompt in, first token and pushed KV out."""
