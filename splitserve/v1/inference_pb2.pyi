@@ -385,12 +385,15 @@ class GetServerInfoResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    BACKGROUND_TASKS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of splitserve, for example "0.1.0"."""
     uptime_seconds: _builtins.float
     """Seconds since the coordinator started."""
     running_requests: _builtins.int
     """Generations now in progress."""
+    background_tasks: _builtins.int
+    """Clean-ups of ended generations still under way."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerInfo]:
         """Workers now registered, in order of their ids."""
@@ -402,10 +405,11 @@ class GetServerInfoResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerInfo] | None = ...,
         uptime_seconds: _builtins.float = ...,
         running_requests: _builtins.int = ...,
+        background_tasks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["running_requests", b"running_requests", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background_tasks", b"background_tasks", "running_requests", b"running_requests", "uptime_seconds", b"uptime_seconds", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,6 +435,9 @@ class WorkerInfo(_message.Message):
     REFERENCED_BLOCKS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     RSS_BYTES_FIELD_NUMBER: _builtins.int
+    OPEN_RPCS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    WAITING_RESERVATIONS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     pool: _builtins.str
@@ -459,6 +466,12 @@ class WorkerInfo(_message.Message):
     """Transport, for example "nixl"."""
     rss_bytes: _builtins.int
     """Resident memory of the process, bytes. 0 if unknown."""
+    open_rpcs: _builtins.int
+    """RPC handlers now open, registry and output streams not counted."""
+    transfers_in_flight: _builtins.int
+    """Handoffs whose writes are in flight."""
+    waiting_reservations: _builtins.int
+    """Reservations waiting for blocks."""
     def __init__(
         self,
         *,
@@ -476,10 +489,13 @@ class WorkerInfo(_message.Message):
         referenced_blocks: _builtins.int = ...,
         transport: _builtins.str = ...,
         rss_bytes: _builtins.int = ...,
+        open_rpcs: _builtins.int = ...,
+        transfers_in_flight: _builtins.int = ...,
+        waiting_reservations: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "free_blocks", b"free_blocks", "model", b"model", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transport", b"transport", "waiting_requests", b"waiting_requests", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "free_blocks", b"free_blocks", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

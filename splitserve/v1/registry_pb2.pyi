@@ -252,7 +252,7 @@ class WorkerLoad(_message.Message):
     rss_bytes: _builtins.int
     """Resident memory of the process, bytes."""
     open_rpcs: _builtins.int
-    """RPC handlers now open, registry streams not counted."""
+    """RPC handlers now open, registry and output streams not counted."""
     waiting_reservations: _builtins.int
     """Reservations waiting for blocks."""
     transfers_in_flight: _builtins.int

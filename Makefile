@@ -1,0 +1,47 @@
+# The same commands that CI runs. Each one does its own set-up on a fresh machine with Python >= 3.11.
+PYTHON ?= python3
+TORCH_CPU_INDEX ?=
+TORCH_ANY_BUILD ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+MODEL := smollm2-135m-instruct
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine
+
+.PHONY: setup model demo test check proto clean help
+.DEFAULT_GOAL := help
+
+help: ## What can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup: $(STAMP) ## .venv with splitserve in it
+$(STAMP): pyproject.toml constraints.txt dev/install_torch.py
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python dev/install_torch.py $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX)) $(if $(TORCH_ANY_BUILD),--any-build)
+	$(PIP) --editable '.[dev]'
+	touch $(STAMP)
+
+model: setup ## The embedded model, in the local cache
+	$(BIN)/splitserve model fetch $(MODEL)
+
+demo: setup model ## One prefill and one decode worker, one streamed answer, clean exit
+	$(BIN)/python -m dev.demo
+
+test: setup model ## All tests that need neither Docker nor a GPU
+	$(BIN)/python -m pytest
+
+check: setup ## Lint, types, import rules, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES) dev
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/python dev/proto.py --check
+
+proto: setup ## Generate splitserve/v1 from protos/
+	$(BIN)/python dev/proto.py
+
+clean: ## Remove the environment and caches
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

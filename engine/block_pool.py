@@ -1,0 +1,156 @@
+"""The KV pool's bookkeeping: who owns which block, which blocks hold a known prefix, what is free."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.free_runs import FreeRuns
+
+_FREE, _REFERENCED, _QUARANTINED, _RESERVED = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """Blocks by owner; the four kinds are disjoint and add up to `total`.
+
+    `free` has no owner (evictable cached blocks included), `referenced` belongs to requests,
+    `reserved` to a request and a writer, `quarantined` to a writer alone.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    quarantined: int
+    referenced: int
+
+
+class BlockPool:
+    """Reference counts, prefix-cache map and free runs of `num_blocks` blocks.
+
+    A block has two possible owners: requests (counted, as several may share a cached prefix) and one
+    writer (a peer that may be writing into it). It is free again only when both have let go. A free
+    block whose content is known stays in the prefix cache until its room is needed, least recently used
+    first. Misuse (a double free, a hit on a foreign block) raises AssertionError: it is a bug of the
+    caller and must not go on.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._total = num_blocks
+        self._requests = array("i", bytes(4 * num_blocks))
+        self._writer = bytearray(num_blocks)
+        self._counts = [num_blocks, 0, 0, 0]
+        self._unused = FreeRuns(num_blocks)
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def total(self) -> int:
+        """Blocks in the pool."""
+        return self._total
+
+    @property
+    def free(self) -> int:
+        """Blocks that `allocate` can hand out, evictable cached ones included."""
+        return self._counts[_FREE]
+
+    def counts(self) -> BlockCounts:
+        """Blocks by owner."""
+        free, referenced, quarantined, reserved = self._counts
+        return BlockCounts(self._total, free, reserved, quarantined, referenced)
+
+    def allocate(self, count: int, *, after: int | None = None, writer: bool = False) -> list[int]:
+        """Hands out `count` blocks in few ascending runs, each owned by the caller's request.
+
+        `after` is a block that the first one should follow if it can. With `writer`, a writer owns them
+        too. Evicts cached blocks as needed. Costs O(count). Raises AssertionError when
+        `count` > `free`: callers check first.
+        """
+        if count > self.free:
+            raise AssertionError(f"{count} blocks asked for, {self.free} free")
+        while len(self._unused) < count:
+            block, _ = self._evictable.popitem(last=False)
+            del self._block_of[self._hash_of.pop(block)]
+            self._unused.add(block)
+        blocks = self._unused.take(count, after)
+        for block in blocks:
+            self._requests[block] = 1
+            self._writer[block] = writer
+        self._counts[_FREE] -= count
+        self._counts[_RESERVED if writer else _REFERENCED] += count
+        return blocks
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that holds this prefix, or None. Gives no ownership; see `share`."""
+        return self._block_of.get(block_hash)
+
+    def unowned(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks count as free now."""
+        return sum(1 for block in blocks if self._kind(block) == _FREE)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Makes a further request an owner of cached blocks."""
+        for block in blocks:
+            if block not in self._hash_of:
+                raise AssertionError(f"block {block} is shared but not cached")
+            before = self._kind(block)
+            if before == _FREE:
+                del self._evictable[block]
+            self._requests[block] += 1
+            self._moved(block, before)
+
+    def cache(self, block: int, block_hash: bytes) -> None:
+        """Records that an owned block is filled with the KV of this prefix.
+
+        When another block holds the same prefix already, that one stays the cached one.
+        """
+        if self._requests[block] < 1:
+            raise AssertionError(f"block {block} is cached without an owner")
+        if block in self._hash_of:
+            raise AssertionError(f"block {block} is cached twice")
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A request lets go of its blocks, given in sequence order.
+
+        They are released last first, so that eviction shortens a cached prefix from its end.
+        """
+        for block in reversed(blocks):
+            if self._requests[block] < 1:
+                raise AssertionError(f"block {block} is freed twice")
+            before = self._kind(block)
+            self._requests[block] -= 1
+            self._moved(block, before)
+
+    def release_writer(self, blocks: Sequence[int]) -> None:
+        """The writer of these blocks lets go of them."""
+        for block in reversed(blocks):
+            if not self._writer[block]:
+                raise AssertionError(f"block {block} has no writer")
+            before = self._kind(block)
+            self._writer[block] = 0
+            self._moved(block, before)
+
+    def owners(self, block: int) -> tuple[int, bool]:
+        """Number of owning requests, and whether a writer owns the block."""
+        return self._requests[block], bool(self._writer[block])
+
+    def _kind(self, block: int) -> int:
+        if self._requests[block]:
+            return _RESERVED if self._writer[block] else _REFERENCED
+        return _QUARANTINED if self._writer[block] else _FREE
+
+    def _moved(self, block: int, before: int) -> None:
+        now = self._kind(block)
+        self._counts[before] -= 1
+        self._counts[now] += 1
+        if now == _FREE:
+            if block in self._hash_of:
+                self._evictable[block] = None
+            else:
+                self._unused.add(block)

@@ -1,0 +1,68 @@
+"""Builds one worker's engine from its settings: runner, tokenizer, core and transport, on one thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.core import EngineCore
+from engine.runner import ModelRunner
+from engine.simulated_runner import SimulatedRunner
+from kv_transfer.select import make_transport
+from kv_transfer.transport import TransferEndpoint, Transport
+from splitserve.config import WorkerConfig
+from splitserve.hf_tokenizer import load_tokenizer
+from splitserve.logs import log_event
+from splitserve.models import resolve_model
+
+SIMULATED = "simulated"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAs:
+    """The name that clients use, and where the coordinator finds the tokenizer."""
+
+    name: str
+    tokenizer_source: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """Everything that belongs to the engine thread."""
+
+    runner: ModelRunner
+    core: EngineCore
+    transport: Transport
+    endpoint: TransferEndpoint
+    served: ServedAs
+    config: WorkerConfig
+
+
+def build_engine(config: WorkerConfig) -> EngineParts:
+    """Loads weights, allocates and registers the pool. Takes as long as the weights take to load.
+
+    Raises NotFoundError for a missing model, UnsupportedModelError for one the engine refuses.
+    """
+    runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
+    tokenizer = load_tokenizer(served.tokenizer_source)
+    transport = make_transport(config.transport)
+    endpoint = transport.register_pool(runner.pool_memory)
+    core = EngineCore(runner, config.engine, tokenizer)
+    return EngineParts(runner, core, transport, endpoint, served, config)
+
+
+def _simulated(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
+    return SimulatedRunner(config.engine), ServedAs(config.served_model_name or SIMULATED, SIMULATED)
+
+
+def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
+    # Imported here so that simulated workers start without torch.
+    from engine.torch_runner import build_torch_runner  # noqa: PLC0415
+
+    def progress(fraction: float) -> None:
+        log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
+
+    source = resolve_model(config.model)
+    runner = build_torch_runner(config.engine, source, progress)
+    tokenizer_source = str(Path(source.path).resolve()) if Path(source.path).exists() else source.path
+    return runner, ServedAs(config.served_model_name or source.short_name, tokenizer_source)

@@ -1,0 +1,208 @@
+"""The process around an engine: engine thread, gRPC server, registry clients, drain and exit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+import grpc
+import psutil
+
+from engine.build import EngineParts, build_engine
+from engine.messages import worker_load
+from engine.thread import EngineThread
+from engine.types import EngineLoad
+from kv_transfer.transport import TransferEndpoint
+from splitserve.config import WorkerConfig
+from splitserve.errors import UnavailableError
+from splitserve.logs import log_event
+from splitserve.registry_client import RegistryClient
+from splitserve.rpc import OpenRpcs, bind, make_server, set_serving
+from splitserve.v1 import kv_transfer_pb2, registry_pb2
+
+IDLE_POLL_S = 0.05
+SERVER_GRACE_S = 2.0
+
+
+class RoleListener(ABC):
+    """The part of a worker that lives on the engine thread; see `engine.thread.StepListener`.
+
+    `load`, `transfers_in_flight` and `waiting_reservations` are replaced, never changed in place, so that
+    the event loop may read them at any time.
+    """
+
+    load: EngineLoad = EngineLoad()
+    transfers_in_flight: int = 0
+    waiting_reservations: int = 0
+    endpoint: TransferEndpoint
+
+
+L = TypeVar("L", bound=RoleListener)
+
+
+class WorkerRole(ABC, Generic[L]):
+    """What makes a worker a prefill or a decode worker."""
+
+    pool: registry_pb2.Pool.ValueType
+
+    @abstractmethod
+    def make_listener(self, parts: EngineParts) -> L:
+        """Builds the engine-thread side; called on that thread."""
+
+    @abstractmethod
+    def add_services(self, server: grpc.aio.Server, worker: WorkerHost[L]) -> Sequence[str]:
+        """Adds the gRPC services; returns their full names."""
+
+    @abstractmethod
+    def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
+        """A coordinator's list of decode pools has changed."""
+
+    @abstractmethod
+    def connected_agents(self) -> Sequence[str]:
+        """Agent ids that KV can be written to now."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether requests are still in progress; a drain waits for False."""
+
+
+class WorkerHost(Generic[L]):
+    """One worker process: built by `run_worker`, handed to the role's services."""
+
+    def __init__(self, config: WorkerConfig, role: WorkerRole[L]) -> None:
+        self.config = config
+        self.epoch = secrets.randbits(63) + 1
+        self.open_rpcs = OpenRpcs()
+        self.draining = False
+        self.engine: EngineThread[L] = EngineThread(self._build, name=f"engine-{config.worker_id}")
+        self._role = role
+        self._registries: list[RegistryClient] = []
+        self._process = psutil.Process()
+
+    def _build(self) -> tuple[object, L]:
+        parts = build_engine(self.config)
+        self.parts = parts
+        self.listener = self._role.make_listener(parts)
+        return parts.core, self.listener
+
+    def require_accepting(self) -> None:
+        """Raises UnavailableError (DRAINING) once the worker takes no new requests."""
+        if self.draining:
+            raise UnavailableError(f"worker {self.config.worker_id} is draining", reason="DRAINING")
+
+    def report_now(self) -> None:
+        """Sends a load report to every coordinator without waiting for the heartbeat."""
+        for registry in self._registries:
+            registry.poke()
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT, then drains. Raises what broke the engine or the registration."""
+        stop = _stop_signal()
+        await self.engine.start()
+        server, names = self._make_server()
+        port = await bind(server, self.config.host, self.config.port)
+        await server.start()
+        log_event("worker.ready", worker_id=self.config.worker_id, port=port, model=self.parts.served.name)
+        address = self.config.advertise_address or f"{self.config.host}:{port}"
+        try:
+            await self._serve_until(stop, self._registration(address))
+        finally:
+            await set_serving(server, names, serving=False)
+            await server.stop(SERVER_GRACE_S)
+            await self.engine.stop()
+            log_event("worker.stopped", worker_id=self.config.worker_id)
+
+    def _make_server(self) -> tuple[grpc.aio.Server, Sequence[str]]:
+        server = make_server()
+        names = self._role.add_services(server, self)
+        return server, names
+
+    async def _serve_until(self, stop: asyncio.Event, registration: registry_pb2.RegisterRequest) -> None:
+        self._registries = [
+            RegistryClient(
+                address,
+                registration,
+                report=self._report,
+                on_peers=self._on_peers,
+                heartbeat_s=self.config.heartbeat_s,
+            )
+            for address in self.config.coordinators
+        ]
+        async with asyncio.TaskGroup() as group:
+            background = [group.create_task(registry.run()) for registry in self._registries]
+            background.append(group.create_task(self._watch_engine()))
+            await stop.wait()
+            await self._drain()
+            for task in background:
+                task.cancel()
+
+    async def _watch_engine(self) -> None:
+        # An engine thread that died takes the worker down: a supervisor restarts it, peers see it gone.
+        await asyncio.shield(self.engine.died)
+
+    async def _drain(self) -> None:
+        log_event("worker.draining", worker_id=self.config.worker_id)
+        self.draining = True
+        self.report_now()
+        deadline = time.monotonic() + self.config.drain_s
+        while self._role.busy() and time.monotonic() < deadline:
+            await asyncio.sleep(IDLE_POLL_S)
+
+    def _registration(self, address: str) -> registry_pb2.RegisterRequest:
+        engine, facts = self.config.engine, self.parts.runner.facts
+        return registry_pb2.RegisterRequest(
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            pool=self._role.pool,
+            address=address,
+            model=registry_pb2.ServedModel(
+                name=self.parts.served.name,
+                tokenizer_source=self.parts.served.tokenizer_source,
+                context_tokens=facts.context_tokens,
+                vocabulary_size=facts.vocabulary_size,
+                eos_token_ids=sorted(facts.eos_token_ids),
+            ),
+            endpoint=self.listener.endpoint.to_proto(),
+            max_step_tokens=engine.max_step_tokens,
+            max_running_requests=engine.max_running_requests,
+        )
+
+    def _report(self) -> registry_pb2.ReportRequest:
+        load = worker_load(self.listener.load)
+        load.rss_bytes = self._process.memory_info().rss
+        load.open_rpcs = self.open_rpcs.count
+        load.transfers_in_flight = self.listener.transfers_in_flight
+        load.waiting_reservations = self.listener.waiting_reservations
+        return registry_pb2.ReportRequest(
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            load=load,
+            connected_agent_ids=self._role.connected_agents(),
+            draining=self.draining,
+        )
+
+    def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
+        self._role.on_peers(coordinator, [TransferEndpoint.from_proto(peer) for peer in peers])
+
+
+def _stop_signal() -> asyncio.Event:
+    """An event set by the first SIGTERM or SIGINT; the second one ends the process at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError):  # not available off the main thread, as in tests
+            loop.add_signal_handler(number, on_signal)
+    return stop

@@ -1,0 +1,131 @@
+"""Between the wire's messages and the engine's plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.runner import ModelFacts
+from engine.types import EngineLoad, EngineRequest, FinishReason, RequestOutput, SamplingParams, StopParams
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
+
+FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType] = {
+    None: generation_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
+}
+MAX_TIMEOUT_S = 86_400.0
+MAX_SALT_BYTES = 64
+
+
+def engine_request(
+    message: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest,
+    *,
+    engine_id: str,
+    facts: ModelFacts,
+    now: float,
+    prefill_only: bool,
+) -> EngineRequest:
+    """Checks and converts what both services receive.
+
+    `engine_id` is the id inside this engine: clients may repeat theirs, an engine must not. `now` is
+    `time.monotonic()`. Raises InvalidArgumentError naming the field.
+    """
+    if not message.request_id:
+        raise InvalidArgumentError("request_id must not be empty", field="request_id")
+    _check_tokens(message.token_ids, message.prior_output_tokens, facts)
+    timeout_s = message.timeout.ToTimedelta().total_seconds()
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidArgumentError(f"timeout must be in (0, {MAX_TIMEOUT_S:.0f}] s", field="timeout")
+    if len(message.cache_salt) > MAX_SALT_BYTES:
+        raise InvalidArgumentError(f"cache_salt must have at most {MAX_SALT_BYTES} bytes", field="cache_salt")
+    if not message.stop.HasField("max_tokens") or message.stop.max_tokens < 1:
+        raise InvalidArgumentError("stop.max_tokens must be at least 1", field="stop.max_tokens")
+    return EngineRequest(
+        request_id=engine_id,
+        token_ids=tuple(message.token_ids),
+        sampling=sampling_params(message.sampling),
+        stop=stop_params(message.stop, facts),
+        prior_output_tokens=message.prior_output_tokens,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+        deadline_s=now + timeout_s,
+        prefill_only=prefill_only,
+    )
+
+
+def _check_tokens(token_ids: Sequence[int], prior_output_tokens: int, facts: ModelFacts) -> None:
+    if not token_ids:
+        raise InvalidArgumentError("token_ids must not be empty", field="token_ids")
+    if len(token_ids) >= facts.context_tokens:
+        raise InvalidArgumentError(
+            f"token_ids has {len(token_ids)} tokens; the context of {facts.context_tokens} leaves no room to answer",
+            field="token_ids",
+        )
+    if max(token_ids) >= facts.vocabulary_size:
+        raise InvalidArgumentError(f"token_ids must be below {facts.vocabulary_size}", field="token_ids")
+    if prior_output_tokens >= len(token_ids):
+        raise InvalidArgumentError("prior_output_tokens must leave a prompt", field="prior_output_tokens")
+
+
+def sampling_params(message: generation_pb2.SamplingParams) -> SamplingParams:
+    """Sampling with the defaults of the proto filled in."""
+    return SamplingParams(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
+        seed=message.seed,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+    )
+
+
+def stop_params(message: generation_pb2.StopParams, facts: ModelFacts) -> StopParams:
+    """Stop conditions, the model's own end-of-sequence tokens added."""
+    return StopParams(
+        max_tokens=message.max_tokens,
+        eos_token_ids=facts.eos_token_ids,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        stop_strings=tuple(message.stop_strings),
+        ignore_eos=message.ignore_eos,
+        min_tokens=message.min_tokens,
+    )
+
+
+def output_delta(output: RequestOutput) -> generation_pb2.OutputDelta:
+    """One step's progress of one request."""
+    return generation_pb2.OutputDelta(
+        first_position=output.first_position,
+        token_ids=output.token_ids,
+        text=output.text,
+        logprobs=[
+            generation_pb2.TokenLogprob(
+                token_id=entry.token_id,
+                logprob=entry.logprob,
+                top=[generation_pb2.TopLogprob(token_id=token, logprob=value) for token, value in entry.top],
+            )
+            for entry in output.logprobs
+        ],
+        finish_reason=FINISH_REASONS[output.finish_reason],
+    )
+
+
+def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
+    """The engine's part of a load report."""
+    return registry_pb2.WorkerLoad(
+        waiting_requests=load.waiting_requests,
+        running_requests=load.running_requests,
+        waiting_tokens=load.waiting_tokens,
+        total_blocks=load.total_blocks,
+        free_blocks=load.free_blocks,
+        reserved_blocks=load.reserved_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        referenced_blocks=load.referenced_blocks,
+        prefill_tokens_per_second=load.prefill_tokens_per_s,
+        decode_step_ms=load.decode_step_s * 1e3,
+    )

@@ -1,0 +1,87 @@
+"""The gRPC face of a prefill worker."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from engine.host import WorkerHost
+from engine.messages import engine_request, output_delta
+from kv_transfer.ticket import KvTicket
+from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
+from prefill_worker.push_listener import PushListener
+from splitserve.rpc import rpc_handler
+from splitserve.v1 import prefill_pb2
+from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer
+
+
+class PrefillService(PrefillServiceServicer):
+    """Runs prompts. One call is one prompt; cancelling the call ends it."""
+
+    def __init__(self, worker: WorkerHost[PushListener]) -> None:
+        self._worker = worker
+        self._numbers = itertools.count(1)
+        self._queues: dict[str, asyncio.Queue[PrefillEvent]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether any call is open."""
+        return bool(self._queues)
+
+    def deliver(self, events: list[tuple[str, PrefillEvent]]) -> None:
+        """Hands the engine thread's events to their calls; runs on the event loop."""
+        for engine_id, event in events:
+            if queue := self._queues.get(engine_id):
+                queue.put_nowait(event)
+
+    @rpc_handler
+    async def Prefill(  # noqa: N802 - the name is the contract's
+        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        """See PrefillService.Prefill in the proto."""
+        self._worker.require_accepting()
+        now = time.monotonic()
+        # A retry may come back with the same request id while the first attempt still drains.
+        engine_id = f"{request.request_id}/{next(self._numbers)}"
+        prompt = engine_request(
+            request, engine_id=engine_id, facts=self._worker.parts.runner.facts, now=now, prefill_only=True
+        )
+        ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
+        queue = self._queues[engine_id] = asyncio.Queue()
+        try:
+            await self._worker.engine.call(lambda core, pushes: pushes.start(core, prompt, ticket, now))
+            while True:
+                event = await queue.get()
+                response, last = _response(event)
+                yield response
+                if last:
+                    return
+        finally:
+            del self._queues[engine_id]
+            self._worker.engine.post(lambda core, pushes: pushes.abort(core, engine_id))
+
+
+def _response(event: PrefillEvent) -> tuple[prefill_pb2.PrefillResponse, bool]:
+    """The message for an event, and whether it is the last one."""
+    match event:
+        case FirstTokenReady():
+            token = prefill_pb2.FirstToken(
+                delta=output_delta(event.output),
+                cached_tokens=event.cached_tokens,
+                queue_ms=event.queue_s * 1e3,
+                compute_ms=event.compute_s * 1e3,
+            )
+            return prefill_pb2.PrefillResponse(first_token=token), event.last
+        case HandedOff():
+            done = prefill_pb2.HandoffDone(
+                written_bytes=event.written_bytes,
+                descriptors=event.descriptors,
+                transfer_ms=event.transfer_s * 1e3,
+            )
+            return prefill_pb2.PrefillResponse(handoff=done), True
+        case Failed():
+            raise event.error

@@ -1,0 +1,178 @@
+"""The prefill worker on the engine thread: every finished chunk's blocks go out under the ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.build import EngineParts
+from engine.core import EngineCore
+from engine.host import RoleListener
+from engine.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
+from kv_transfer.push import KvPusher, PushDone, PushDrained, PushFailed
+from kv_transfer.ticket import KvTicket
+from kv_transfer.transport import TransferEndpoint
+from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
+from splitserve.errors import DeadlineExceededError, FailedPreconditionError, SplitserveError, UnavailableError
+from splitserve.logs import log_event
+
+Emit = Callable[[list[tuple[str, PrefillEvent]]], None]
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One request between its arrival and the release of its blocks."""
+
+    ticket: KvTicket | None
+    arrived_s: float
+    began_s: float = 0.0
+    cached_tokens: int = 0
+    over: bool = False
+    """The client has got its last event; only blocks are still held."""
+
+
+class PushListener(RoleListener):
+    """Joins the engine's steps with the pusher's writes. All methods run on the engine thread.
+
+    Blocks of a request stay held in the engine until nothing of it is in flight any more: source memory
+    of a write must not change before the write is over.
+    """
+
+    def __init__(self, parts: EngineParts, emit: Emit) -> None:
+        self.endpoint = parts.endpoint
+        self._transport = parts.transport
+        self._pusher = KvPusher(parts.transport)
+        self._emit = emit
+        self._live: dict[str, _Prefill] = {}
+        self._events: list[tuple[str, PrefillEvent]] = []
+
+    def start(self, core: EngineCore, request: EngineRequest, ticket: KvTicket | None, now: float) -> None:
+        """Queues a prompt. Raises FailedPreconditionError for a peer that is not connected."""
+        if ticket is not None and ticket.decode_agent_id not in self._transport.connected():
+            raise FailedPreconditionError(
+                f"decode agent {ticket.decode_agent_id} is not connected here", reason="UNKNOWN_PEER"
+            )
+        core.add_request(request)
+        if ticket is not None:
+            self._pusher.start(request.request_id, ticket, now)
+        self._live[request.request_id] = _Prefill(ticket, now)
+
+    def abort(self, core: EngineCore, request_id: str) -> None:
+        """Stops computing at the next chunk and lets the writes in flight end. Idempotent."""
+        prefill = self._live.get(request_id)
+        if prefill is None:
+            return
+        core.abort(request_id)
+        self._end(core, request_id, prefill)
+
+    def connect(self, endpoint: TransferEndpoint) -> None:
+        """Makes a decode worker's pool writable; failures are logged, for the next list brings it again."""
+        try:
+            self._transport.connect(endpoint)
+        except SplitserveError as error:
+            log_event("peer.refused", agent_id=endpoint.agent_id, reason=error.reason, error=error.message)
+
+    def disconnect(self, agent_id: str) -> None:
+        """Fences a decode worker that is gone."""
+        self._pusher.peer_lost(agent_id)
+        self._transport.disconnect(agent_id)
+
+    def connected(self) -> frozenset[str]:
+        """Agent ids that can be written to."""
+        return self._transport.connected()
+
+    def before_step(self, core: EngineCore, now: float) -> bool:
+        """Collects finished writes; True while any are in flight."""
+        for event in self._pusher.poll(now):
+            self._on_push(core, event)
+        self.load = core.load()
+        self._flush()
+        return self._pusher.in_flight > 0
+
+    def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
+        """Posts the writes of the chunks that became final, then reports first tokens."""
+        for request_id in result.started:
+            if prefill := self._live.get(request_id):
+                prefill.began_s = now - result.duration_s
+        outputs = {output.request_id: output for output in result.outputs}
+        for progress in result.progress:
+            self._on_progress(progress, outputs.get(progress.request_id), now)
+        for output in result.outputs:
+            self._on_output(core, output, now)
+        self.load = core.load()
+        self._flush()
+
+    def close(self) -> None:
+        """Ends the transport; called last, on the engine thread."""
+        self._transport.close()
+
+    def _on_progress(self, progress: ChunkProgress, output: RequestOutput | None, now: float) -> None:
+        prefill = self._live.get(progress.request_id)
+        if prefill is None or prefill.over:
+            return
+        prefill.cached_tokens = progress.cached_tokens
+        if prefill.ticket is None or (output is not None and output.finish_reason is not None):
+            return  # nothing goes on elsewhere
+        first_token = output.token_ids[0] if output is not None and output.token_ids else None
+        self._pusher.on_progress(
+            progress.request_id,
+            progress.end,
+            progress.block_ids,
+            is_last=first_token is not None,
+            first_token=first_token,
+            now=now,
+        )
+
+    def _on_output(self, core: EngineCore, output: RequestOutput, now: float) -> None:
+        prefill = self._live.get(output.request_id)
+        if prefill is None or prefill.over:
+            return
+        if output.failure is not None:
+            self._events.append((output.request_id, Failed(_failure(output.failure))))
+            self._end(core, output.request_id, prefill)
+            return
+        last = prefill.ticket is None or output.finish_reason is not None
+        event = FirstTokenReady(
+            output,
+            prefill.cached_tokens,
+            queue_s=prefill.began_s - prefill.arrived_s,
+            compute_s=now - prefill.began_s,
+            last=last,
+        )
+        self._events.append((output.request_id, event))
+        if last:
+            self._end(core, output.request_id, prefill)
+
+    def _on_push(self, core: EngineCore, event: PushDone | PushFailed | PushDrained) -> None:
+        prefill = self._live.pop(event.request_id)
+        core.abort(event.request_id)
+        core.release_held(event.request_id)
+        if prefill.over:
+            return
+        if isinstance(event, PushDone):
+            done = HandedOff(event.written_bytes, event.descriptors, event.transfer_s)
+            self._events.append((event.request_id, done))
+        elif isinstance(event, PushFailed):
+            error = _failure((event.reason, event.message))
+            self._events.append((event.request_id, Failed(error)))
+
+    def _end(self, core: EngineCore, request_id: str, prefill: _Prefill) -> None:
+        prefill.over = True
+        if prefill.ticket is not None:
+            self._pusher.abort(request_id)  # its last event releases the blocks
+            return
+        del self._live[request_id]
+        core.release_held(request_id)
+
+    def _flush(self) -> None:
+        self.transfers_in_flight = self._pusher.in_flight
+        if self._events:
+            events, self._events = self._events, []
+            self._emit(events)
+
+
+def _failure(failure: tuple[str, str]) -> SplitserveError:
+    reason, message = failure
+    if reason == "DEADLINE_EXCEEDED":
+        return DeadlineExceededError(message)
+    return UnavailableError(message, reason=reason)
