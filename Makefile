@@ -9,7 +9,7 @@ MODEL := smollm2-135m-instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine
 
-.PHONY: setup model demo test check proto clean help
+.PHONY: setup model demo test check proto docs clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -39,9 +39,13 @@ check: setup ## Lint, types, import rules, protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python dev/proto.py --check
+	$(BIN)/python -m dev.configuration_page --check
 
 proto: setup ## Generate splitserve/v1 from protos/
 	$(BIN)/python dev/proto.py
+
+docs: setup ## Generate docs/configuration.md from the settings
+	$(BIN)/python -m dev.configuration_page
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -50,10 +50,10 @@ class FreeRuns:
         fitting = (count - 1).bit_length()
         for bucket in self._buckets[fitting:]:
             if bucket:
-                return next(iter(bucket))
+                return _any_of(bucket)
         for bucket in reversed(self._buckets[:fitting]):
             if bucket:
-                return next(iter(bucket))
+                return _any_of(bucket)
         raise AssertionError("no free block is left")
 
     def _cut(self, start: int, limit: int, taken: list[int]) -> None:
@@ -73,3 +73,10 @@ class FreeRuns:
         end = self._end_of.pop(start)
         del self._start_of[end]
         del self._buckets[(end - start).bit_length() - 1][start]
+
+
+def _any_of(bucket: dict[int, None]) -> int:
+    # `next(iter(bucket))` would step over the holes of removed entries each time; `popitem` drops them.
+    start, _ = bucket.popitem()
+    bucket[start] = None
+    return start

@@ -1,7 +1,7 @@
 """Validated, frozen settings of every part. Read once at start; nothing changes them afterwards.
 
-Each setting can stand in a YAML file (`--config FILE`) under its section (`cluster`, `coordinator`,
-`worker`, `engine`), and most have a command-line option that wins over the file.
+Each setting can stand in a YAML file (`--config FILE`), and most have a command-line option that wins over
+the file. The file of a command holds the fields of that command's settings; sections are nested mappings.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class EngineConfig(_Settings):
     """How a worker computes."""
 
     kind: Literal["torch", "simulated"] = "torch"
+    """`simulated` takes predictable time and needs no weights; for tests of everything around the engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 (the simulated engine ignores it)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto`: cuda when there is one, else cpu."""
     block_size_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Tokens in one KV block. Must be equal on all workers of a model."""
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """KV blocks in the pool. Default: what `kv_memory_bytes` holds."""
     kv_memory_bytes: Annotated[int, Field(ge=2**16)] | None = None
@@ -37,76 +39,106 @@ class EngineConfig(_Settings):
     max_step_tokens: Annotated[int, Field(ge=1, le=2**20)] = 2048
     """Token budget of one step; longer prompts are computed in chunks."""
     max_running_requests: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Sequences in one step at most."""
     max_waiting_requests: Annotated[int, Field(ge=1, le=10**6)] = 1024
+    """Sequences that may wait; one more is refused with RESOURCE_EXHAUSTED."""
     max_bypasses: Annotated[int, Field(ge=0, le=10**6)] = 16
     """How many later requests may overtake one that does not fit before it blocks the queue."""
     prefix_cache: bool = True
+    """Keep the KV of finished prompts and share it with later ones that begin alike."""
     context_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Prompt plus output tokens at most. Default and upper bound: the model's own."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Compute threads. Default: the number of cores the worker may run on."""
     simulated_prefill_token_s: Annotated[float, Field(ge=0)] = 20e-6
+    """Simulated engine: seconds a prompt token."""
     simulated_prefill_token2_s: Annotated[float, Field(ge=0)] = 0.0
+    """Simulated engine: seconds a prompt token squared."""
     simulated_step_s: Annotated[float, Field(ge=0)] = 2e-3
+    """Simulated engine: seconds a decode step takes at least."""
     simulated_context_token_s: Annotated[float, Field(ge=0)] = 0.0
+    """Simulated engine: seconds a decode step for each token of context in the batch."""
     simulated_sequence_s: Annotated[float, Field(ge=0)] = 50e-6
+    """Simulated engine: seconds a decode step for each sequence in the batch."""
 
 
 class WorkerConfig(_Settings):
     """One prefill or decode worker."""
 
     worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """Name, stable over restarts."""
     model: str
     """Embedded model's name, local folder, GGUF file or Hugging Face id; "simulated" needs no files."""
     served_model_name: str | None = None
     """Name that clients use. Default: the model's own short name."""
     host: str = "127.0.0.1"
+    """Interface to listen on."""
     port: Port = 0
     """0 takes a free port."""
     advertise_address: str | None = None
     """"host:port" told to coordinators. Default: host and the bound port."""
     coordinators: tuple[str, ...] = ()
+    """"host:port" of each coordinator to register with."""
     transport: Literal["nixl", "memory"] = "nixl"
+    """How KV travels. `memory` works inside one process only (tests)."""
     lease_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """How long reserved blocks outlive the last sign of life of their coordinator."""
     quarantine_s: Annotated[float, Field(gt=0, le=7200)] = 45.0
     """How long aborted blocks wait for their writer before it is fenced; longer than the lease."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """How long SIGTERM waits for running requests."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    """Time between load reports to the coordinators."""
     cpus: tuple[int, ...] = ()
     """Cores to run on. Default: all that the process may use."""
     engine: EngineConfig = EngineConfig()
+    """Section `engine`."""
 
 
 class CoordinatorConfig(_Settings):
     """The front door."""
 
     host: str = "127.0.0.1"
+    """Interface to listen on. Anything but loopback is your decision: there is no authentication yet."""
     grpc_port: Port = 50051
+    """0 takes a free port."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Upper limit and default of a generation's time."""
     max_running_requests: Annotated[int, Field(ge=1, le=10**6)] = 4096
+    """Generations in progress at most; one more is refused with RESOURCE_EXHAUSTED."""
     heartbeat_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
+    """Silence after which a worker is dropped."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """How long SIGTERM waits for running generations."""
     no_worker_wait_s: Annotated[float, Field(ge=0, le=600)] = 2.0
     """How long a request waits for a missing pool before UNAVAILABLE."""
     max_message_bytes: Annotated[int, Field(ge=2**16, le=2**30)] = 16 * 2**20
+    """Largest gRPC message accepted."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Threads for templating and tokenizing."""
 
 
 class ClusterConfig(_Settings):
     """A local cluster, as `splitserve up` starts it."""
 
     model: str = "smollm2-135m-instruct"
+    """Embedded model's name, local folder, GGUF file or Hugging Face id; "simulated" needs no files."""
     served_model_name: str | None = None
+    """Name that clients use. Default: the model's own short name."""
     prefill: Annotated[int, Field(ge=1, le=64)] = 1
+    """Prefill workers."""
     decode: Annotated[int, Field(ge=1, le=64)] = 1
+    """Decode workers."""
     transport: Literal["nixl"] = "nixl"
+    """How KV travels."""
     pin_cores: bool = True
     """Give each worker its own cores where cores are few."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
+    """How long loading may take."""
     engine: EngineConfig = EngineConfig()
+    """Section `engine`, the same for all workers."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
+    """Section `coordinator`."""
 
 
 S = TypeVar("S", bound=_Settings)

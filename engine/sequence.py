@@ -1,0 +1,133 @@
+"""What the engine knows about one live request."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.detokenizer import IncrementalDetokenizer
+from engine.stop import StopMatcher
+from engine.types import EngineRequest, FinishReason
+from splitserve.tokenizer import Tokenizer
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RESERVED = "reserved"
+    """Its KV is being written by a peer."""
+    HELD = "held"
+    """Ended, but its blocks may still be read by writes in flight."""
+    ENDED = "ended"
+
+
+class OutputText:
+    """Text and text-bound end of one output: detokenizer and stop strings behind one another."""
+
+    def __init__(self, tokenizer: Tokenizer, request: EngineRequest) -> None:
+        prompt_tokens = request.prompt_tokens
+        self._detokenizer = IncrementalDetokenizer(tokenizer, request.token_ids[:prompt_tokens])
+        self._matcher = StopMatcher(request.stop.stop_strings)
+        self._min_tokens = request.stop.min_tokens
+        self._count = 0
+        for token_id in request.token_ids[prompt_tokens:]:
+            self.push(token_id)
+
+    def push(self, token_id: int) -> tuple[str, bool]:
+        """Text that became certain with this token, and whether a stop string ended the answer."""
+        self._count += 1
+        delta = self._detokenizer.push(token_id)
+        return self._matcher.feed(delta, may_stop=self._count >= self._min_tokens)
+
+    def flush(self) -> str:
+        """What was held back, when the answer ends otherwise than by a stop string."""
+        text, stopped = self._matcher.feed(self._detokenizer.finish(), may_stop=False)
+        return text + self._matcher.release()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One request in the engine. Mutable; compared by identity; used on the engine thread only.
+
+    `tokens` is prompt and output so far, KV exists for the first `num_computed` of them, and `block_ids`
+    is the block table. Until the end `num_computed < len(tokens)` for all but reserved sequences.
+    """
+
+    request: EngineRequest
+    arrival: int
+    tokens: list[int] = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0
+    cached_tokens: int = 0
+    """Leading tokens whose KV was found in the prefix cache at the latest start."""
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    cached_blocks: int = 0
+    """Leading blocks that have been given to the prefix cache, or came from it."""
+    bypasses: int = 0
+    misfit: bool = False
+    """Whether it did not fit the free blocks when it was last tried."""
+    started: bool = False
+    reported: int = 0
+    """Leading tokens whose KV has been reported as final (`prefill_only`)."""
+    reservation: int | None = None
+    _text: OutputText | None = None
+    _banned: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.token_ids)
+        stop = self.request.stop
+        self._banned = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far, those of earlier attempts included."""
+        return len(self.tokens) - self.request.prompt_tokens
+
+    @property
+    def queue_key(self) -> tuple[int, int]:
+        """Order of service: higher priority first, then earlier arrival."""
+        return -self.request.priority, self.arrival
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Tokens that may not be sampled next: those that would end the answer before `min_tokens`."""
+        return self._banned if self.num_output < self.request.stop.min_tokens else frozenset()
+
+    def append(
+        self, token_id: int, tokenizer: Tokenizer, context_tokens: int
+    ) -> tuple[str, FinishReason | None]:
+        """Appends an output token; returns its text and, when the answer ends with it, why.
+
+        A token that ends the answer adds no text of its own. Text still held back at the end is
+        for `flush`, except after a stop string, which is never emitted.
+        """
+        if self._text is None:
+            self._text = OutputText(tokenizer, self.request)
+        stop = self.request.stop
+        may_stop = self.num_output >= stop.min_tokens
+        self.tokens.append(token_id)
+        if may_stop and token_id in self._banned:
+            return "", FinishReason.STOP
+        text, stopped = self._text.push(token_id)
+        if stopped:
+            return text, FinishReason.STOP
+        if self.num_output >= stop.max_tokens or len(self.tokens) >= context_tokens:
+            return text, FinishReason.LENGTH
+        return text, None
+
+    def flush(self) -> str:
+        """Text held back until now; empty after a stop string."""
+        return self._text.flush() if self._text is not None else ""

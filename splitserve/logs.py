@@ -1,0 +1,135 @@
+"""Structured logs: named events with fields, and the request id from a context variable.
+
+`log_event("handoff.completed", request_id=..., bytes=...)` writes one line to stderr: JSON, or text for
+people when stderr is a terminal. Fields hold ids, counts and times; never prompts or generated text.
+The level comes from SPLITSERVE_LOG_LEVEL (debug, info, warning, error; default info).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from splitserve.errors import ConfigError
+
+LOG_LEVEL_VARIABLE = "SPLITSERVE_LOG_LEVEL"
+LogFormat = Literal["auto", "json", "text"]
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_QUIET = ("asyncio", "grpc", "grpc_reflection", "transformers", "tokenizers", "urllib3", "filelock", "httpx")
+_logger = logging.getLogger("splitserve")
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+
+@contextmanager
+def request_context(request_id: str) -> Iterator[None]:
+    """Adds `request_id` to every event logged in this context and in tasks started from it."""
+    token = _request_id.set(request_id)
+    try:
+        yield
+    finally:
+        _request_id.reset(token)
+
+
+def log_event(event: str, *, level: int = logging.INFO, **fields: Any) -> None:
+    """Logs one event. `event` is dotted lower case, for example "worker.registered"."""
+    _log(event, level, fields, None)
+
+
+def log_exception(event: str, error: BaseException, **fields: Any) -> None:
+    """Logs an event at level error with the exception's traceback."""
+    _log(event, logging.ERROR, fields, error)
+
+
+def _log(event: str, level: int, fields: dict[str, Any], error: BaseException | None) -> None:
+    if not _logger.isEnabledFor(level):
+        return
+    request_id = _request_id.get()
+    if request_id is not None:
+        fields.setdefault("request_id", request_id)
+    exc_info = (type(error), error, error.__traceback__) if error is not None else None
+    _logger.log(level, event, exc_info=exc_info, extra={"event_fields": fields})
+
+
+def configure_logging(part: str, *, format: LogFormat = "auto", level: str | None = None) -> None:
+    """Sets up logging of a process; `part` ("coordinator", a worker's id) stands in every line.
+
+    Raises ConfigError for an unknown level. Calling it again replaces the earlier set-up.
+    """
+    name = (level or os.environ.get(LOG_LEVEL_VARIABLE) or "info").lower()
+    if name not in _LEVELS:
+        bound = ", ".join(_LEVELS)
+        raise ConfigError(f"{LOG_LEVEL_VARIABLE}: {name!r} is none of {bound}", field=LOG_LEVEL_VARIABLE)
+    as_text = format == "text" or (format == "auto" and sys.stderr.isatty())
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter(part) if as_text else JsonFormatter(part))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    _logger.setLevel(_LEVELS[name])
+    for noisy in _QUIET:
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    # Records of other libraries carry no fields of ours; their message becomes one.
+    fields = record.__dict__.get("event_fields")
+    return dict(fields) if fields is not None else {"logger": record.name, "message": record.getMessage()}
+
+
+def _event(record: logging.LogRecord) -> str:
+    return record.getMessage() if "event_fields" in record.__dict__ else "library.message"
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: `time` (UTC), `level`, `part`, `event`, then the fields."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self._part = part
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line of JSON; values that JSON cannot hold are written as strings."""
+        whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{whole}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "part": self._part,
+            "event": _event(record),
+        }
+        for key, value in _fields(record).items():
+            line[f"field_{key}" if key in line else key] = value
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """`HH:MM:SS.mmm level part event key=value ...`, for people."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self._part = part
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line, followed by the traceback where there is one."""
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        pairs = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
+        level = record.levelname.lower()
+        line = f"{clock}.{int(record.msecs):03d} {level:7} {self._part} {_event(record)} {pairs}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    quoted = any(ch.isspace() or ch in '"=' or not ch.isprintable() for ch in text)
+    return json.dumps(text, ensure_ascii=False) if quoted else text

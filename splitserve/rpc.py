@@ -1,0 +1,149 @@
+"""Common gRPC settings: channels, servers with health and reflection, and the error boundary around handlers.
+
+Services are plain servicers that raise `SplitserveError`; `RpcServer` puts the boundary around each of them,
+so none can forget it. Clients turn a failed call into the same errors with `error_from_rpc`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health as grpc_health
+from grpc_reflection.v1alpha import reflection
+
+from splitserve.errors import InvalidArgumentError, UnavailableError
+from splitserve.rpc_errors import abort_with, error_from_rpc
+
+__all__ = [
+    "OpenRpcs",
+    "RpcServer",
+    "abort_with",
+    "channel_options",
+    "error_from_rpc",
+    "make_channel",
+    "make_server",
+    "server_options",
+]
+
+DEFAULT_MAX_MESSAGE_BYTES = 16 * 2**20
+KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+LONG_LIVED_METHODS = frozenset(
+    {"/splitserve.v1.RegistryService/Report", "/splitserve.v1.DecodeService/StreamOutputs"}
+)
+"""Streams that live as long as their peer; `OpenRpcs` leaves them out."""
+
+Options = list[tuple[str, Any]]
+
+
+def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Options:
+    """Client settings: message limit, keepalive, quick reconnection, no proxy and no hidden retries."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.enable_retries", 0),
+        ("grpc.enable_http_proxy", 0),
+        # A restarted peer must not inherit the connection back-off of the channel to its former self.
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Options:
+    """Server settings: message limit, keepalive that permits the clients', no shared ports."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        # Two processes on one port would split the traffic between them without a word.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _common_options(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def make_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel to "host:port". It connects at the first call; use it on one event loop only."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+class OpenRpcs:
+    """How many handlers run now, health, reflection and `LONG_LIVED_METHODS` left out."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def track(self, method: str) -> Iterator[None]:
+        """Counts a handler of the full method name ("/package.Service/Method") while it runs."""
+        counted = 0 if method in LONG_LIVED_METHODS or method.startswith("/grpc.") else 1
+        self.count += counted
+        try:
+            yield
+        finally:
+            self.count -= counted
+
+
+class RpcServer:
+    """A gRPC server with error boundary, health and reflection.
+
+    Add servicers to `grpc_server`, then `start`. Health answers for "" and for every service named there.
+    """
+
+    def __init__(self, max_message_bytes: int, open_rpcs: OpenRpcs) -> None:
+        self.open_rpcs = open_rpcs
+        self.grpc_server = grpc.aio.server(
+            interceptors=[_Boundary(open_rpcs)], options=server_options(max_message_bytes)
+        )
+        self._health = grpc_health.aio.HealthServicer()
+        self._names: Sequence[str] = ()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+
+    async def start(self, host: str, port: int, service_names: Sequence[str]) -> int:
+        """Binds, starts and reports SERVING; returns the bound port (`port` 0 takes a free one).
+
+        Raises UnavailableError (PORT_IN_USE or BIND_FAILED) with one line for people.
+        """
+        self._names = ("", *service_names)
+        shown = (*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
+        reflection.enable_server_reflection((*shown, reflection.SERVICE_NAME), self.grpc_server)
+        bound = await self._bind(host, port)
+        await self.grpc_server.start()
+        await self.set_serving(True)
+        return bound
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks answer from now on."""
+        kind = health_pb2.HealthCheckResponse
+        for name in self._names:
+            await self._health.set(name, kind.SERVING if serving else kind.NOT_SERVING)
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Refuses new calls, waits up to `grace_s` for open ones, then cancels them."""
+        with suppress(asyncio.InvalidStateError):
+            await self.set_serving(False)
+        await self.grpc_server.stop(grace_s)
+
+    async def _bind(self, host: str, port: int) -> int:
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            return self.grpc_server.add_insecure_port(address)
+        except RuntimeError:  # gRPC says no more than that it failed, so ask the system why
+            raise UnavailableError(*await _why_not(host, port)) from None

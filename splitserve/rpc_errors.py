@@ -1,0 +1,119 @@
+"""The one boundary between splitserve's errors and gRPC status, in both directions.
+
+Out: `SplitserveError` becomes a status with `google.rpc.ErrorInfo` (domain "splitserve", `reason`, metadata
+`{"field": ...}`) and `google.rpc.RetryInfo`. In: `error_from_rpc` restores the subclass from them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Never
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from splitserve.errors import (
+    CancelledByPeerError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    SplitserveError,
+    UnavailableError,
+)
+from splitserve.logs import log_exception
+
+ERROR_DOMAIN = "splitserve"
+MAX_MESSAGE_CHARACTERS = 1000
+"""Status travels in HTTP/2 trailers, which gRPC limits to 8 KiB in all."""
+
+_KINDS: dict[grpc.StatusCode, type[SplitserveError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgumentError,
+        NotFoundError,
+        ResourceExhaustedError,
+        FailedPreconditionError,
+        UnavailableError,
+        DeadlineExceededError,
+        CancelledByPeerError,
+    )
+}
+
+
+def status_of(error: SplitserveError) -> status_pb2.Status:
+    """The wire form of an error: code, message, ErrorInfo and, with a retry hint, RetryInfo."""
+    message = error.message
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
+    if error.field is not None:
+        info.metadata["field"] = error.field[:MAX_MESSAGE_CHARACTERS]
+    status = status_pb2.Status(code=error.code.value[0], message=message, details=[_packed(info)])
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+    return status
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> Never:
+    """Ends an RPC with an error; always raises. Call it from an `except` block.
+
+    What is no SplitserveError becomes INTERNAL with an incident id; the traceback goes to the log under
+    that id and nothing of it to the client.
+    """
+    known = known_error(error)
+    if known is None:
+        incident = uuid.uuid4().hex[:12]
+        log_exception("rpc.internal_error", error, incident=incident)
+        known = SplitserveError(f"internal error, incident {incident}")
+    status = rpc_status.to_status(status_of(known))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def known_error(error: BaseException) -> SplitserveError | None:
+    """The SplitserveError that an exception is, or, for a task group's, the first one in it."""
+    if isinstance(error, SplitserveError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next((known for inner in error.exceptions if (known := known_error(inner))), None)
+    return None
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitserveError:
+    """The SplitserveError subclass of a failed call, with reason, field and retry hint where it has them.
+
+    Codes without a subclass give a plain SplitserveError with the code's name as its reason.
+    """
+    code = error.code()
+    message = error.details() or code.name.lower().replace("_", " ")
+    kind = _KINDS.get(code, SplitserveError)
+    reason = None if code in _KINDS else code.name
+    field: str | None = None
+    retry_after_s: float | None = None
+    for detail in _details(error):
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
+            reason = info.reason or reason
+            field = info.metadata.get("field")
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+    return kind(message, reason=reason, field=field, retry_after_s=retry_after_s)
+
+
+def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
+    try:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    except ValueError:  # a proxy changed the code or message; the details no longer belong to it
+        return []
+    return list(status.details) if status else []

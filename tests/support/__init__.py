@@ -1,0 +1,1 @@
+"""What the integration tests share: real clusters and the leak oracle."""

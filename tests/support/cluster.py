@@ -1,0 +1,135 @@
+"""A coordinator with prefill and decode workers as real processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from splitserve.client import AsyncClient
+from splitserve.v1 import inference_pb2
+from tests.support.processes import ServiceProcess
+
+READY_TIMEOUT_S = 60.0
+SETTLE_TIMEOUT_S = 20.0
+
+
+class Cluster:
+    """The processes of one cluster, by name: `coordinator`, `prefill-0`, `decode-0`, …"""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        model: str = "simulated",
+        engine: str = "simulated",
+        prefill: int = 1,
+        decode: int = 1,
+        worker_options: Sequence[str] = (),
+        coordinator_options: Sequence[str] = (),
+    ) -> None:
+        self.log_dir = log_dir
+        self.members: dict[str, ServiceProcess] = {}
+        self._common = ["--model", model, "--engine", engine, "--threads", "1", *worker_options]
+        self._counts = {"prefill": prefill, "decode": decode}
+        self._coordinator_options = list(coordinator_options)
+        self.target = ""
+
+    async def start(self) -> None:
+        """Starts everything and waits until all pairs are connected."""
+        options = ["coordinator", "--grpc-port", "0", *self._coordinator_options]
+        coordinator = self.members["coordinator"] = ServiceProcess("coordinator", options, self.log_dir)
+        coordinator.start()
+        self.target = f"127.0.0.1:{coordinator.wait_event('coordinator.ready')['port']}"
+        for pool, count in self._counts.items():
+            for number in range(count):
+                self.add_worker(pool, f"{pool}-{number}")
+        await self.wait_ready()
+
+    def add_worker(self, pool: str, name: str, *options: str) -> ServiceProcess:
+        """Starts one more worker; does not wait for it."""
+        arguments = [f"{pool}-worker", "--worker-id", name, "--coordinator", self.target]
+        worker = ServiceProcess(name, [*arguments, *self._common, *options], self.log_dir)
+        self.members[name] = worker
+        worker.start()
+        return worker
+
+    async def wait_ready(self, prefill: int | None = None, decode: int | None = None) -> None:
+        """Waits until so many workers (default: as many as configured) are ready."""
+        wanted = {"prefill": prefill or self._counts["prefill"], "decode": decode or self._counts["decode"]}
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        async with AsyncClient(self.target) as client:
+            while True:
+                info = await client.server_info()
+                ready = {
+                    pool: sum(w.pool == pool and w.state == "ready" for w in info.workers) for pool in wanted
+                }
+                if all(ready[pool] >= count for pool, count in wanted.items()):
+                    return
+                if time.monotonic() > deadline:
+                    logs = "\n".join(f"--- {m.name}\n{m.log_tail()}" for m in self.members.values())
+                    raise AssertionError(f"not ready: {ready} of {wanted}\n{logs}")
+                await asyncio.sleep(0.05)
+
+    def stop(self) -> dict[str, int]:
+        """Ends all processes that still run; exit code by name."""
+        codes = {}
+        for name, member in reversed(self.members.items()):
+            codes[name] = member.terminate()
+        return codes
+
+    async def assert_no_leaks(self) -> None:
+        """The leak oracle: within a while every count of blocks, calls and sequences is back at zero."""
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        async with AsyncClient(self.target) as client:
+            while True:
+                info = await client.server_info()
+                held = held_resources(info)
+                if not held:
+                    return
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"leaked: {held}")
+                await asyncio.sleep(0.05)
+
+
+COUNTS = (
+    "running_requests",
+    "waiting_requests",
+    "reserved_blocks",
+    "quarantined_blocks",
+    "referenced_blocks",
+    "open_rpcs",
+    "transfers_in_flight",
+    "waiting_reservations",
+)
+
+
+def held_resources(info: inference_pb2.GetServerInfoResponse) -> dict[str, int]:
+    """Everything that should be zero and is not."""
+    held = {
+        f"{worker.worker_id}.{count}": getattr(worker, count)
+        for worker in info.workers
+        for count in COUNTS
+        if getattr(worker, count)
+    }
+    held |= {
+        f"{worker.worker_id}.missing_free_blocks": worker.total_blocks - worker.free_blocks
+        for worker in info.workers
+        if worker.total_blocks != worker.free_blocks
+    }
+    for count in ("running_requests", "background_tasks"):
+        if value := getattr(info, count):
+            held[f"coordinator.{count}"] = value
+    return held
+
+
+@asynccontextmanager
+async def running(cluster: Cluster) -> AsyncIterator[Cluster]:
+    """Starts the cluster; at the end all processes have stopped, however the test ended."""
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

@@ -1,0 +1,91 @@
+"""Starting and ending splitserve's real processes, with their logs in files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.02
+
+
+class ServiceProcess:
+    """One `python -m splitserve …` process. Its log is one JSON object a line in `log_path`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log_dir: Path) -> None:
+        self.name = name
+        self.arguments = list(arguments)
+        self.log_path = log_dir / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read_from = 0
+
+    def start(self) -> None:
+        """Starts the process; its log is appended to."""
+        self._read_from = self.log_path.stat().st_size if self.log_path.exists() else 0
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "splitserve", *self.arguments],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The running process."""
+        assert self._process is not None, f"{self.name} was not started"
+        return self._process
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to this process alone."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until it is gone."""
+        self.process.kill()
+        self.process.wait(STOP_TIMEOUT_S)
+
+    def terminate(self) -> int:
+        """SIGTERM, and the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.name} did not end on SIGTERM:\n{self.log_tail()}") from None
+
+    def wait_event(self, event: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+        """The first log event of this name since the last start."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            for entry in self.events():
+                if entry.get("event") == event:
+                    return entry
+            if self.process.poll() is not None:
+                raise AssertionError(f"{self.name} ended with {self.process.returncode}:\n{self.log_tail()}")
+            time.sleep(POLL_S)
+        raise AssertionError(f"{self.name}: no {event} within {timeout_s} s:\n{self.log_tail()}")
+
+    def events(self) -> list[dict[str, Any]]:
+        """All JSON log lines since the last start."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._read_from)
+            lines = log.read().decode(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The end of the log, for messages."""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
