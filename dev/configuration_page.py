@@ -61,7 +61,13 @@ def table(kind: type[BaseModel]) -> str:
     for name, field in kind.model_fields.items():
         default = field.get_default(call_default_factory=True)
         nested = isinstance(default, BaseModel)
-        shown = "required" if default is PydanticUndefined else "" if nested or default is None else f"`{default}`"
+        shown = (
+            "required"
+            if default is PydanticUndefined
+            else ""
+            if nested or default is None
+            else f"`{default}`"
+        )
         meaning = (field.description or "").replace("\n", " ")
         rows.append(f"| `{name}` | {shown} | {bounds(schema[name])} | {meaning} |")
     return "\n".join(rows)

@@ -67,7 +67,15 @@ def main() -> None:
     gpu = Path("/proc/driver/nvidia/version").exists()
     options = pip_options(requirement, gpu=gpu, any_build=args.any_build, cpu_index=args.cpu_index)
     # The CPU index carries torch alone; what torch needs comes from the usual index afterwards.
-    command = [sys.executable, "-m", "pip", "install", "--quiet", *(["--no-deps"] if options else []), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        *(["--no-deps"] if options else []),
+        *options,
+    ]
     subprocess.run([*command, "--constraint", str(args.constraints), requirement], check=True)
 
 

@@ -19,7 +19,9 @@ def generate(into: Path) -> None:
     messages = sorted(PROTOS.glob("splitserve/v1/*.proto"))
     services = [path for path in messages if "\nservice " in path.read_text(encoding="utf-8")]
     scripts = Path(sys.executable).parent
-    plugins = [f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")]
+    plugins = [
+        f"--plugin=protoc-gen-{name}={scripts / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")
+    ]
     protoc = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *plugins]
     outputs = [f"--python_out={into}", f"--mypy_out=quiet:{into}"]
     subprocess.run([*protoc, *outputs, *map(str, messages)], check=True)
@@ -45,7 +47,9 @@ def stale_files() -> list[str]:
 def main() -> int:
     """Exit code 1 when `--check` finds a difference."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if anything is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if anything is out of date"
+    )
     if not parser.parse_args().check:
         generate(ROOT)
         return 0

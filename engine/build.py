@@ -57,7 +57,7 @@ def _simulated(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
 
 def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
     # Imported here so that simulated workers start without torch.
-    from engine.torch_runner import build_torch_runner  # noqa: PLC0415
+    from engine.torch_runner import build_torch_runner
 
     def progress(fraction: float) -> None:
         log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))

@@ -35,7 +35,7 @@ class FreeRuns:
         self._count += 1
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Removes `count` numbers: those following `after` if free, then a run that fits, then the longest."""
+        """Removes `count` numbers: those after `after` if free, then a run that fits, then the longest."""
         taken: list[int] = []
         if after is not None and count and after + 1 in self._end_of:
             self._cut(after + 1, count, taken)

@@ -16,22 +16,23 @@ import grpc
 import psutil
 
 from engine.build import EngineParts, build_engine
+from engine.core import EngineCore
 from engine.messages import worker_load
-from engine.thread import EngineThread
+from engine.thread import EngineThread, StepListener
 from engine.types import EngineLoad
 from kv_transfer.transport import TransferEndpoint
 from splitserve.config import WorkerConfig
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
 from splitserve.registry_client import RegistryClient
-from splitserve.rpc import OpenRpcs, bind, make_server, set_serving
+from splitserve.rpc import OpenRpcs, make_server
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 IDLE_POLL_S = 0.05
 SERVER_GRACE_S = 2.0
 
 
-class RoleListener(ABC):
+class RoleListener(StepListener, ABC):
     """The part of a worker that lives on the engine thread; see `engine.thread.StepListener`.
 
     `load`, `transfers_in_flight` and `waiting_reservations` are replaced, never changed in place, so that
@@ -53,8 +54,8 @@ class WorkerRole(ABC, Generic[L]):
     pool: registry_pb2.Pool.ValueType
 
     @abstractmethod
-    def make_listener(self, parts: EngineParts) -> L:
-        """Builds the engine-thread side; called on that thread."""
+    def make_listener(self, parts: EngineParts, epoch: int) -> L:
+        """Builds the engine-thread side; called on that thread. `epoch` is this boot's."""
 
     @abstractmethod
     def add_services(self, server: grpc.aio.Server, worker: WorkerHost[L]) -> Sequence[str]:
@@ -72,6 +73,10 @@ class WorkerRole(ABC, Generic[L]):
     def busy(self) -> bool:
         """Whether requests are still in progress; a drain waits for False."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Ends calls that would otherwise outlive a drain."""
+
 
 class WorkerHost(Generic[L]):
     """One worker process: built by `run_worker`, handed to the role's services."""
@@ -86,10 +91,10 @@ class WorkerHost(Generic[L]):
         self._registries: list[RegistryClient] = []
         self._process = psutil.Process()
 
-    def _build(self) -> tuple[object, L]:
+    def _build(self) -> tuple[EngineCore, L]:
         parts = build_engine(self.config)
         self.parts = parts
-        self.listener = self._role.make_listener(parts)
+        self.listener = self._role.make_listener(parts, self.epoch)
         return parts.core, self.listener
 
     def require_accepting(self) -> None:
@@ -106,23 +111,18 @@ class WorkerHost(Generic[L]):
         """Serves until SIGTERM or SIGINT, then drains. Raises what broke the engine or the registration."""
         stop = _stop_signal()
         await self.engine.start()
-        server, names = self._make_server()
-        port = await bind(server, self.config.host, self.config.port)
-        await server.start()
+        server = make_server(open_rpcs=self.open_rpcs)
+        names = self._role.add_services(server.grpc_server, self)
+        port = await server.start(self.config.host, self.config.port, names)
         log_event("worker.ready", worker_id=self.config.worker_id, port=port, model=self.parts.served.name)
         address = self.config.advertise_address or f"{self.config.host}:{port}"
         try:
             await self._serve_until(stop, self._registration(address))
         finally:
-            await set_serving(server, names, serving=False)
+            self._role.close()
             await server.stop(SERVER_GRACE_S)
             await self.engine.stop()
             log_event("worker.stopped", worker_id=self.config.worker_id)
-
-    def _make_server(self) -> tuple[grpc.aio.Server, Sequence[str]]:
-        server = make_server()
-        names = self._role.add_services(server, self)
-        return server, names
 
     async def _serve_until(self, stop: asyncio.Event, registration: registry_pb2.RegisterRequest) -> None:
         self._registries = [
@@ -152,8 +152,8 @@ class WorkerHost(Generic[L]):
         self.draining = True
         self.report_now()
         deadline = time.monotonic() + self.config.drain_s
-        while self._role.busy() and time.monotonic() < deadline:
-            await asyncio.sleep(IDLE_POLL_S)
+        while self._role.busy() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(IDLE_POLL_S)  # what it asks about lives on the engine thread
 
     def _registration(self, address: str) -> registry_pb2.RegisterRequest:
         engine, facts = self.config.engine, self.parts.runner.facts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from engine.runner import ModelFacts
 from engine.types import EngineLoad, EngineRequest, FinishReason, RequestOutput, SamplingParams, StopParams
 from splitserve.errors import InvalidArgumentError
@@ -27,14 +25,13 @@ def engine_request(
     now: float,
     prefill_only: bool,
 ) -> EngineRequest:
-    """Checks and converts what both services receive.
+    """Converts what both services receive. The engine itself checks the tokens against its limits.
 
     `engine_id` is the id inside this engine: clients may repeat theirs, an engine must not. `now` is
     `time.monotonic()`. Raises InvalidArgumentError naming the field.
     """
     if not message.request_id:
         raise InvalidArgumentError("request_id must not be empty", field="request_id")
-    _check_tokens(message.token_ids, message.prior_output_tokens, facts)
     timeout_s = message.timeout.ToTimedelta().total_seconds()
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise InvalidArgumentError(f"timeout must be in (0, {MAX_TIMEOUT_S:.0f}] s", field="timeout")
@@ -53,20 +50,6 @@ def engine_request(
         deadline_s=now + timeout_s,
         prefill_only=prefill_only,
     )
-
-
-def _check_tokens(token_ids: Sequence[int], prior_output_tokens: int, facts: ModelFacts) -> None:
-    if not token_ids:
-        raise InvalidArgumentError("token_ids must not be empty", field="token_ids")
-    if len(token_ids) >= facts.context_tokens:
-        raise InvalidArgumentError(
-            f"token_ids has {len(token_ids)} tokens; the context of {facts.context_tokens} leaves no room to answer",
-            field="token_ids",
-        )
-    if max(token_ids) >= facts.vocabulary_size:
-        raise InvalidArgumentError(f"token_ids must be below {facts.vocabulary_size}", field="token_ids")
-    if prior_output_tokens >= len(token_ids):
-        raise InvalidArgumentError("prior_output_tokens must leave a prompt", field="prior_output_tokens")
 
 
 def sampling_params(message: generation_pb2.SamplingParams) -> SamplingParams:

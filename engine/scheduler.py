@@ -21,8 +21,6 @@ class SchedulerOutput:
     """The next step: tokens to compute for each sequence, at least one each."""
 
     num_new: dict[Sequence, int] = field(default_factory=dict)
-    started: list[Sequence] = field(default_factory=list)
-    """Sequences that left the queue for this step."""
     preempted: int = 0
     budget: int = 0
     """Tokens left of the step's budget."""
@@ -80,7 +78,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Takes a waiting or running sequence out; its blocks are the caller's concern."""
         if sequence in self.waiting:
-            self._dequeued(sequence)
+            self.waiting_tokens -= sequence.remaining
             self.waiting.discard(sequence)
         self.running.pop(sequence, None)
 
@@ -91,10 +89,9 @@ class Scheduler:
 
     @property
     def spare_blocks(self) -> int:
-        """Blocks that newcomers must leave free, so that running sequences can grow."""
-        if not self.running:
-            return 0
-        return max(len(self.running), self._kv.pool.total // 100)
+        """Blocks that newcomers must leave free, so that running and reserved sequences can grow."""
+        growing = len(self.running) + self.num_reserved
+        return max(growing, self._kv.pool.total // 100) if growing else 0
 
     def may_overtake(self, priority: int) -> bool:
         """Whether a newcomer from outside the queue may take blocks now; see `max_bypasses`."""
@@ -167,7 +164,6 @@ class Scheduler:
                 for overtaken in skipped:
                     overtaken.bypasses += 1
                 self.run(sequence)
-                step.started.append(sequence)
                 step.give(sequence, _chunk(sequence.remaining, step.budget))
             if any(misfit.bypasses >= self._max_bypasses for misfit in skipped):
                 break
@@ -179,9 +175,6 @@ class Scheduler:
         if first is None or not first[1].misfit or first[1].request.priority < priority:
             return None
         return first[1]
-
-    def _dequeued(self, sequence: Sequence) -> None:
-        self.waiting_tokens -= sequence.remaining
 
 
 def _chunk(remaining: int, budget: int) -> int:

@@ -6,8 +6,9 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.detokenizer import IncrementalDetokenizer
+from engine.runner import ScheduledSequence
 from engine.stop import StopMatcher
-from engine.types import EngineRequest, FinishReason
+from engine.types import ChunkProgress, EngineRequest, FinishReason
 from splitserve.tokenizer import Tokenizer
 
 
@@ -32,6 +33,7 @@ class OutputText:
         self._matcher = StopMatcher(request.stop.stop_strings)
         self._min_tokens = request.stop.min_tokens
         self._count = 0
+        self._stopped = False
         for token_id in request.token_ids[prompt_tokens:]:
             self.push(token_id)
 
@@ -39,11 +41,14 @@ class OutputText:
         """Text that became certain with this token, and whether a stop string ended the answer."""
         self._count += 1
         delta = self._detokenizer.push(token_id)
-        return self._matcher.feed(delta, may_stop=self._count >= self._min_tokens)
+        text, self._stopped = self._matcher.feed(delta, may_stop=self._count >= self._min_tokens)
+        return text, self._stopped
 
     def flush(self) -> str:
-        """What was held back, when the answer ends otherwise than by a stop string."""
-        text, stopped = self._matcher.feed(self._detokenizer.finish(), may_stop=False)
+        """What was held back until the end; nothing after a stop string."""
+        if self._stopped:
+            return ""
+        text, _ = self._matcher.feed(self._detokenizer.finish(), may_stop=False)
         return text + self._matcher.release()
 
 
@@ -74,12 +79,12 @@ class Sequence:
     """Leading tokens whose KV has been reported as final (`prefill_only`)."""
     reservation: int | None = None
     _text: OutputText | None = None
-    _banned: frozenset[int] = field(init=False)
+    _ending: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
         stop = self.request.stop
-        self._banned = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
+        self._ending = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
 
     @property
     def request_id(self) -> str:
@@ -104,7 +109,7 @@ class Sequence:
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """Tokens that may not be sampled next: those that would end the answer before `min_tokens`."""
-        return self._banned if self.num_output < self.request.stop.min_tokens else frozenset()
+        return self._ending if self.num_output < self.request.stop.min_tokens else frozenset()
 
     def append(
         self, token_id: int, tokenizer: Tokenizer, context_tokens: int
@@ -119,7 +124,7 @@ class Sequence:
         stop = self.request.stop
         may_stop = self.num_output >= stop.min_tokens
         self.tokens.append(token_id)
-        if may_stop and token_id in self._banned:
+        if may_stop and token_id in self._ending:
             return "", FinishReason.STOP
         text, stopped = self._text.push(token_id)
         if stopped:
@@ -131,3 +136,23 @@ class Sequence:
     def flush(self) -> str:
         """Text held back until now; empty after a stop string."""
         return self._text.flush() if self._text is not None else ""
+
+    def scheduled(self, num_new: int) -> ScheduledSequence:
+        """This sequence's share of a step that computes `num_new` tokens of it."""
+        return ScheduledSequence(
+            request_id=self.request_id,
+            token_ids=self.tokens,
+            prompt_tokens=self.request.prompt_tokens,
+            num_computed=self.num_computed,
+            num_new=num_new,
+            block_ids=self.block_ids,
+            sample=self.remaining == num_new,
+            sampling=self.request.sampling,
+            banned_token_ids=self.banned_token_ids,
+        )
+
+    def take_progress(self, block_size: int) -> ChunkProgress:
+        """The KV that became final since the last call."""
+        start, self.reported = self.reported, self.num_computed
+        blocks = self.block_ids[: -(-self.num_computed // block_size)]
+        return ChunkProgress(self.request_id, start, self.num_computed, blocks, self.cached_tokens)

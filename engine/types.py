@@ -65,7 +65,10 @@ class EngineRequest:
     cache_salt: bytes = b""
     deadline_s: float = float("inf")
     prefill_only: bool = False
-    """End with reason LENGTH after one new token and keep the blocks until `EngineCore.release_held`."""
+    """End here after one new token and keep the blocks until `EngineCore.release_held`.
+
+    The token's output has a finish reason only if the whole answer ends with it.
+    """
 
     @property
     def prompt_tokens(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.peer_checks import check_blocks, check_endpoint, check_notification, check_pool
 from kv_transfer.runs import Run, merge_runs
-from kv_transfer.transport import PollResult, PoolMemory, Transport, TransferEndpoint, WriteResult
+from kv_transfer.transport import PollResult, PoolMemory, TransferEndpoint, Transport, WriteResult
 from splitserve.errors import FailedPreconditionError, TransferError
 
 

@@ -77,7 +77,8 @@ class NixlAgent:
             self._agent: Any = nixl.nixlAgent(agent_id, config)
             self._agent.createBackend(_BACKEND, {})
         except self._errors as error:
-            raise UnavailableError(f"transport nixl: no UCX backend: {error}", reason="NIXL_MISSING") from error
+            message = f"transport nixl: no UCX backend: {error}"
+            raise UnavailableError(message, reason="NIXL_MISSING") from error
 
     def register(self, address: int, size: int, device: int, memory_kind: str) -> Any:
         """Registers a range of memory, in bytes; returns what `deregister` takes."""
@@ -130,11 +131,9 @@ class NixlAgent:
         notification: bytes,
     ) -> int:
         """A request to write blocks pairwise. NIXL merges neighbours on both sides into one descriptor."""
-        write = self._nixl.NIXL_WRITE
-        make = self._agent.makeXferReq
-        return int(
-            self._call("make a write", make, write, local, local_indices, remote, remote_indices, notification)
-        )
+        sides = (local, local_indices, remote, remote_indices)
+        make, write = self._agent.makeXferReq, self._nixl.NIXL_WRITE
+        return int(self._call("make a write", make, write, *sides, notification))
 
     def post(self, request: int) -> bool:
         """Starts a request; returns whether it is over already."""

@@ -31,7 +31,7 @@ import numpy as np
 from kv_transfer.nixl_binding import NixlAgent, PeerLostError
 from kv_transfer.peer_checks import check_blocks, check_endpoint, check_notification, check_pool
 from kv_transfer.runs import merge_runs
-from kv_transfer.transport import PollResult, PoolMemory, Transport, TransferEndpoint, WriteResult
+from kv_transfer.transport import PollResult, PoolMemory, TransferEndpoint, Transport, WriteResult
 from splitserve.errors import FailedPreconditionError, TransferError
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ class NixlTransport(Transport):
             )
             agent.send(peer_id, _HELLO)
         except TransferError:
-            agent.remove_peer(named)
+            if named not in self._peers:
+                agent.remove_peer(named)
             raise
         self._fenced.pop(peer_id, None)
         self._peers[peer_id] = _Peer(pool.num_blocks, blocks)
@@ -195,15 +196,14 @@ class NixlTransport(Transport):
         return self._descriptors
 
     def _check(self, handle: int, flight: _Flight) -> None:
-        agent = self._require_agent()
+        problem: TransferError | None = None
         try:
-            if not agent.check(flight.request):
+            if not self._require_agent().check(flight.request):
                 return
-            problem = None
         except TransferError as error:
             problem = error
         del self._flights[handle]
-        self._over.append(WriteResult(handle, problem and problem.message))
+        self._over.append(WriteResult(handle, None if problem is None else problem.message))
         self._end(flight.agent_id, flight.request, problem)
 
     def _end(self, agent_id: str, request: int, problem: TransferError | None) -> None:

@@ -43,13 +43,14 @@ def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
 
 
 def check_blocks(local: Sequence[int], local_count: int, remote: Sequence[int], remote_count: int) -> None:
-    """Raises InvalidArgumentError unless both are of one length >= 1 and inside pools of those many blocks."""
+    """Raises InvalidArgumentError unless both have one length >= 1 and lie in pools of those many blocks."""
     if not local or len(local) != len(remote):
         raise InvalidArgumentError(
             f"a write takes as many local as remote blocks, at least one: {len(local)}, {len(remote)}",
             field="remote_blocks" if local else "local_blocks",
         )
-    for name, blocks, count in (("local_blocks", local, local_count), ("remote_blocks", remote, remote_count)):
+    sides = (("local_blocks", local, local_count), ("remote_blocks", remote, remote_count))
+    for name, blocks, count in sides:
         if min(blocks) < 0 or max(blocks) >= count:
             raise InvalidArgumentError(f"{name} must be 0..{count - 1}", field=name)
 

@@ -55,7 +55,8 @@ class KvTicket:
         left_s = message.time_to_live.seconds + message.time_to_live.nanos / 1e9
         count = len(message.block_indices)
         id_length = len(message.decode_agent_id)
-        _require(0 < id_length <= MAX_AGENT_ID_LENGTH, "decode_agent_id", f"1 to {MAX_AGENT_ID_LENGTH} characters")
+        id_bound = f"1 to {MAX_AGENT_ID_LENGTH} characters"
+        _require(0 < id_length <= MAX_AGENT_ID_LENGTH, "decode_agent_id", id_bound)
         _require(message.epoch > 0, "epoch", "not 0")
         _require(message.reservation > 0, "reservation", "not 0")
         _require(len(set(message.block_indices)) == count, "block_indices", "distinct")
@@ -74,12 +75,12 @@ class KvTicket:
         )
 
     def require_fits(self, pool: PoolMemory) -> None:
-        """Checks the ticket against the decode worker's pool. Raises InvalidArgumentError naming the field."""
+        """Checks the ticket against its owner's pool. Raises InvalidArgumentError naming the field."""
         layout = pool.layout
         highest = max(self.block_indices, default=-1)
-        _require(highest < pool.num_blocks, "block_indices", f"below {pool.num_blocks}, the blocks of the pool")
+        _require(highest < pool.num_blocks, "block_indices", f"below {pool.num_blocks}, the pool's blocks")
         expected = len(self.block_indices) * layout.block_bytes
-        _require(self.total_bytes == expected, "total_bytes", f"{expected}, blocks times {layout.block_bytes} bytes")
+        _require(self.total_bytes == expected, "total_bytes", f"{expected}, the bytes of its blocks")
         block_size = layout.block_size_tokens
         _require(self.cached_tokens % block_size == 0, "cached_tokens", f"a multiple of {block_size}")
 

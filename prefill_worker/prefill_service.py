@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -14,9 +15,10 @@ from engine.messages import engine_request, output_delta
 from kv_transfer.ticket import KvTicket
 from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
 from prefill_worker.push_listener import PushListener
-from splitserve.rpc import rpc_handler
 from splitserve.v1 import prefill_pb2
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillService(PrefillServiceServicer):
@@ -38,9 +40,8 @@ class PrefillService(PrefillServiceServicer):
             if queue := self._queues.get(engine_id):
                 queue.put_nowait(event)
 
-    @rpc_handler
-    async def Prefill(  # noqa: N802 - the name is the contract's
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """See PrefillService.Prefill in the proto."""
         self._worker.require_accepting()

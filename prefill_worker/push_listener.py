@@ -13,7 +13,12 @@ from kv_transfer.push import KvPusher, PushDone, PushDrained, PushFailed
 from kv_transfer.ticket import KvTicket
 from kv_transfer.transport import TransferEndpoint
 from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
-from splitserve.errors import DeadlineExceededError, FailedPreconditionError, SplitserveError, UnavailableError
+from splitserve.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    SplitserveError,
+    UnavailableError,
+)
 from splitserve.logs import log_event
 
 Emit = Callable[[list[tuple[str, PrefillEvent]]], None]
@@ -44,17 +49,27 @@ class PushListener(RoleListener):
         self._pusher = KvPusher(parts.transport)
         self._emit = emit
         self._live: dict[str, _Prefill] = {}
+        self._endpoints: dict[str, TransferEndpoint] = {}
         self._events: list[tuple[str, PrefillEvent]] = []
 
     def start(self, core: EngineCore, request: EngineRequest, ticket: KvTicket | None, now: float) -> None:
-        """Queues a prompt. Raises FailedPreconditionError for a peer that is not connected."""
-        if ticket is not None and ticket.decode_agent_id not in self._transport.connected():
-            raise FailedPreconditionError(
-                f"decode agent {ticket.decode_agent_id} is not connected here", reason="UNKNOWN_PEER"
-            )
-        core.add_request(request)
+        """Queues a prompt.
+
+        Raises FailedPreconditionError for a peer that is not connected, and what `EngineCore.add_request`
+        raises; the decode worker is then told that nothing will be written.
+        """
         if ticket is not None:
-            self._pusher.start(request.request_id, ticket, now)
+            endpoint = self._endpoints.get(ticket.decode_agent_id)
+            if endpoint is None:
+                raise FailedPreconditionError(
+                    f"decode agent {ticket.decode_agent_id} is not connected here", reason="UNKNOWN_PEER"
+                )
+            self._pusher.start(request.request_id, ticket, endpoint, now)
+        try:
+            core.add_request(request)
+        except SplitserveError:
+            self._pusher.abort(request.request_id)
+            raise
         self._live[request.request_id] = _Prefill(ticket, now)
 
     def abort(self, core: EngineCore, request_id: str) -> None:
@@ -69,25 +84,26 @@ class PushListener(RoleListener):
         """Makes a decode worker's pool writable; failures are logged, for the next list brings it again."""
         try:
             self._transport.connect(endpoint)
+            self._endpoints[endpoint.agent_id] = endpoint
         except SplitserveError as error:
             log_event("peer.refused", agent_id=endpoint.agent_id, reason=error.reason, error=error.message)
 
     def disconnect(self, agent_id: str) -> None:
         """Fences a decode worker that is gone."""
+        self._endpoints.pop(agent_id, None)
         self._pusher.peer_lost(agent_id)
-        self._transport.disconnect(agent_id)
 
     def connected(self) -> frozenset[str]:
         """Agent ids that can be written to."""
         return self._transport.connected()
 
     def before_step(self, core: EngineCore, now: float) -> bool:
-        """Collects finished writes; True while any are in flight."""
+        """Collects finished writes; True while any handoff is under way."""
         for event in self._pusher.poll(now):
             self._on_push(core, event)
         self.load = core.load()
         self._flush()
-        return self._pusher.in_flight > 0
+        return self._pusher.active > 0
 
     def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
         """Posts the writes of the chunks that became final, then reports first tokens."""
@@ -144,10 +160,10 @@ class PushListener(RoleListener):
             self._end(core, output.request_id, prefill)
 
     def _on_push(self, core: EngineCore, event: PushDone | PushFailed | PushDrained) -> None:
-        prefill = self._live.pop(event.request_id)
+        prefill = self._live.pop(event.request_id, None)
         core.abort(event.request_id)
         core.release_held(event.request_id)
-        if prefill.over:
+        if prefill is None or prefill.over:
             return
         if isinstance(event, PushDone):
             done = HandedOff(event.written_bytes, event.descriptors, event.transfer_s)

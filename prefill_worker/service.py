@@ -28,7 +28,7 @@ class PrefillRole(WorkerRole[PushListener]):
         self._peers: dict[str, dict[str, TransferEndpoint]] = {}
         self._connected: frozenset[str] = frozenset()
 
-    def make_listener(self, parts: EngineParts) -> PushListener:
+    def make_listener(self, parts: EngineParts, epoch: int) -> PushListener:
         """See WorkerRole."""
         return PushListener(parts, self._emit)
 
@@ -61,6 +61,9 @@ class PrefillRole(WorkerRole[PushListener]):
     def busy(self) -> bool:
         """See WorkerRole."""
         return self._service.busy or self._worker.listener.transfers_in_flight > 0
+
+    def close(self) -> None:
+        """See WorkerRole; prefill calls end with their requests."""
 
     def _set_connected(self, agents: frozenset[str]) -> None:
         self._connected = agents

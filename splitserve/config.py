@@ -85,6 +85,8 @@ class WorkerConfig(_Settings):
     """How long reserved blocks outlive the last sign of life of their coordinator."""
     quarantine_s: Annotated[float, Field(gt=0, le=7200)] = 45.0
     """How long aborted blocks wait for their writer before it is fenced; longer than the lease."""
+    ticket_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """Time from a reservation to its last write at most; a prompt that waits or computes longer fails."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long SIGTERM waits for running requests."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5

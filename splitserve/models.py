@@ -87,6 +87,16 @@ def models_dir() -> Path:
     return (Path(home) if home else Path.home() / ".cache" / "splitserve") / "models"
 
 
+def fetch_model(name: str, progress: Progress) -> Path:
+    """Fetches an embedded model into `models_dir()`; returns its folder. See `splitserve.model_fetch`."""
+    # Imported here: model_fetch builds on this module, and few callers fetch.
+    from splitserve.model_fetch import fetch_embedded  # noqa: PLC0415
+
+    if name not in EMBEDDED:
+        raise NotFoundError(f"model {name} is not embedded; embedded are: {', '.join(EMBEDDED)}")
+    return fetch_embedded(EMBEDDED[name], progress)
+
+
 def resolve_model(name: str) -> ModelSource:
     """Finds out what a name means. Touches the disk, never the network.
 

@@ -6,16 +6,16 @@ so none can forget it. Clients turn a failed call into the same errors with `err
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import inspect
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1 import health as grpc_health
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from splitserve.errors import InvalidArgumentError, UnavailableError
@@ -112,7 +112,7 @@ class RpcServer:
         self.grpc_server = grpc.aio.server(
             interceptors=[_Boundary(open_rpcs)], options=server_options(max_message_bytes)
         )
-        self._health = grpc_health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()
         self._names: Sequence[str] = ()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
 
@@ -122,8 +122,8 @@ class RpcServer:
         Raises UnavailableError (PORT_IN_USE or BIND_FAILED) with one line for people.
         """
         self._names = ("", *service_names)
-        shown = (*service_names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name)
-        reflection.enable_server_reflection((*shown, reflection.SERVICE_NAME), self.grpc_server)
+        shown = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(shown, self.grpc_server)
         bound = await self._bind(host, port)
         await self.grpc_server.start()
         await self.set_serving(True)
@@ -137,8 +137,7 @@ class RpcServer:
 
     async def stop(self, grace_s: float | None = None) -> None:
         """Refuses new calls, waits up to `grace_s` for open ones, then cancels them."""
-        with suppress(asyncio.InvalidStateError):
-            await self.set_serving(False)
+        await self.set_serving(False)
         await self.grpc_server.stop(grace_s)
 
     async def _bind(self, host: str, port: int) -> int:
@@ -146,4 +145,83 @@ class RpcServer:
         try:
             return self.grpc_server.add_insecure_port(address)
         except RuntimeError:  # gRPC says no more than that it failed, so ask the system why
-            raise UnavailableError(*await _why_not(host, port)) from None
+            raise _bind_error(host, port) from None
+
+
+def make_server(
+    *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, open_rpcs: OpenRpcs | None = None
+) -> RpcServer:
+    """A server to add services to. `open_rpcs` counts its running handlers."""
+    return RpcServer(max_message_bytes, open_rpcs or OpenRpcs())
+
+
+def _bind_error(host: str, port: int) -> UnavailableError:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return UnavailableError(f"port {port} on {host} is in use", reason="PORT_IN_USE")
+        why = error.strerror or str(error)
+        return UnavailableError(f"cannot listen on {host} port {port}: {why}", reason="BIND_FAILED")
+    return UnavailableError(f"cannot listen on {host} port {port}", reason="BIND_FAILED")
+
+
+class _Boundary(grpc.aio.ServerInterceptor):
+    """Counts handlers, turns their errors into status, and closes their generators when they end."""
+
+    def __init__(self, open_rpcs: OpenRpcs) -> None:
+        self._open_rpcs = open_rpcs
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """Wraps the handler of one call; gRPC's own services pass unchanged."""
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        if handler is None or method.startswith("/grpc."):
+            return handler
+        inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+        # Single requests are decoded inside the boundary: left to gRPC, bad bytes end as INTERNAL.
+        decode = None if handler.request_streaming else handler.request_deserializer
+        make = _HANDLER_MAKERS[handler.request_streaming, handler.response_streaming]
+        return make(
+            self._guarded(method, inner, decode),
+            request_deserializer=None if decode else handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _guarded(self, method: str, inner: Any, decode: Any) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            with self._open_rpcs.track(method):
+                try:
+                    message = _decoded(decode, request) if decode else request
+                    result = inner(message, context)
+                    if not inspect.isasyncgen(result):
+                        return await result
+                    # Closed here, not by the garbage collector, when the call is cancelled in a write.
+                    async with aclosing(result) as responses:
+                        async for response in responses:
+                            await context.write(response)
+                except grpc.aio.AbortError:
+                    raise
+                except Exception as error:
+                    await abort_with(context, error)
+
+        return call
+
+
+def _decoded(decode: Any, data: bytes) -> Any:
+    try:
+        return decode(data)
+    except DecodeError as error:
+        # The parser's text names the field where it can, for example one with bad UTF-8.
+        raise InvalidArgumentError(f"message cannot be parsed: {error}", reason="MALFORMED_MESSAGE") from None
+
+
+_HANDLER_MAKERS: dict[tuple[bool, bool], Any] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}

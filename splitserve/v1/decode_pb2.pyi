@@ -36,6 +36,7 @@ class ReserveRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    WRITER_AGENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
@@ -46,6 +47,8 @@ class ReserveRequest(_message.Message):
     """Higher is served first. Default 0."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache; different salts never share blocks. At most 64 bytes. Default empty."""
+    writer_agent_id: _builtins.str
+    """Agent id of the prefill worker that will get the ticket; only its completion counts. Default: any writer's."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then tokens that earlier attempts already emitted. Required, at least one."""
@@ -74,10 +77,11 @@ class ReserveRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
         cache_salt: _builtins.bytes = ...,
+        writer_agent_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "prior_output_tokens", b"prior_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "prior_output_tokens", b"prior_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

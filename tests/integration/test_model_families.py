@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from splitserve.client import AsyncClient
 from tests.fakes.tiny_models import FAMILIES, make_tiny_model
+
 from tests.support.cluster import Cluster, running
 from tests.support.reference import Reference
 
@@ -33,7 +33,9 @@ async def test_family_through_a_split_pair(
     reference = Reference(str(folder))
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
     options = ["--dtype", "float32", "--block-size", str(BLOCK), "--max-step-tokens", str(CHUNK)]
-    cluster = Cluster(log_dir, model=str(folder), engine="torch", worker_options=[*options, "--num-blocks", "256"])
+    cluster = Cluster(
+        log_dir, model=str(folder), engine="torch", worker_options=[*options, "--num-blocks", "256"]
+    )
     async with running(cluster), AsyncClient(cluster.target, timeout_s=60) as client:
         tasks = [client.generate(p, temperature=0.0, max_tokens=MAX_TOKENS) for p in prompts]
         answers = await asyncio.gather(*tasks)

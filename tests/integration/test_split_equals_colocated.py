@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from splitserve.client import AsyncClient
 
 from engine.core import EngineCore
 from engine.torch_runner import build_torch_runner
 from engine.types import EngineRequest, SamplingParams, StopParams
-from splitserve.client import AsyncClient
 from splitserve.config import EngineConfig
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.models import resolve_model
@@ -36,7 +36,9 @@ def _colocated(core: EngineCore, prompt: list[int], sampling: SamplingParams, na
 
 
 async def test_bfloat16_split_equals_colocated(smollm2: str, log_dir: Path) -> None:
-    config = EngineConfig(dtype="bfloat16", max_step_tokens=CHUNK, num_blocks=256, threads=1, prefix_cache=False)
+    config = EngineConfig(
+        dtype="bfloat16", max_step_tokens=CHUNK, num_blocks=256, threads=1, prefix_cache=False
+    )
     tokenizer = load_tokenizer(smollm2)
     runner = build_torch_runner(config, resolve_model(smollm2), lambda _fraction: None)
     core = EngineCore(runner, config, tokenizer)
@@ -45,7 +47,15 @@ async def test_bfloat16_split_equals_colocated(smollm2: str, log_dir: Path) -> N
     sampled = [_colocated(core, prompt, SAMPLED, f"s{n}") for n, prompt in enumerate(prompts)]
     runner.close()
 
-    options = ["--dtype", "bfloat16", "--max-step-tokens", str(CHUNK), "--num-blocks", "256", "--no-prefix-cache"]
+    options = [
+        "--dtype",
+        "bfloat16",
+        "--max-step-tokens",
+        str(CHUNK),
+        "--num-blocks",
+        "256",
+        "--no-prefix-cache",
+    ]
     cluster = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     async with running(cluster), AsyncClient(cluster.target, timeout_s=60) as client:
         for n, prompt in enumerate(prompts):

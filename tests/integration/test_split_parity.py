@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-
 from splitserve.client import AsyncClient, Completion
+
 from splitserve.hf_tokenizer import load_tokenizer
 from tests.support.cluster import Cluster, running
 from tests.support.reference import Reference
@@ -66,7 +66,9 @@ async def test_batches_of_mixed_lengths(
     order = sorted(LENGTHS, key=lambda length: (length * 7919) % 101)
     async with AsyncClient(cluster.target, timeout_s=300) as client:
         answers = dict(await asyncio.gather(*(run(client, length) for length in order)))
-    wrong = {n: (list(a.token_ids), expected[n]) for n, a in answers.items() if list(a.token_ids) != expected[n]}
+    wrong = {
+        n: (list(a.token_ids), expected[n]) for n, a in answers.items() if list(a.token_ids) != expected[n]
+    }
     assert not wrong
     for answer in answers.values():
         assert answer.served_by.prefill_worker == "prefill-0"

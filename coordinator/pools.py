@@ -1,0 +1,81 @@
+"""The pools as routing sees them: immutable values, copied out of the registry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from splitserve.v1 import registry_pb2
+
+PoolName = Literal["prefill", "decode"]
+WorkerKey = tuple[str, int]
+"""(worker id, epoch): one boot of one worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as its workers serve it; see `ServedModel` in the protos."""
+
+    name: str
+    tokenizer_source: str
+    context_tokens: int
+    vocabulary_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker at one moment. `load` is its last report and must not be changed."""
+
+    worker_id: str
+    epoch: int
+    pool: PoolName
+    address: str
+    model: Model
+    agent_id: str
+    transport: str
+    block_size_tokens: int
+    max_running_requests: int
+    load: registry_pb2.WorkerLoad = field(default_factory=registry_pb2.WorkerLoad)
+    reported: bool = False
+    draining: bool = False
+    output_open: bool = False
+    """Decode only: whether its output stream to this coordinator is open."""
+    connected_agents: frozenset[str] = frozenset()
+    """Prefill only: agent ids of the decode workers it can write to."""
+    sent_requests: int = 0
+    sent_tokens: int = 0
+    """What this coordinator sent here since the last report, which cannot know of it yet."""
+
+    @property
+    def key(self) -> WorkerKey:
+        """Identity of this boot."""
+        return self.worker_id, self.epoch
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it takes new requests, its peers aside."""
+        return self.reported and not self.draining and (self.output_open or self.pool == "prefill")
+
+    def reaches(self, decode: Worker) -> bool:
+        """Whether this prefill worker can write into that decode worker's pool."""
+        return decode.agent_id in self.connected_agents
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """All registered workers, in order of their ids."""
+
+    workers: tuple[Worker, ...] = ()
+
+    def accepting(self, model: str, pool: PoolName) -> list[Worker]:
+        """The workers of one pool that take new requests."""
+        return [w for w in self.workers if w.model.name == model and w.pool == pool and w.accepts]
+
+    def models(self) -> dict[str, Model]:
+        """Models by name, each with the smallest context that any of its workers has."""
+        found: dict[str, Model] = {}
+        for worker in self.workers:
+            known = found.get(worker.model.name)
+            if known is None or worker.model.context_tokens < known.context_tokens:
+                found[worker.model.name] = worker.model
+        return dict(sorted(found.items()))

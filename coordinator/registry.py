@@ -1,0 +1,143 @@
+"""Which workers there are: soft state, rebuilt by the workers themselves after every restart.
+
+No I/O and no clock in here: time is an argument. Everything runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from coordinator.pools import PoolSnapshot, Worker, WorkerKey
+from coordinator.registration_checks import check_fits, checked_worker
+from splitserve.errors import NotFoundError
+from splitserve.logs import log_event
+from splitserve.v1 import kv_transfer_pb2, registry_pb2
+
+
+class Registry:
+    """The registered workers.
+
+    `version` grows with every change that can alter who may serve whom (membership, readiness, draining,
+    connections); load reports alone do not move it.
+    """
+
+    def __init__(self, heartbeat_timeout_s: float) -> None:
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.version = 0
+        self._workers: dict[str, Worker] = {}
+        self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
+        self._last_seen_s: dict[WorkerKey, float] = {}
+        self._changed = asyncio.Event()
+
+    def register(self, request: registry_pb2.RegisterRequest, now: float) -> Worker:
+        """Adds a worker, in place of an older boot of the same id. Idempotent for the same boot.
+
+        Raises InvalidArgumentError for a bad field and FailedPreconditionError (LAYOUT_MISMATCH,
+        TRANSPORT_MISMATCH, MODEL_MISMATCH) against the others that serve the model; nothing changes then.
+        """
+        worker = checked_worker(request)
+        for other in self._workers.values():
+            if other.worker_id != worker.worker_id and other.model.name == worker.model.name:
+                check_fits(worker, request.endpoint, other, self._endpoints[other.key])
+        older = self._workers.get(worker.worker_id)
+        if older is not None and older.key == worker.key:
+            self._last_seen_s[worker.key] = now
+            return older
+        if older is not None:
+            self.drop(older.key, "replaced by a new boot")
+        self._workers[worker.worker_id] = worker
+        self._endpoints[worker.key] = request.endpoint
+        self._last_seen_s[worker.key] = now
+        self._bump()
+        log_event("worker.registered", worker_id=worker.worker_id, pool=worker.pool, model=worker.model.name)
+        return worker
+
+    def report(self, request: registry_pb2.ReportRequest, now: float) -> Worker:
+        """Takes a load report, which is the heartbeat too. Raises NotFoundError: register again."""
+        worker = self._workers.get(request.worker_id)
+        if worker is None or worker.epoch != request.epoch:
+            message = f"worker {request.worker_id!r} is not registered under this epoch"
+            raise NotFoundError(message, reason="WORKER_NOT_REGISTERED", field="worker_id")
+        self._last_seen_s[worker.key] = now
+        reported = dataclasses.replace(
+            worker,
+            load=request.load,
+            reported=True,
+            connected_agents=frozenset(request.connected_agent_ids),
+            draining=worker.draining or request.draining,
+            sent_requests=0,
+            sent_tokens=0,
+        )
+        self._workers[worker.worker_id] = reported
+        if _standing(reported) != _standing(worker):
+            self._bump()
+        return reported
+
+    def set_output_open(self, key: WorkerKey, is_open: bool) -> None:
+        """Notes whether a decode worker's output stream is open. Unknown workers are ignored."""
+        worker = self.get(key)
+        if worker is not None and worker.output_open != is_open:
+            self._workers[worker.worker_id] = dataclasses.replace(worker, output_open=is_open)
+            self._bump()
+
+    def note_sent(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request of so many prompt tokens as sent, until the worker's next report."""
+        worker = self.get(key)
+        if worker is not None:
+            self._workers[worker.worker_id] = dataclasses.replace(
+                worker,
+                sent_requests=worker.sent_requests + 1,
+                sent_tokens=worker.sent_tokens + tokens,
+            )
+
+    def drop(self, key: WorkerKey, why: str) -> bool:
+        """Forgets a worker; False when this boot was not registered."""
+        worker = self.get(key)
+        if worker is None:
+            return False
+        del self._workers[worker.worker_id], self._endpoints[key], self._last_seen_s[key]
+        self._bump()
+        log_event("worker.dropped", worker_id=worker.worker_id, pool=worker.pool, why=why)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Drops every worker that was silent for longer than the heartbeat timeout."""
+        for key, seen_s in list(self._last_seen_s.items()):
+            if now - seen_s > self.heartbeat_timeout_s:
+                self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
+
+    def get(self, key: WorkerKey) -> Worker | None:
+        """The worker as it is now, if this boot of it is registered."""
+        worker = self._workers.get(key[0])
+        return worker if worker is not None and worker.epoch == key[1] else None
+
+    def snapshot(self) -> PoolSnapshot:
+        """All workers as they are now."""
+        return PoolSnapshot(tuple(worker for _, worker in sorted(self._workers.items())))
+
+    def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
+        """The decode pools that a prefill worker should connect to; none for a decode worker."""
+        if worker.pool != "prefill":
+            return []
+        return [
+            self._endpoints[peer.key]
+            for _, peer in sorted(self._workers.items())
+            if peer.pool == "decode" and peer.model.name == worker.model.name
+        ]
+
+    async def wait_change(self, version: int) -> int:
+        """Waits until `version` is no longer the given one; returns the new one."""
+        while self.version == version:
+            await self._changed.wait()
+        return self.version
+
+    def _bump(self) -> None:
+        self.version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _standing(worker: Worker) -> tuple[object, ...]:
+    """What of a report can alter who may serve whom."""
+    return worker.reported, worker.draining, worker.connected_agents

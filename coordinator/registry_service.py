@@ -1,0 +1,84 @@
+"""The gRPC face of the registry."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from coordinator.pools import Worker
+from coordinator.registration_checks import checked_worker
+from coordinator.registry import Registry
+from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.v1 import registry_pb2
+from splitserve.v1.registry_pb2_grpc import RegistryServiceServicer
+
+if TYPE_CHECKING:
+    ReportContext = grpc.aio.ServicerContext[registry_pb2.ReportRequest, registry_pb2.ReportResponse]
+
+
+class RegistryService(RegistryServiceServicer):
+    """Registers workers, takes their reports, tells them their peers.
+
+    `load_tokenizer` is awaited before a worker is accepted, so that a model whose tokenizer cannot be
+    read is refused here and not at its first request.
+    """
+
+    def __init__(
+        self, registry: Registry, coordinator_id: str, load_tokenizer: Callable[[str], Awaitable[object]]
+    ) -> None:
+        self._registry = registry
+        self._coordinator_id = coordinator_id
+        self._load_tokenizer = load_tokenizer
+
+    async def Register(
+        self, request: registry_pb2.RegisterRequest, context: Any
+    ) -> registry_pb2.RegisterResponse:
+        """See RegistryService.Register in the proto."""
+        worker = checked_worker(request)
+        try:
+            await self._load_tokenizer(worker.model.tokenizer_source)
+        except NotFoundError as error:
+            message = f"model.tokenizer_source: {error.message}"
+            raise InvalidArgumentError(message, field="model.tokenizer_source") from None
+        self._registry.register(request, time.monotonic())
+        response = registry_pb2.RegisterResponse(coordinator_id=self._coordinator_id)
+        response.heartbeat_timeout.FromNanoseconds(round(self._registry.heartbeat_timeout_s * 1e9))
+        return response
+
+    async def Report(  # type: ignore[override]
+        self, requests: AsyncIterator[registry_pb2.ReportRequest], context: ReportContext
+    ) -> None:
+        """See RegistryService.Report in the proto. The stream's end drops the worker."""
+        first = await anext(requests, None)
+        if first is None:
+            return
+        worker = self._registry.report(first, time.monotonic())
+        try:
+            async with asyncio.TaskGroup() as group:
+                telling = group.create_task(self._tell_peers(worker, context))
+                await self._hear(worker, requests)
+                telling.cancel()
+        finally:
+            self._registry.drop(worker.key, "its report stream ended")
+
+    async def _hear(self, worker: Worker, requests: AsyncIterator[registry_pb2.ReportRequest]) -> None:
+        async for request in requests:
+            if (request.worker_id, request.epoch) != worker.key:
+                raise InvalidArgumentError("a report stream belongs to one worker", field="worker_id")
+            self._registry.report(request, time.monotonic())
+
+    async def _tell_peers(self, worker: Worker, context: ReportContext) -> None:
+        """Sends the whole list first and after each change of it; ends when the worker was dropped."""
+        told: list[object] | None = None
+        while self._registry.get(worker.key) is not None:
+            version = self._registry.version
+            peers = self._registry.peers_of(worker)
+            if peers != told:
+                await context.write(registry_pb2.ReportResponse(peers=peers))
+                told = list(peers)
+            await self._registry.wait_change(version)
+        raise NotFoundError(f"worker {worker.worker_id!r} was dropped", reason="WORKER_NOT_REGISTERED")

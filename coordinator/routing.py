@@ -1,0 +1,128 @@
+"""Who serves a request: the connected pair with the least predicted wait. Pure: snapshot in, pair out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from coordinator.pools import PoolName, PoolSnapshot, Worker, WorkerKey
+
+DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
+"""Assumed until any worker of the pool has measured its own."""
+DEFAULT_STEP_S = 0.02
+TYPICAL_OUTPUT_TOKENS = 128
+"""Steps that a running sequence is assumed to have left, when blocks are short."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What routing knows of a request."""
+
+    model: str
+    prompt_tokens: int
+    """Tokens to be computed: the prompt, and on a resume the tokens already emitted."""
+    needs_decode: bool = True
+    """False when the answer ends with the token that prefill samples."""
+    exclude: frozenset[WorkerKey] = frozenset()
+    """Boots that failed this request."""
+    turn: int = 0
+    """A running number; it decides between equals, so that they take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A prefill worker and, unless the request needs none, a decode worker that it can write to."""
+
+    prefill: Worker
+    decode: Worker | None
+    predicted_wait_s: float
+
+
+class Router(Protocol):
+    """A routing policy. Implementations neither await nor read clocks."""
+
+    def choose_pair(self, snapshot: PoolSnapshot, request: RouteRequest, now: float) -> Pair | None:
+        """The pair to use, or None when no complete one can serve the request now."""
+
+
+class LeastWaitRouter:
+    """Least sum of predicted prefill wait and decode wait over all connected pairs."""
+
+    def choose_pair(self, snapshot: PoolSnapshot, request: RouteRequest, now: float) -> Pair | None:
+        """See Router."""
+        prefills = _turned(_candidates(snapshot, request, "prefill"), request.turn)
+        rate = _pool_rate(prefills)
+        ranked = sorted(((prefill_wait_s(w, request, rate), w) for w in prefills), key=lambda c: c[0])
+        if not request.needs_decode:
+            return Pair(ranked[0][1], None, ranked[0][0]) if ranked else None
+        decodes = _turned(_candidates(snapshot, request, "decode"), request.turn)
+        step_s = _pool_step_s(decodes)
+        targets = sorted(((decode_wait_s(w, request, step_s), w) for w in decodes), key=lambda c: c[0])
+        best: Pair | None = None
+        for prefill_s, prefill in ranked:
+            # Ranked order: once even the best decode worker cannot make up for it, nobody further can.
+            if targets and best is not None and prefill_s + targets[0][0] >= best.predicted_wait_s:
+                break
+            reached = next(((wait_s, d) for wait_s, d in targets if prefill.reaches(d)), None)
+            if reached is not None and (best is None or prefill_s + reached[0] < best.predicted_wait_s):
+                best = Pair(prefill, reached[1], prefill_s + reached[0])
+        return best
+
+
+def prefill_wait_s(worker: Worker, request: RouteRequest, default_rate: float) -> float:
+    """Time until this worker has computed the prompt, were it queued there now."""
+    rate = worker.load.prefill_tokens_per_second or default_rate
+    return (worker.load.waiting_tokens + worker.sent_tokens + request.prompt_tokens) / rate
+
+
+def decode_wait_s(worker: Worker, request: RouteRequest, default_step_s: float) -> float:
+    """Time until this worker has room for the prompt's blocks, plus what its batch costs a step.
+
+    Missing blocks come free at the rate at which running sequences end: each holds
+    referenced/running blocks and has about `TYPICAL_OUTPUT_TOKENS` steps left. The batch counts with one
+    step, stretched by how full the batch is, so that an emptier worker wins while there is room.
+    """
+    load = worker.load
+    step_s = load.decode_step_ms / 1e3 or default_step_s
+    needed = _blocks(request.prompt_tokens + 1, worker)
+    free = load.free_blocks - _blocks(worker.sent_tokens, worker)
+    short = max(0, needed - free)
+    held = max(1, load.referenced_blocks + load.reserved_blocks)
+    wait_s = short / held * TYPICAL_OUTPUT_TOKENS * step_s
+    queued = load.running_requests + load.waiting_requests + load.waiting_reservations + worker.sent_requests
+    return wait_s + step_s * (1 + queued / worker.max_running_requests)
+
+
+def missing_pool(snapshot: PoolSnapshot, request: RouteRequest) -> str:
+    """One line for people: why no complete pair can serve the request."""
+    pools: tuple[PoolName, ...] = ("prefill", "decode") if request.needs_decode else ("prefill",)
+    empty = [pool for pool in pools if not snapshot.accepting(request.model, pool)]
+    if not empty:
+        return f"no prefill worker of model {request.model!r} is connected to a decode worker"
+    return f"no {' and no '.join(empty)} worker of model {request.model!r} is ready"
+
+
+def _candidates(snapshot: PoolSnapshot, request: RouteRequest, pool: PoolName) -> list[Worker]:
+    return [w for w in snapshot.accepting(request.model, pool) if w.key not in request.exclude]
+
+
+def _turned(workers: Sequence[Worker], turn: int) -> list[Worker]:
+    # Sorting is stable, so the first of several equals in this order is taken.
+    start = turn % len(workers) if workers else 0
+    return [*workers[start:], *workers[:start]]
+
+
+def _blocks(tokens: int, worker: Worker) -> int:
+    return -(-tokens // worker.block_size_tokens)
+
+
+def _pool_rate(workers: Sequence[Worker]) -> float:
+    # A worker without a measurement counts as average: neither starved nor flooded.
+    rates = [w.load.prefill_tokens_per_second for w in workers if w.load.prefill_tokens_per_second > 0]
+    return sum(rates) / len(rates) if rates else DEFAULT_PREFILL_TOKENS_PER_S
+
+
+def _pool_step_s(workers: Sequence[Worker]) -> float:
+    steps = [w.load.decode_step_ms / 1e3 for w in workers if w.load.decode_step_ms > 0]
+    return sum(steps) / len(steps) if steps else DEFAULT_STEP_S

@@ -1,0 +1,238 @@
+"""The decode worker on the engine thread: reserves, admits what arrived, hands out every step's tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from decode_worker.waiting_room import Granted, WaitingReservation, WaitingRoom
+from engine.build import EngineParts
+from engine.core import EngineCore
+from engine.host import RoleListener
+from engine.messages import output_delta
+from engine.types import FinishReason, RequestOutput, StepResult
+from kv_transfer.reservation_actions import Abort, Action, Admit, Fence, ReleaseWriter, WriterDone
+from kv_transfer.reservations import ReservationTable
+from kv_transfer.ticket import KvTicket
+from splitserve.errors import SplitserveError
+from splitserve.logs import log_event
+from splitserve.v1 import decode_pb2
+
+Outputs = dict[str, list[decode_pb2.SequenceOutput]]
+Emit = Callable[[Outputs], None]
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request between its reservation and its end."""
+
+    coordinator_id: str
+    public_id: str
+    admitted_s: float | None = None
+    admit_ms: float | None = None
+
+
+class ReceiveListener(RoleListener):
+    """Joins the book of reservations with the engine. All methods run on the engine thread.
+
+    Requests are known here by an id that is unique in this worker; `_Request.public_id` is what the
+    coordinator calls them.
+    """
+
+    def __init__(self, parts: EngineParts, epoch: int, emit: Emit) -> None:
+        config = parts.config
+        self.endpoint = parts.endpoint
+        self._transport = parts.transport
+        self._block_bytes = parts.endpoint.pool.layout.block_bytes
+        self._ticket_s = config.ticket_s
+        self._table = ReservationTable(epoch, lease_s=config.lease_s, quarantine_s=config.quarantine_s)
+        engine = config.engine
+        self._room = WaitingRoom(max_waiting=engine.max_waiting_requests, max_bypasses=engine.max_bypasses)
+        self._room_tried_at: tuple[int, int] | None = None
+        self._emit = emit
+        self._requests: dict[str, _Request] = {}
+        self._outputs: Outputs = defaultdict(list)
+        self.live_requests = 0
+
+    def reserve(self, core: EngineCore, entry: WaitingReservation) -> None:
+        """Queues a reservation; its answer comes at once if there is room.
+
+        Raises ResourceExhaustedError when too many wait. What can never fit is the answer's error.
+        """
+        self._room.add(entry)
+        self._room_tried_at = None
+        self._grant(core, entry.arrived_s)
+
+    def abort(
+        self, core: EngineCore, engine_id: str, coordinator_id: str, never_written: bool, now: float
+    ) -> bool:
+        """Ends a request in any state at its coordinator's wish; whether it was alive."""
+        if self._room.remove(engine_id):
+            return True
+        alive = engine_id in self._requests
+        self._apply(core, self._table.abort(engine_id, coordinator_id, never_written, now), silent=True)
+        return alive
+
+    def coordinator_lost(self, core: EngineCore, coordinator_id: str, now: float) -> None:
+        """Nobody reads this coordinator's outputs any more: all its requests end.
+
+        The coordinator treats a broken stream in the same way, so nothing is lost by not waiting.
+        """
+        self._room.remove_coordinator(coordinator_id)
+        for engine_id in [key for key, r in self._requests.items() if r.coordinator_id == coordinator_id]:
+            self._apply(core, self._table.abort(engine_id, coordinator_id, False, now), silent=True)
+
+    def before_step(self, core: EngineCore, now: float) -> bool:
+        """Admits what has arrived, expires what is late, serves waiting reservations.
+
+        True while completions are awaited or reservations wait.
+        """
+        for agent_id, message in self._transport.poll().notifications:
+            self._on_notification(core, agent_id, message, now)
+        self._apply(core, self._table.expire(now), silent=False)
+        self._room.expire(now)
+        self._grant(core, now)
+        self._publish(core)
+        return self.transfers_in_flight > 0 or len(self._room) > 0
+
+    def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
+        """Turns a step's outputs into messages for their coordinators."""
+        for engine_id in result.started:
+            if (request := self._requests.get(engine_id)) and request.admitted_s is not None:
+                began_s = now - result.duration_s
+                request.admit_ms = max(0.0, began_s - request.admitted_s) * 1e3
+                self._table.started(engine_id)
+        for output in result.outputs:
+            self._on_output(core, output, now)
+        self._publish(core)
+
+    def close(self) -> None:
+        """Ends the transport; called last, on the engine thread."""
+        self._transport.close()
+
+    def _grant(self, core: EngineCore, now: float) -> None:
+        load = core.load()
+        state = (load.free_blocks, load.running_requests)
+        # Looking a prompt up in the prefix cache costs time; nothing changes while no block came free.
+        if not len(self._room) or state == self._room_tried_at:
+            return
+        self._room.grant(lambda entry: self._try_reserve(core, entry, now))
+        self._room_tried_at = state
+
+    def _try_reserve(self, core: EngineCore, entry: WaitingReservation, now: float) -> bool:
+        request = entry.request
+        try:
+            number = self._table.next_number
+            blocks = core.reserve(request, number)
+            if blocks is None:
+                return False
+        except SplitserveError as error:
+            entry.answer(error)
+            return True
+        count = len(blocks.block_ids)
+        ticket_end = now + self._ticket_s
+        self._table.open(
+            request.request_id,
+            entry.coordinator_id,
+            count,
+            self._block_bytes,
+            request.deadline_s,
+            now,
+            ticket_deadline_s=ticket_end,
+        )
+        if entry.writer_agent_id:
+            self._table.note_writer(number, entry.writer_agent_id)
+        self._requests[request.request_id] = _Request(
+            entry.coordinator_id, request.request_id.partition("/")[2]
+        )
+        ticket = KvTicket(
+            decode_agent_id=self.endpoint.agent_id,
+            epoch=self._table.epoch,
+            reservation=number,
+            block_indices=blocks.block_ids,
+            cached_tokens=blocks.cached_tokens,
+            total_bytes=count * self._block_bytes,
+            deadline_s=min(ticket_end, request.deadline_s),
+        )
+        entry.answer(Granted(ticket, max(0.0, now - entry.arrived_s)))
+        return True
+
+    def _on_notification(self, core: EngineCore, agent_id: str, message: bytes, now: float) -> None:
+        verdict = self._table.on_notification(agent_id, message, now)
+        if isinstance(verdict, Admit):
+            core.release_writer(verdict.number)
+            self._admit(core, verdict, now)
+        elif isinstance(verdict, WriterDone):
+            core.release_writer(verdict.number)
+            self._apply(core, verdict.actions, silent=False)
+        else:
+            log_event("handoff.rejected", agent_id=agent_id, reason=verdict.reason)
+
+    def _admit(self, core: EngineCore, verdict: Admit, now: float) -> None:
+        self._requests[verdict.request_id].admitted_s = now
+        try:
+            output = core.admit(verdict.number, verdict.first_token)
+        except SplitserveError as error:
+            core.abort(verdict.request_id)
+            self._table.finished(verdict.request_id)
+            self._fail(verdict.request_id, error.reason, error.message)
+            return
+        if output is not None:
+            self._on_output(core, output, now)
+
+    def _apply(self, core: EngineCore, actions: list[Action] | tuple[Action, ...], *, silent: bool) -> None:
+        for action in actions:
+            match action:
+                case Abort():
+                    core.abort(action.request_id)
+                    if not action.writer_alive:
+                        core.release_writer(action.number)
+                    if silent:
+                        self._requests.pop(action.request_id, None)
+                    else:
+                        self._fail(action.request_id, action.reason, action.message)
+                case ReleaseWriter():
+                    core.release_writer(action.number)
+                case Fence():
+                    log_event("handoff.writer_fenced", agent_id=action.agent_id, reservation=action.number)
+                    if action.agent_id is not None:
+                        self._transport.disconnect(action.agent_id)
+
+    def _on_output(self, core: EngineCore, output: RequestOutput, now: float) -> None:
+        request = self._requests.get(output.request_id)
+        if request is None:
+            return
+        if output.failure is not None and request.admitted_s is None:
+            # The engine gave up what was only reserved: the writer may still be writing.
+            aborted = self._table.abort(output.request_id, request.coordinator_id, False, now)
+            self._apply(core, aborted, silent=True)
+            self._requests[output.request_id] = request
+        elif output.finish_reason is not None:
+            self._table.finished(output.request_id)
+        message = decode_pb2.SequenceOutput(request_id=request.public_id, delta=output_delta(output))
+        if request.admit_ms is not None:
+            message.admit_ms, request.admit_ms = request.admit_ms, None
+        if output.failure is not None:
+            message.failure.reason, message.failure.message = output.failure
+        self._outputs[request.coordinator_id].append(message)
+        if output.finish_reason is not None:
+            del self._requests[output.request_id]
+
+    def _fail(self, engine_id: str, reason: str, text: str) -> None:
+        request = self._requests.pop(engine_id, None)
+        if request is None:
+            return
+        failed = RequestOutput(engine_id, 0, finish_reason=FinishReason.ABORT)
+        message = decode_pb2.SequenceOutput(request_id=request.public_id, delta=output_delta(failed))
+        message.failure.reason, message.failure.message = reason, text
+        self._outputs[request.coordinator_id].append(message)
+
+    def _publish(self, core: EngineCore) -> None:
+        self.load = core.load()
+        self.waiting_reservations = len(self._room)
+        self.live_requests = len(self._requests)
+        self.transfers_in_flight = self._table.awaited_writers
+        if self._outputs:
+            outputs, self._outputs = self._outputs, defaultdict(list)
+            self._emit(outputs)

@@ -1,0 +1,93 @@
+"""The memory that holds all KV blocks of a worker."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport import PoolMemory
+from splitserve.config import EngineConfig
+from splitserve.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_CPU_BYTES = 1 << 30
+CUDA_FREE_SHARE = 0.8
+
+
+class KvPool:
+    """One tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, zero at first.
+
+    It never moves: transports register its address once. On cpu it is an anonymous mapping, so it begins on
+    a page and takes memory only as blocks come into use.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        shape = (
+            num_blocks,
+            layout.num_layers,
+            2,
+            layout.num_kv_heads,
+            layout.block_size_tokens,
+            layout.head_dim,
+        )
+        dtype = DTYPES[layout.dtype]
+        if device.type == "cpu":
+            pages = mmap.mmap(
+                -1, num_blocks * layout.block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
+            self.tensor = torch.frombuffer(pages, dtype=dtype).view(shape)
+        else:
+            _refuse_expandable_segments()
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+
+    def view(self, layer: int) -> torch.Tensor:
+        """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
+        return self.tensor[:, layer].permute(1, 2, 0, 3, 4)
+
+    def memory(self) -> PoolMemory:
+        """The pool as one range, for registration with a transport."""
+        on_cpu = self.device.type == "cpu"
+        return PoolMemory(
+            base_address=self.tensor.data_ptr(),
+            num_blocks=self.num_blocks,
+            layout=self.layout,
+            memory_kind="DRAM" if on_cpu else "VRAM",
+            device_index=0 if on_cpu else (self.device.index or 0),
+        )
+
+
+def choose_num_blocks(config: EngineConfig, layout: KvLayout, device: torch.device) -> int:
+    """How many blocks the settings ask for; call after the weights are loaded (cuda: what is free then).
+
+    Raises ConfigError when that is fewer than two.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = config.kv_memory_bytes
+    if budget is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        budget = int(free * CUDA_FREE_SHARE)
+    budget = DEFAULT_CPU_BYTES if budget is None else budget
+    blocks = budget // layout.block_bytes
+    if blocks < 2:
+        message = (
+            f"engine.kv_memory_bytes: {budget} bytes hold {blocks} KV blocks of {layout.block_bytes} bytes;"
+            " at least 2 are needed"
+        )
+        raise ConfigError(message, field="engine.kv_memory_bytes")
+    return int(blocks)
+
+
+def _refuse_expandable_segments() -> None:
+    # UCX cannot map such memory between processes and falls back to copies through the host, far below
+    # the lane's speed (ai-dynamo/nixl#1754).
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            message = f"{name} must not enable expandable_segments: KV cannot be transferred at speed from there"
+            raise ConfigError(message, field=name)

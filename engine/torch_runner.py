@@ -1,0 +1,137 @@
+"""Runs a `transformers` model over the paged KV pool, one step at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.kv_pool import DTYPES, KvPool, choose_num_blocks
+from engine.model_attention import PagedBackend
+from engine.model_batch import build_step_batch
+from engine.model_loading import LoadedModel, load_model
+from engine.runner import ModelFacts, ModelRunner, ScheduledSequence
+from engine.sampler import NanLogitsError, SamplingRow, sample
+from engine.types import SampledToken
+from kv_transfer.layout import KvLayout
+from kv_transfer.transport import PoolMemory
+from splitserve.config import EngineConfig
+from splitserve.errors import ConfigError
+from splitserve.models import ModelSource
+
+
+class TorchRunner(ModelRunner):
+    """A model, its KV pool and the way from scheduled sequences to sampled tokens."""
+
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        self.facts = _facts(model.facts, config)
+        self.layout = KvLayout(
+            model_fingerprint=model.fingerprint,
+            dtype=model.dtype,
+            block_size_tokens=config.block_size_tokens,
+            num_layers=model.attention.num_layers,
+            num_kv_heads=model.attention.num_kv_heads,
+            head_dim=model.attention.head_dim,
+        )
+        self._module = model.module
+        self._dtype = DTYPES[model.dtype]
+        self._device = model.device
+        self._pool = KvPool(self.layout, choose_num_blocks(config, self.layout, model.device), model.device)
+        self._backend = model.context.backend = PagedBackend(self._pool)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def pool_memory(self) -> PoolMemory:
+        """The pool's memory, for registration with a transport; stays put for the runner's life."""
+        return self._pool.memory()
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        """See `ModelRunner.execute`. Raises NanLogitsError, whose `rows` are indices into `batch`.
+
+        Running a step again, whole or without some of its sequences, is harmless.
+        """
+        tokens: list[SampledToken | None] = [None] * len(batch)
+        if not batch:
+            return tokens
+        with torch.inference_mode():
+            step = build_step_batch(batch, self.layout.block_size_tokens, self._dtype, self._device)
+            self._backend.batch = step
+            # Only rows that are sampled go through the output layer. The model's own forward pass does it,
+            # because some families scale or cap logits there.
+            logits = self._module(
+                input_ids=step.token_ids,
+                position_ids=step.positions,
+                use_cache=False,
+                logits_to_keep=step.sample_rows,
+            ).logits[0]
+            self._backend.batch = None
+            rows = [_sampling_row(batch[index]) for index in step.sample_order]
+            if not rows:
+                return tokens
+            try:
+                sampled = sample(logits, rows)
+            except NanLogitsError as error:
+                failed = tuple(sorted(step.sample_order[row] for row in error.rows))
+                names = ", ".join(batch[index].request_id for index in failed)
+                raise NanLogitsError(f"logits are not finite: {names}", failed) from None
+        for index, token in zip(step.sample_order, sampled, strict=True):
+            tokens[index] = token
+        return tokens
+
+    def close(self) -> None:
+        """Releases the pool and the weights."""
+        del self._backend, self._pool, self._module
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:
+    return SamplingRow(
+        sampling=sequence.sampling,
+        token_ids=sequence.token_ids,
+        prompt_tokens=sequence.prompt_tokens,
+        end=sequence.num_computed + sequence.num_new,
+        banned_token_ids=sequence.banned_token_ids,
+    )
+
+
+def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
+    limit = config.context_tokens
+    if limit is None:
+        return facts
+    if limit > facts.context_tokens:
+        message = f"engine.context_tokens: {limit} is more than the model's own {facts.context_tokens}"
+        raise ConfigError(message, field="engine.context_tokens")
+    return ModelFacts(limit, facts.vocabulary_size, facts.eos_token_ids)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that a setting means. Raises ConfigError for a cuda device that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    device = torch.device(name if ":" in name else f"{name}:0")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        message = f"engine.device: {name} is not available ({count} cuda devices)"
+        raise ConfigError(message, field="engine.device")
+    return device
+
+
+def build_torch_runner(
+    config: EngineConfig, source: ModelSource, progress: Callable[[float], None]
+) -> TorchRunner:
+    """Loads a model and its pool; sets the number of compute threads of the process.
+
+    Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model` and
+    `choose_num_blocks`.
+    """
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    device = choose_device(config.device)
+    return TorchRunner(load_model(source, config.dtype, device, progress), config)

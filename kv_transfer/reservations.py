@@ -1,0 +1,289 @@
+"""The decode worker's book of reserved blocks: who may still use them, who may still write them.
+
+Pure: time is an argument, and every method returns what its caller must do to the engine and the
+transport. Poll the transport and hand over its notifications before calling `expire`.
+
+What protects a block from a late write. A block leaves quarantine only when its writer has let go
+(completion, drained), or is known to be dead (`writer_lost`), or can no longer write: a writer posts
+nothing after its ticket's deadline and cuts its connection `WRITE_GRACE_S` after it (`KvPusher`), and
+the quarantine lasts twice that beyond the deadline, for the time the ticket travelled. Fencing is an
+extra: the owner of memory cannot stop a peer of the same host from writing to it. So one hole remains:
+a writer that is frozen between reading its clock and the end of one post, and thawed after the
+quarantine. Its window is one post, milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer import handoff_state as states
+from kv_transfer.handoff_state import LIVE, WAITING, HandoffState
+from kv_transfer.notification import BadNotification, Completion, Drained, decode
+from kv_transfer.reservation_actions import (
+    REJECTION_REASONS,
+    Abort,
+    Action,
+    Admit,
+    Fence,
+    Rejected,
+    ReleaseWriter,
+    Verdict,
+    WriterDone,
+)
+from kv_transfer.ticket import WRITE_GRACE_S
+from splitserve.errors import InvalidArgumentError
+
+Observer = Callable[[int, HandoffState, HandoffState], None]
+
+
+@dataclass(slots=True)
+class _Reservation:
+    number: int
+    request_id: str
+    coordinator_id: str
+    block_count: int
+    total_bytes: int
+    deadline_s: float
+    ticket_deadline_s: float
+    state: HandoffState = HandoffState.RESERVED
+    writer_alive: bool = True
+    writer_agent_id: str | None = None
+    quarantine_end_s: float = 0.0
+
+    @property
+    def due_s(self) -> float:
+        """When time alone ends the present state."""
+        if self.state is HandoffState.QUARANTINED:
+            return self.quarantine_end_s
+        if self.state in WAITING:  # a completion may be under way a little longer than the ticket
+            return min(self.deadline_s, self.ticket_deadline_s + 2 * WRITE_GRACE_S)
+        return self.deadline_s
+
+
+class ReservationTable:
+    """All reservations of one boot of a decode worker. `observer` sees (number, from, to) of each step."""
+
+    def __init__(
+        self, epoch: int, *, lease_s: float, quarantine_s: float, observer: Observer | None = None
+    ) -> None:
+        if epoch == 0:
+            raise InvalidArgumentError("epoch must not be 0", field="epoch")
+        self.epoch = epoch
+        self.counters: Counter[str] = Counter(dict.fromkeys(REJECTION_REASONS, 0))
+        self._lease_s = lease_s
+        self._quarantine_s = quarantine_s
+        self._observer = observer
+        self._last_number = 0
+        self._open: dict[int, _Reservation] = {}
+        self._live: dict[str, int] = {}
+        self._lease_ends: dict[str, float] = {}
+        self._next_due_s = float("inf")
+
+    def open(
+        self,
+        request_id: str,
+        coordinator_id: str,
+        block_count: int,
+        block_bytes: int,
+        deadline_s: float,
+        now: float,
+        ticket_deadline_s: float | None = None,
+    ) -> int:
+        """Books reserved blocks and returns the reservation's number for the ticket.
+
+        `ticket_deadline_s` is until when the ticket may be used, at most and by default `deadline_s`, the
+        request's own end; a shorter one gives blocks of a dead writer back sooner. Raises
+        InvalidArgumentError when the request is live already or a deadline is past.
+        """
+        if request_id in self._live:
+            raise InvalidArgumentError(f"request {request_id} is live already", field="request_id")
+        if deadline_s <= now:
+            raise InvalidArgumentError("the deadline is past", field="timeout")
+        self._last_number += 1
+        ticket_end = deadline_s if ticket_deadline_s is None else min(ticket_deadline_s, deadline_s)
+        size = block_count * block_bytes
+        entry = _Reservation(
+            self._last_number, request_id, coordinator_id, block_count, size, deadline_s, ticket_end
+        )
+        self._open[entry.number] = entry
+        self._live[request_id] = entry.number
+        self._next_due_s = min(self._next_due_s, entry.due_s)
+        return entry.number
+
+    @property
+    def next_number(self) -> int:
+        """The number that the next `open` will give."""
+        return self._last_number + 1
+
+    def note_writer(self, number: int, agent_id: str) -> None:
+        """Says which agent got the ticket; from then on only its notifications count for it."""
+        entry = self._open.get(number)
+        if entry is None or not entry.writer_alive:
+            return
+        entry.writer_agent_id = agent_id
+        if entry.state is HandoffState.RESERVED:
+            self._to(entry, states.receive)
+
+    def on_notification(self, agent_id: str, message: bytes | Completion | Drained, now: float) -> Verdict:
+        """Judges what a peer sent. `now` keeps a completion from being admitted after its deadline."""
+        notice = decode(message) if isinstance(message, bytes) else message
+        if isinstance(notice, BadNotification):
+            return self._reject("malformed")
+        if notice.epoch != self.epoch:
+            return self._reject("stale_epoch")
+        if not 0 < notice.reservation <= self._last_number:
+            return self._reject("unknown_reservation")
+        entry = self._open.get(notice.reservation)
+        if entry is None:
+            return self._reject("not_live")
+        if entry.writer_agent_id not in (None, agent_id):
+            return self._reject("foreign_writer")
+        if not entry.writer_alive:
+            return self._reject("duplicate")
+        if isinstance(notice, Drained):
+            return self._writer_done(entry, now)
+        if notice.written_bytes != entry.total_bytes:
+            return self._reject("wrong_bytes")
+        if entry.state not in WAITING:
+            return self._writer_done(entry, now)
+        if now >= entry.deadline_s:
+            return self._writer_done(entry, now, "DEADLINE_EXCEEDED", "the completion came too late")
+        entry.writer_alive = False
+        self._to(entry, states.make_ready)
+        return Admit(entry.number, entry.request_id, notice.first_token_id)
+
+    def started(self, request_id: str) -> None:
+        """The engine took the request into its first step. Requests of others are ignored."""
+        if (entry := self._live_entry(request_id)) and entry.state is HandoffState.READY:
+            self._to(entry, states.run)
+
+    def finished(self, request_id: str) -> None:
+        """The engine ended the request by itself. Requests of others are ignored."""
+        if entry := self._live_entry(request_id):
+            self.started(request_id)
+            self._to(entry, states.finish)
+            self._forget(entry)
+
+    def abort(self, request_id: str, coordinator_id: str, never_written: bool, now: float) -> list[Action]:
+        """A coordinator gives its request up. Unknown ids and others' requests are ignored.
+
+        `never_written`: no prefill worker ever got the ticket, so nothing needs quarantine.
+        """
+        entry = self._live_entry(request_id)
+        if entry is None or entry.coordinator_id != coordinator_id:
+            return []
+        entry.writer_alive = entry.writer_alive and not never_written
+        return [self._abort(entry, "CANCELLED", "aborted by its coordinator", now)]
+
+    def coordinator_lost(self, coordinator_id: str, now: float) -> None:
+        """A coordinator's output stream broke: its requests live for one lease more."""
+        end = self._lease_ends.setdefault(coordinator_id, now + self._lease_s)
+        self._next_due_s = min(self._next_due_s, end)
+
+    def coordinator_back(self, coordinator_id: str) -> None:
+        """A coordinator's output stream is open again."""
+        self._lease_ends.pop(coordinator_id, None)
+
+    def writer_lost(self, agent_id: str, now: float) -> list[Action]:
+        """A writer's process is dead for certain (its connection broke, not: it is silent)."""
+        actions: list[Action] = []
+        for entry in [e for e in self._open.values() if e.writer_alive and e.writer_agent_id == agent_id]:
+            actions += self._writer_done(entry, now).actions
+        return actions
+
+    def expire(self, now: float) -> list[Action]:
+        """Everything whose time is up: requests, leases, quarantines. Cheap when nothing is due."""
+        if now < self._next_due_s:
+            return []
+        ended = {name for name, end in self._lease_ends.items() if end <= now}
+        for name in ended:
+            del self._lease_ends[name]
+        actions: list[Action] = []
+        for entry in list(self._open.values()):
+            if entry.state in LIVE and entry.coordinator_id in ended:
+                message = f"coordinator {entry.coordinator_id} was away for {self._lease_s:g} s"
+                actions.append(self._abort(entry, "LEASE_EXPIRED", message, now))
+            elif entry.due_s <= now and entry.state in LIVE:
+                message = "the deadline passed" if entry.state not in WAITING else "no completion in time"
+                actions.append(self._abort(entry, "DEADLINE_EXCEEDED", message, now))
+            elif entry.due_s <= now:
+                actions.append(Fence(entry.number, entry.request_id, entry.writer_agent_id))
+                actions += self._writer_done(entry, now).actions
+        times = [entry.due_s for entry in self._open.values()] + list(self._lease_ends.values())
+        self._next_due_s = min(times, default=float("inf"))
+        return actions
+
+    def next_deadline(self) -> float:
+        """When to call `expire` next at the latest; may be early, infinity when nothing waits."""
+        return self._next_due_s
+
+    def state(self, number: int) -> HandoffState | None:
+        """Where a reservation stands; None when it is over."""
+        entry = self._open.get(number)
+        return None if entry is None else entry.state
+
+    @property
+    def live_requests(self) -> int:
+        """Requests between `open` and their end."""
+        return len(self._live)
+
+    @property
+    def awaited_writers(self) -> int:
+        """Reservations whose writers have not let go; while there are any, poll the transport."""
+        return sum(entry.writer_alive for entry in self._open.values())
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks of aborted requests whose writers have not let go."""
+        return sum(e.block_count for e in self._open.values() if e.state is HandoffState.QUARANTINED)
+
+    def _live_entry(self, request_id: str) -> _Reservation | None:
+        number = self._live.get(request_id)
+        return None if number is None else self._open[number]
+
+    def _abort(self, entry: _Reservation, reason: str, message: str, now: float) -> Abort:
+        entry.writer_alive = entry.writer_alive and entry.block_count > 0
+        self._to(entry, states.abort)
+        del self._live[entry.request_id]
+        if entry.writer_alive:
+            self._to(entry, states.quarantine)
+            writer_end = entry.ticket_deadline_s + 2 * WRITE_GRACE_S
+            entry.quarantine_end_s = max(now + self._quarantine_s, writer_end)
+            self._next_due_s = min(self._next_due_s, entry.quarantine_end_s)
+        else:
+            self._free(entry)
+        return Abort(entry.number, entry.request_id, reason, message, entry.writer_alive)
+
+    def _writer_done(
+        self,
+        entry: _Reservation,
+        now: float,
+        reason: str = "TRANSFER_FAILED",
+        message: str = "the writer gave up",
+    ) -> WriterDone:
+        """The writer lets go: frees a quarantined reservation, ends one that can no longer complete."""
+        entry.writer_alive = False
+        if entry.state is HandoffState.QUARANTINED:
+            self._free(entry)
+            return WriterDone(entry.number, (ReleaseWriter(entry.number, entry.request_id),))
+        return WriterDone(entry.number, (self._abort(entry, reason, message, now),))
+
+    def _free(self, entry: _Reservation) -> None:
+        self._to(entry, states.free)
+        self._forget(entry)
+
+    def _forget(self, entry: _Reservation) -> None:
+        del self._open[entry.number]
+        if self._live.get(entry.request_id) == entry.number:
+            del self._live[entry.request_id]
+
+    def _to(self, entry: _Reservation, step: Callable[[HandoffState], HandoffState]) -> None:
+        before, entry.state = entry.state, step(entry.state)
+        if self._observer:
+            self._observer(entry.number, before, entry.state)
+
+    def _reject(self, reason: str) -> Rejected:
+        self.counters[reason] += 1
+        return Rejected(reason)
