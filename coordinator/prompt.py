@@ -36,7 +36,7 @@ class PromptTokenizers:
         tokenizer = await self.tokenizer(source)
         return await asyncio.get_running_loop().run_in_executor(self._threads, _encode, tokenizer, request)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Ends the threads without waiting for a load that is still under way."""
         for task in self._loading.values():
             task.cancel()

@@ -1,1 +1,1 @@
-"""Stand-ins for parts of the system, for tests."""
+"""Stand-ins that behave like the real thing, only smaller."""

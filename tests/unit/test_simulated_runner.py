@@ -40,11 +40,10 @@ def next_token(runner: SimulatedRunner, sequence: ScheduledSequence) -> int:
 @pytest.mark.parametrize("chunk", [1, 3, 4, 100])
 def test_tokens_are_as_expected_for_any_chunking(chunk: int) -> None:
     runner, tokens, blocks = make_runner(), list(PROMPT), [7, 3, 9, 1, 30, 31, 32, 33, 2, 60]
-    for start in range(0, len(tokens) - chunk, chunk):
-        assert runner.execute([share(tokens, start, blocks, num_new=chunk)]) == [None]
-        done = start + chunk
-    else:
-        done = done if chunk < len(tokens) else 0
+    done = 0
+    while done + chunk < len(tokens):
+        assert runner.execute([share(tokens, done, blocks, num_new=chunk)]) == [None]
+        done += chunk
     for _ in range(4):
         start, done = done, len(tokens)
         tokens.append(next_token(runner, share(tokens, start, blocks)))
@@ -53,7 +52,7 @@ def test_tokens_are_as_expected_for_any_chunking(chunk: int) -> None:
 
 @pytest.mark.parametrize("block", range(9))
 def test_one_wrong_byte_in_any_block_changes_the_tokens(block: int) -> None:
-    runner, tokens, blocks = make_runner(), list(PROMPT), list(range(10))
+    runner, tokens, blocks = make_runner(), list(PROMPT), list(range(12))
     tokens.append(next_token(runner, share(tokens, 0, blocks)))
     runner.pool[block, 8] ^= 1
     for start in range(len(PROMPT), len(PROMPT) + 8):
@@ -63,10 +62,10 @@ def test_one_wrong_byte_in_any_block_changes_the_tokens(block: int) -> None:
 
 def test_swapped_blocks_change_the_tokens() -> None:
     runner, tokens = make_runner(), list(PROMPT)
-    tokens.append(next_token(runner, share(tokens, 0, list(range(10)))))
+    tokens.append(next_token(runner, share(tokens, 0, list(range(12)))))
     runner.pool[[1, 2]] = runner.pool[[2, 1]]
     for start in range(len(PROMPT), len(PROMPT) + 8):
-        tokens.append(next_token(runner, share(tokens, start, list(range(10)))))
+        tokens.append(next_token(runner, share(tokens, start, list(range(12)))))
     assert tokens[len(PROMPT) :] != expected_tokens(PROMPT, 9)
 
 
@@ -86,13 +85,13 @@ def test_tokens_are_printable_and_the_pool_is_where_it_says() -> None:
 def test_a_step_takes_as_long_as_its_formula_says() -> None:
     runner = make_runner(simulated_step_s=0.02, simulated_prefill_token_s=0.001)
     began = time.monotonic()
-    runner.execute([share(PROMPT, 0, list(range(10)))])
+    runner.execute([share(PROMPT, 0, list(range(12)))])
     assert 0.02 + 0.001 * len(PROMPT) <= time.monotonic() - began < 0.5
 
 
 def test_banned_tokens_are_not_chosen() -> None:
     runner, first = make_runner(), expected_tokens(PROMPT, 1)[0]
     sequence = ScheduledSequence(
-        "r", PROMPT, len(PROMPT), 0, len(PROMPT), list(range(10)), True, SamplingParams(), frozenset({first})
+        "r", PROMPT, len(PROMPT), 0, len(PROMPT), list(range(12)), True, SamplingParams(), frozenset({first})
     )
     assert next_token(runner, sequence) != first

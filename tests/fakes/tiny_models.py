@@ -1,0 +1,115 @@
+"""Tiny models with random weights, one of each attention kind, saved as folders that workers can load.
+
+All have a vocabulary of 257: the 256 bytes and one end-of-sequence token, like `ByteTokenizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+VOCABULARY = 257
+EOS = 256
+CONTEXT = 512
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": EOS,
+    # Wide enough that greedy output wanders instead of repeating one token.
+    "initializer_range": 0.4,
+}
+
+
+def _config(class_name: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        config_class = vars(transformers).get(class_name) or transformers.__getattr__(class_name)
+        return config_class(**(_COMMON | settings))
+
+    return make
+
+
+WINDOW = 24
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": _config("LlamaConfig"),
+    "qwen2": _config("Qwen2Config"),
+    "qwen2_window": _config(
+        "Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3
+    ),
+    "qwen3": _config("Qwen3Config", head_dim=16),
+    "mistral": _config("MistralConfig", sliding_window=WINDOW, head_dim=8),
+    "gemma2": _config(
+        "Gemma2Config",
+        head_dim=16,
+        sliding_window=WINDOW,
+        num_hidden_layers=4,
+        layer_types=_ALTERNATING * 2,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        query_pre_attn_scalar=16,
+    ),
+    "gemma3_text": _config(
+        "Gemma3TextConfig",
+        head_dim=16,
+        sliding_window=WINDOW,
+        num_hidden_layers=4,
+        layer_types=_ALTERNATING * 2,
+        query_pre_attn_scalar=16,
+    ),
+    "phi3": _config("Phi3Config", sliding_window=None),
+    "olmo2": _config("Olmo2Config"),
+    "mixtral": _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": _config("GptOssConfig", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "mamba": _config("MambaConfig", state_size=4),
+}
+
+
+def make_tiny_model(family: str, folder: Path) -> Path:
+    """Saves the family's model in float32, with generation settings and tokenizer; returns its folder.
+
+    The same weights every time. Does nothing when the folder has it already.
+    """
+    target = folder / family
+    if target.exists():
+        return target
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(20240)
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+    finally:
+        torch.random.set_rng_state(state)
+    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=EOS)
+    model.save_pretrained(target)
+    tiny_tokenizer().save_pretrained(target)
+    return target
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: one token a byte, and an end-of-sequence token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
