@@ -71,6 +71,14 @@ class PoolSnapshot:
         """The workers of one pool that take new requests."""
         return [w for w in self.workers if w.model.name == model and w.pool == pool and w.accepts]
 
+    def is_ready(self, worker: Worker) -> bool:
+        """Whether the worker can serve now, together with at least one of the other pool."""
+        if not worker.accepts:
+            return False
+        if worker.pool == "prefill":
+            return any(worker.reaches(peer) for peer in self.accepting(worker.model.name, "decode"))
+        return any(peer.reaches(worker) for peer in self.accepting(worker.model.name, "prefill"))
+
     def models(self) -> dict[str, Model]:
         """Models by name, each with the smallest context that any of its workers has."""
         found: dict[str, Model] = {}

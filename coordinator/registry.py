@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 
-from coordinator.pools import PoolSnapshot, Worker, WorkerKey
+from coordinator.pools import Model, PoolSnapshot, Worker, WorkerKey
 from coordinator.registration_checks import check_fits, checked_worker
 from splitserve.errors import NotFoundError
 from splitserve.logs import log_event
@@ -28,6 +29,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
         self._last_seen_s: dict[WorkerKey, float] = {}
+        self._models: dict[str, Model] = {}
         self._changed = asyncio.Event()
 
     def register(self, request: registry_pb2.RegisterRequest, now: float) -> Worker:
@@ -116,6 +118,10 @@ class Registry:
         """All workers as they are now."""
         return PoolSnapshot(tuple(worker for _, worker in sorted(self._workers.items())))
 
+    def known_models(self) -> Mapping[str, Model]:
+        """Every model that had a worker since the start, so that one whose workers are gone is still known."""
+        return self._models
+
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
         """The decode pools that a prefill worker should connect to; none for a decode worker."""
         if worker.pool != "prefill":
@@ -134,6 +140,7 @@ class Registry:
 
     def _bump(self) -> None:
         self.version += 1
+        self._models |= self.snapshot().models()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

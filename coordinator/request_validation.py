@@ -6,10 +6,10 @@ Everything that is wrong ends as InvalidArgumentError naming the field and its b
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Never
 
 from coordinator.pools import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
@@ -101,9 +101,12 @@ def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> gen
     """A copy with every default filled in; `seed` is used where the client named none."""
     resolved = generation_pb2.SamplingParams()
     resolved.CopyFrom(sampling)
-    for name in ("temperature", "top_p", "repetition_penalty"):
-        if not sampling.HasField(name):
-            setattr(resolved, name, 1.0)
+    if not sampling.HasField("temperature"):
+        resolved.temperature = 1.0
+    if not sampling.HasField("top_p"):
+        resolved.top_p = 1.0
+    if not sampling.HasField("repetition_penalty"):
+        resolved.repetition_penalty = 1.0
     if not sampling.HasField("seed"):
         resolved.seed = seed
     return resolved
@@ -187,7 +190,7 @@ def _check_stop(stop: generation_pb2.StopParams, model: Model) -> None:
 def _between(name: str, value: float, low: float, high: float) -> None:
     # Written so that NaN, which compares false with everything, is refused.
     if not low <= value <= high:
-        _fail(name, f"{low}..{high}, not {value:g}" if math.isfinite(value) else f"{low}..{high}")
+        _fail(name, f"{low}..{high}, not {f'{value:g}' if isinstance(value, float) else value}")
 
 
 def _above_zero(name: str, value: float, high: float) -> None:
@@ -200,5 +203,5 @@ def _require(condition: bool, name: str, bound: str) -> None:
         _fail(name, bound)
 
 
-def _fail(name: str, bound: str) -> None:
+def _fail(name: str, bound: str) -> Never:
     raise InvalidArgumentError(f"{name} must be {bound}", field=name.split(" ")[0])

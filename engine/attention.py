@@ -78,7 +78,9 @@ class LayerState:
         if not self.window_declared:
             self.window, self.window_declared = given, True
         elif given is not None and given != self.window:
-            message = f"layer {self.index} passes a sliding window of {given}, its configuration says {self.window}"
+            message = (
+                f"layer {self.index} passes a sliding window of {given}, its configuration says {self.window}"
+            )
             raise UnsupportedModelError(message)
 
 

@@ -16,6 +16,8 @@ from splitserve.logs import log_event
 from splitserve.models import resolve_model
 
 SIMULATED = "simulated"
+PROGRESS_STEP = 0.05
+"""Least share of the weights between two progress events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,13 @@ def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
     # Imported here so that simulated workers start without torch.
     from engine.torch_runner import build_torch_runner
 
+    logged = -1.0
+
     def progress(fraction: float) -> None:
-        log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
+        nonlocal logged
+        if fraction - logged >= PROGRESS_STEP or fraction >= 1.0 > logged:
+            logged = fraction
+            log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
 
     source = resolve_model(config.model)
     runner = build_torch_runner(config.engine, source, progress)

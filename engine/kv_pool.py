@@ -89,5 +89,7 @@ def _refuse_expandable_segments() -> None:
     # the lane's speed (ai-dynamo/nixl#1754).
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            message = f"{name} must not enable expandable_segments: KV cannot be transferred at speed from there"
+            message = (
+                f"{name} must not enable expandable_segments: KV cannot be transferred at speed from there"
+            )
             raise ConfigError(message, field=name)

@@ -82,7 +82,9 @@ def _prefill(
         tile_rows = rows[:, :, tile.query[0] : tile.query[1]]
         causal = tile.mask is None
         parts.append(
-            _attention(tile_rows, tile_keys, tile_values, tile.mask, causal=causal, scale=scale, softcap=softcap)
+            _attention(
+                tile_rows, tile_keys, tile_values, tile.mask, causal=causal, scale=scale, softcap=softcap
+            )
         )
     output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return output.permute(2, 0, 1, 3).reshape(end - begin, heads, head_dim)

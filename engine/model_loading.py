@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention import ATTENTION_NAME, AttentionContext, bind_layers
@@ -80,7 +82,7 @@ def _load_config(source: ModelSource) -> Any:
         return AutoConfig.from_pretrained(source.path, local_files_only=True, **_gguf_options(source))
     except OSError as error:
         raise NotFoundError(f"model {source.path}: {_first_line(error)}") from None
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModelError(f"model {source.path}: {_first_line(error)}") from None
 
 
@@ -89,7 +91,7 @@ def _skeleton(config: Any) -> Any:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, TypeError, RuntimeError) as error:
         reason = _first_line(error)
         raise UnsupportedModelError(f"model type {config.model_type} is not supported: {reason}") from None
 
@@ -100,7 +102,7 @@ def _load_weights(
     options = _gguf_options(source)
     if source.gguf_file:
         # Imported here: few installations serve GGUF files directly.
-        from transformers import GgufConfig  # noqa: PLC0415
+        from transformers import GgufConfig
 
         options["quantization_config"] = GgufConfig(dequantize=True)
     if device.type != "cpu":
@@ -119,6 +121,9 @@ def _load_weights(
         raise NotFoundError(f"model {source.path}: {_first_line(error)}") from None
     except (ValueError, ImportError) as error:
         raise UnsupportedModelError(f"model {source.path}: {_first_line(error)}") from None
+    except (RuntimeError, SafetensorError) as error:
+        message = f"model {source.path}: its weights cannot be read: {_first_line(error)}"
+        raise UnsupportedModelError(message, reason="MODEL_UNREADABLE") from None
     if missing := sorted(info["missing_keys"]):
         message = f"model {source.path}: its files lack {len(missing)} weights, for example {missing[0]}"
         raise UnsupportedModelError(message, reason="MODEL_INCOMPLETE")

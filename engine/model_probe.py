@@ -43,7 +43,9 @@ class _SelfAttention:
         """With one visible token the weights are 1, so the output is the value."""
         if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[0] % key.shape[0]:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
-            raise UnsupportedModelError(f"layer {layer.index} has queries, keys and values of shapes {shapes}")
+            raise UnsupportedModelError(
+                f"layer {layer.index} has queries, keys and values of shapes {shapes}"
+            )
         self.calls.append((layer.index, key.shape[0], key.shape[-1]))
         return value.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(0, 1)
 

@@ -61,7 +61,8 @@ def refuse_by_class(skeleton: Any) -> None:
     if not kind.is_backend_compatible():
         reason = "its attention layers do not go through the attention interface"
         raise UnsupportedModelError(f"{kind.__name__} is not supported: {reason}")
-    missing = {"position_ids", "logits_to_keep", "use_cache"} - set(inspect.signature(kind.forward).parameters)
+    parameters = inspect.signature(kind.forward).parameters
+    missing = {"position_ids", "logits_to_keep"} - set(parameters)
     if missing:
         reason = f"its forward pass takes no {', '.join(sorted(missing))}"
         raise UnsupportedModelError(f"{kind.__name__} is not supported: {reason}")

@@ -23,6 +23,9 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _NUCLEUS_GUESS = 1024
 """Candidates sorted at first; nearly always enough for top-p or min-p, and much cheaper than all."""
 
+_ROUNDING = 1e-12
+"""What sums of float64 probabilities may be off by; a sum this close to top-p has reached it."""
+
 
 class NanLogitsError(SplitserveError):
     """Rows whose logits hold NaN or infinity, so that any token would be made up.
@@ -120,11 +123,11 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
         tokens, biases = zip(*s.logit_bias, strict=True)
         logits[list(tokens)] += torch.tensor(biases, dtype=logits.dtype)
     if s.repetition_penalty != 1.0:
-        seen = torch.tensor(row.token_ids[: row.end]).unique()
+        seen = torch.tensor(row.token_ids[: row.end], dtype=torch.long).unique()
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
     if (s.presence_penalty or s.frequency_penalty) and row.position:
-        output = torch.tensor(row.token_ids[row.prompt_tokens : row.end])
+        output = torch.tensor(row.token_ids[row.prompt_tokens : row.end], dtype=torch.long)
         tokens_seen, counts = output.unique(return_counts=True)
         logits[tokens_seen] -= s.presence_penalty + s.frequency_penalty * counts
     if row.banned_token_ids:
@@ -142,7 +145,7 @@ def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
     # First index whose sum exceeds the target; tokens of probability zero are passed over. Rounding could
     # bring the target up to the last sum: then the last token that adds to it is meant.
     last = torch.searchsorted(cumulative, cumulative[-1:])
-    index = int(torch.minimum(torch.searchsorted(cumulative, target, right=True), last))
+    index = int(torch.minimum(torch.searchsorted(cumulative, target, right=True), last).item())
     return index if allowed is None else int(allowed[index])
 
 
@@ -175,7 +178,7 @@ def _count(values: torch.Tensor, total: torch.Tensor, sampling: SamplingParams) 
     count = values.numel()
     if sampling.top_p < 1.0:
         before = probabilities.cumsum(0) - probabilities
-        count = min(count, int((before < sampling.top_p).sum()))
+        count = min(count, int((before < sampling.top_p - _ROUNDING).sum()))
     if sampling.min_p > 0.0:
         count = min(count, int((probabilities >= sampling.min_p * probabilities[0]).sum()))
     return max(count, 1)

@@ -36,7 +36,11 @@ class ReleaseWriter:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The writer never let go. Disconnect `agent_id`; None: it was never known, only say so loudly."""
+    """The writer never let go; `agent_id` is None when it was never known. Say so loudly.
+
+    Whoever writes to that agent too must disconnect it. One that only receives need not: a later message
+    for this reservation is dropped anyway, and a disconnect would drop the agent's next handoffs as well.
+    """
 
     number: int
     request_id: str

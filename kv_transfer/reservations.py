@@ -251,7 +251,6 @@ class ReservationTable:
             self._to(entry, states.quarantine)
             writer_end = entry.ticket_deadline_s + 2 * WRITE_GRACE_S
             entry.quarantine_end_s = max(now + self._quarantine_s, writer_end)
-            self._next_due_s = min(self._next_due_s, entry.quarantine_end_s)
         else:
             self._free(entry)
         return Abort(entry.number, entry.request_id, reason, message, entry.writer_alive)

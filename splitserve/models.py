@@ -90,7 +90,7 @@ def models_dir() -> Path:
 def fetch_model(name: str, progress: Progress) -> Path:
     """Fetches an embedded model into `models_dir()`; returns its folder. See `splitserve.model_fetch`."""
     # Imported here: model_fetch builds on this module, and few callers fetch.
-    from splitserve.model_fetch import fetch_embedded  # noqa: PLC0415
+    from splitserve.model_fetch import fetch_embedded
 
     if name not in EMBEDDED:
         raise NotFoundError(f"model {name} is not embedded; embedded are: {', '.join(EMBEDDED)}")
@@ -133,9 +133,9 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
     if source.is_local:
         return source
     # Imported here: resolving names must stay cheap.
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError  # noqa: PLC0415
-    from huggingface_hub.utils import disable_progress_bars  # noqa: PLC0415
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
@@ -153,8 +153,8 @@ def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
 
 
 def _cached(source: ModelSource, patterns: list[str], reason: str) -> ModelSource:
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         path = snapshot_download(source.path, allow_patterns=patterns, local_files_only=True)

@@ -49,11 +49,16 @@ def _config(class_name: str, **settings: Any) -> Callable[[], Any]:
 WINDOW = 24
 _ALTERNATING = ["sliding_attention", "full_attention"]
 
+# What the engine serves.
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": _config("LlamaConfig"),
     "qwen2": _config("Qwen2Config"),
     "qwen2_window": _config(
-        "Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, num_hidden_layers=3
+        "Qwen2Config",
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        max_window_layers=1,
+        num_hidden_layers=3,
     ),
     "qwen3": _config("Qwen3Config", head_dim=16),
     "mistral": _config("MistralConfig", sliding_window=WINDOW, head_dim=8),
@@ -66,6 +71,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attn_logit_softcapping=5.0,
         final_logit_softcapping=10.0,
         query_pre_attn_scalar=16,
+        tie_word_embeddings=False,
     ),
     "gemma3_text": _config(
         "Gemma3TextConfig",
@@ -74,12 +80,43 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         num_hidden_layers=4,
         layer_types=_ALTERNATING * 2,
         query_pre_attn_scalar=16,
+        tie_word_embeddings=False,
     ),
     "phi3": _config("Phi3Config", sliding_window=None),
     "olmo2": _config("Olmo2Config"),
     "mixtral": _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
-    "gpt_oss": _config("GptOssConfig", head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+}
+
+# What the engine must refuse, and a word of the reason it must give.
+REFUSED: dict[str, Callable[[], Any]] = {
+    # attention sinks
+    "gpt_oss": _config(
+        "GptOssConfig",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    # recurrent state
     "mamba": _config("MambaConfig", state_size=4),
+    # multi-head latent attention
+    "deepseek_v3": _config(
+        "DeepseekV3Config",
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        num_key_value_heads=4,
+    ),
+    # short convolutions between attention layers
+    "lfm2": _config("Lfm2Config", layer_types=["conv", "full_attention"]),
+    # attention without the interface
+    "gpt_neo": _config("GPTNeoConfig", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
 }
 
 
@@ -94,7 +131,7 @@ def make_tiny_model(family: str, folder: Path) -> Path:
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(20240)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config((FAMILIES | REFUSED)[family](), dtype=torch.float32)
     finally:
         torch.random.set_rng_state(state)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=EOS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -59,10 +60,20 @@ def test_an_incomplete_character_is_flushed_at_the_end_only() -> None:
     assert detokenizer.finish() == ""
 
 
+@pytest.mark.parametrize("before", range(15, 40))
+def test_characters_after_garbage_are_whole_and_garbage_is_not_held_for_long(before: int) -> None:
+    data = b"x" * before + b"\x80" * 50 + "é😀".encode() + b"\x80" * 9 + "😀".encode()
+    detokenizer, shown = IncrementalDetokenizer(ByteTokenizer(), []), ""
+    for index, byte in enumerate(data):
+        shown += detokenizer.push(byte)
+        assert len(shown) >= len(data[: index + 1].decode(errors="replace")) - 10
+    assert shown == data.decode(errors="replace")
+
+
 class CountingTokenizer(ByteTokenizer):
     decoded = 0
 
-    def decode(self, token_ids: list[int]) -> str:  # type: ignore[override]
+    def decode(self, token_ids: Sequence[int]) -> str:
         self.decoded += len(token_ids)
         return super().decode(token_ids)
 

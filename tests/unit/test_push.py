@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.notification import Completion, Drained, decode
-from kv_transfer.push import KvPusher, PushDone, PushDrained, PushFailed
+from kv_transfer.push import KvPusher, PushDone, PushDrained, PushEvent, PushFailed
 from kv_transfer.ticket import WRITE_GRACE_S, KvTicket
 from kv_transfer.transport import PoolMemory, TransferEndpoint
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
@@ -211,14 +211,14 @@ def test_any_chunking_and_any_order_of_ends(data: st.DataObject) -> None:
     blocks = -(-tokens // SIZE)
     cached = data.draw(st.integers(0, tokens // SIZE))
     pusher, transport = a_pusher(a_ticket(blocks=blocks - cached, cached=cached))
-    end = 0
+    end, events = 0, list[PushEvent]()
     while end < tokens:
         end = min(tokens, end + data.draw(st.integers(1, 5 * SIZE)))
         pusher.on_progress("r", end, TABLE[: -(-end // SIZE)], end == tokens, 3, now=1.0)
-        if transport.open and data.draw(st.booleans()):
+        if data.draw(st.booleans()) and transport.open:
             transport.end(data.draw(st.sampled_from(sorted(transport.open))))
-            pusher.poll(1.0)
-    events = pusher.poll(1.0)
+            events += pusher.poll(1.0)
+    events += pusher.poll(1.0)
     while transport.open:
         handle = data.draw(st.sampled_from(sorted(transport.open)))
         if transport.writes[handle].notification is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ def test_runs_cover_the_pairs_in_order(pairs: list[tuple[int, int]]) -> None:
 @given(PAIRS)
 def test_runs_are_maximal(pairs: list[tuple[int, int]]) -> None:
     runs = merge_runs([a for a, _ in pairs], [b for _, b in pairs])
-    for left, right in zip(runs, runs[1:], strict=False):
+    for left, right in itertools.pairwise(runs):
         assert (left.local + left.length, left.remote + left.length) != (right.local, right.remote)
 
 

@@ -83,7 +83,7 @@ def test_short_prompts_get_through_beside_a_long_one() -> None:
 def test_higher_priority_first_then_arrival() -> None:
     bench = Bench(running=1)
     order = [bench.add("late", 4), bench.add("high", 4, priority=5), bench.add("low", 4, priority=-1)]
-    names = []
+    names: list[str] = []
     while len(names) < 3:
         (name,) = bench.step()
         names.append(name)
@@ -97,7 +97,7 @@ def test_a_misfit_is_overtaken_so_many_times_only() -> None:
     bench.step()
     bench.add("misfit", 64)
     small = [bench.add(f"s{index}", 4) for index in range(6)]
-    started = set()
+    started: set[str] = set()
     for _ in range(6):
         started |= bench.step().keys()
     assert started == {"running", "s0", "s1", "s2"}
@@ -127,7 +127,7 @@ def test_growth_preempts_the_lowest_priority_then_the_latest() -> None:
 
 
 def test_prefill_only_sequences_are_never_preempted() -> None:
-    bench = Bench(blocks=6, budget=8)
+    bench = Bench(blocks=7, budget=8)
     decode = bench.add("decode", 4)
     bench.step()
     held = bench.add("held", 15, prefill_only=True, priority=-9)
@@ -179,20 +179,20 @@ def test_a_removed_sequence_is_not_scheduled() -> None:
 
 
 def steps_per_second(waiting: int, *, blocked: bool) -> float:
-    bench = Bench(blocks=4000, running=9 if blocked else 8)
+    bench = Bench(blocks=500, running=9 if blocked else 8)
     for index in range(8):
         bench.add(str(index), 4)
     bench.step()
     for index in range(waiting):
-        bench.add(f"w{index}", 15990 if blocked else 4)
+        bench.add(f"w{index}", 1990 if blocked else 4)
     began = time.perf_counter()
-    for _ in range(200):
+    for _ in range(100):
         bench.step()
-    return 200 / (time.perf_counter() - began)
+    return 100 / (time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("blocked", [False, True])
 def test_ten_thousand_waiting_do_not_slow_a_step(blocked: bool) -> None:
-    few = max(steps_per_second(10, blocked=blocked) for _ in range(3))
-    many = max(steps_per_second(10_000, blocked=blocked) for _ in range(3))
+    few = max(steps_per_second(10, blocked=blocked) for _ in range(2))
+    many = max(steps_per_second(10_000, blocked=blocked) for _ in range(2))
     assert many > few / 3

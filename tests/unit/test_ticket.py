@@ -107,7 +107,9 @@ def test_tickets_that_do_not_fit_their_pool(name: str, changes: dict[str, object
     assert caught.value.field == f"ticket.{name}"
 
 
-@given(st.one_of(st.builds(Completion, U64, U64, U64, st.integers(0, 2**32 - 1)), st.builds(Drained, U64, U64)))
+@given(
+    st.one_of(st.builds(Completion, U64, U64, U64, st.integers(0, 2**32 - 1)), st.builds(Drained, U64, U64))
+)
 def test_notifications_round_trip(message: Completion | Drained) -> None:
     assert decode(encode(message)) == message
     assert len(encode(message)) < MAX_NOTIFICATION_BYTES

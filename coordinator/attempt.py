@@ -1,0 +1,207 @@
+"""One try of one request on one pair of workers: reserve, prefill, and the deltas of both in order."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from coordinator.answer import Answer, AttemptReport
+from coordinator.background import Background
+from coordinator.inbox import Inbox, WorkerEvent, WorkerFailed
+from coordinator.pools import WorkerKey
+from coordinator.worker_links import WorkerLink
+from splitserve.errors import (
+    CancelledByPeerError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    SplitserveError,
+    UnavailableError,
+)
+from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
+
+HANDOFF_REPORT_WAIT_S = 0.5
+"""How long a finished answer waits for the prefill worker's report on the transfer."""
+LONGEST_NAME = 100
+
+RETRYABLE = (UnavailableError, FailedPreconditionError, CancelledByPeerError)
+"""What says that this pair cannot, while another might. The rest is the request's own end."""
+
+
+class Attempt:
+    """Use: `reserve`, `start_prefill`, `next_delta` until None, `settle`; `close` in any case.
+
+    All of them raise what the workers report, as SplitserveError; `culprit` then names the worker.
+    """
+
+    def __init__(
+        self, answer: Answer, prefill: WorkerLink, decode: WorkerLink | None, background: Background
+    ) -> None:
+        generation = answer.generation
+        # Unique among all attempts, for two clients may choose the same request id.
+        self.attempt_id = f"{generation.request_id[:LONGEST_NAME]}.{answer.attempts}.{uuid.uuid4().hex[:12]}"
+        self.report = AttemptReport(prefill.worker.worker_id)
+        self.culprit: WorkerKey = prefill.worker.key
+        self._generation = generation
+        self._token_ids = (*generation.prompt, *answer.token_ids)
+        self._prior = len(answer.token_ids)
+        self._prefill, self._decode, self._background = prefill, decode, background
+        self._ticket: kv_transfer_pb2.KvTicket | None = None
+        self._reserved = False
+        self._inbox = Inbox()
+        self._prefill_task: asyncio.Task[None] | None = None
+        self._pending: deque[generation_pb2.OutputDelta] = deque()
+        self._first_token_seen = self._decode_seen = self._finished = self._handoff_seen = False
+        self._failure: WorkerFailed | None = None
+        self._attached = ExitStack()
+        for link in (prefill, decode):
+            if link is not None:
+                self._attached.enter_context(link.attached(self.attempt_id, self._inbox))
+
+    async def reserve(self) -> None:
+        """Sets KV blocks aside on the decode worker, if the answer needs one, and keeps the ticket."""
+        if self._decode is None:
+            return
+        self.culprit = self._decode.worker.key
+        self._reserved = True
+        started_s, left_s = time.monotonic(), self._left_s()
+        request = decode_pb2.ReserveRequest(
+            request_id=self.attempt_id,
+            token_ids=self._token_ids,
+            prior_output_tokens=self._prior,
+            sampling=self._generation.sampling,
+            stop=self._generation.stop,
+            priority=self._generation.priority,
+        )
+        request.timeout.FromNanoseconds(int(left_s * 1e9))
+        try:
+            self._ticket = (await self._decode.reserve(request, left_s)).ticket
+        except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError):
+            self._reserved = False  # refused, so there is nothing to abort
+            raise
+        self.report.reserve_ms = (time.monotonic() - started_s) * 1e3
+        self.report.decode_cached_tokens = self._ticket.cached_tokens
+
+    def start_prefill(self) -> None:
+        """Starts the Prefill call, with the ticket if there is one."""
+        left_s = self._left_s()
+        request = prefill_pb2.PrefillRequest(
+            request_id=self.attempt_id,
+            token_ids=self._token_ids,
+            prior_output_tokens=self._prior,
+            sampling=self._generation.sampling,
+            stop=self._generation.stop,
+            ticket=self._ticket,
+            priority=self._generation.priority,
+        )
+        request.timeout.FromNanoseconds(int(left_s * 1e9))
+        self.report.queue_ms = (time.monotonic() - self._generation.received_s) * 1e3
+        self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._inbox))
+
+    async def next_delta(self) -> generation_pb2.OutputDelta | None:
+        """The next piece of output, or None after the last one.
+
+        The first token comes from prefill, at once; what decode has sent before it waits here. Pieces
+        that gathered while the client was slow come as one.
+        """
+        while True:
+            self._accept(self._inbox.take_all())
+            if self._pending and self._first_token_seen:
+                delta = _merged(self._pending)
+                self._finished = delta.finish_reason != generation_pb2.FINISH_REASON_UNSPECIFIED
+                return delta
+            if self._finished:
+                return None
+            if self._failure is not None:
+                self.culprit = self._failure.worker
+                raise self._failure.error
+            await self._inbox.wait()
+
+    async def settle(self) -> None:
+        """After the last piece: waits a moment for the report on the transfer, if it is still to come."""
+        if not self._decode_seen:
+            return
+        try:
+            async with asyncio.timeout(HANDOFF_REPORT_WAIT_S):
+                while not self._handoff_seen and self._failure is None:
+                    await self._inbox.wait()
+                    self._accept(self._inbox.take_all())
+        except TimeoutError:
+            return  # the answer is complete without it
+
+    def close(self) -> None:
+        """Gives the attempt up at both workers unless they have ended it themselves. Never blocks."""
+        self._attached.close()
+        if self._prefill_task is not None:
+            self._prefill_task.cancel()
+        ended_by_decode = self._finished and self._decode_seen
+        if self._decode is not None and self._reserved and not ended_by_decode:
+            never_written = self._prefill_task is None
+            self._background.start(self._decode.abort(self.attempt_id, never_written))
+
+    def _left_s(self) -> float:
+        return max(1e-3, self._generation.deadline_s - time.monotonic())
+
+    def _accept(self, events: Iterable[WorkerEvent]) -> None:
+        for event in events:
+            match event:
+                case prefill_pb2.FirstToken():
+                    self._first_token_seen = True
+                    self._pending.appendleft(event.delta)
+                    self.report.queue_ms += event.queue_ms
+                    self.report.prefill_ms = event.compute_ms
+                    self.report.cached_prompt_tokens = event.cached_tokens
+                case prefill_pb2.HandoffDone():
+                    self._handoff_seen = True
+                    if event.written_bytes:
+                        self.report.transport = self._prefill.worker.transport
+                    self.report.transfer_ms = event.transfer_ms
+                    self.report.transfer_bytes = event.written_bytes
+                case decode_pb2.SequenceOutput():
+                    self._note_decode()
+                    self._pending.append(event.delta)
+                    if event.HasField("admit_ms"):
+                        self.report.decode_admit_ms = event.admit_ms
+                case WorkerFailed():
+                    self._note_failure(event)
+
+    def _note_decode(self) -> None:
+        self._decode_seen = True
+        if self._decode is not None:
+            self.report.decode_worker = self._decode.worker.worker_id
+
+    def _note_failure(self, event: WorkerFailed) -> None:
+        # Once its token is here and decode has all KV, as its output shows, prefill is no longer needed.
+        prefill_over = self._first_token_seen and self._decode_seen
+        if event.worker == self._prefill.worker.key and prefill_over:
+            self._handoff_seen = True
+        elif self._failure is None:
+            blamed = event.worker
+            if event.error.reason == "TRANSFER_FAILED" and self._decode is not None:
+                blamed = self._decode.worker.key  # who could not be written to
+            self._failure = WorkerFailed(blamed, event.error)
+
+
+def _merged(pending: deque[generation_pb2.OutputDelta]) -> generation_pb2.OutputDelta:
+    """Takes the longest contiguous run off the front, as one delta."""
+    first = pending.popleft()
+    if not pending:
+        return first
+    merged = generation_pb2.OutputDelta()
+    merged.CopyFrom(first)
+    while pending and pending[0].first_position == merged.first_position + len(merged.token_ids):
+        following = pending.popleft()
+        merged.token_ids.extend(following.token_ids)
+        merged.text += following.text
+        merged.logprobs.extend(following.logprobs)
+        merged.finish_reason = following.finish_reason
+    return merged
+
+
+def is_retryable(error: SplitserveError) -> bool:
+    """Whether another pair of workers might do better."""
+    return isinstance(error, RETRYABLE)

@@ -1,0 +1,121 @@
+"""The gRPC face towards clients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from coordinator.background import Background
+from coordinator.pools import PoolSnapshot, Worker
+from coordinator.prompt import PromptTokenizers
+from coordinator.registry import Registry
+from coordinator.request_flow import RETRY_AFTER_S, RequestFlow
+from splitserve import __version__
+from splitserve.errors import ResourceExhaustedError, UnavailableError
+from splitserve.v1 import inference_pb2
+from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
+
+if TYPE_CHECKING:
+    GenerateContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+
+
+class InferenceService(InferenceServiceServicer):
+    """Admits generations up to a number and hands them to the request flow."""
+
+    def __init__(
+        self,
+        flow: RequestFlow,
+        registry: Registry,
+        tokenizers: PromptTokenizers,
+        background: Background,
+        max_running_requests: int,
+    ) -> None:
+        self.running = 0
+        self.draining = False
+        self._flow = flow
+        self._registry = registry
+        self._tokenizers = tokenizers
+        self._background = background
+        self._max_running_requests = max_running_requests
+        self._started_s = time.monotonic()
+
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: GenerateContext
+    ) -> None:
+        """See InferenceService.Generate in the proto."""
+        with self._admitted():
+            await self._flow.generate(request, context.write, context.time_remaining())
+
+    async def GetServerInfo(
+        self, request: inference_pb2.GetServerInfoRequest, context: Any
+    ) -> inference_pb2.GetServerInfoResponse:
+        """See InferenceService.GetServerInfo in the proto."""
+        snapshot = self._registry.snapshot()
+        return inference_pb2.GetServerInfoResponse(
+            version=__version__,
+            workers=[_worker_info(worker, snapshot) for worker in snapshot.workers],
+            uptime_seconds=time.monotonic() - self._started_s,
+            running_requests=self.running,
+            background_tasks=self._background.count,
+        )
+
+    async def ListModels(
+        self, request: inference_pb2.ListModelsRequest, context: Any
+    ) -> inference_pb2.ListModelsResponse:
+        """See InferenceService.ListModels in the proto."""
+        snapshot = self._registry.snapshot()
+        response = inference_pb2.ListModelsResponse()
+        for name, model in sorted(self._registry.known_models().items()):
+            tokenizer = await self._tokenizers.tokenizer(model.tokenizer_source)
+            response.models.add(
+                name=name,
+                context_tokens=model.context_tokens,
+                vocabulary_size=model.vocabulary_size,
+                has_chat_template=tokenizer.has_chat_template,
+                ready=any(snapshot.is_ready(w) for w in snapshot.accepting(name, "prefill")),
+            )
+        return response
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self.draining:
+            raise UnavailableError("the coordinator is shutting down", reason="DRAINING")
+        if self.running >= self._max_running_requests:
+            raise ResourceExhaustedError(
+                f"{self.running} generations are running, which is the limit",
+                reason="TOO_MANY_REQUESTS",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+
+def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:
+    load = worker.load
+    ready = "ready" if snapshot.is_ready(worker) else "connecting"
+    return inference_pb2.WorkerInfo(
+        worker_id=worker.worker_id,
+        pool=worker.pool,
+        address=worker.address,
+        model=worker.model.name,
+        state="draining" if worker.draining else ready,
+        running_requests=load.running_requests,
+        waiting_requests=load.waiting_requests,
+        total_blocks=load.total_blocks,
+        free_blocks=load.free_blocks,
+        reserved_blocks=load.reserved_blocks,
+        quarantined_blocks=load.quarantined_blocks,
+        referenced_blocks=load.referenced_blocks,
+        transport=worker.transport,
+        rss_bytes=load.rss_bytes,
+        open_rpcs=load.open_rpcs,
+        transfers_in_flight=load.transfers_in_flight,
+        waiting_reservations=load.waiting_reservations,
+    )

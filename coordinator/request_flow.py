@@ -1,0 +1,220 @@
+"""The life of a request. Read `_serve` first: it is all of it on one screen."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+from coordinator.answer import Answer
+from coordinator.attempt import Attempt, is_retryable
+from coordinator.background import Background
+from coordinator.pools import Model
+from coordinator.prompt import PromptTokenizers
+from coordinator.registry import Registry
+from coordinator.request_validation import (
+    Generation,
+    check_prompt,
+    check_request,
+    find_model,
+    resolved_sampling,
+    resolved_stop,
+    timeout_s,
+)
+from coordinator.routing import Pair, Router, RouteRequest, missing_pool
+from coordinator.worker_links import WorkerLinks
+from splitserve.config import CoordinatorConfig
+from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.logs import log_event, request_context
+from splitserve.v1 import generation_pb2, inference_pb2
+
+MAX_ATTEMPTS = 3
+SAME_WORKER_AGAIN_S = 0.25
+"""How long a resume looks for other workers than those that failed, before it settles for the same."""
+RETRY_AFTER_S = 1.0
+SEED_BITS = 63
+
+Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+T = TypeVar("T")
+
+
+class RequestFlow:
+    """Runs requests against the workers of the registry."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        registry: Registry,
+        router: Router,
+        links: WorkerLinks,
+        tokenizers: PromptTokenizers,
+        background: Background,
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._router = router
+        self._links = links
+        self._tokenizers = tokenizers
+        self._background = background
+        self._turns = itertools.count()
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, send: Send, call_left_s: float | None = None
+    ) -> None:
+        """Serves one request to its end; `send` is awaited for each message of the answer's stream.
+
+        `call_left_s` is what the client's own deadline leaves. Raises SplitserveError; cancelling this
+        cancels the request at both workers.
+        """
+        received_s = time.monotonic()
+        request_id = request.request_id or uuid.uuid4().hex
+        with request_context(request_id):
+            try:
+                left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
+                async with asyncio.timeout(left_s) as timer:
+                    generation = await self._receive(request, request_id, received_s, received_s + left_s)
+                    await self._serve(generation, send)
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                log_event("request.failed", reason=DeadlineExceededError.default_reason)
+                raise DeadlineExceededError(f"the generation took longer than {left_s:g} s") from None
+            except SplitserveError as error:
+                log_event("request.failed", reason=error.reason, error=error.message)
+                raise
+            except asyncio.CancelledError:
+                log_event("request.cancelled")
+                raise
+
+    async def _serve(self, generation: Generation, send: Send) -> None:
+        answer = Answer(generation)
+        while not answer.finished:
+            attempt = await self._next_attempt(answer)  # a complete pair, or UNAVAILABLE
+            try:
+                await attempt.reserve()  # decode sets KV blocks aside: the ticket
+                attempt.start_prefill()  # KV is written from worker to worker under that ticket
+                while (delta := await attempt.next_delta()) is not None:
+                    answer.append(delta, time.monotonic())  # first token from prefill, the rest from decode
+                    await send(inference_pb2.GenerateResponse(delta=delta))
+                await attempt.settle()
+            except SplitserveError as error:
+                self._resume_or_raise(answer, attempt, error)  # goes on with prompt + tokens sent so far
+            finally:
+                attempt.close()  # cancels prefill, aborts at decode, whatever has not ended by itself
+                answer.note_attempt(attempt.report)
+        await send(inference_pb2.GenerateResponse(done=answer.done()))
+        _log_completed(answer)
+
+    async def _receive(
+        self, request: inference_pb2.GenerateRequest, request_id: str, received_s: float, deadline_s: float
+    ) -> Generation:
+        """Checks and tokenizes."""
+        model = await self._find_model(request.model)
+        check_request(request, model)
+        token_ids = await self._tokenizers.encode(model.tokenizer_source, request)
+        check_prompt(token_ids, f"prompt.{request.WhichOneof('prompt')}", model)
+        return Generation(
+            request_id=request_id,
+            model=model,
+            prompt=tuple(token_ids),
+            sampling=resolved_sampling(request.sampling, seed=secrets.randbits(SEED_BITS)),
+            stop=resolved_stop(request.stop, len(token_ids), model),
+            priority=request.priority,
+            deadline_s=deadline_s,
+            received_s=received_s,
+        )
+
+    async def _find_model(self, name: str) -> Model:
+        """The model of that name. Before any worker has registered, waits for one."""
+        wait_s = self._config.no_worker_wait_s
+        models = await self._once_true(self._registry.known_models, wait_s)
+        if not models:
+            message = "no prefill and no decode worker has registered"
+            raise UnavailableError(message, reason="NO_WORKER", retry_after_s=RETRY_AFTER_S)
+        return find_model(name, models)
+
+    async def _next_attempt(self, answer: Answer) -> Attempt:
+        pair = await self._route(answer)
+        prefill = self._links.link_to(pair.prefill)
+        decode = self._links.link_to(pair.decode) if pair.decode else None
+        answer.attempts += 1
+        for worker in (pair.prefill, pair.decode):
+            if worker is not None:
+                tokens = len(answer.generation.prompt) + len(answer.token_ids)
+                self._registry.note_sent(worker.key, tokens)
+        return Attempt(answer, prefill, decode, self._background)
+
+    async def _route(self, answer: Answer) -> Pair:
+        """A pair for the next attempt, if possible without the workers that have failed this request."""
+        tokens = len(answer.generation.prompt) + len(answer.token_ids)
+        wanted = RouteRequest(
+            answer.generation.model.name, tokens, answer.needs_decode, turn=next(self._turns)
+        )
+        others = RouteRequest(
+            wanted.model, tokens, wanted.needs_decode, frozenset(answer.failed_workers), wanted.turn
+        )
+        wait_s = self._config.no_worker_wait_s
+        pair: Pair | None = None
+        if answer.failed_workers:
+            settle_s = min(SAME_WORKER_AGAIN_S, wait_s)
+            pair = await self._once_true(lambda: self._choose(others), settle_s)
+        pair = pair or await self._once_true(lambda: self._choose(wanted), wait_s)
+        if pair is None:
+            message = missing_pool(self._registry.snapshot(), wanted)
+            raise UnavailableError(message, reason="NO_WORKER", retry_after_s=RETRY_AFTER_S)
+        return pair
+
+    def _choose(self, request: RouteRequest) -> Pair | None:
+        return self._router.choose_pair(self._registry.snapshot(), request, time.monotonic())
+
+    async def _once_true(self, probe: Callable[[], T], wait_s: float) -> T:
+        """What `probe` gives as soon as it is true, tried at each change of the registry; else its last."""
+        deadline_s = time.monotonic() + wait_s
+        while True:
+            version, found = self._registry.version, probe()
+            left_s = deadline_s - time.monotonic()
+            if found or left_s <= 0:
+                return found
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._registry.wait_change(version)
+
+    def _resume_or_raise(self, answer: Answer, attempt: Attempt, error: SplitserveError) -> None:
+        if len(answer.token_ids) >= answer.generation.max_tokens:
+            # Only the end itself was lost with the worker.
+            answer.finish_reason = generation_pb2.FINISH_REASON_LENGTH
+            return
+        if not is_retryable(error):
+            raise error
+        answer.failed_workers.add(attempt.culprit)
+        if answer.attempts >= MAX_ATTEMPTS:
+            message = f"{error.message} (attempt {answer.attempts} of {MAX_ATTEMPTS})"
+            raise UnavailableError(message, reason=error.reason, retry_after_s=RETRY_AFTER_S)
+        log_event(
+            "request.resumed",
+            attempt=answer.attempts,
+            worker_id=attempt.culprit[0],
+            reason=error.reason,
+            sent_tokens=len(answer.token_ids),
+        )
+
+
+def _log_completed(answer: Answer) -> None:
+    done = answer.done()
+    log_event(
+        "request.completed",
+        model=answer.generation.model.name,
+        finish_reason=generation_pb2.FinishReason.Name(done.finish_reason),
+        prompt_tokens=done.usage.prompt_tokens,
+        completion_tokens=done.usage.completion_tokens,
+        ttft_ms=round(done.timings.ttft_ms, 3),
+        tpot_ms=round(done.timings.tpot_ms, 3),
+        attempts=done.served_by.attempts,
+        prefill_worker=done.served_by.prefill_worker,
+        decode_worker=done.served_by.decode_worker,
+    )

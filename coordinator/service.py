@@ -1,0 +1,162 @@
+"""The coordinator's process: puts its parts together, runs them until a signal, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import uvloop
+
+from coordinator.background import Background
+from coordinator.inference_service import InferenceService
+from coordinator.prompt import PromptTokenizers
+from coordinator.registry import Registry
+from coordinator.registry_service import RegistryService
+from coordinator.request_flow import RequestFlow
+from coordinator.routing import LeastWaitRouter, Router
+from coordinator.worker_links import WorkerLinks
+from splitserve.config import CoordinatorConfig
+from splitserve.hf_tokenizer import load_tokenizer
+from splitserve.logs import log_event
+from splitserve.rpc import RpcServer, make_server
+from splitserve.tokenizer import Tokenizer
+from splitserve.v1 import inference_pb2, registry_pb2
+from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
+
+DRAIN_POLL_S = 0.02
+CLEANUP_GRACE_S = 3.0
+SECOND_SIGNAL_EXIT_CODE = 130
+SERVICES = (
+    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+    registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name,
+)
+
+
+class Coordinator:
+    """The running parts of one coordinator; `running_coordinator` makes one."""
+
+    def __init__(
+        self, config: CoordinatorConfig, load: Callable[[str], Tokenizer], router: Router | None
+    ) -> None:
+        self.coordinator_id = str(uuid.uuid4())
+        self.port = 0
+        self.config = config
+        self.background = Background()
+        self.registry = Registry(config.heartbeat_timeout_s)
+        self.tokenizers = PromptTokenizers(load, config.tokenizer_threads)
+        self.links = WorkerLinks(
+            self.registry, self.background, self.coordinator_id, config.max_message_bytes
+        )
+        flow = RequestFlow(
+            config,
+            self.registry,
+            router or LeastWaitRouter(),
+            self.links,
+            self.tokenizers,
+            self.background,
+        )
+        self.inference = InferenceService(
+            flow, self.registry, self.tokenizers, self.background, config.max_running_requests
+        )
+        self.server: RpcServer = make_server(max_message_bytes=config.max_message_bytes)
+        add_InferenceServiceServicer_to_server(self.inference, self.server.grpc_server)
+        members = RegistryService(self.registry, self.coordinator_id, self.tokenizers.tokenizer)
+        add_RegistryServiceServicer_to_server(members, self.server.grpc_server)
+
+    async def expire_silent_workers(self) -> None:
+        """Drops workers that do not report in time, until cancelled."""
+        while True:
+            await asyncio.sleep(self.config.heartbeat_timeout_s / 4)
+            self.registry.expire(time.monotonic())
+
+    async def drain(self) -> None:
+        """Refuses new generations and waits up to `drain_s` for the running ones.
+
+        Workers stay connected meanwhile, so that what runs can still go on elsewhere.
+        """
+        log_event("coordinator.draining", running_requests=self.inference.running)
+        self.inference.draining = True
+        await self.server.set_serving(False)
+        deadline_s = time.monotonic() + self.config.drain_s
+        while self.inference.running and time.monotonic() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+
+@asynccontextmanager
+async def running_coordinator(
+    config: CoordinatorConfig,
+    *,
+    load: Callable[[str], Tokenizer] = load_tokenizer,
+    router: Router | None = None,
+) -> AsyncIterator[Coordinator]:
+    """A coordinator that serves while the context is open; leaving it cancels what still runs.
+
+    Raises UnavailableError when the port is taken.
+    """
+    coordinator = Coordinator(config, load, router)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(coordinator.links.run()),
+                group.create_task(coordinator.expire_silent_workers()),
+            ]
+            try:
+                coordinator.port = await coordinator.server.start(config.host, config.grpc_port, SERVICES)
+                yield coordinator
+            finally:
+                await coordinator.server.stop()
+                # Links outlive the server, for aborts of cancelled generations still go out on them.
+                await coordinator.background.close(CLEANUP_GRACE_S)
+                for task in tasks:
+                    task.cancel()
+    finally:
+        coordinator.tokenizers.close()
+
+
+async def serve(
+    config: CoordinatorConfig,
+    *,
+    load: Callable[[str], Tokenizer] = load_tokenizer,
+    router: Router | None = None,
+) -> None:
+    """Runs a coordinator until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
+
+    Raises UnavailableError when the port is taken.
+    """
+    stop = _stop_signal()
+    async with running_coordinator(config, load=load, router=router) as coordinator:
+        log_event(
+            "coordinator.ready",
+            host=config.host,
+            port=coordinator.port,
+            coordinator_id=coordinator.coordinator_id,
+        )
+        await stop.wait()
+        await coordinator.drain()
+    log_event("coordinator.stopped")
+
+
+def run(config: CoordinatorConfig) -> None:
+    """`serve` on an event loop of its own."""
+    uvloop.run(serve(config))
+
+
+def _stop_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(SECOND_SIGNAL_EXIT_CODE)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with suppress(NotImplementedError):  # platforms without signal handlers on event loops
+            loop.add_signal_handler(number, on_signal)
+    return stop

@@ -1,0 +1,132 @@
+"""Which command-line option stands for which setting, in both directions.
+
+The services' commands read options into settings with `to_settings`; the local cluster writes settings out
+as options with `worker_arguments` and `coordinator_arguments`, so that a child's command line says it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from splitserve.config import CoordinatorConfig, WorkerConfig
+from splitserve.core_layout import format_cores
+
+Options = Mapping[str, str]
+"""Option name (with underscores) to the dotted path of its setting."""
+
+ENGINE_OPTIONS: Options = {
+    "engine": "engine.kind",
+    "dtype": "engine.dtype",
+    "device": "engine.device",
+    "block_size": "engine.block_size_tokens",
+    "num_blocks": "engine.num_blocks",
+    "kv_memory_bytes": "engine.kv_memory_bytes",
+    "max_step_tokens": "engine.max_step_tokens",
+    "max_running_requests": "engine.max_running_requests",
+    "max_waiting_requests": "engine.max_waiting_requests",
+    "max_bypasses": "engine.max_bypasses",
+    "prefix_cache": "engine.prefix_cache",
+    "context_tokens": "engine.context_tokens",
+    "threads": "engine.threads",
+    "simulated_prefill_token_s": "engine.simulated_prefill_token_s",
+    "simulated_prefill_token2_s": "engine.simulated_prefill_token2_s",
+    "simulated_step_s": "engine.simulated_step_s",
+    "simulated_context_token_s": "engine.simulated_context_token_s",
+    "simulated_sequence_s": "engine.simulated_sequence_s",
+}
+WORKER_OPTIONS: Options = {
+    "worker_id": "worker_id",
+    "model": "model",
+    "served_model_name": "served_model_name",
+    "host": "host",
+    "port": "port",
+    "advertise_address": "advertise_address",
+    "coordinator": "coordinators",
+    "transport": "transport",
+    "lease": "lease_s",
+    "quarantine": "quarantine_s",
+    "ticket": "ticket_s",
+    "drain": "drain_s",
+    "heartbeat": "heartbeat_s",
+    "cpus": "cpus",
+    **ENGINE_OPTIONS,
+}
+COORDINATOR_OPTIONS: Options = {
+    "host": "host",
+    "grpc_port": "grpc_port",
+    "request_timeout": "request_timeout_s",
+    "max_running_requests": "max_running_requests",
+    "heartbeat_timeout": "heartbeat_timeout_s",
+    "drain": "drain_s",
+    "no_worker_wait": "no_worker_wait_s",
+    "max_message_bytes": "max_message_bytes",
+    "tokenizer_threads": "tokenizer_threads",
+}
+CLUSTER_OPTIONS: Options = {
+    "model": "model",
+    "served_model_name": "served_model_name",
+    "prefill": "prefill",
+    "decode": "decode",
+    "ready_timeout": "ready_timeout_s",
+    "pin_cores": "pin_cores",
+    "host": "coordinator.host",
+    "grpc_port": "coordinator.grpc_port",
+    "drain": "coordinator.drain_s",
+    "engine": "engine.kind",
+    "dtype": "engine.dtype",
+    "device": "engine.device",
+    "block_size": "engine.block_size_tokens",
+    "num_blocks": "engine.num_blocks",
+    "max_step_tokens": "engine.max_step_tokens",
+    "context_tokens": "engine.context_tokens",
+    "threads": "engine.threads",
+}
+
+
+def to_settings(given: Mapping[str, Any], options: Options) -> dict[str, Any]:
+    """Option values as nested overrides for `load_settings`. None and empty lists mean: not given."""
+    settings: dict[str, Any] = {}
+    for name, path in options.items():
+        value = given.get(name)
+        if value is None or value == []:
+            continue
+        *sections, field = path.split(".")
+        section = settings
+        for key in sections:
+            section = section.setdefault(key, {})
+        section[field] = value
+    return settings
+
+
+def worker_arguments(config: WorkerConfig) -> list[str]:
+    """The options that give a worker these settings; defaults are left out."""
+    return _to_arguments(config.model_dump(exclude_defaults=True), WORKER_OPTIONS)
+
+
+def coordinator_arguments(config: CoordinatorConfig) -> list[str]:
+    """The options that give a coordinator these settings; defaults are left out."""
+    return _to_arguments(config.model_dump(exclude_defaults=True), COORDINATOR_OPTIONS)
+
+
+def _to_arguments(settings: Mapping[str, Any], options: Options) -> list[str]:
+    arguments: list[str] = []
+    for name, path in options.items():
+        value: Any = settings
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        arguments += _argument(name.replace("_", "-"), value)
+    return arguments
+
+
+def _argument(flag: str, value: Any) -> list[str]:
+    match value:
+        case None:
+            return []
+        case bool():
+            return [f"--{flag}" if value else f"--no-{flag}"]
+        case tuple() if flag == "cpus":
+            return ["--cpus", format_cores(value)] if value else []
+        case tuple():
+            return [argument for item in value for argument in (f"--{flag}", str(item))]
+    return [f"--{flag}", str(value)]

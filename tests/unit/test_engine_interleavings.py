@@ -1,0 +1,134 @@
+"""Random interleavings on engines with tiny pools: right answers, no leaked block."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.simulated_runner import expected_tokens
+from engine.types import EngineRequest, RequestOutput
+from splitserve.errors import NotFoundError
+from tests.fakes.engine_rig import BLOCK, Rig, request
+
+
+def check_answer(output: RequestOutput, prompt: Sequence[int]) -> None:
+    whole = expected_tokens(list(prompt), output.first_position + len(output.token_ids))
+    assert output.token_ids == whole[output.first_position :]
+
+
+class Chaos:
+    """Random interleavings on a pair of engines whose pools are far too small."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        blocks, budget = self.random.choice([12, 20, 40]), self.random.choice([3, 8, 64])
+        self.prefill = Rig(num_blocks=blocks, max_step_tokens=budget)
+        self.decode = Rig(num_blocks=blocks, max_step_tokens=budget, max_running_requests=6, max_bypasses=3)
+        self.prompts: dict[str, list[int]] = {}
+        self.waiting_writes: dict[int, tuple[str, list[int], int]] = {}
+        self.written: set[int] = set()
+        self.stems = [[self.random.randrange(256) for _ in range(24)] for _ in range(3)]
+
+    def prompt(self) -> list[int]:
+        stem = self.random.choice(self.stems)[: self.random.randrange(25)]
+        return stem + [self.random.randrange(256) for _ in range(self.random.randrange(1, 12))]
+
+    def request(self) -> EngineRequest:
+        name = f"r{len(self.prompts)}"
+        self.prompts[name] = self.prompt()
+        return request(
+            name,
+            self.prompts[name],
+            max_tokens=self.random.randrange(2, 20),
+            priority=self.random.randrange(3),
+        )
+
+    def add(self) -> None:
+        self.decode.core.add_request(self.request())
+
+    def reserve(self) -> None:
+        asked = self.request()
+        number = len(self.prompts)
+        reserved = self.decode.core.reserve(asked, number)
+        if reserved is not None:
+            blocks = list(reserved.block_ids)
+            self.waiting_writes[number] = (asked.request_id, blocks, reserved.cached_tokens)
+
+    def write(self) -> None:
+        """Prefills elsewhere and writes; admits only if the reservation is still alive."""
+        if not self.waiting_writes:
+            return
+        number = self.random.choice(list(self.waiting_writes))
+        name, blocks, cached = self.waiting_writes.pop(number)
+        prompt = self.prompts[name]
+        self.prefill.core.add_request(request(name, prompt, prefill_only=True))
+        source: list[int] = []
+        while name not in self.prefill.outputs:
+            result = self.prefill.core.step()
+            for progress in result.progress:
+                source = progress.block_ids
+            for output in result.outputs:
+                self.prefill.collect(output)
+        # The writer's hold lasts, so this write hurts nobody even when the request is gone.
+        self.decode.runner.pool[blocks] = self.prefill.runner.pool[source[cached // BLOCK :]]
+        self.prefill.core.release_held(name)
+        token = self.prefill.outputs[name].token_ids[0]
+        try:
+            self.decode.core.admit(number, token)
+        except NotFoundError:
+            assert name not in self.decode.outputs
+        self.decode.core.release_writer(number)
+
+    def drain(self) -> None:
+        """A writer that gives up."""
+        if self.waiting_writes:
+            number = self.random.choice(list(self.waiting_writes))
+            name, _, _ = self.waiting_writes.pop(number)
+            self.decode.core.abort(name)
+            self.decode.core.release_writer(number)
+
+    def abort(self) -> None:
+        if self.prompts:
+            self.decode.core.abort(self.random.choice(list(self.prompts)))
+
+    def step(self) -> None:
+        for _ in range(self.random.randrange(1, 6)):
+            self.decode.step()
+
+    def run(self, actions: int) -> None:
+        choices = [self.add, self.reserve, self.reserve, self.write, self.write, self.drain, self.abort]
+        for _ in range(actions):
+            self.random.choice([*choices, *[self.step] * 5])()
+            load = self.decode.core.load()
+            owned = load.reserved_blocks + load.quarantined_blocks + load.referenced_blocks
+            assert owned + load.free_blocks == load.total_blocks
+        while self.waiting_writes:
+            self.write()
+        self.decode.run()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_random_interleavings_give_right_answers_and_leak_nothing(seed: int) -> None:
+    chaos = Chaos(seed)
+    chaos.run(120)
+    for name, output in chaos.decode.outputs.items():
+        check_answer(output, chaos.prompts[name])
+        assert output.failure is None
+    chaos.decode.assert_clean()
+    chaos.prefill.assert_clean()
+
+
+@given(st.lists(st.integers(1, 26), min_size=2, max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_preempted_sequences_all_finish_with_the_right_tokens(lengths: list[int]) -> None:
+    rig = Rig(num_blocks=8, max_step_tokens=16)
+    for index, length in enumerate(lengths):
+        rig.core.add_request(request(str(index), [65 + index] * length, max_tokens=6))
+    outputs = rig.run()
+    for index, length in enumerate(lengths):
+        assert outputs[str(index)].token_ids == expected_tokens([65 + index] * length, 6)
+    rig.assert_clean()

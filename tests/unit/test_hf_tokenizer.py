@@ -1,0 +1,89 @@
+"""Both tokenizers behind the protocol, and which one a name gives."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.hf_tokenizer import ByteTokenizer, HfTokenizer, load_tokenizer
+from splitserve.tokenizer import Tokenizer
+from tests.fakes.tiny_models import CHAT_TEMPLATE, EOS, VOCABULARY, tiny_tokenizer
+
+TEXTS = ["", "hello", "Grüße, 世界 🎉", "a\nb\tc", " leading and trailing  "]
+TURNS = [("system", "Be brief."), ("user", "Hi 👋")]
+
+
+@pytest.fixture(params=["bytes", "transformers"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return ByteTokenizer() if request.param == "bytes" else HfTokenizer(tiny_tokenizer())
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert all(0 <= token < tokenizer.vocabulary_size for token in tokens)
+    assert tokenizer.decode(tokens) == text
+
+
+def test_special_tokens_and_broken_characters(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocabulary_size == VOCABULARY
+    assert tokenizer.decode([*tokenizer.encode("x"), EOS]) == "x"
+    assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
+
+
+def test_chat_is_rendered_with_a_generation_prompt(tokenizer: Tokenizer) -> None:
+    assert tokenizer.has_chat_template
+    text = tokenizer.decode(tokenizer.render_chat(TURNS))
+    assert text == "system: Be brief.\nuser: Hi 👋\nassistant: "
+
+
+def test_a_tokenizer_without_template_says_so() -> None:
+    backend = tiny_tokenizer()
+    backend.chat_template = None
+    tokenizer = HfTokenizer(backend)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidArgumentError, match="no chat template") as error:
+        tokenizer.render_chat(TURNS)
+    assert error.value.field == "prompt.chat"
+
+
+def test_a_template_that_refuses_is_an_invalid_argument() -> None:
+    backend = tiny_tokenizer()
+    backend.chat_template = "{{ raise_exception('roles must alternate') }}" + CHAT_TEMPLATE
+    with pytest.raises(InvalidArgumentError, match="roles must alternate"):
+        HfTokenizer(backend).render_chat(TURNS)
+
+
+def test_lone_surrogates_do_not_crash() -> None:
+    # JSON may bring them in; UTF-8 cannot.
+    assert ByteTokenizer().decode(ByteTokenizer().encode("a\ud800b")) == "a?b"
+
+
+def test_threads_may_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+    def work(number: int) -> bool:
+        text = f"request {number} " * 20
+        rendered = tokenizer.decode(tokenizer.render_chat([("user", text)]))
+        return tokenizer.decode(tokenizer.encode(text)) == text and text in rendered
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(200)))
+
+
+def test_loading_by_name(tmp_path: Path) -> None:
+    assert isinstance(load_tokenizer("simulated"), ByteTokenizer)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.decode(loaded.encode("hello")) == "hello"
+    assert loaded.has_chat_template
+    with pytest.raises(NotFoundError):
+        load_tokenizer(str(tmp_path / "nothing"))
+
+
+def test_a_folder_without_tokenizer_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(NotFoundError, match="tokenizer"):
+        load_tokenizer(str(tmp_path))
