@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,8 +35,12 @@ class InferenceService(InferenceServiceServicer):
         background: Background,
         max_running_requests: int,
     ) -> None:
-        self.running = 0
+        self._admitted_count = 0
+        self._running: set[asyncio.Timeout] = set()
         self.draining = False
+        self.idle = asyncio.Event()
+        """Set while no generation runs."""
+        self.idle.set()
         self._flow = flow
         self._registry = registry
         self._tokenizers = tokenizers
@@ -43,12 +48,33 @@ class InferenceService(InferenceServiceServicer):
         self._max_running_requests = max_running_requests
         self._started_s = time.monotonic()
 
+    @property
+    def running(self) -> int:
+        """Generations in progress."""
+        return self._admitted_count
+
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         """See InferenceService.Generate in the proto."""
         with self._admitted():
-            await self._flow.generate(request, context.write, context.time_remaining())
+            try:
+                async with asyncio.timeout(None) as running:
+                    self._running.add(running)
+                    await self._flow.generate(request, context.write, context.time_remaining())
+            except TimeoutError:
+                if not running.expired():
+                    raise
+                raise _shutting_down() from None
+            finally:
+                self._running.discard(running)
+
+    def cut_off(self) -> None:
+        """Ends what still runs, with UNAVAILABLE (DRAINING); nothing new is admitted."""
+        self.draining = True
+        now = asyncio.get_running_loop().time()
+        for running in self._running:
+            running.reschedule(now)
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Any
@@ -83,18 +109,25 @@ class InferenceService(InferenceServiceServicer):
     @contextmanager
     def _admitted(self) -> Iterator[None]:
         if self.draining:
-            raise UnavailableError("the coordinator is shutting down", reason="DRAINING")
-        if self.running >= self._max_running_requests:
+            raise _shutting_down()
+        if self._admitted_count >= self._max_running_requests:
             raise ResourceExhaustedError(
-                f"{self.running} generations are running, which is the limit",
+                f"{self._admitted_count} generations are running, which is the limit",
                 reason="TOO_MANY_REQUESTS",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self.running += 1
+        self._admitted_count += 1
+        self.idle.clear()
         try:
             yield
         finally:
-            self.running -= 1
+            self._admitted_count -= 1
+            if self._admitted_count == 0:
+                self.idle.set()
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the coordinator is shutting down", reason="DRAINING")
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:

@@ -29,7 +29,6 @@ from splitserve.v1 import inference_pb2, registry_pb2
 from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
 
-DRAIN_POLL_S = 0.02
 CLEANUP_GRACE_S = 3.0
 SECOND_SIGNAL_EXIT_CODE = 130
 SERVICES = (
@@ -83,9 +82,20 @@ class Coordinator:
         log_event("coordinator.draining", running_requests=self.inference.running)
         self.inference.draining = True
         await self.server.set_serving(False)
-        deadline_s = time.monotonic() + self.config.drain_s
-        while self.inference.running and time.monotonic() < deadline_s:
-            await asyncio.sleep(DRAIN_POLL_S)
+        await self._idle(self.config.drain_s)
+
+    async def close(self) -> None:
+        """Ends what still runs, lets its clean-up reach the workers, stops the server. Idempotent."""
+        self.inference.cut_off()
+        await self._idle(CLEANUP_GRACE_S)
+        # Before the server: stopping it breaks the report streams, and with them the links.
+        await self.background.close(CLEANUP_GRACE_S)
+        await self.server.stop()
+
+    async def _idle(self, wait_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self.inference.idle.wait()
 
 
 @asynccontextmanager
@@ -101,21 +111,20 @@ async def running_coordinator(
     """
     coordinator = Coordinator(config, load, router)
     try:
+        coordinator.port = await coordinator.server.start(config.host, config.grpc_port, SERVICES)
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(coordinator.links.run()),
                 group.create_task(coordinator.expire_silent_workers()),
             ]
             try:
-                coordinator.port = await coordinator.server.start(config.host, config.grpc_port, SERVICES)
                 yield coordinator
             finally:
-                await coordinator.server.stop()
-                # Links outlive the server, for aborts of cancelled generations still go out on them.
-                await coordinator.background.close(CLEANUP_GRACE_S)
+                await coordinator.close()
                 for task in tasks:
                     task.cancel()
     finally:
+        await coordinator.server.stop()
         coordinator.tokenizers.close()
 
 

@@ -129,16 +129,17 @@ class WorkerLink:
     async def _read_outputs(self, registry: Registry) -> None:
         request = decode_pb2.StreamOutputsRequest(coordinator_id=self._coordinator_id)
         call = self._decode.StreamOutputs(request)
+        messages = aiter(call)
         try:
             async with asyncio.timeout(STREAM_OPEN_TIMEOUT_S):
-                first = await call.read()
-            if not isinstance(first, decode_pb2.StreamOutputsResponse):
+                first = await anext(messages, None)
+            if first is None:
                 raise UnavailableError(f"{self._name} closed its output stream", reason="WORKER_LOST")
             if first.epoch != self.worker.epoch:
                 # Another boot answers at this address; it will register under its own epoch.
                 raise UnavailableError(f"{self._name} was restarted", reason="WORKER_LOST")
             self._set_output_open(registry, True)
-            async for message in call:
+            async for message in messages:
                 for output in message.outputs:
                     self._deliver(output)
         except grpc.aio.AioRpcError as error:

@@ -195,9 +195,9 @@ class ReceiveListener(RoleListener):
                 case ReleaseWriter():
                     core.release_writer(action.number)
                 case Fence():
-                    log_event("handoff.writer_fenced", agent_id=action.agent_id, reservation=action.number)
-                    if action.agent_id is not None:
-                        self._transport.disconnect(action.agent_id)
+                    # The spent reservation rejects what may still come; cutting the peer off would also
+                    # drop the completions of its other requests.
+                    log_event("handoff.writer_silent", agent_id=action.agent_id, reservation=action.number)
 
     def _on_output(self, core: EngineCore, output: RequestOutput, now: float) -> None:
         request = self._requests.get(output.request_id)

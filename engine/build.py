@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.core import EngineCore
 from engine.runner import ModelRunner
@@ -71,5 +70,4 @@ def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
 
     source = resolve_model(config.model)
     runner = build_torch_runner(config.engine, source, progress)
-    tokenizer_source = str(Path(source.path).resolve()) if Path(source.path).exists() else source.path
-    return runner, ServedAs(config.served_model_name or source.short_name, tokenizer_source)
+    return runner, ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)

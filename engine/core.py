@@ -9,7 +9,7 @@ from engine.block_pool import BlockPool
 from engine.kv_cache_manager import KVCacheManager
 from engine.lazy_heap import LazyHeap
 from engine.limits import RequestLimits
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, RowsFailedError
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
 from engine.step_rates import StepRates
@@ -286,6 +286,10 @@ class EngineCore:
         result.scheduled_tokens = sum(step.num_new.values())
         try:
             sampled = self._runner.execute([seq.scheduled(count) for seq, count in step.num_new.items()])
+        except RowsFailedError as error:
+            for row in error.rows:
+                self._fail(batch[row], error.reason, error.message, result)
+            return  # the rest is scheduled again, as nothing of it counts as computed
         except SplitserveError as error:
             for sequence in batch:
                 self._fail(sequence, error.reason, error.message, result)

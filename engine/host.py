@@ -165,7 +165,7 @@ class WorkerHost(Generic[L]):
             model=registry_pb2.ServedModel(
                 name=self.parts.served.name,
                 tokenizer_source=self.parts.served.tokenizer_source,
-                context_tokens=facts.context_tokens,
+                context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
                 vocabulary_size=facts.vocabulary_size,
                 eos_token_ids=sorted(facts.eos_token_ids),
             ),

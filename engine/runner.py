@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.types import SampledToken, SamplingParams
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport import PoolMemory
+from splitserve.errors import SplitserveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,20 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
 
 
+class RowsFailedError(SplitserveError):
+    """Some sequences of a step cannot be continued; `rows` are their indices in the batch.
+
+    The others are fine: whoever drops the failed ones may run the step again, because computing a
+    position twice writes the same KV.
+    """
+
+    default_reason = "ROWS_FAILED"
+
+    def __init__(self, message: str, rows: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 class ModelRunner(ABC):
     """Owns weights and the KV pool; used from one thread."""
 
@@ -64,7 +79,7 @@ class ModelRunner(ABC):
         """Computes one step; returns one entry a sequence, None where `sample` was not set.
 
         Writes KV of the new positions into the pool. Sampling is a pure function of
-        (logits, parameters, seed, position).
+        (logits, parameters, seed, position). Raises RowsFailedError for single sequences.
         """
 
     @abstractmethod

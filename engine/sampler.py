@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.runner import RowsFailedError
 from engine.types import SampledToken, SamplingParams, TokenLogprob
-from splitserve.errors import SplitserveError
 
 _U64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -27,18 +27,10 @@ _ROUNDING = 1e-12
 """What sums of float64 probabilities may be off by; a sum this close to top-p has reached it."""
 
 
-class NanLogitsError(SplitserveError):
-    """Rows whose logits hold NaN or infinity, so that any token would be made up.
-
-    `rows` are the indices of the failed rows. The others are fine: a caller may drop the failed ones and run
-    the step again, because computing a position twice writes the same KV.
-    """
+class NanLogitsError(RowsFailedError):
+    """Rows whose logits hold NaN or infinity, so that any token would be made up."""
 
     default_reason = "NAN_LOGITS"
-
-    def __init__(self, message: str, rows: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.rows = rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +167,7 @@ def allowed_tokens(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tens
 def _count(values: torch.Tensor, total: torch.Tensor, sampling: SamplingParams) -> int:
     """Length of the prefix that top-p and min-p keep of descending logits; at least 1."""
     probabilities = torch.exp(values - total)
-    count = values.numel()
+    count = int(values.numel())
     if sampling.top_p < 1.0:
         before = probabilities.cumsum(0) - probabilities
         count = min(count, int((before < sampling.top_p - _ROUNDING).sum()))

@@ -151,7 +151,7 @@ def load_settings(kind: type[S], path: Path | None = None, **overrides: Any) -> 
 
     Raises ConfigError naming the first bad field and its bound.
     """
-    values: dict[str, Any] = _read_yaml(path) if path else {}
+    values: dict[str, Any] = read_settings_file(path) if path else {}
     _merge(values, overrides)
     try:
         return kind.model_validate(values)
@@ -162,7 +162,8 @@ def load_settings(kind: type[S], path: Path | None = None, **overrides: Any) -> 
         raise ConfigError(f"{field}: {first['msg']} (given: {given!r})", field=field) from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML settings file, not validated yet. Raises ConfigError when there is none."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

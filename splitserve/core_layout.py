@@ -1,7 +1,8 @@
-"""Which cores each worker of a local cluster runs on. Pure."""
+"""Which cores each worker of a local cluster runs on. Pure, but for `available_cores`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,11 @@ def layout_cores(cores: Sequence[int], workers: int) -> list[CoreShare]:
 def unpinned_cores(cores: Sequence[int], workers: int) -> list[CoreShare]:
     """Lets every worker run anywhere, with as many threads as its fair part of the cores."""
     return [CoreShare((), max(1, len(cores) // workers))] * workers
+
+
+def available_cores() -> list[int]:
+    """The cores that this process, and so its children, may run on."""
+    return sorted(os.sched_getaffinity(0))
 
 
 def format_cores(cpus: Sequence[int]) -> str:

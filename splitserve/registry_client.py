@@ -44,6 +44,7 @@ class RegistryClient:
         self._on_peers = on_peers
         self._heartbeat_s = heartbeat_s
         self._poke = asyncio.Event()
+        self._registered = False
 
     def poke(self) -> None:
         """Sends a report now instead of at the next heartbeat."""
@@ -56,17 +57,21 @@ class RegistryClient:
         trying again would not help.
         """
         retry_s = FIRST_RETRY_S
+        lost = False
         while True:
+            self._registered = False
             try:
                 await self._session()
-                retry_s = FIRST_RETRY_S
             except (FailedPreconditionError, InvalidArgumentError):
                 raise
             except SplitserveError as error:
-                log_event(
-                    "registry.lost", coordinator=self.coordinator, reason=error.reason, error=error.message
-                )
-            self._on_peers(self.coordinator, [])
+                if self._registered or not lost:  # once, not at every try
+                    fields = {"reason": error.reason, "error": error.message}
+                    log_event("registry.lost", coordinator=self.coordinator, **fields)
+            lost = True
+            if self._registered:
+                retry_s = FIRST_RETRY_S
+                self._on_peers(self.coordinator, [])
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
 
@@ -75,6 +80,7 @@ class RegistryClient:
             stub = RegistryServiceStub(channel)
             try:
                 await stub.Register(self._registration, timeout=REGISTER_TIMEOUT_S)
+                self._registered = True
                 log_event("registry.registered", coordinator=self.coordinator)
                 call = stub.Report(self._reports())
                 try:

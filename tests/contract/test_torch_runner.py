@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.model_batch import TILE_TOKENS
@@ -87,9 +88,16 @@ class Sequence_:
         new = min(chunk, len(self.tokens) - self.computed)
         sample = self.computed + new == len(self.tokens)
         return ScheduledSequence(
-            self.name, self.tokens, self.prompt_tokens, self.computed, new, self.blocks, sample, self.sampling,
+            self.name,
+            self.tokens,
+            self.prompt_tokens,
+            self.computed,
+            new,
+            self.blocks,
+            sample,
+            self.sampling,
             self.banned,
-        )  # fmt: skip
+        )
 
 
 def make_sequences(

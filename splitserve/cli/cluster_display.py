@@ -1,0 +1,98 @@
+"""What people see of a local cluster: bars on a terminal, lines elsewhere, a log file for each child."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from splitserve.child_process import ChildSpec, Event
+from splitserve.errors import ConfigError
+
+LOUD_LEVELS = frozenset({"warning", "error", "critical"})
+PLAIN_STEP = 0.25
+"""Share of the weights between two lines where there is no terminal."""
+
+
+class ClusterDisplay:
+    """Shows a cluster's life on stderr, and its ready line on stdout. A ClusterObserver; a context manager."""
+
+    def __init__(self, specs: list[ChildSpec], ready_line: str, log_dir: Path | None) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._ready_line = ready_line
+        self._log_dir = log_dir
+        self._logs: dict[str, IO[str]] = {}
+        self._names = [spec.name for spec in specs]
+        self._stack = ExitStack()
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._told: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        if self._log_dir is not None:
+            self._open_logs(self._log_dir)
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bar = self._stack.enter_context(Progress(*columns, console=self._console, transient=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def message(self, text: str) -> None:
+        """See ClusterObserver."""
+        self._print(text)
+
+    def loading(self, name: str, fraction: float) -> None:
+        """See ClusterObserver."""
+        if self._bar is not None:
+            if name not in self._tasks:
+                self._tasks[name] = self._bar.add_task(f"{name}: loading weights", total=1.0)
+            self._bar.update(self._tasks[name], completed=fraction, visible=fraction < 1.0)
+            return
+        last = self._told.get(name, -PLAIN_STEP)
+        if fraction >= last + PLAIN_STEP or fraction < last or fraction == 1.0 > last:
+            self._told[name] = fraction
+            self._print(f"{name}: loading weights, {fraction:.0%}")
+
+    def ready(self, model: str) -> None:
+        """See ClusterObserver."""
+        self._stack_bar_off()
+        # A reader that left after the ready line must not end the cluster.
+        with suppress(BrokenPipeError):
+            print(self._ready_line.format(model=model), flush=True)
+
+    def line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
+        """See ClusterObserver."""
+        if spec.name in self._logs:
+            self._logs[spec.name].write(f"{line}\n")
+        if event is None or event.get("level") in LOUD_LEVELS:
+            self._print(f"[{spec.name}] {line}")
+
+    def _print(self, text: str) -> None:
+        # Nobody may be left to read; the cluster goes on.
+        with suppress(OSError):
+            self._console.print(text)
+
+    def _stack_bar_off(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._told = dict.fromkeys(self._names, 1.0)
+
+    def _open_logs(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in self._names:
+                path = folder / f"{name}.log"
+                self._logs[name] = self._stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+        except OSError as error:
+            raise ConfigError(
+                f"log_dir: cannot write to {folder}: {error.strerror}", field="log_dir"
+            ) from None

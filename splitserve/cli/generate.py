@@ -1,0 +1,189 @@
+"""`splitserve generate`: streams one answer to standard output."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from splitserve.cli import options
+from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
+
+if TYPE_CHECKING:
+    from splitserve.client import AsyncClient, Completion, GenerateOptions, Prompt
+    from splitserve.v1 import inference_pb2
+
+PANEL = "Sampling"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("generate")(generate)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for. `text` is the prompt as given; `raw` and `token_ids` say how to send it."""
+
+    text: str
+    target: str
+    system: str | None
+    raw: bool
+    token_ids: bool
+    options: GenerateOptions
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to answer; '-' reads it from standard input.")],
+    target: options.Target = options.DEFAULT_TARGET,
+    model: Annotated[str, typer.Option(help="Model name. Default: the only one served.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; up to 100.", rich_help_panel=PANEL)] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest; 0 keeps all.", rich_help_panel=PANEL)] = 0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep this much probability.", rich_help_panel=PANEL)
+    ] = None,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Drop what is less likely than this share of the best.", rich_help_panel=PANEL),
+    ] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=PANEL)
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, not as a chat turn.")] = False,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="PROMPT is token ids, separated by commas or blanks.")
+    ] = False,
+    as_json: options.AsJson = False,
+    timings: Annotated[bool, typer.Option("--timings", help="Show where the time went, on stderr.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time for the whole answer.")] = 120.0,
+) -> None:
+    """Stream one answer. The prompt is a chat turn where the model has a chat template."""
+    chosen: GenerateOptions = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or (),
+        "timeout_s": timeout,
+    }
+    text = _read_stdin() if prompt == "-" else prompt
+    completion = asyncio.run(_ask(Request(text, target, system, raw, token_ids, chosen), stream=not as_json))
+    if as_json:
+        print(json.dumps(asdict(completion), ensure_ascii=False))
+    else:
+        print(flush=True)
+    if timings:
+        _show_timings(completion)
+    if completion.finish_reason == "abort":
+        raise UnavailableError("the server gave the answer up before its end", reason="ABORTED")
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidArgumentError("prompt: standard input is not UTF-8 text", field="prompt") from None
+
+
+async def _ask(request: Request, *, stream: bool) -> Completion:
+    from splitserve.client import AsyncClient, Completion
+    from splitserve.client_request import build_request
+
+    # Wrong values are told of even when no server runs.
+    build_request([0], request.options)
+    async with AsyncClient(request.target) as client:
+        model = await _find_model(client, request.options["model"])
+        chosen: GenerateOptions = {**request.options, "model": model.name}
+        async with aclosing(client.stream(_prompt(request, model), **chosen)) as items:
+            async for item in items:
+                if isinstance(item, Completion):
+                    return item
+                if stream:
+                    _write(item.text)
+    raise UnavailableError("the stream ended early", reason="STREAM_BROKEN")
+
+
+async def _find_model(client: AsyncClient, name: str) -> inference_pb2.ModelInfo:
+    """The model to ask: it must be known here, because its chat template decides how the prompt is sent."""
+    models = await client.models()
+    known = {model.name: model for model in models}
+    if name in known:
+        return known[name]
+    if not known:
+        raise UnavailableError(f"{client.target} serves no model yet (splitserve status)", reason="NO_WORKER")
+    if name:
+        message = f"model {name!r} is not served at {client.target}; served: {', '.join(known)}"
+        raise NotFoundError(message, reason="MODEL_NOT_FOUND", field="model")
+    if len(known) > 1:
+        message = f"model must be named with --model: one of {', '.join(known)}"
+        raise InvalidArgumentError(message, field="model")
+    return models[0]
+
+
+def _prompt(request: Request, model: inference_pb2.ModelInfo) -> Prompt:
+    from splitserve.client import ChatMessage
+
+    if request.token_ids:
+        return _parse_token_ids(request.text)
+    if request.raw or not model.has_chat_template:
+        if request.system is not None:
+            message = "system must not be given for a raw prompt or a model without a chat template"
+            raise InvalidArgumentError(message, field="system")
+        return request.text
+    if not request.text.strip():
+        raise InvalidArgumentError("prompt must not be empty", field="prompt")
+    system = [] if request.system is None else [ChatMessage("system", request.system)]
+    return [*system, ChatMessage("user", request.text)]
+
+
+def _parse_token_ids(text: str) -> list[int]:
+    words = re.split(r"[\s,]+", text.strip())
+    if not all(word.isdecimal() for word in words):
+        message = "prompt must be token ids, separated by commas or blanks, with --token-ids"
+        raise InvalidArgumentError(message, field="prompt")
+    return [int(word) for word in words]
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _show_timings(completion: Completion) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    times, usage, served = completion.timings, completion.usage, completion.served_by
+    table = Table(title=f"request {completion.request_id}", title_justify="left")
+    table.add_column("phase")
+    table.add_column("ms", justify="right")
+    table.add_column("what")
+    rows: list[tuple[str, float, Any]] = [
+        ("queue", times.queue_ms, f"of it {times.reserve_ms:.1f} ms for the decode reservation"),
+        ("prefill", times.prefill_ms, f"{usage.prompt_tokens} tokens, {usage.cached_prompt_tokens} cached"),
+        ("transfer", times.transfer_ms, _transfer(completion)),
+        ("decode admit", times.decode_admit_ms, f"{usage.decode_cached_tokens} tokens held already"),
+        ("TTFT", times.ttft_ms, f"on {served.prefill_worker}"),
+        ("TPOT", times.tpot_ms, f"{usage.completion_tokens} tokens, on {served.decode_worker or 'none'}"),
+    ]
+    for phase, milliseconds, what in rows:
+        table.add_row(phase, f"{milliseconds:.1f}", what)
+    Console(stderr=True).print(table)
+
+
+def _transfer(completion: Completion) -> str:
+    if not completion.timings.transfer_bytes:
+        return "nothing shipped"
+    return f"{completion.timings.transfer_bytes / 2**20:.2f} MiB over {completion.served_by.transport}"

@@ -1,0 +1,78 @@
+"""Types of command-line options that several commands share.
+
+Values are checked by the settings they become, not here, so that file and option fail with the same words.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ENGINE_PANEL = "Engine"
+
+Target = Annotated[
+    str, typer.Option(envvar="SPLITSERVE_TARGET", metavar="HOST:PORT", help="The coordinator to ask.")
+]
+DEFAULT_TARGET = "127.0.0.1:50051"
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="YAML file of settings; options given here win over it.")
+]
+Model = Annotated[
+    str | None, typer.Option(help="Embedded model, folder, .gguf file, Hugging Face id, or 'simulated'.")
+]
+ServedModelName = Annotated[str | None, typer.Option(help="Name that clients use. Default: the model's own.")]
+Host = Annotated[str | None, typer.Option(help="Interface to listen on. Default: 127.0.0.1.")]
+GrpcPort = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. Default: 50051.")]
+Drain = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="How long a drain may take. Default: 30.")
+]
+Hidden = Annotated[float | None, typer.Option(hidden=True)]
+
+Engine = Annotated[
+    str | None, typer.Option(help="torch (default) or simulated.", rich_help_panel=ENGINE_PANEL)
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="auto (bfloat16), float32 or bfloat16.", rich_help_panel=ENGINE_PANEL)
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].", rich_help_panel=ENGINE_PANEL)]
+BlockSize = Annotated[
+    int | None, typer.Option(help="Tokens in one KV block. Default: 16.", rich_help_panel=ENGINE_PANEL)
+]
+NumBlocks = Annotated[
+    int | None, typer.Option(help="KV blocks in a worker's pool.", rich_help_panel=ENGINE_PANEL)
+]
+KvMemoryBytes = Annotated[
+    int | None, typer.Option(help="Memory of a worker's KV pool.", rich_help_panel=ENGINE_PANEL)
+]
+MaxStepTokens = Annotated[
+    int | None, typer.Option(help="Token budget of one step. Default: 2048.", rich_help_panel=ENGINE_PANEL)
+]
+MaxRunningRequests = Annotated[
+    int | None, typer.Option(help="Sequences in one step at most. Default: 64.", rich_help_panel=ENGINE_PANEL)
+]
+MaxWaitingRequests = Annotated[
+    int | None, typer.Option(help="Sequences that may wait. Default: 1024.", rich_help_panel=ENGINE_PANEL)
+]
+MaxBypasses = Annotated[
+    int | None,
+    typer.Option(help="How many may overtake one that does not fit.", rich_help_panel=ENGINE_PANEL),
+]
+PrefixCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Share the KV of equal beginnings. Default: yes.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
+ContextTokens = Annotated[
+    int | None, typer.Option(help="Prompt plus output tokens at most.", rich_help_panel=ENGINE_PANEL)
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Compute threads. Default: one for each core.", rich_help_panel=ENGINE_PANEL),
+]

@@ -1,0 +1,93 @@
+"""`splitserve status`: the pools as the coordinator sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from splitserve.cli import options
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from splitserve.v1 import inference_pb2
+
+STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "magenta"}
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("status")(status)
+
+
+def status(target: options.Target = options.DEFAULT_TARGET, as_json: options.AsJson = False) -> None:
+    """Show workers and models of a running cluster."""
+    info, models = asyncio.run(_ask(target))
+    if as_json:
+        _print_json(info, models)
+    else:
+        _print_table(target, info, models)
+
+
+async def _ask(
+    target: str,
+) -> tuple[inference_pb2.GetServerInfoResponse, list[inference_pb2.ModelInfo]]:
+    from splitserve.client import AsyncClient
+
+    async with AsyncClient(target) as client:
+        return await client.server_info(), await client.models()
+
+
+def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inference_pb2.ModelInfo]) -> None:
+    document = _fields(info)
+    document["workers"] = [_fields(worker) for worker in info.workers]
+    document["models"] = [_fields(model) for model in models]
+    print(json.dumps(document, ensure_ascii=False))
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    # protobuf's own JSON would turn 64-bit numbers into strings.
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _print_table(
+    target: str, info: inference_pb2.GetServerInfoResponse, models: list[inference_pb2.ModelInfo]
+) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(box=None, pad_edge=False)
+    for heading in ("worker", "pool", "state", "address", "model"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("running", "waiting", "KV free/total", "reserved", "quarantined"):
+        table.add_column(heading, justify="right")
+    for worker in info.workers:
+        table.add_row(
+            worker.worker_id,
+            worker.pool,
+            f"[{STATE_STYLES.get(worker.state, 'default')}]{worker.state}[/]",
+            worker.address,
+            worker.model,
+            str(worker.running_requests),
+            str(worker.waiting_requests),
+            f"{worker.free_blocks}/{worker.total_blocks}",
+            str(worker.reserved_blocks),
+            str(worker.quarantined_blocks),
+        )
+    names = ", ".join(f"{model.name} ({'ready' if model.ready else 'not ready'})" for model in models)
+    console.print(
+        f"splitserve {info.version} on {target}: up {info.uptime_seconds:.0f} s, "
+        f"{info.running_requests} running, models: {names or 'none'}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    if info.workers:
+        # Piped output has no width of its own; a table folded to 80 columns could not be read by programs.
+        console.print(table, width=None if console.is_terminal else 200)
+    else:
+        console.print("no workers registered")

@@ -1,0 +1,138 @@
+"""`splitserve up`: starts and supervises a local cluster until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from splitserve.addresses import claim_port
+from splitserve.cli import options
+from splitserve.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from splitserve.cluster_setup import CommandFactory
+    from splitserve.config import ClusterConfig
+    from splitserve.local_cluster import LocalCluster
+
+EXIT_KILLED = 130
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("up")(up)
+
+
+def up(
+    ctx: typer.Context,
+    model: options.Model = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1.")] = None,
+    host: options.Host = None,
+    grpc_port: options.GrpcPort = None,
+    config: options.Config = None,
+    served_model_name: options.ServedModelName = None,
+    ready_timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long loading may take. Default: 300.")
+    ] = None,
+    drain: options.Drain = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write each process's log to a file there.")
+    ] = None,
+    pin_cores: Annotated[
+        bool | None,
+        typer.Option("--pin-cores/--no-pin-cores", help="Give each worker its own cores. Default: yes."),
+    ] = None,
+    engine: options.Engine = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    block_size: options.BlockSize = None,
+    num_blocks: options.NumBlocks = None,
+    max_step_tokens: options.MaxStepTokens = None,
+    context_tokens: options.ContextTokens = None,
+    threads: options.Threads = None,
+) -> None:
+    """Start a local cluster and keep it running until Ctrl-C, which drains it; a second one kills it."""
+    from splitserve.config import ClusterConfig, load_settings
+    from splitserve.service_arguments import CLUSTER_OPTIONS, to_settings
+
+    settings = load_settings(ClusterConfig, config, **to_settings(ctx.params, CLUSTER_OPTIONS))
+    front = settings.coordinator
+    port = claim_port(front.host, front.grpc_port)
+    settings = settings.model_copy(update={"coordinator": front.model_copy(update={"grpc_port": port})})
+    _provide_model(settings)
+    if asyncio.run(run_cluster(settings, log_dir)):
+        raise typer.Exit(EXIT_KILLED)
+
+
+async def run_cluster(
+    config: ClusterConfig, log_dir: Path | None, command: CommandFactory | None = None
+) -> bool:
+    """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
+    from splitserve.cli.cluster_display import ClusterDisplay
+    from splitserve.client import AsyncClient
+    from splitserve.cluster_setup import (
+        cluster_probe,
+        cluster_specs,
+        cluster_target,
+        splitserve_command,
+    )
+    from splitserve.core_layout import available_cores
+    from splitserve.local_cluster import ClusterTimes, LocalCluster
+
+    target = cluster_target(config)
+    specs = cluster_specs(config, available_cores(), command or splitserve_command)
+    times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
+    with ClusterDisplay(specs, _ready_line(config, target), log_dir) as display:
+        async with AsyncClient(target) as client:
+            cluster = LocalCluster(specs, cluster_probe(client, config), display, times=times)
+            _steer_by_signals(cluster, display.message)
+            await cluster.run()
+    return cluster.was_killed
+
+
+def _provide_model(config: ClusterConfig) -> None:
+    """Makes sure that the model can be loaded before anything starts; fetches an embedded one."""
+    from splitserve.models import EMBEDDED, resolve_model
+
+    if config.engine.kind == "simulated":
+        return
+    try:
+        resolve_model(config.model)
+    except NotFoundError:
+        if config.model not in EMBEDDED:
+            raise
+        from splitserve.cli.model import fetch_with_progress
+
+        print(f"{config.model} is not on this machine yet; fetching it", file=sys.stderr, flush=True)
+        fetch_with_progress(config.model)
+
+
+def _steer_by_signals(cluster: LocalCluster, tell: Callable[[str], None]) -> None:
+    """The first signal drains, a second one kills."""
+    stopping = False
+
+    def on_signal() -> None:
+        nonlocal stopping
+        if stopping:
+            tell("killing all processes")
+            cluster.kill_now()
+            return
+        stopping = True
+        tell("draining; once more to kill at once")
+        cluster.request_stop()
+
+    for number in STOP_SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+
+def _ready_line(config: ClusterConfig, target: str) -> str:
+    elsewhere = "" if target == options.DEFAULT_TARGET else f" --target {target}"
+    pools = f"{config.prefill} prefill + {config.decode} decode"
+    return f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{elsewhere}'

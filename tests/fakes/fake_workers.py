@@ -1,0 +1,369 @@
+"""Scripted prefill and decode workers in this process: real gRPC, real registration, no model.
+
+The token at output position p is `FIRST_TOKEN + p`, its text " w<token>", on whichever worker, so that a
+test can tell a gap from a duplicate. Gates hold a phase open; journals tell what the worker saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from kv_transfer.layout import DTYPE_BYTES
+from splitserve.errors import SplitserveError, UnavailableError
+from splitserve.registry_client import RegistryClient
+from splitserve.rpc import OpenRpcs, make_server
+from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
+from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from tests.fakes.word_tokenizer import VOCABULARY_SIZE
+
+FIRST_TOKEN = 100
+BLOCK_SIZE = 16
+HEARTBEAT_S = 0.05
+
+T = TypeVar("T")
+
+
+class Journal(Generic[T]):
+    """What happened, in order; tests wait on it instead of sleeping."""
+
+    def __init__(self) -> None:
+        self.entries: list[T] = []
+        self._changed = asyncio.Event()
+
+    def add(self, entry: T) -> None:
+        self.entries.append(entry)
+        self._changed.set()
+
+    async def wait(self, count: int = 1) -> T:
+        """The count-th entry, as soon as there is one."""
+        while len(self.entries) < count:
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), 10)
+        return self.entries[count - 1]
+
+
+class Gate:
+    """Open unless a test closes it."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def passed(self) -> None:
+        await self._open.wait()
+
+
+def layout(**changed: Any) -> kv_transfer_pb2.KvLayout:
+    fields = {
+        "model_fingerprint": "ab" * 32,
+        "dtype": "float32",
+        "block_size_tokens": BLOCK_SIZE,
+        "axis_order": "layer,kv,head,token,dim",
+        "tensor_parallel_size": 1,
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "engine_version": "1",
+    }
+    return kv_transfer_pb2.KvLayout(**(fields | changed))
+
+
+def registration(
+    worker_id: str,
+    pool: registry_pb2.Pool.ValueType,
+    address: str = "127.0.0.1:1",
+    *,
+    epoch: int = 1,
+    model: str = "words",
+    tokenizer_source: str = "words",
+    context_tokens: int = 64,
+    transport: str = "memory",
+    **layout_changes: Any,
+) -> registry_pb2.RegisterRequest:
+    shape = layout(**layout_changes)
+    size = (
+        DTYPE_BYTES[shape.dtype]
+        * shape.num_layers
+        * 2
+        * shape.num_kv_heads
+        * shape.block_size_tokens
+        * shape.head_dim
+    )
+    return registry_pb2.RegisterRequest(
+        worker_id=worker_id,
+        epoch=epoch,
+        pool=pool,
+        address=address,
+        model=registry_pb2.ServedModel(
+            name=model,
+            tokenizer_source=tokenizer_source,
+            context_tokens=context_tokens,
+            vocabulary_size=VOCABULARY_SIZE,
+        ),
+        endpoint=kv_transfer_pb2.TransferEndpoint(
+            agent_id=str(uuid.uuid4()),
+            transport=transport,
+            metadata=b"m",
+            base_address=4096,
+            block_bytes=size,
+            num_blocks=128,
+            memory_kind="DRAM",
+            layout=shape,
+        ),
+        max_step_tokens=2048,
+        max_running_requests=64,
+    )
+
+
+def output(
+    position: int, max_tokens: int, stop_at: int | None, logprobs: bool = False
+) -> generation_pb2.OutputDelta:
+    """The one token at this position; the last one carries the finish reason."""
+    token = FIRST_TOKEN + position
+    delta = generation_pb2.OutputDelta(first_position=position, token_ids=[token], text=f" w{token}")
+    if position == stop_at:
+        delta.finish_reason = generation_pb2.FINISH_REASON_STOP
+    elif position + 1 >= max_tokens:
+        delta.finish_reason = generation_pb2.FINISH_REASON_LENGTH
+    return delta
+
+
+class FakeWorker:
+    """Server, registration and reports of a fake; `start`, then `stop` or `kill`."""
+
+    pool: registry_pb2.Pool.ValueType
+
+    def __init__(self, worker_id: str, coordinator: str, **registered: Any) -> None:
+        self.worker_id = worker_id
+        self.coordinator = coordinator
+        self.epoch = uuid.uuid4().int & (2**63 - 1) | 1
+        self.registered = registered
+        self.open_rpcs = OpenRpcs()
+        self.draining = False
+        self.stop_at: int | None = None
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.peers: list[kv_transfer_pb2.TransferEndpoint] = []
+        self.peer_lists: Journal[list[str]] = Journal()
+        self.refused: Journal[SplitserveError] = Journal()
+        self.server = make_server(open_rpcs=self.open_rpcs)
+
+    async def start(self) -> None:
+        port = await self.server.start("127.0.0.1", 0, [])
+        request = registration(
+            self.worker_id, self.pool, f"127.0.0.1:{port}", epoch=self.epoch, **self.registered
+        )
+        self.agent_id = request.endpoint.agent_id
+        self.registry = RegistryClient(
+            self.coordinator,
+            request,
+            report=self._report,
+            on_peers=self._on_peers,
+            heartbeat_s=HEARTBEAT_S,
+        )
+        self.spawn(self._stay_registered())
+
+    def spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def stop(self) -> None:
+        """Everything at once, as after SIGKILL."""
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.server.stop()
+
+    def drain(self) -> None:
+        self.draining = True
+        self.registry.poke()
+
+    async def _stay_registered(self) -> None:
+        try:
+            await self.registry.run()
+        except SplitserveError as error:
+            self.refused.add(error)
+
+    def _report(self) -> registry_pb2.ReportRequest:
+        return registry_pb2.ReportRequest(
+            worker_id=self.worker_id,
+            epoch=self.epoch,
+            load=registry_pb2.WorkerLoad(total_blocks=128, free_blocks=128, open_rpcs=self.open_rpcs.count),
+            connected_agent_ids=[peer.agent_id for peer in self.peers],
+            draining=self.draining,
+        )
+
+    def _on_peers(self, _coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
+        self.peers = peers
+        self.peer_lists.add([peer.agent_id for peer in peers])
+        self.registry.poke()
+
+
+class FakeDecode(FakeWorker, DecodeServiceServicer):
+    """Decodes as soon as a fake prefill worker says that the handoff is complete."""
+
+    pool = registry_pb2.POOL_DECODE
+
+    def __init__(self, worker_id: str, coordinator: str, **registered: Any) -> None:
+        super().__init__(worker_id, coordinator, **registered)
+        self.reserves: Journal[decode_pb2.ReserveRequest] = Journal()
+        self.aborts: Journal[decode_pb2.AbortRequest] = Journal()
+        self.sent: Journal[generation_pb2.OutputDelta] = Journal()
+        self.reserve_gate, self.token_gate = Gate(), Gate()
+        self.pause_at: int | None = None
+        """Closes the token gate before the token at this position."""
+        self.reserve_failures: list[Exception] = []
+        self.failure: decode_pb2.Failure | None = None
+        """Sent in place of the next token."""
+        self._live: dict[int, decode_pb2.ReserveRequest] = {}
+        self._streams: dict[str, asyncio.Queue[decode_pb2.StreamOutputsResponse | None]] = {}
+        add_DecodeServiceServicer_to_server(self, self.server.grpc_server)
+
+    @property
+    def live(self) -> int:
+        """Requests reserved or decoding."""
+        return len(self._live)
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
+        self.reserves.add(request)
+        if self.reserve_failures:
+            raise self.reserve_failures.pop(0)
+        await self.reserve_gate.passed()
+        reservation = len(self.reserves.entries)
+        self._live[reservation] = request
+        ticket = kv_transfer_pb2.KvTicket(
+            decode_agent_id=self.agent_id,
+            epoch=self.epoch,
+            reservation=reservation,
+            block_indices=[1, 2],
+            total_bytes=8192,
+            time_to_live=request.timeout,
+        )
+        return decode_pb2.ReserveResponse(ticket=ticket)
+
+    async def Abort(self, request: decode_pb2.AbortRequest, context: Any) -> decode_pb2.AbortResponse:
+        found = [n for n, live in self._live.items() if live.request_id == request.request_id]
+        for reservation in found:
+            del self._live[reservation]
+        self.aborts.add(request)
+        return decode_pb2.AbortResponse(aborted=bool(found))
+
+    async def StreamOutputs(  # type: ignore[override]
+        self, request: decode_pb2.StreamOutputsRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.StreamOutputsResponse]:
+        queue = self._streams[request.coordinator_id] = asyncio.Queue()
+        yield decode_pb2.StreamOutputsResponse(epoch=self.epoch)
+        while (message := await queue.get()) is not None:
+            yield message
+        raise UnavailableError("scripted break")
+
+    def break_streams(self) -> None:
+        """Breaks the output streams and forgets the requests; registration stays."""
+        self._live.clear()
+        for queue in self._streams.values():
+            queue.put_nowait(None)
+
+    def complete(self, reservation: int) -> None:
+        """What the completion's arrival does."""
+        if reservation in self._live:
+            self.spawn(self._decode(reservation))
+
+    def send(self, coordinator_id: str, output: decode_pb2.SequenceOutput) -> None:
+        self._streams[coordinator_id].put_nowait(decode_pb2.StreamOutputsResponse(outputs=[output]))
+
+    async def _decode(self, reservation: int) -> None:
+        request = self._live[reservation]
+        position = request.prior_output_tokens
+        while True:
+            position += 1
+            if position == self.pause_at:
+                self.token_gate.close()
+            await self.token_gate.passed()
+            if reservation not in self._live:
+                return
+            if self.failure is not None:
+                delta = generation_pb2.OutputDelta(finish_reason=generation_pb2.FINISH_REASON_ABORT)
+                ended = decode_pb2.SequenceOutput(delta=delta, failure=self.failure)
+            else:
+                delta = output(position, request.stop.max_tokens, self.stop_at)
+                ended = decode_pb2.SequenceOutput(delta=delta)
+            ended.request_id = request.request_id
+            if position == request.prior_output_tokens + 1:
+                ended.admit_ms = 2.0
+            self.send(request.coordinator_id, ended)
+            self.sent.add(delta)
+            if delta.finish_reason:
+                del self._live[reservation]
+                return
+
+
+class FakePrefill(FakeWorker, PrefillServiceServicer):
+    """Samples the first token and completes the handoff at the fake decode worker of that agent id."""
+
+    pool = registry_pb2.POOL_PREFILL
+
+    def __init__(
+        self, worker_id: str, coordinator: str, find_decode: Callable[[str], FakeDecode], **registered: Any
+    ) -> None:
+        super().__init__(worker_id, coordinator, **registered)
+        self.calls: Journal[prefill_pb2.PrefillRequest] = Journal()
+        self.given_up: Journal[str] = Journal()
+        """Request ids of calls that ended before the handoff."""
+        self.first_token_gate, self.handoff_gate = Gate(), Gate()
+        self.failures: list[Exception] = []
+        self.handoff_failures: list[Exception] = []
+        self.decode_goes_first = False
+        self._find_decode = find_decode
+        add_PrefillServiceServicer_to_server(self, self.server.grpc_server)
+
+    async def Prefill(  # type: ignore[override]
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        self.calls.add(request)
+        complete = False
+        try:
+            if self.failures:
+                raise self.failures.pop(0)
+            if self.decode_goes_first:
+                self._find_decode(request.ticket.decode_agent_id).complete(request.ticket.reservation)
+            await self.first_token_gate.passed()
+            delta = output(request.prior_output_tokens, request.stop.max_tokens, self.stop_at)
+            yield prefill_pb2.PrefillResponse(
+                first_token=prefill_pb2.FirstToken(delta=delta, cached_tokens=0, queue_ms=1.0, compute_ms=5.0)
+            )
+            if delta.finish_reason:
+                complete = True
+                return
+            await self.handoff_gate.passed()
+            if self.handoff_failures:
+                raise self.handoff_failures.pop(0)
+            if not self.decode_goes_first:
+                self._find_decode(request.ticket.decode_agent_id).complete(request.ticket.reservation)
+            complete = True
+            yield prefill_pb2.PrefillResponse(
+                handoff=prefill_pb2.HandoffDone(written_bytes=8192, descriptors=1, transfer_ms=3.0)
+            )
+        finally:
+            if not complete:
+                self.given_up.add(request.request_id)
+
+
+async def settled(predicate: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Waits until the predicate holds; for state that has no event of its own."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while not predicate():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+    assert predicate()
