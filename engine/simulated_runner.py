@@ -8,6 +8,7 @@ right bytes to wrong places, shows as other tokens.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kv_transfer.layout import KvLayout
 from kv_transfer.transport import PoolMemory
 from splitserve.config import EngineConfig
 
+FINGERPRINT = hashlib.sha256(b"simulated").hexdigest()
 VOCABULARY_SIZE = 257
 EOS_TOKEN_ID = 256
 DEFAULT_CONTEXT_TOKENS = 131072
@@ -64,7 +66,7 @@ class SimulatedRunner(ModelRunner):
             vocabulary_size=VOCABULARY_SIZE,
             eos_token_ids=frozenset({EOS_TOKEN_ID}),
         )
-        self.layout = KvLayout("simulated", "uint8", config.block_size_tokens, 1, 1, 8)
+        self.layout = KvLayout(FINGERPRINT, "uint8", config.block_size_tokens, 1, 1, 8)
         self._num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
         if config.num_blocks is None and config.kv_memory_bytes is not None:
             self._num_blocks = max(2, config.kv_memory_bytes // self.layout.block_bytes)

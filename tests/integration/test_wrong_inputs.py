@@ -72,7 +72,7 @@ async def test_out_of_range_parameters(cluster: Cluster, arguments: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("prompt", "word"), [("", "empty"), ([], "empty"), ([999_999], "257"), ([1] * CONTEXT, str(CONTEXT))]
+    ("prompt", "word"), [("", "empty"), ([], "empty"), ([999_999], "0..256"), ([1] * CONTEXT, str(CONTEXT))]
 )
 async def test_impossible_prompts(cluster: Cluster, prompt: str | list[int], word: str) -> None:
     async with AsyncClient(cluster.target) as client:

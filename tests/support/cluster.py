@@ -69,9 +69,10 @@ class Cluster:
                 }
                 if all(ready[pool] >= count for pool, count in wanted.items()):
                     return
-                if time.monotonic() > deadline:
+                ended = [m.name for m in self.members.values() if m.process.poll() not in (None, -9)]
+                if ended or time.monotonic() > deadline:
                     logs = "\n".join(f"--- {m.name}\n{m.log_tail()}" for m in self.members.values())
-                    raise AssertionError(f"not ready: {ready} of {wanted}\n{logs}")
+                    raise AssertionError(f"not ready: {ready} of {wanted}, ended: {ended}\n{logs}")
                 await asyncio.sleep(0.05)
 
     def stop(self) -> dict[str, int]:
