@@ -27,6 +27,8 @@ from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_p
 HANDOFF_REPORT_WAIT_S = 0.5
 """How long a finished answer waits for the prefill worker's report on the transfer."""
 LONGEST_NAME = 100
+MAX_MERGED_TOKENS = 1024
+"""Keeps a merged piece, log-probabilities included, far below the message limit."""
 
 RETRYABLE = (UnavailableError, FailedPreconditionError, CancelledByPeerError)
 """What says that this pair cannot, while another might. The rest is the request's own end."""
@@ -187,13 +189,15 @@ class Attempt:
 
 
 def _merged(pending: deque[generation_pb2.OutputDelta]) -> generation_pb2.OutputDelta:
-    """Takes the longest contiguous run off the front, as one delta."""
+    """Takes a contiguous run off the front, as one delta."""
     first = pending.popleft()
     if not pending:
         return first
     merged = generation_pb2.OutputDelta()
     merged.CopyFrom(first)
-    while pending and pending[0].first_position == merged.first_position + len(merged.token_ids):
+    while pending and len(merged.token_ids) < MAX_MERGED_TOKENS:
+        if pending[0].first_position != merged.first_position + len(merged.token_ids):
+            break
         following = pending.popleft()
         merged.token_ids.extend(following.token_ids)
         merged.text += following.text

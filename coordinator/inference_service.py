@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,7 +35,6 @@ class InferenceService(InferenceServiceServicer):
         background: Background,
         max_running_requests: int,
     ) -> None:
-        self._admitted_count = 0
         self._running: set[asyncio.Timeout] = set()
         self.draining = False
         self.idle = asyncio.Event()
@@ -51,23 +50,14 @@ class InferenceService(InferenceServiceServicer):
     @property
     def running(self) -> int:
         """Generations in progress."""
-        return self._admitted_count
+        return len(self._running)
 
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         """See InferenceService.Generate in the proto."""
-        with self._admitted():
-            try:
-                async with asyncio.timeout(None) as running:
-                    self._running.add(running)
-                    await self._flow.generate(request, context.write, context.time_remaining())
-            except TimeoutError:
-                if not running.expired():
-                    raise
-                raise _shutting_down() from None
-            finally:
-                self._running.discard(running)
+        async with self._admitted():
+            await self._flow.generate(request, context.write, context.time_remaining())
 
     def cut_off(self) -> None:
         """Ends what still runs, with UNAVAILABLE (DRAINING); nothing new is admitted."""
@@ -106,23 +96,30 @@ class InferenceService(InferenceServiceServicer):
             )
         return response
 
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
         if self.draining:
             raise _shutting_down()
-        if self._admitted_count >= self._max_running_requests:
+        if self.running >= self._max_running_requests:
             raise ResourceExhaustedError(
-                f"{self._admitted_count} generations are running, which is the limit",
+                f"{self.running} generations are running, which is the limit",
                 reason="TOO_MANY_REQUESTS",
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._admitted_count += 1
+        # A timeout without a time, which `cut_off` can set.
+        running = asyncio.timeout(None)
+        self._running.add(running)
         self.idle.clear()
         try:
-            yield
+            async with running:
+                yield
+        except TimeoutError:
+            if not running.expired():
+                raise
+            raise _shutting_down() from None
         finally:
-            self._admitted_count -= 1
-            if self._admitted_count == 0:
+            self._running.discard(running)
+            if not self._running:
                 self.idle.set()
 
 

@@ -23,6 +23,8 @@ class PromptTokenizers:
         task = self._loading.get(source)
         if task is None:
             task = self._loading[source] = asyncio.create_task(self._loaded(source))
+            # Whoever waited may have gone by then; a failure nobody sees is no error of the loop.
+            task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
         # Shielded: one caller that goes away must not take the others' tokenizer with it.
         return await asyncio.shield(task)
 

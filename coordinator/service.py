@@ -10,8 +10,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-import uvloop
-
 from coordinator.background import Background
 from coordinator.inference_service import InferenceService
 from coordinator.prompt import PromptTokenizers
@@ -149,11 +147,6 @@ async def serve(
         await stop.wait()
         await coordinator.drain()
     log_event("coordinator.stopped")
-
-
-def run(config: CoordinatorConfig) -> None:
-    """`serve` on an event loop of its own."""
-    uvloop.run(serve(config))
 
 
 def _stop_signal() -> asyncio.Event:

@@ -158,8 +158,8 @@ def load_settings(kind: type[S], path: Path | None = None, **overrides: Any) -> 
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or kind.__name__
-        given = first.get("input")
-        raise ConfigError(f"{field}: {first['msg']} (given: {given!r})", field=field) from None
+        given = "" if first["type"] == "missing" else f" (given: {first.get('input')!r})"
+        raise ConfigError(f"{field}: {first['msg']}{given}", field=field) from None
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:

@@ -85,11 +85,11 @@ CLUSTER_OPTIONS: Options = {
 
 
 def to_settings(given: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    """Option values as nested overrides for `load_settings`. None and empty lists mean: not given."""
+    """Option values as nested overrides for `load_settings`. None and empty sequences mean: not given."""
     settings: dict[str, Any] = {}
     for name, path in options.items():
         value = given.get(name)
-        if value is None or value == []:
+        if value is None or value in ([], ()):
             continue
         *sections, field = path.split(".")
         section = settings

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from splitserve.cli import options
+from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Request:
     system: str | None
     raw: bool
     token_ids: bool
+    timeout_s: float
     options: GenerateOptions
 
 
@@ -76,14 +78,13 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "stop": stop or (),
-        "timeout_s": timeout,
     }
     text = _read_stdin() if prompt == "-" else prompt
-    completion = asyncio.run(_ask(Request(text, target, system, raw, token_ids, chosen), stream=not as_json))
+    completion = asyncio.run(
+        _ask(Request(text, target, system, raw, token_ids, timeout, chosen), stream=not as_json)
+    )
     if as_json:
-        print(json.dumps(asdict(completion), ensure_ascii=False))
-    else:
-        print(flush=True)
+        write(json.dumps(_document(completion), ensure_ascii=False) + "\n")
     if timings:
         _show_timings(completion)
     if completion.finish_reason == "abort":
@@ -103,15 +104,22 @@ async def _ask(request: Request, *, stream: bool) -> Completion:
 
     # Wrong values are told of even when no server runs.
     build_request([0], request.options)
-    async with AsyncClient(request.target) as client:
+    shown = False
+    async with AsyncClient(request.target, timeout_s=request.timeout_s) as client:
         model = await _find_model(client, request.options["model"])
         chosen: GenerateOptions = {**request.options, "model": model.name}
-        async with aclosing(client.stream(_prompt(request, model), **chosen)) as items:
-            async for item in items:
-                if isinstance(item, Completion):
-                    return item
-                if stream:
-                    _write(item.text)
+        try:
+            async with aclosing(client.stream(_prompt(request, model), **chosen)) as items:
+                async for item in items:
+                    if isinstance(item, Completion):
+                        return item
+                    if stream:
+                        write(item.text)
+                        shown = True
+        finally:
+            # The shell's prompt, or an error, belongs on a line of its own.
+            if shown:
+                write("\n")
     raise UnavailableError("the stream ended early", reason="STREAM_BROKEN")
 
 
@@ -156,11 +164,6 @@ def _parse_token_ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def _show_timings(completion: Completion) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -184,6 +187,14 @@ def _show_timings(completion: Completion) -> None:
 
 
 def _transfer(completion: Completion) -> str:
-    if not completion.timings.transfer_bytes:
-        return "nothing shipped"
-    return f"{completion.timings.transfer_bytes / 2**20:.2f} MiB over {completion.served_by.transport}"
+    from rich.filesize import decimal
+
+    shipped = completion.timings.transfer_bytes
+    return f"{decimal(shipped)} over {completion.served_by.transport}" if shipped else "nothing shipped"
+
+
+def _document(completion: Completion) -> dict[str, Any]:
+    document = asdict(completion)
+    # There is no option that asks for them.
+    del document["logprobs"]
+    return document

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 # gRPC reads this once, at its import. What goes wrong comes as errors; its own log would only add noise.
@@ -15,12 +15,12 @@ from typer.exceptions import TyperException
 
 from splitserve import __version__
 from splitserve.cli import generate, model, services, status, up
+from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, SplitserveError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-EXIT_BROKEN_PIPE = 141
 EPILOG = (
     "Exit codes: 0 success; 1 failure; 2 wrong command line, setting or request; 130 interrupted; "
     "141 the reader of the output went away. Errors are one line on stderr."
@@ -39,7 +39,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"splitserve {__version__}")
+        write(f"splitserve {__version__}\n")
         raise typer.Exit
 
 
@@ -60,19 +60,24 @@ services.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 failure, 2 wrong usage, 130 Ctrl-C, 141 broken pipe."""
+    """Runs one command and returns its exit code."""
+    return exit_code_of(lambda: app(args=arguments, standalone_mode=False))
+
+
+def exit_code_of(action: Callable[[], object]) -> int:
+    """Runs something: what it returns if that is a number, else 0, or the code of its error, which is told.
+
+    1 failure, 2 wrong usage, 130 Ctrl-C; the code of `typer.Exit` comes as a number from the command itself.
+    """
     try:
-        result = app(args=arguments, standalone_mode=False)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads any more. Python would complain once again when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_BROKEN_PIPE
+        result = action()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except TyperException as error:
-        return _complain(error.format_message(), error.exit_code)
-    except (Exception, ExceptionGroup) as error:
+        # Without a message the help was shown instead.
+        message = error.format_message()
+        return _complain(message, error.exit_code) if message else EXIT_USAGE
+    except Exception as error:
         return _explain(error)
     return result if isinstance(result, int) else 0
 

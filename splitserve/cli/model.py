@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from splitserve.cli.output import write
+
 if TYPE_CHECKING:
     from splitserve.models import Progress
 
@@ -24,7 +26,7 @@ def register(app: typer.Typer) -> None:
 
 def fetch(name: Annotated[str, typer.Argument(help="Name of an embedded model.")]) -> None:
     """Fetch an embedded model into the local cache."""
-    print(f"{name} is in {fetch_with_progress(name)}")
+    write(f"{name} is in {fetch_with_progress(name)}\n")
 
 
 def list_models() -> None:
@@ -37,7 +39,7 @@ def list_models() -> None:
             where = resolve_model(name).path
         except NotFoundError:
             where = f"not fetched (splitserve model fetch {name})"
-        print(f"{name}\t{where}")
+        write(f"{name}\t{where}\n")
 
 
 def fetch_with_progress(name: str) -> Path:

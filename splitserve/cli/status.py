@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from splitserve.cli import options
+from splitserve.cli.output import write
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from splitserve.v1 import inference_pb2
 
+PIPED_WIDTH = 200
 STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "magenta"}
 
 
@@ -29,7 +32,7 @@ def status(target: options.Target = options.DEFAULT_TARGET, as_json: options.AsJ
     if as_json:
         _print_json(info, models)
     else:
-        _print_table(target, info, models)
+        write(_table(target, info, models))
 
 
 async def _ask(
@@ -45,7 +48,7 @@ def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inferenc
     document = _fields(info)
     document["workers"] = [_fields(worker) for worker in info.workers]
     document["models"] = [_fields(model) for model in models]
-    print(json.dumps(document, ensure_ascii=False))
+    write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 def _fields(message: Message) -> dict[str, Any]:
@@ -53,18 +56,20 @@ def _fields(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _print_table(
+def _table(
     target: str, info: inference_pb2.GetServerInfoResponse, models: list[inference_pb2.ModelInfo]
-) -> None:
+) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    # Piped output has no width of its own; a table folded to 80 columns could not be read by programs.
+    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     table = Table(box=None, pad_edge=False)
-    for heading in ("worker", "pool", "state", "address", "model"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("worker", "pool", "state", "address"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("model", overflow="fold")
     for heading in ("running", "waiting", "KV free/total", "reserved", "quarantined"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for worker in info.workers:
         table.add_row(
             worker.worker_id,
@@ -79,15 +84,11 @@ def _print_table(
             str(worker.quarantined_blocks),
         )
     names = ", ".join(f"{model.name} ({'ready' if model.ready else 'not ready'})" for model in models)
-    console.print(
+    heading = (
         f"splitserve {info.version} on {target}: up {info.uptime_seconds:.0f} s, "
-        f"{info.running_requests} running, models: {names or 'none'}",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
+        f"{info.running_requests} running, models: {names or 'none'}"
     )
-    if info.workers:
-        # Piped output has no width of its own; a table folded to 80 columns could not be read by programs.
-        console.print(table, width=None if console.is_terminal else 200)
-    else:
-        console.print("no workers registered")
+    with console.capture() as capture:
+        console.print(heading, soft_wrap=True, highlight=False, markup=False)
+        console.print(table if info.workers else "no workers registered")
+    return capture.get()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from splitserve.cluster_setup import CommandFactory
     from splitserve.config import ClusterConfig
     from splitserve.local_cluster import LocalCluster
+    from splitserve.restart_policy import RestartPolicy
 
 EXIT_KILLED = 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -72,17 +73,16 @@ def up(
 
 
 async def run_cluster(
-    config: ClusterConfig, log_dir: Path | None, command: CommandFactory | None = None
+    config: ClusterConfig,
+    log_dir: Path | None,
+    *,
+    command: CommandFactory | None = None,
+    policy: RestartPolicy | None = None,
 ) -> bool:
     """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
     from splitserve.cli.cluster_display import ClusterDisplay
     from splitserve.client import AsyncClient
-    from splitserve.cluster_setup import (
-        cluster_probe,
-        cluster_specs,
-        cluster_target,
-        splitserve_command,
-    )
+    from splitserve.cluster_setup import cluster_probe, cluster_specs, cluster_target, splitserve_command
     from splitserve.core_layout import available_cores
     from splitserve.local_cluster import ClusterTimes, LocalCluster
 
@@ -91,7 +91,8 @@ async def run_cluster(
     times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
     with ClusterDisplay(specs, _ready_line(config, target), log_dir) as display:
         async with AsyncClient(target) as client:
-            cluster = LocalCluster(specs, cluster_probe(client, config), display, times=times)
+            probe = cluster_probe(client, config)
+            cluster = LocalCluster(specs, probe, display, times=times, policy=policy)
             _steer_by_signals(cluster, display.message)
             await cluster.run()
     return cluster.was_killed
@@ -129,6 +130,8 @@ def _steer_by_signals(cluster: LocalCluster, tell: Callable[[str], None]) -> Non
         cluster.request_stop()
 
     for number in STOP_SIGNALS:
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # started with nohup: the cluster is to outlive its terminal
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 

@@ -9,129 +9,28 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from kv_transfer.layout import DTYPE_BYTES
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.registry_client import RegistryClient
 from splitserve.rpc import OpenRpcs, make_server
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
-from tests.fakes.word_tokenizer import VOCABULARY_SIZE
+from tests.fakes.gates import Gate, Journal
+from tests.fakes.registrations import registration
 
 FIRST_TOKEN = 100
-BLOCK_SIZE = 16
 HEARTBEAT_S = 0.05
-
-T = TypeVar("T")
-
-
-class Journal(Generic[T]):
-    """What happened, in order; tests wait on it instead of sleeping."""
-
-    def __init__(self) -> None:
-        self.entries: list[T] = []
-        self._changed = asyncio.Event()
-
-    def add(self, entry: T) -> None:
-        self.entries.append(entry)
-        self._changed.set()
-
-    async def wait(self, count: int = 1) -> T:
-        """The count-th entry, as soon as there is one."""
-        while len(self.entries) < count:
-            self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), 10)
-        return self.entries[count - 1]
-
-
-class Gate:
-    """Open unless a test closes it."""
-
-    def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    async def passed(self) -> None:
-        await self._open.wait()
-
-
-def layout(**changed: Any) -> kv_transfer_pb2.KvLayout:
-    fields = {
-        "model_fingerprint": "ab" * 32,
-        "dtype": "float32",
-        "block_size_tokens": BLOCK_SIZE,
-        "axis_order": "layer,kv,head,token,dim",
-        "tensor_parallel_size": 1,
-        "num_layers": 2,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "engine_version": "1",
-    }
-    return kv_transfer_pb2.KvLayout(**(fields | changed))
-
-
-def registration(
-    worker_id: str,
-    pool: registry_pb2.Pool.ValueType,
-    address: str = "127.0.0.1:1",
-    *,
-    epoch: int = 1,
-    model: str = "words",
-    tokenizer_source: str = "words",
-    context_tokens: int = 64,
-    transport: str = "memory",
-    **layout_changes: Any,
-) -> registry_pb2.RegisterRequest:
-    shape = layout(**layout_changes)
-    size = (
-        DTYPE_BYTES[shape.dtype]
-        * shape.num_layers
-        * 2
-        * shape.num_kv_heads
-        * shape.block_size_tokens
-        * shape.head_dim
-    )
-    return registry_pb2.RegisterRequest(
-        worker_id=worker_id,
-        epoch=epoch,
-        pool=pool,
-        address=address,
-        model=registry_pb2.ServedModel(
-            name=model,
-            tokenizer_source=tokenizer_source,
-            context_tokens=context_tokens,
-            vocabulary_size=VOCABULARY_SIZE,
-        ),
-        endpoint=kv_transfer_pb2.TransferEndpoint(
-            agent_id=str(uuid.uuid4()),
-            transport=transport,
-            metadata=b"m",
-            base_address=4096,
-            block_bytes=size,
-            num_blocks=128,
-            memory_kind="DRAM",
-            layout=shape,
-        ),
-        max_step_tokens=2048,
-        max_running_requests=64,
-    )
 
 
 def output(
-    position: int, max_tokens: int, stop_at: int | None, logprobs: bool = False
+    position: int, max_tokens: int, stop_at: int | None, padding: int = 0
 ) -> generation_pb2.OutputDelta:
     """The one token at this position; the last one carries the finish reason."""
     token = FIRST_TOKEN + position
-    delta = generation_pb2.OutputDelta(first_position=position, token_ids=[token], text=f" w{token}")
+    text = f" w{token}" + "." * padding
+    delta = generation_pb2.OutputDelta(first_position=position, token_ids=[token], text=text)
     if position == stop_at:
         delta.finish_reason = generation_pb2.FINISH_REASON_STOP
     elif position + 1 >= max_tokens:
@@ -140,7 +39,7 @@ def output(
 
 
 class FakeWorker:
-    """Server, registration and reports of a fake; `start`, then `stop` or `kill`."""
+    """Server, registration and reports of a fake; `start`, then `stop`."""
 
     pool: registry_pb2.Pool.ValueType
 
@@ -171,12 +70,17 @@ class FakeWorker:
             on_peers=self._on_peers,
             heartbeat_s=HEARTBEAT_S,
         )
-        self.spawn(self._stay_registered())
+        self._membership = self.spawn(self._stay_registered())
 
-    def spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
+    def spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
+
+    def fall_silent(self) -> None:
+        """Ends reports and heartbeats; calls that are open stay open."""
+        self._membership.cancel()
 
     async def stop(self) -> None:
         """Everything at once, as after SIGKILL."""
@@ -185,6 +89,9 @@ class FakeWorker:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.server.stop()
+
+    def let_go(self) -> None:
+        """Opens all gates."""
 
     def drain(self) -> None:
         self.draining = True
@@ -225,6 +132,8 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         self.pause_at: int | None = None
         """Closes the token gate before the token at this position."""
         self.reserve_failures: list[Exception] = []
+        self.padding = 0
+        """Characters added to each token's text."""
         self.failure: decode_pb2.Failure | None = None
         """Sent in place of the next token."""
         self._live: dict[int, decode_pb2.ReserveRequest] = {}
@@ -269,6 +178,10 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
             yield message
         raise UnavailableError("scripted break")
 
+    def let_go(self) -> None:
+        self.reserve_gate.open()
+        self.token_gate.open()
+
     def break_streams(self) -> None:
         """Breaks the output streams and forgets the requests; registration stays."""
         self._live.clear()
@@ -297,7 +210,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
                 delta = generation_pb2.OutputDelta(finish_reason=generation_pb2.FINISH_REASON_ABORT)
                 ended = decode_pb2.SequenceOutput(delta=delta, failure=self.failure)
             else:
-                delta = output(position, request.stop.max_tokens, self.stop_at)
+                delta = output(position, request.stop.max_tokens, self.stop_at, self.padding)
                 ended = decode_pb2.SequenceOutput(delta=delta)
             ended.request_id = request.request_id
             if position == request.prior_output_tokens + 1:
@@ -327,6 +240,10 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         self.decode_goes_first = False
         self._find_decode = find_decode
         add_PrefillServiceServicer_to_server(self, self.server.grpc_server)
+
+    def let_go(self) -> None:
+        self.first_token_gate.open()
+        self.handoff_gate.open()
 
     async def Prefill(  # type: ignore[override]
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -358,12 +275,3 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         finally:
             if not complete:
                 self.given_up.add(request.request_id)
-
-
-async def settled(predicate: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Waits until the predicate holds; for state that has no event of its own."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            while not predicate():  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-    assert predicate()
