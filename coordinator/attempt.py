@@ -177,8 +177,8 @@ class Attempt:
             self.report.decode_worker = self._decode.worker.worker_id
 
     def _note_failure(self, event: WorkerFailed) -> None:
-        # Once its token is here and decode has all KV, as its output shows, prefill is no longer needed.
-        prefill_over = self._first_token_seen and self._decode_seen
+        # Once its token is here and decode has all KV, as its output or the report shows, prefill is over.
+        prefill_over = self._first_token_seen and (self._decode_seen or self._handoff_seen)
         if event.worker == self._prefill.worker.key and prefill_over:
             self._handoff_seen = True
         elif self._failure is None:

@@ -66,8 +66,8 @@ class RegistryClient:
                 raise
             except SplitserveError as error:
                 if self._registered or not lost:  # once, not at every try
-                    fields = {"reason": error.reason, "error": error.message}
-                    log_event("registry.lost", coordinator=self.coordinator, **fields)
+                    why = error.message
+                    log_event("registry.lost", coordinator=self.coordinator, reason=error.reason, error=why)
             lost = True
             if self._registered:
                 retry_s = FIRST_RETRY_S

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from splitserve.client import AsyncClient
-
 from splitserve.v1 import inference_pb2
 from tests.support.processes import ServiceProcess
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from decode_worker.waiting_room import Granted, WaitingReservation, WaitingRoom
 from engine.types import EngineRequest, SamplingParams, StopParams
 from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, SplitserveError
@@ -18,7 +20,9 @@ def entry(
     request = EngineRequest(
         name, (1,), SamplingParams(), StopParams(max_tokens=1), priority=priority, deadline_s=deadline_s
     )
-    return WaitingReservation(request, f"coordinator-of-{name}", "", 0.0, Answers() if answers is None else answers)
+    return WaitingReservation(
+        request, f"coordinator-of-{name}", "", 0.0, Answers() if answers is None else answers
+    )
 
 
 def served(room: WaitingRoom, fits: set[str]) -> list[str]:
@@ -66,13 +70,10 @@ def test_late_ones_get_their_error() -> None:
 def test_a_full_room_refuses_with_a_hint() -> None:
     room = WaitingRoom(max_waiting=1, max_bypasses=2)
     room.add(entry("a"))
-    try:
+    with pytest.raises(ResourceExhaustedError) as raised:
         room.add(entry("b"))
-    except ResourceExhaustedError as error:
-        assert error.reason == "QUEUE_FULL"
-        assert error.retry_after_s is not None
-    else:
-        raise AssertionError("no error")
+    assert raised.value.reason == "QUEUE_FULL"
+    assert raised.value.retry_after_s is not None
 
 
 def test_removal_by_request_and_by_coordinator() -> None:

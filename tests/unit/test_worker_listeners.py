@@ -43,7 +43,11 @@ class Pair:
         self.clock = Clock()
         hub = MemoryHub()
         engine = EngineConfig(
-            kind="simulated", block_size_tokens=8, num_blocks=num_blocks, max_step_tokens=max_step_tokens, **FREE_TIME
+            kind="simulated",
+            block_size_tokens=8,
+            num_blocks=num_blocks,
+            max_step_tokens=max_step_tokens,
+            **FREE_TIME,
         )
         self.prefill_events: dict[str, list[PrefillEvent]] = defaultdict(list)
         self.decode_outputs: Outputs = defaultdict(list)
@@ -82,7 +86,9 @@ class Pair:
         return answers
 
     def start(self, name: str, prompt: list[int], ticket: KvTicket | None) -> None:
-        self.pusher.start(self.prefill, self._request(name, prompt, prefill_only=True), ticket, self.clock.now)
+        self.pusher.start(
+            self.prefill, self._request(name, prompt, prefill_only=True), ticket, self.clock.now
+        )
 
     def _request(self, name: str, prompt: list[int], *, prefill_only: bool) -> EngineRequest:
         stop = StopParams(max_tokens=MAX_TOKENS)
