@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -22,13 +20,13 @@ from splitserve.config import CoordinatorConfig
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.logs import log_event
 from splitserve.rpc import RpcServer, make_server
+from splitserve.stop_signal import stop_signal
 from splitserve.tokenizer import Tokenizer
 from splitserve.v1 import inference_pb2, registry_pb2
 from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
 
 CLEANUP_GRACE_S = 3.0
-SECOND_SIGNAL_EXIT_CODE = 130
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name,
@@ -136,7 +134,7 @@ async def serve(
 
     Raises UnavailableError when the port is taken.
     """
-    stop = _stop_signal()
+    stop = stop_signal()
     async with running_coordinator(config, load=load, router=router) as coordinator:
         log_event(
             "coordinator.ready",
@@ -147,18 +145,3 @@ async def serve(
         await stop.wait()
         await coordinator.drain()
     log_event("coordinator.stopped")
-
-
-def _stop_signal() -> asyncio.Event:
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(SECOND_SIGNAL_EXIT_CODE)
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError):  # platforms without signal handlers on event loops
-            loop.add_signal_handler(number, on_signal)
-    return stop

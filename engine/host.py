@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 import grpc
@@ -26,6 +23,7 @@ from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
 from splitserve.registry_client import RegistryClient
 from splitserve.rpc import OpenRpcs, make_server
+from splitserve.stop_signal import stop_signal
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 IDLE_POLL_S = 0.05
@@ -109,7 +107,7 @@ class WorkerHost(Generic[L]):
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises what broke the engine or the registration."""
-        stop = _stop_signal()
+        stop = stop_signal()
         await self.engine.start()
         server = make_server(open_rpcs=self.open_rpcs)
         names = self._role.add_services(server.grpc_server, self)
@@ -190,19 +188,3 @@ class WorkerHost(Generic[L]):
 
     def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
         self._role.on_peers(coordinator, [TransferEndpoint.from_proto(peer) for peer in peers])
-
-
-def _stop_signal() -> asyncio.Event:
-    """An event set by the first SIGTERM or SIGINT; the second one ends the process at once."""
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(130)
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError):  # not available off the main thread, as in tests
-            loop.add_signal_handler(number, on_signal)
-    return stop
