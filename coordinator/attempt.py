@@ -24,6 +24,9 @@ from splitserve.errors import (
 )
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
 
+ADMIT_WAIT_S = 5.0
+"""How long after prefill's last acknowledged write decode may take to accept the completion. It comes with
+that write, so this is time for a step of the decode worker, many times over."""
 HANDOFF_REPORT_WAIT_S = 0.5
 """How long a finished answer waits for the prefill worker's report on the transfer."""
 LONGEST_NAME = 100
@@ -58,6 +61,8 @@ class Attempt:
         self._prefill_task: asyncio.Task[None] | None = None
         self._pending: deque[generation_pb2.OutputDelta] = deque()
         self._first_token_seen = self._decode_seen = self._finished = self._handoff_seen = False
+        self._admitted = False
+        self._written_s: float | None = None
         self._failure: WorkerFailed | None = None
         self._attached = ExitStack()
         for link in (prefill, decode):
@@ -78,6 +83,7 @@ class Attempt:
             sampling=self._generation.sampling,
             stop=self._generation.stop,
             priority=self._generation.priority,
+            writer_agent_id=self._prefill.worker.agent_id,
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         try:
@@ -121,7 +127,7 @@ class Attempt:
             if self._failure is not None:
                 self.culprit = self._failure.worker
                 raise self._failure.error
-            await self._inbox.wait()
+            await self._wait()
 
     async def settle(self) -> None:
         """After the last piece: waits a moment for the report on the transfer, if it is still to come."""
@@ -142,11 +148,25 @@ class Attempt:
             self._prefill_task.cancel()
         ended_by_decode = self._finished and self._decode_seen
         if self._decode is not None and self._reserved and not ended_by_decode:
-            never_written = self._prefill_task is None
-            self._background.start(self._decode.abort(self.attempt_id, never_written))
+            no_writer = self._prefill_task is None or self._written_s is not None
+            self._background.start(self._decode.abort(self.attempt_id, no_writer))
 
     def _left_s(self) -> float:
         return max(1e-3, self._generation.deadline_s - time.monotonic())
+
+    async def _wait(self) -> None:
+        """Waits for an event. A completion that prefill has sent and decode never got counts as one."""
+        if self._written_s is None or self._admitted or self._decode is None:
+            await self._inbox.wait()
+            return
+        try:
+            async with asyncio.timeout(self._written_s + ADMIT_WAIT_S - time.monotonic()):
+                await self._inbox.wait()
+        except TimeoutError:
+            name = self._decode.worker.worker_id
+            message = f"decode worker {name} did not get the completion of a handoff in {ADMIT_WAIT_S:g} s"
+            error = UnavailableError(message, reason="COMPLETION_LOST")
+            self._failure = WorkerFailed(self._decode.worker.key, error)
 
     def _accept(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:
@@ -159,10 +179,13 @@ class Attempt:
                     self.report.cached_prompt_tokens = event.cached_tokens
                 case prefill_pb2.HandoffDone():
                     self._handoff_seen = True
+                    self._written_s = time.monotonic()
                     if event.written_bytes:
                         self.report.transport = self._prefill.worker.transport
                     self.report.transfer_ms = event.transfer_ms
                     self.report.transfer_bytes = event.written_bytes
+                case decode_pb2.SequenceOutput(admitted=True):
+                    self._admitted = True
                 case decode_pb2.SequenceOutput():
                     self._note_decode()
                     self._pending.append(event.delta)
@@ -172,13 +195,13 @@ class Attempt:
                     self._note_failure(event)
 
     def _note_decode(self) -> None:
-        self._decode_seen = True
+        self._decode_seen = self._admitted = True
         if self._decode is not None:
             self.report.decode_worker = self._decode.worker.worker_id
 
     def _note_failure(self, event: WorkerFailed) -> None:
-        # Once its token is here and decode has all KV, as its output or the report shows, prefill is over.
-        prefill_over = self._first_token_seen and (self._decode_seen or self._handoff_seen)
+        # Once its token is here and decode has all KV, as its word or the report shows, prefill is over.
+        prefill_over = self._first_token_seen and (self._admitted or self._handoff_seen)
         if event.worker == self._prefill.worker.key and prefill_over:
             self._handoff_seen = True
         elif self._failure is None:

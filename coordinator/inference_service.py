@@ -148,4 +148,5 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         open_rpcs=load.open_rpcs,
         transfers_in_flight=load.transfers_in_flight,
         waiting_reservations=load.waiting_reservations,
+        rejected_handoffs=load.rejected_handoffs,
     )

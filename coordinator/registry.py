@@ -15,6 +15,9 @@ from splitserve.errors import NotFoundError
 from splitserve.logs import log_event
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
+MAX_ENDED = 256
+"""Ended boots told to decode workers. A decode worker that missed one waits for the ticket's end."""
+
 
 class Registry:
     """The registered workers.
@@ -30,6 +33,7 @@ class Registry:
         self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
         self._last_seen_s: dict[WorkerKey, float] = {}
         self._models: dict[str, Model] = {}
+        self._ended: dict[str, None] = {}
         self._changed = asyncio.Event()
 
     def register(self, request: registry_pb2.RegisterRequest, now: float) -> Worker:
@@ -108,6 +112,17 @@ class Registry:
         for key, seen_s in list(self._last_seen_s.items()):
             if now - seen_s > self.heartbeat_timeout_s:
                 self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
+
+    def note_ended(self, worker: Worker) -> None:
+        """Records that a boot's process has ended for certain."""
+        self._ended[worker.agent_id] = None
+        while len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self._bump()
+
+    def ended_writers_for(self, worker: Worker) -> list[str]:
+        """Agent ids that a decode worker need not fear any more, the latest ones; none for a prefill worker."""
+        return list(self._ended) if worker.pool == "decode" else []
 
     def get(self, key: WorkerKey) -> Worker | None:
         """The worker as it is now, if this boot of it is registered."""

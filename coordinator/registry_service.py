@@ -59,7 +59,7 @@ class RegistryService(RegistryServiceServicer):
         worker = self._registry.report(first, time.monotonic())
         try:
             async with asyncio.TaskGroup() as group:
-                telling = group.create_task(self._tell_peers(worker, context))
+                telling = group.create_task(self._tell(worker, context))
                 await self._hear(worker, requests)
                 telling.cancel()
         finally:
@@ -71,14 +71,17 @@ class RegistryService(RegistryServiceServicer):
                 raise InvalidArgumentError("a report stream belongs to one worker", field="worker_id")
             self._registry.report(request, time.monotonic())
 
-    async def _tell_peers(self, worker: Worker, context: ReportContext) -> None:
-        """Sends the whole list first and after each change of it; ends when the worker was dropped."""
-        told: list[object] | None = None
+    async def _tell(self, worker: Worker, context: ReportContext) -> None:
+        """Sends the whole lists first and after each change of them; ends when the worker was dropped."""
+        told: registry_pb2.ReportResponse | None = None
         while self._registry.get(worker.key) is not None:
             version = self._registry.version
-            peers = self._registry.peers_of(worker)
-            if peers != told:
-                await context.write(registry_pb2.ReportResponse(peers=peers))
-                told = list(peers)
+            news = registry_pb2.ReportResponse(
+                peers=self._registry.peers_of(worker),
+                ended_agent_ids=self._registry.ended_writers_for(worker),
+            )
+            if news != told:
+                await context.write(news)
+                told = news
             await self._registry.wait_change(version)
         raise NotFoundError(f"worker {worker.worker_id!r} was dropped", reason="WORKER_NOT_REGISTERED")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from coordinator.background import Background
+from coordinator.ended_workers import EndedWorkers
 from coordinator.inference_service import InferenceService
 from coordinator.prompt import PromptTokenizers
 from coordinator.registry import Registry
@@ -44,6 +45,7 @@ class Coordinator:
         self.config = config
         self.background = Background()
         self.registry = Registry(config.heartbeat_timeout_s)
+        self.ended = EndedWorkers(self.registry)
         self.tokenizers = PromptTokenizers(load, config.tokenizer_threads)
         self.links = WorkerLinks(
             self.registry, self.background, self.coordinator_id, config.max_message_bytes
@@ -111,6 +113,7 @@ async def running_coordinator(
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(coordinator.links.run()),
+                group.create_task(coordinator.ended.run()),
                 group.create_task(coordinator.expire_silent_workers()),
             ]
             try:

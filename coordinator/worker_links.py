@@ -90,10 +90,10 @@ class WorkerLink:
         except SplitserveError as error:
             inbox.put(WorkerFailed(self.worker.key, error))
 
-    async def abort(self, attempt_id: str, never_written: bool) -> None:
+    async def abort(self, attempt_id: str, no_writer: bool) -> None:
         """Calls Abort with a deadline of its own. A failure is logged: the worker's lease ends the rest."""
         request = decode_pb2.AbortRequest(
-            request_id=attempt_id, coordinator_id=self._coordinator_id, never_written=never_written
+            request_id=attempt_id, coordinator_id=self._coordinator_id, no_writer=no_writer
         )
         if self._lost is not None:
             return

@@ -81,7 +81,7 @@ class DecodeService(DecodeServiceServicer):
         now = time.monotonic()
         aborted = await self._worker.engine.call(
             lambda core, receiver: receiver.abort(
-                core, engine_id, request.coordinator_id, request.never_written, now
+                core, engine_id, request.coordinator_id, request.no_writer, now
             )
         )
         return decode_pb2.AbortResponse(aborted=aborted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode_worker.waiting_room import Granted, WaitingReservation, WaitingRoom
@@ -65,13 +65,13 @@ class ReceiveListener(RoleListener):
         self._grant(core, entry.arrived_s)
 
     def abort(
-        self, core: EngineCore, engine_id: str, coordinator_id: str, never_written: bool, now: float
+        self, core: EngineCore, engine_id: str, coordinator_id: str, no_writer: bool, now: float
     ) -> bool:
         """Ends a request in any state at its coordinator's wish; whether it was alive."""
         if self._room.remove(engine_id):
             return True
         alive = engine_id in self._requests
-        self._apply(core, self._table.abort(engine_id, coordinator_id, never_written, now), silent=True)
+        self._apply(core, self._table.abort(engine_id, coordinator_id, no_writer, now), silent=True)
         return alive
 
     def coordinator_lost(self, core: EngineCore, coordinator_id: str, now: float) -> None:
@@ -82,6 +82,11 @@ class ReceiveListener(RoleListener):
         self._room.remove_coordinator(coordinator_id)
         for engine_id in [key for key, r in self._requests.items() if r.coordinator_id == coordinator_id]:
             self._apply(core, self._table.abort(engine_id, coordinator_id, False, now), silent=True)
+
+    def writers_lost(self, agent_ids: Sequence[str], now: float) -> None:
+        """The processes of these prefill workers have ended for certain."""
+        for agent_id in agent_ids:
+            self._table.writer_lost(agent_id, now)
 
     def before_step(self, core: EngineCore, now: float) -> bool:
         """Admits what has arrived, expires what is late, serves waiting reservations.
@@ -154,6 +159,7 @@ class ReceiveListener(RoleListener):
             cached_tokens=blocks.cached_tokens,
             total_bytes=count * self._block_bytes,
             deadline_s=min(ticket_end, request.deadline_s),
+            writer_agent_id=entry.writer_agent_id,
         )
         entry.answer(Granted(ticket, max(0.0, now - entry.arrived_s)))
         return True
@@ -170,7 +176,8 @@ class ReceiveListener(RoleListener):
             log_event("handoff.rejected", agent_id=agent_id, reason=verdict.reason)
 
     def _admit(self, core: EngineCore, verdict: Admit, now: float) -> None:
-        self._requests[verdict.request_id].admitted_s = now
+        request = self._requests[verdict.request_id]
+        request.admitted_s = now
         try:
             output = core.admit(verdict.number, verdict.first_token)
         except SplitserveError as error:
@@ -178,6 +185,8 @@ class ReceiveListener(RoleListener):
             self._table.finished(verdict.request_id)
             self._fail(verdict.request_id, error.reason, error.message)
             return
+        admitted = decode_pb2.SequenceOutput(request_id=request.public_id, admitted=True)
+        self._outputs[request.coordinator_id].append(admitted)
         if output is not None:
             self._on_output(core, output, now)
 
@@ -233,6 +242,7 @@ class ReceiveListener(RoleListener):
         self.waiting_reservations = len(self._room)
         self.live_requests = len(self._requests)
         self.transfers_in_flight = self._table.awaited_writers
+        self.rejected_handoffs = sum(self._table.counters.values())
         if self._outputs:
             outputs, self._outputs = self._outputs, defaultdict(list)
             self._emit(outputs)

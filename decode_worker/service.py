@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import grpc
@@ -38,6 +39,15 @@ class DecodeRole(WorkerRole[ReceiveListener]):
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
         """Decode workers write to nobody."""
+
+    def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
+        """Shortens the quarantine of what these prefill workers held."""
+        now = time.monotonic()
+        self._worker.engine.post(lambda _core, receiver: receiver.writers_lost(agent_ids, now))
+
+    def rejected_handoffs(self) -> int:
+        """See WorkerRole."""
+        return self._worker.listener.rejected_handoffs
 
     def connected_agents(self) -> Sequence[str]:
         """See WorkerRole."""

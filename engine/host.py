@@ -33,13 +33,14 @@ SERVER_GRACE_S = 2.0
 class RoleListener(StepListener, ABC):
     """The part of a worker that lives on the engine thread; see `engine.thread.StepListener`.
 
-    `load`, `transfers_in_flight` and `waiting_reservations` are replaced, never changed in place, so that
+    `load` and the numbers are replaced, never changed in place, so that
     the event loop may read them at any time.
     """
 
     load: EngineLoad = EngineLoad()
     transfers_in_flight: int = 0
     waiting_reservations: int = 0
+    rejected_handoffs: int = 0
     endpoint: TransferEndpoint
 
 
@@ -62,6 +63,14 @@ class WorkerRole(ABC, Generic[L]):
     @abstractmethod
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
         """A coordinator's list of decode pools has changed."""
+
+    @abstractmethod
+    def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
+        """The processes of these prefill workers have ended for certain."""
+
+    @abstractmethod
+    def rejected_handoffs(self) -> int:
+        """Tickets and completions refused since the start."""
 
     @abstractmethod
     def connected_agents(self) -> Sequence[str]:
@@ -118,8 +127,9 @@ class WorkerHost(Generic[L]):
             await self._serve_until(stop, self._registration(address))
         finally:
             self._role.close()
-            await server.stop(SERVER_GRACE_S)
+            # The port closes last: once it refuses connections, nothing of this process writes any more.
             await self.engine.stop()
+            await server.stop(SERVER_GRACE_S)
             log_event("worker.stopped", worker_id=self.config.worker_id)
 
     async def _serve_until(self, stop: asyncio.Event, registration: registry_pb2.RegisterRequest) -> None:
@@ -130,6 +140,7 @@ class WorkerHost(Generic[L]):
                 report=self._report,
                 on_peers=self._on_peers,
                 heartbeat_s=self.config.heartbeat_s,
+                on_ended=self._role.on_ended_writers,
             )
             for address in self.config.coordinators
         ]
@@ -178,6 +189,7 @@ class WorkerHost(Generic[L]):
         load.open_rpcs = self.open_rpcs.count
         load.transfers_in_flight = self.listener.transfers_in_flight
         load.waiting_reservations = self.listener.waiting_reservations
+        load.rejected_handoffs = self._role.rejected_handoffs()
         return registry_pb2.ReportRequest(
             worker_id=self.config.worker_id,
             epoch=self.epoch,

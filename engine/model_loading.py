@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention import ATTENTION_NAME, AttentionContext, bind_layers
 from engine.kv_pool import DTYPES
-from engine.model_probe import AttentionShape, probe_model
+from engine.model_linears import pack_linears
+from engine.model_probe import AttentionShape, probe_logits, probe_model
 from engine.model_support import context_limit, declared_windows, refuse_by_class, refuse_by_config
 from engine.runner import ModelFacts
 from splitserve.errors import NotFoundError, UnsupportedModelError
@@ -65,6 +66,8 @@ def load_model(
     attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), _eos_token_ids(module))
     fingerprint = model_fingerprint(settings, module.state_dict())
+    if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
+        pack_linears(module, lambda: probe_logits(module, context))
     return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)
 
 

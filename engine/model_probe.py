@@ -83,6 +83,17 @@ def probe_model(
     return AttentionShape(len(layers), calls[0][1], calls[0][2])
 
 
+def probe_logits(model: Any, context: AttentionContext) -> torch.Tensor:
+    """Logits `[tokens, vocabulary]` of a few tokens that each see only themselves."""
+    context.backend = _SelfAttention()
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, _TOKENS + 1, device=device).unsqueeze(0)
+    positions = torch.arange(_TOKENS, device=device).unsqueeze(0)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
+    return logits
+
+
 def _window_lost(layers: Sequence[LayerState], settings: Mapping[str, Any]) -> bool:
     """Whether a window is configured for unnamed layers and none of them has passed it on."""
     configured = settings.get("sliding_window") and settings.get("use_sliding_window", True)

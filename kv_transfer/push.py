@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.notification import Completion, Drained, encode
+from kv_transfer.spent_tickets import SpentTickets
 from kv_transfer.ticket import WRITE_GRACE_S, KvTicket
 from kv_transfer.transport import PollResult, TransferEndpoint, Transport
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, TransferError
@@ -87,6 +88,7 @@ class KvPusher:
         self._transport = transport
         self._pushes: dict[str, _Push] = {}
         self._owner: dict[int, _Push] = {}
+        self._spent = SpentTickets()
 
     @property
     def in_flight(self) -> int:
@@ -102,7 +104,8 @@ class KvPusher:
         """Takes a ticket on, at its arrival, so that `abort` can tell its owner from then on.
 
         Raises InvalidArgumentError for a ticket that does not fit the endpoint or a request known
-        already, FailedPreconditionError when the ticket's agent is not the connected peer.
+        already, FailedPreconditionError when the ticket's agent is not the connected peer (UNKNOWN_PEER) or
+        it was used before (TICKET_USED).
         """
         if request_id in self._pushes:
             raise InvalidArgumentError(f"request {request_id} is being pushed already", field="request_id")
@@ -111,6 +114,9 @@ class KvPusher:
             message, field_name = f"decode agent {agent_id} is not connected", "ticket.decode_agent_id"
             raise FailedPreconditionError(message, reason="UNKNOWN_PEER", field=field_name)
         ticket.require_fits(endpoint.pool)
+        if not self._spent.spend(agent_id, ticket.reservation, ticket.deadline_s, now):
+            message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
+            raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
         push = _Push(request_id, ticket, endpoint.pool.layout.block_size_tokens)
         self._pushes[request_id] = push
         self._stop_if_late(push, now)

@@ -4,12 +4,11 @@ Pure: time is an argument, and every method returns what its caller must do to t
 transport. Poll the transport and hand over its notifications before calling `expire`.
 
 What protects a block from a late write. A block leaves quarantine only when its writer has let go
-(completion, drained), or is known to be dead (`writer_lost`), or can no longer write: a writer posts
-nothing after its ticket's deadline and cuts its connection `WRITE_GRACE_S` after it (`KvPusher`), and
-the quarantine lasts twice that beyond the deadline, for the time the ticket travelled. Fencing is an
-extra: the owner of memory cannot stop a peer of the same host from writing to it. So one hole remains:
-a writer that is frozen between reading its clock and the end of one post, and thawed after the
-quarantine. Its window is one post, milliseconds.
+(completion, drained), or its process ended `WRITE_GRACE_S` ago (`writer_lost`), or it can no longer
+write: a writer posts nothing after its ticket's deadline and cuts its connection `WRITE_GRACE_S` after
+it (`KvPusher`), and the quarantine lasts twice that beyond the deadline, for the time the ticket
+travelled. docs/decisions/0005-when-reserved-blocks-come-back.md gives the whole argument, and the one
+hole that remains.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from kv_transfer.reservation_actions import (
 from kv_transfer.ticket import WRITE_GRACE_S
 from splitserve.errors import InvalidArgumentError
 
+_MAX_LOST_WRITERS = 4096
+
 Observer = Callable[[int, HandoffState, HandoffState], None]
 
 
@@ -46,10 +47,12 @@ class _Reservation:
     block_count: int
     total_bytes: int
     deadline_s: float
-    ticket_deadline_s: float
+    writer_end_s: float
+    """From then on nothing of the writer can arrive any more."""
     state: HandoffState = HandoffState.RESERVED
     writer_alive: bool = True
     writer_agent_id: str | None = None
+    writer_lost: bool = False
     quarantine_end_s: float = 0.0
 
     @property
@@ -58,7 +61,7 @@ class _Reservation:
         if self.state is HandoffState.QUARANTINED:
             return self.quarantine_end_s
         if self.state in WAITING:  # a completion may be under way a little longer than the ticket
-            return min(self.deadline_s, self.ticket_deadline_s + 2 * WRITE_GRACE_S)
+            return min(self.deadline_s, self.writer_end_s)
         return self.deadline_s
 
 
@@ -79,6 +82,7 @@ class ReservationTable:
         self._open: dict[int, _Reservation] = {}
         self._live: dict[str, int] = {}
         self._lease_ends: dict[str, float] = {}
+        self._lost_writers: dict[str, float] = {}
         self._next_due_s = float("inf")
 
     def open(
@@ -104,8 +108,9 @@ class ReservationTable:
         self._last_number += 1
         ticket_end = deadline_s if ticket_deadline_s is None else min(ticket_deadline_s, deadline_s)
         size = block_count * block_bytes
+        writer_end = ticket_end + 2 * WRITE_GRACE_S
         entry = _Reservation(
-            self._last_number, request_id, coordinator_id, block_count, size, deadline_s, ticket_end
+            self._last_number, request_id, coordinator_id, block_count, size, deadline_s, writer_end
         )
         self._open[entry.number] = entry
         self._live[request_id] = entry.number
@@ -125,6 +130,8 @@ class ReservationTable:
         entry.writer_agent_id = agent_id
         if entry.state is HandoffState.RESERVED:
             self._to(entry, states.receive)
+        if (lost_s := self._lost_writers.get(agent_id)) is not None:
+            self._lose_writer(entry, lost_s)
 
     def on_notification(self, agent_id: str, message: bytes | Completion | Drained, now: float) -> Verdict:
         """Judges what a peer sent. `now` keeps a completion from being admitted after its deadline."""
@@ -166,15 +173,15 @@ class ReservationTable:
             self._to(entry, states.finish)
             self._forget(entry)
 
-    def abort(self, request_id: str, coordinator_id: str, never_written: bool, now: float) -> list[Action]:
+    def abort(self, request_id: str, coordinator_id: str, no_writer: bool, now: float) -> list[Action]:
         """A coordinator gives its request up. Unknown ids and others' requests are ignored.
 
-        `never_written`: no prefill worker ever got the ticket, so nothing needs quarantine.
+        `no_writer`: nobody can be writing, so nothing needs quarantine; see `AbortRequest` in the protos.
         """
         entry = self._live_entry(request_id)
         if entry is None or entry.coordinator_id != coordinator_id:
             return []
-        entry.writer_alive = entry.writer_alive and not never_written
+        entry.writer_alive = entry.writer_alive and not no_writer
         return [self._abort(entry, "CANCELLED", "aborted by its coordinator", now)]
 
     def coordinator_lost(self, coordinator_id: str, now: float) -> None:
@@ -186,12 +193,20 @@ class ReservationTable:
         """A coordinator's output stream is open again."""
         self._lease_ends.pop(coordinator_id, None)
 
-    def writer_lost(self, agent_id: str, now: float) -> list[Action]:
-        """A writer's process is dead for certain (its connection broke, not: it is silent)."""
-        actions: list[Action] = []
-        for entry in [e for e in self._open.values() if e.writer_alive and e.writer_agent_id == agent_id]:
-            actions += self._writer_done(entry, now).actions
-        return actions
+    def writer_lost(self, agent_id: str, now: float) -> None:
+        """A writer's process has ended for certain (not: it is silent). Idempotent.
+
+        What it had sent before may arrive, and be admitted, for `WRITE_GRACE_S` more; `expire` ends the
+        rest then. Also holds for reservations that are bound to it later.
+        """
+        if agent_id in self._lost_writers:
+            return
+        self._lost_writers[agent_id] = now
+        while len(self._lost_writers) > _MAX_LOST_WRITERS:
+            del self._lost_writers[next(iter(self._lost_writers))]
+        for entry in self._open.values():
+            if entry.writer_alive and entry.writer_agent_id == agent_id:
+                self._lose_writer(entry, now)
 
     def expire(self, now: float) -> list[Action]:
         """Everything whose time is up: requests, leases, quarantines. Cheap when nothing is due."""
@@ -206,10 +221,10 @@ class ReservationTable:
                 message = f"coordinator {entry.coordinator_id} was away for {self._lease_s:g} s"
                 actions.append(self._abort(entry, "LEASE_EXPIRED", message, now))
             elif entry.due_s <= now and entry.state in LIVE:
-                message = "the deadline passed" if entry.state not in WAITING else "no completion in time"
-                actions.append(self._abort(entry, "DEADLINE_EXCEEDED", message, now))
+                actions.append(self._overdue(entry, now))
             elif entry.due_s <= now:
-                actions.append(Fence(entry.number, entry.request_id, entry.writer_agent_id))
+                if not entry.writer_lost:
+                    actions.append(Fence(entry.number, entry.request_id, entry.writer_agent_id))
                 actions += self._writer_done(entry, now).actions
         times = [entry.due_s for entry in self._open.values()] + list(self._lease_ends.values())
         self._next_due_s = min(times, default=float("inf"))
@@ -243,14 +258,30 @@ class ReservationTable:
         number = self._live.get(request_id)
         return None if number is None else self._open[number]
 
+    def _lose_writer(self, entry: _Reservation, lost_s: float) -> None:
+        entry.writer_lost = True
+        entry.writer_end_s = min(entry.writer_end_s, lost_s + WRITE_GRACE_S)
+        if entry.state is HandoffState.QUARANTINED:
+            entry.quarantine_end_s = min(entry.quarantine_end_s, entry.writer_end_s)
+        self._next_due_s = min(self._next_due_s, entry.due_s)
+
+    def _overdue(self, entry: _Reservation, now: float) -> Abort:
+        if entry.state not in WAITING:
+            return self._abort(entry, "DEADLINE_EXCEEDED", "the deadline passed", now)
+        if entry.writer_lost and now < entry.deadline_s:
+            return self._abort(entry, "TRANSFER_FAILED", "the writer's process ended", now)
+        return self._abort(entry, "DEADLINE_EXCEEDED", "no completion in time", now)
+
     def _abort(self, entry: _Reservation, reason: str, message: str, now: float) -> Abort:
-        entry.writer_alive = entry.writer_alive and entry.block_count > 0
+        over = entry.writer_lost and entry.writer_end_s <= now
+        entry.writer_alive = entry.writer_alive and entry.block_count > 0 and not over
         self._to(entry, states.abort)
         del self._live[entry.request_id]
         if entry.writer_alive:
             self._to(entry, states.quarantine)
-            writer_end = entry.ticket_deadline_s + 2 * WRITE_GRACE_S
-            entry.quarantine_end_s = max(now + self._quarantine_s, writer_end)
+            least_s = 0.0 if entry.writer_lost else now + self._quarantine_s
+            entry.quarantine_end_s = max(least_s, entry.writer_end_s)
+            self._next_due_s = min(self._next_due_s, entry.due_s)
         else:
             self._free(entry)
         return Abort(entry.number, entry.request_id, reason, message, entry.writer_alive)

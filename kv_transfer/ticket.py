@@ -32,6 +32,7 @@ class KvTicket:
     cached_tokens: int
     total_bytes: int
     deadline_s: float
+    writer_agent_id: str = ""
 
     def to_proto(self, now: float) -> pb.KvTicket:
         """The wire form with the time left at `now`. Raises DeadlineExceededError when none is."""
@@ -45,6 +46,7 @@ class KvTicket:
             block_indices=self.block_indices,
             cached_tokens=self.cached_tokens,
             total_bytes=self.total_bytes,
+            writer_agent_id=self.writer_agent_id,
         )
         message.time_to_live.FromNanoseconds(max(1, int(left_s * 1e9)))
         return message
@@ -57,6 +59,8 @@ class KvTicket:
         id_length = len(message.decode_agent_id)
         id_bound = f"1 to {MAX_AGENT_ID_LENGTH} characters"
         _require(0 < id_length <= MAX_AGENT_ID_LENGTH, "decode_agent_id", id_bound)
+        writer_length = len(message.writer_agent_id)
+        _require(writer_length <= MAX_AGENT_ID_LENGTH, "writer_agent_id", f"at most {MAX_AGENT_ID_LENGTH} long")
         _require(message.epoch > 0, "epoch", "not 0")
         _require(message.reservation > 0, "reservation", "not 0")
         _require(len(set(message.block_indices)) == count, "block_indices", "distinct")
@@ -72,6 +76,7 @@ class KvTicket:
             cached_tokens=message.cached_tokens,
             total_bytes=size,
             deadline_s=now + left_s,
+            writer_agent_id=message.writer_agent_id,
         )
 
     def require_fits(self, pool: PoolMemory) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ from engine.messages import engine_request, output_delta
 from kv_transfer.ticket import KvTicket
 from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
 from prefill_worker.push_listener import PushListener
+from splitserve.errors import SplitserveError
+from splitserve.logs import log_event
 from splitserve.v1 import prefill_pb2
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer
 
@@ -28,6 +31,8 @@ class PrefillService(PrefillServiceServicer):
         self._worker = worker
         self._numbers = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[PrefillEvent]] = {}
+        self.rejected_tickets = 0
+        """Since the start."""
 
     @property
     def busy(self) -> bool:
@@ -51,10 +56,11 @@ class PrefillService(PrefillServiceServicer):
         prompt = engine_request(
             request, engine_id=engine_id, facts=self._worker.parts.runner.facts, now=now, prefill_only=True
         )
-        ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
         queue = self._queues[engine_id] = asyncio.Queue()
         try:
-            await self._worker.engine.call(lambda core, pushes: pushes.start(core, prompt, ticket, now))
+            with self._counting_refusals():
+                ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
+                await self._worker.engine.call(lambda core, pushes: pushes.start(core, prompt, ticket, now))
             while True:
                 event = await queue.get()
                 response, last = _response(event)
@@ -64,6 +70,16 @@ class PrefillService(PrefillServiceServicer):
         finally:
             del self._queues[engine_id]
             self._worker.engine.post(lambda core, pushes: pushes.abort(core, engine_id))
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except SplitserveError as error:
+            if error.field is not None and error.field.startswith("ticket."):
+                self.rejected_tickets += 1
+                log_event("ticket.rejected", reason=error.reason, error=error.message)
+            raise
 
 
 def _response(event: PrefillEvent) -> tuple[prefill_pb2.PrefillResponse, bool]:

@@ -55,16 +55,12 @@ class PushListener(RoleListener):
     def start(self, core: EngineCore, request: EngineRequest, ticket: KvTicket | None, now: float) -> None:
         """Queues a prompt.
 
-        Raises FailedPreconditionError for a peer that is not connected, and what `EngineCore.add_request`
-        raises; the decode worker is then told that nothing will be written.
+        Raises FailedPreconditionError or InvalidArgumentError naming the field for a ticket that must not be
+        used here, and what `EngineCore.add_request` raises; the decode worker is then told that nothing
+        will be written.
         """
         if ticket is not None:
-            endpoint = self._endpoints.get(ticket.decode_agent_id)
-            if endpoint is None:
-                raise FailedPreconditionError(
-                    f"decode agent {ticket.decode_agent_id} is not connected here", reason="UNKNOWN_PEER"
-                )
-            self._pusher.start(request.request_id, ticket, endpoint, now)
+            self._pusher.start(request.request_id, ticket, self._target(ticket), now)
         try:
             core.add_request(request)
         except SplitserveError:
@@ -121,6 +117,23 @@ class PushListener(RoleListener):
     def close(self) -> None:
         """Ends the transport; called last, on the engine thread."""
         self._transport.close()
+
+    def _target(self, ticket: KvTicket) -> TransferEndpoint:
+        """Where a ticket leads. Raises FailedPreconditionError: not this worker's ticket, or no such peer."""
+        if ticket.writer_agent_id not in ("", self.endpoint.agent_id):
+            raise FailedPreconditionError(
+                f"the ticket is agent {ticket.writer_agent_id}'s",
+                reason="TICKET_FOREIGN",
+                field="ticket.writer_agent_id",
+            )
+        endpoint = self._endpoints.get(ticket.decode_agent_id)
+        if endpoint is None:
+            raise FailedPreconditionError(
+                f"decode agent {ticket.decode_agent_id} is not connected here",
+                reason="UNKNOWN_PEER",
+                field="ticket.decode_agent_id",
+            )
+        return endpoint
 
     def _on_progress(self, progress: ChunkProgress, output: RequestOutput | None, now: float) -> None:
         prefill = self._live.get(progress.request_id)

@@ -54,6 +54,13 @@ class PrefillRole(WorkerRole[PushListener]):
 
         self._worker.engine.post(apply)
 
+    def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
+        """Nobody writes to a prefill worker."""
+
+    def rejected_handoffs(self) -> int:
+        """See WorkerRole."""
+        return self._service.rejected_tickets
+
     def connected_agents(self) -> Sequence[str]:
         """See WorkerRole."""
         return sorted(self._connected)

@@ -19,6 +19,7 @@ LAST_RETRY_S = 2.0
 REGISTER_TIMEOUT_S = 5.0
 
 PeersCallback = Callable[[str, list[kv_transfer_pb2.TransferEndpoint]], None]
+EndedCallback = Callable[[list[str]], None]
 
 
 class RegistryClient:
@@ -26,7 +27,7 @@ class RegistryClient:
 
     `report` builds the next report; it must be cheap, for it runs on the event loop. `on_peers` gets
     (coordinator address, endpoints) whenever the coordinator sends its list, and an empty list when the
-    coordinator is lost.
+    coordinator is lost. `on_ended` gets the agent ids of writers whose processes have ended.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class RegistryClient:
         report: Callable[[], registry_pb2.ReportRequest],
         on_peers: PeersCallback,
         heartbeat_s: float,
+        on_ended: EndedCallback | None = None,
     ) -> None:
         self.coordinator = coordinator
         self._registration = registration
         self._report = report
         self._on_peers = on_peers
+        self._on_ended = on_ended
         self._heartbeat_s = heartbeat_s
         self._poke = asyncio.Event()
         self._registered = False
@@ -86,6 +89,8 @@ class RegistryClient:
                 try:
                     async for response in call:
                         self._on_peers(self.coordinator, list(response.peers))
+                        if self._on_ended and response.ended_agent_ids:
+                            self._on_ended(list(response.ended_agent_ids))
                 finally:
                     call.cancel()
             except grpc.aio.AioRpcError as error:

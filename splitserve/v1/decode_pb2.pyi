@@ -123,23 +123,25 @@ class AbortRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     COORDINATOR_ID_FIELD_NUMBER: _builtins.int
-    NEVER_WRITTEN_FIELD_NUMBER: _builtins.int
+    NO_WRITER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id. Unknown ids are ignored."""
     coordinator_id: _builtins.str
     """Id of the coordinator that made the reservation. Required."""
-    never_written: _builtins.bool
-    """True when no prefill worker ever got the ticket, so that nothing can be writing. Default false."""
+    no_writer: _builtins.bool
+    """True when nothing can be writing any more: no prefill worker ever got the ticket, or it has reported its last
+    write as acknowledged. Default false.
+    """
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         coordinator_id: _builtins.str = ...,
-        never_written: _builtins.bool = ...,
+        no_writer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "never_written", b"never_written", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "no_writer", b"no_writer", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -227,10 +229,13 @@ class SequenceOutput(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     ADMIT_MS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     admit_ms: _builtins.float
     """Time from the completion's arrival to the first decode step, in the first output only. Milliseconds."""
+    admitted: _builtins.bool
+    """True once, when the KV's completion has been accepted; the delta is then empty and says nothing."""
     @_builtins.property
     def delta(self) -> _generation_pb2.OutputDelta:
         """New tokens; the first one a decode worker sends follows the token that prefill sampled."""
@@ -246,10 +251,11 @@ class SequenceOutput(_message.Message):
         delta: _generation_pb2.OutputDelta | None = ...,
         admit_ms: _builtins.float | None = ...,
         failure: Global___Failure | None = ...,
+        admitted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms", "admit_ms", b"admit_ms", "delta", b"delta", "failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms", "admit_ms", b"admit_ms", "delta", b"delta", "failure", b"failure", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms", "admit_ms", b"admit_ms", "admitted", b"admitted", "delta", b"delta", "failure", b"failure", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admit_ms: _TypeAlias = _typing.Literal["admit_ms"]  # noqa: Y015
     _WhichOneofArgType__admit_ms: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms"]  # noqa: Y015

@@ -438,6 +438,8 @@ class WorkerInfo(_message.Message):
     OPEN_RPCS_FIELD_NUMBER: _builtins.int
     TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     WAITING_RESERVATIONS_FIELD_NUMBER: _builtins.int
+    REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     pool: _builtins.str
@@ -447,7 +449,7 @@ class WorkerInfo(_message.Message):
     model: _builtins.str
     """Model name."""
     state: _builtins.str
-    """"ready", "connecting" or "draining"."""
+    """"ready", "connecting", "draining", or "slow-lane": a lane to a decode worker is slower than expected."""
     running_requests: _builtins.int
     """Sequences in running batches."""
     waiting_requests: _builtins.int
@@ -472,6 +474,12 @@ class WorkerInfo(_message.Message):
     """Handoffs whose writes are in flight."""
     waiting_reservations: _builtins.int
     """Reservations waiting for blocks."""
+    rejected_handoffs: _builtins.int
+    """Tickets and completions it has refused since its boot."""
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
+        """Lanes to decode workers (prefill workers only), in order of their ids."""
+
     def __init__(
         self,
         *,
@@ -492,14 +500,58 @@ class WorkerInfo(_message.Message):
         open_rpcs: _builtins.int = ...,
         transfers_in_flight: _builtins.int = ...,
         waiting_reservations: _builtins.int = ...,
+        rejected_handoffs: _builtins.int = ...,
+        lanes: _abc.Iterable[Global___LaneInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "free_blocks", b"free_blocks", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class LaneInfo(_message.Message):
+    """How KV travels from a prefill to a decode worker; see LaneReport."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEER_FIELD_NUMBER: _builtins.int
+    GB_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LATENCY_MS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    peer: _builtins.str
+    """Worker id of the decode worker."""
+    gb_per_second: _builtins.float
+    """GB/s (10^9 bytes) as measured at first contact."""
+    latency_ms: _builtins.float
+    """Write of one block, post to acknowledgement. Milliseconds."""
+    lane: _builtins.str
+    """"tcp", "local", "rdma" or "unknown"."""
+    problem: _builtins.str
+    """Why it is slower than expected. Empty when it is as expected."""
+    refused: _builtins.bool
+    """Whether the pair is not used because of it."""
+    def __init__(
+        self,
+        *,
+        peer: _builtins.str = ...,
+        gb_per_second: _builtins.float = ...,
+        latency_ms: _builtins.float = ...,
+        lane: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        refused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_second", b"gb_per_second", "lane", b"lane", "latency_ms", b"latency_ms", "peer", b"peer", "problem", b"problem", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneInfo: _TypeAlias = LaneInfo  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):

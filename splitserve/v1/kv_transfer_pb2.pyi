@@ -94,6 +94,8 @@ class TransferEndpoint(_message.Message):
     MEMORY_KIND_FIELD_NUMBER: _builtins.int
     DEVICE_INDEX_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    PROBE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """Agent id, a UUID made at boot (36 characters). Required. Never reused."""
     transport: _builtins.str
@@ -110,6 +112,14 @@ class TransferEndpoint(_message.Message):
     """Memory kind: "DRAM" or "VRAM". Required."""
     device_index: _builtins.int
     """Device index of the pool. Default 0 (also for DRAM)."""
+    probe_blocks: _builtins.int
+    """Blocks at the pool's end that no request ever owns: peers may write there to measure the lane. Range 1..num_blocks-1;
+    0 means that there are none and nothing is measured.
+    """
+    host_id: _builtins.str
+    """Equal for all processes of one machine (the kernel's boot id), so that a peer knows what lane to expect. At most
+    64 characters. Empty if unknown.
+    """
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """How the pool is laid out. Required."""
@@ -126,10 +136,12 @@ class TransferEndpoint(_message.Message):
         memory_kind: _builtins.str = ...,
         device_index: _builtins.int = ...,
         layout: Global___KvLayout | None = ...,
+        probe_blocks: _builtins.int = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "host_id", b"host_id", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "probe_blocks", b"probe_blocks", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,6 +160,8 @@ class KvTicket(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
+    WRITER_AGENT_ID_FIELD_NUMBER: _builtins.int
+    VERIFY_ONE_IN_FIELD_NUMBER: _builtins.int
     decode_agent_id: _builtins.str
     """Agent id of the decode worker that owns the blocks. Required. Unknown to the writer: FAILED_PRECONDITION."""
     epoch: _builtins.int
@@ -160,6 +174,10 @@ class KvTicket(_message.Message):
     """
     total_bytes: _builtins.int
     """Bytes that a complete handoff writes: len(block_indices) * block_bytes. Required."""
+    writer_agent_id: _builtins.str
+    """Agent id of the prefill worker that may use it; every other one refuses it. Default: any."""
+    verify_one_in: _builtins.int
+    """The completion must carry checksums of one in so many blocks: 1 for all, 0 for none. Default 0."""
     @_builtins.property
     def block_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Pool indices of the blocks to be written, in sequence order. May be empty (decode has them all cached)."""
@@ -178,10 +196,12 @@ class KvTicket(_message.Message):
         cached_tokens: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
         time_to_live: _duration_pb2.Duration | None = ...,
+        writer_agent_id: _builtins.str = ...,
+        verify_one_in: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_indices", b"block_indices", "cached_tokens", b"cached_tokens", "decode_agent_id", b"decode_agent_id", "epoch", b"epoch", "reservation", b"reservation", "time_to_live", b"time_to_live", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_indices", b"block_indices", "cached_tokens", b"cached_tokens", "decode_agent_id", b"decode_agent_id", "epoch", b"epoch", "reservation", b"reservation", "time_to_live", b"time_to_live", "total_bytes", b"total_bytes", "verify_one_in", b"verify_one_in", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,6 +219,7 @@ class KvCompletion(_message.Message):
     RESERVATION_FIELD_NUMBER: _builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch, copied from the ticket."""
     reservation: _builtins.int
@@ -207,6 +228,12 @@ class KvCompletion(_message.Message):
     """Bytes written under the ticket, all chunks together."""
     first_token_id: _builtins.int
     """First output token, sampled by the prefill worker. Range 0..vocabulary-1."""
+    @_builtins.property
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """XXH3-64 checksums of the blocks that the ticket's verify_one_in chooses, in groups, in sequence order. At most 64.
+        Empty where verify_one_in is 0. Others than the decode worker reads from its own memory: refused and counted.
+        """
+
     def __init__(
         self,
         *,
@@ -214,10 +241,11 @@ class KvCompletion(_message.Message):
         reservation: _builtins.int = ...,
         written_bytes: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
+        checksums: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

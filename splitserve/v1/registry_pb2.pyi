@@ -178,6 +178,7 @@ class ReportRequest(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     CONNECTED_AGENT_IDS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    LANES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id, as registered. Required."""
     epoch: _builtins.int
@@ -192,6 +193,10 @@ class ReportRequest(_message.Message):
     def connected_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Agent ids of peers that KV can be written to now (prefill workers only)."""
 
+    @_builtins.property
+    def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneReport]:
+        """Lanes to peers, as measured at first contact (prefill workers only). At most one a peer."""
+
     def __init__(
         self,
         *,
@@ -200,14 +205,59 @@ class ReportRequest(_message.Message):
         load: Global___WorkerLoad | None = ...,
         connected_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
         draining: _builtins.bool = ...,
+        lanes: _abc.Iterable[Global___LaneReport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class LaneReport(_message.Message):
+    """How KV travels to one peer. Measured once, when the peer's pool was connected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    GB_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LATENCY_MS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """Agent id of the peer. Required."""
+    gb_per_second: _builtins.float
+    """Best of a few writes of growing size. GB/s (10^9 bytes). 0 when no write was acknowledged in time."""
+    latency_ms: _builtins.float
+    """Post to acknowledgement of the smallest write, one block. Milliseconds; 0 if unknown."""
+    lane: _builtins.str
+    """"tcp" (the bytes passed this machine's network interfaces), "local" (they did not, and the peer is on this machine:
+    shared memory, process_vm_writev or CUDA IPC), "rdma" (they did not, and it is on another), "unknown".
+    """
+    problem: _builtins.str
+    """Why the lane is slower than expected, in one line. Empty when it is as expected."""
+    refused: _builtins.bool
+    """Whether the peer counts as not connected because of it."""
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        gb_per_second: _builtins.float = ...,
+        latency_ms: _builtins.float = ...,
+        lane: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        refused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "gb_per_second", b"gb_per_second", "lane", b"lane", "latency_ms", b"latency_ms", "problem", b"problem", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LaneReport: _TypeAlias = LaneReport  # noqa: Y015
 
 @_typing.final
 class WorkerLoad(_message.Message):
@@ -229,6 +279,7 @@ class WorkerLoad(_message.Message):
     OPEN_RPCS_FIELD_NUMBER: _builtins.int
     WAITING_RESERVATIONS_FIELD_NUMBER: _builtins.int
     TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Sequences waiting for their first step."""
     running_requests: _builtins.int
@@ -257,6 +308,8 @@ class WorkerLoad(_message.Message):
     """Reservations waiting for blocks."""
     transfers_in_flight: _builtins.int
     """Handoffs whose writes are in flight."""
+    rejected_handoffs: _builtins.int
+    """Tickets and completions refused since the boot: stale, replayed, foreign, out of range or malformed."""
     def __init__(
         self,
         *,
@@ -274,10 +327,11 @@ class WorkerLoad(_message.Message):
         open_rpcs: _builtins.int = ...,
         waiting_reservations: _builtins.int = ...,
         transfers_in_flight: _builtins.int = ...,
+        rejected_handoffs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,18 +344,26 @@ class ReportResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PEERS_FIELD_NUMBER: _builtins.int
+    ENDED_AGENT_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.TransferEndpoint]:
         """KV pools of the decode workers that a prefill worker should connect to; the whole list each time it changes."""
+
+    @_builtins.property
+    def ended_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Agent ids of prefill workers whose processes have ended for certain, the latest ones (decode workers only).
+        A worker that is merely silent or unreachable is never among them.
+        """
 
     def __init__(
         self,
         *,
         peers: _abc.Iterable[_kv_transfer_pb2.TransferEndpoint] | None = ...,
+        ended_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["peers", b"peers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "peers", b"peers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

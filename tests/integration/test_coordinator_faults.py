@@ -51,7 +51,7 @@ async def test_a_client_that_leaves_ends_the_request_everywhere(phase: str) -> N
         call.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         aborted = await decode.aborts.wait()
-        assert aborted.never_written == (phase == "reserving")
+        assert aborted.no_writer == (phase == "reserving")
         if phase in ("prefilling", "transferring"):
             assert await prefill.given_up.wait() == aborted.request_id
         assert len(prefill.calls.entries) == (0 if phase == "reserving" else 1)
@@ -124,7 +124,7 @@ async def test_a_failed_prefill_is_retried_on_the_other() -> None:
         assert answer.done is not None
         assert answer.done.served_by.attempts == 3
         aborted = await cluster.decodes[0].aborts.wait(2)
-        assert not aborted.never_written
+        assert not aborted.no_writer
 
 
 async def test_a_failed_transfer_after_the_first_token_is_resumed() -> None:

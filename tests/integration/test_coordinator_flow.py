@@ -84,7 +84,7 @@ async def test_an_answer_that_ends_with_its_first_token_frees_the_reservation() 
         assert answer.done.served_by.decode_worker == ""
         aborted = await cluster.decodes[0].aborts.wait()
         assert aborted.request_id == cluster.prefills[0].calls.entries[0].request_id
-        assert not aborted.never_written
+        assert not aborted.no_writer
 
 
 async def test_decode_output_that_comes_first_waits_for_the_first_token() -> None:

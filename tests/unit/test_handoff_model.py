@@ -1,8 +1,8 @@
 """Reservations, writers and a network that drops, doubles and reorders: what must hold in any order.
 
 Writers here obey their one duty, which tests/unit/test_push.py checks of `KvPusher`: they post nothing
-after their ticket's deadline, and what they posted lands within the grace. They may die, fall silent and
-hear of nothing.
+after their ticket's deadline or their end, and what they posted lands within the grace. They may die, fall
+silent and hear of nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Writer:
     number: int
     blocks: list[int]
     posts_until_s: float
-    holding: bool = True
+    ended: bool = False
 
     @property
     def lands_until_s(self) -> float:
@@ -88,7 +88,7 @@ class HandoffModel(RuleBasedStateMachine):
         self.writers.append(Writer(number, blocks, self.now + ttl + travel))
 
     @precondition(lambda self: self.writers)
-    @rule(pick=PICK, how=st.sampled_from(["write", "complete", "drain", "die", "note"]))
+    @rule(pick=PICK, how=st.sampled_from(["write", "complete", "drain", "die", "note", "end"]))
     def writer_acts(self, pick: int, how: str) -> None:
         writer = self.writers[pick % len(self.writers)]
         agent_id = f"p{writer.number}"
@@ -96,7 +96,11 @@ class HandoffModel(RuleBasedStateMachine):
             self.table.note_writer(writer.number, agent_id)
         elif how == "die":
             self.writers.remove(writer)
-        elif how == "drain":
+        elif how == "end":  # the process is gone, and the decode worker is told so
+            writer.ended, writer.posts_until_s = True, min(writer.posts_until_s, self.now)
+            self.table.note_writer(writer.number, agent_id)
+            self.table.writer_lost(agent_id, self.now)
+        elif how == "drain" and not writer.ended:
             self.writers.remove(writer)
             self.network.append((agent_id, encode(Drained(EPOCH, writer.number))))
         elif self.now < writer.lands_until_s:

@@ -138,7 +138,7 @@ def test_a_request_can_come_back_while_its_old_blocks_wait(table: ReservationTab
     assert table.on_notification("p", completion(new), 3.0) == Admit(new, "r", 42)
 
 
-def test_never_written_needs_no_quarantine(table: ReservationTable) -> None:
+def test_no_writer_needs_no_quarantine(table: ReservationTable) -> None:
     book(table)
     (action,) = table.abort("r", "c", True, 1.0)
     assert isinstance(action, Abort)
@@ -206,17 +206,42 @@ def test_quarantine_outlasts_the_ticket_then_fences(
     assert table.on_notification("p", completion(number), end) == Rejected("not_live")
 
 
-def test_a_dead_writer_ends_everything_at_once(table: ReservationTable) -> None:
+def test_a_dead_writers_blocks_come_back_after_the_grace(table: ReservationTable) -> None:
     waiting, aborted = book(table, "a"), book(table, "b")
     other = book(table, "x")
     for number, agent_id in ((waiting, "p"), (aborted, "p"), (other, "q")):
         table.note_writer(number, agent_id)
     table.abort("b", "c", False, 1.0)
-    first, second = table.writer_lost("p", 2.0)
+    table.writer_lost("p", 2.0)
+    table.writer_lost("p", 4.0)
+    assert table.next_deadline() == 2.0 + WRITE_GRACE_S
+    assert table.expire(2.0 + WRITE_GRACE_S - 0.1) == []
+    first, second = table.expire(2.0 + WRITE_GRACE_S)
     assert isinstance(first, Abort)
-    assert (first.request_id, first.writer_alive) == ("a", False)
+    assert (first.request_id, first.reason, first.writer_alive) == ("a", "TRANSFER_FAILED", False)
     assert second == ReleaseWriter(aborted, "b")
     assert table.live_requests == 1
+
+
+def test_what_a_dead_writer_had_completed_is_admitted(table: ReservationTable) -> None:
+    number = book(table)
+    table.note_writer(number, "p")
+    table.writer_lost("p", 2.0)
+    assert table.on_notification("p", completion(number), 3.0) == Admit(number, "r", 42)
+    assert table.expire(2.0 + 2 * WRITE_GRACE_S) == []
+
+
+@pytest.mark.parametrize("first", ["abort", "note"])
+def test_news_of_a_death_may_come_before_everything_else(table: ReservationTable, first: str) -> None:
+    number = book(table)
+    if first == "abort":
+        table.note_writer(number, "p")
+    table.writer_lost("p", 2.0)
+    if first == "note":
+        table.note_writer(number, "p")
+    table.abort("r", "c", False, 3.0)
+    assert table.quarantined_blocks == 3
+    assert table.expire(2.0 + WRITE_GRACE_S) == [ReleaseWriter(number, "r")]
 
 
 def test_lease(table: ReservationTable) -> None:
