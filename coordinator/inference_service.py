@@ -17,7 +17,7 @@ from coordinator.registry import Registry
 from coordinator.request_flow import RETRY_AFTER_S, RequestFlow
 from splitserve import __version__
 from splitserve.errors import ResourceExhaustedError, UnavailableError
-from splitserve.v1 import inference_pb2
+from splitserve.v1 import inference_pb2, registry_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
@@ -128,14 +128,13 @@ def _shutting_down() -> UnavailableError:
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:
-    load = worker.load
-    ready = "ready" if snapshot.is_ready(worker) else "connecting"
+    load, lanes = worker.load, snapshot.lanes_of(worker)
     return inference_pb2.WorkerInfo(
         worker_id=worker.worker_id,
         pool=worker.pool,
         address=worker.address,
         model=worker.model.name,
-        state="draining" if worker.draining else ready,
+        state=_state(worker, snapshot),
         running_requests=load.running_requests,
         waiting_requests=load.waiting_requests,
         total_blocks=load.total_blocks,
@@ -149,4 +148,24 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         transfers_in_flight=load.transfers_in_flight,
         waiting_reservations=load.waiting_reservations,
         rejected_handoffs=load.rejected_handoffs,
+        lanes=[_lane_info(peer, lane) for peer, lane in lanes],
+    )
+
+
+def _state(worker: Worker, snapshot: PoolSnapshot) -> str:
+    if worker.draining:
+        return "draining"
+    if any(lane.problem for _, lane in snapshot.lanes_of(worker)):
+        return "slow-lane"
+    return "ready" if snapshot.is_ready(worker) else "connecting"
+
+
+def _lane_info(peer: Worker, lane: registry_pb2.LaneReport) -> inference_pb2.LaneInfo:
+    return inference_pb2.LaneInfo(
+        peer=peer.worker_id,
+        gb_per_second=lane.gb_per_second,
+        latency_ms=lane.latency_ms,
+        lane=lane.lane,
+        problem=lane.problem,
+        refused=lane.refused,
     )

@@ -42,6 +42,8 @@ class Worker:
     """Decode only: whether its output stream to this coordinator is open."""
     connected_agents: frozenset[str] = frozenset()
     """Prefill only: agent ids of the decode workers it can write to."""
+    lanes: tuple[registry_pb2.LaneReport, ...] = ()
+    """Prefill only: its lanes to decode workers, as measured at first contact."""
     sent_requests: int = 0
     sent_tokens: int = 0
     """What this coordinator sent here since the last report, which cannot know of it yet."""
@@ -78,6 +80,11 @@ class PoolSnapshot:
         if worker.pool == "prefill":
             return any(worker.reaches(peer) for peer in self.accepting(worker.model.name, "decode"))
         return any(peer.reaches(worker) for peer in self.accepting(worker.model.name, "prefill"))
+
+    def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
+        """A prefill worker's lanes to the decode workers that are still registered, in order of their ids."""
+        lanes = {lane.agent_id: lane for lane in worker.lanes}
+        return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
 
     def models(self) -> dict[str, Model]:
         """Models by name, each with the smallest context that any of its workers has."""

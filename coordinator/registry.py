@@ -71,6 +71,7 @@ class Registry:
             load=request.load,
             reported=True,
             connected_agents=frozenset(request.connected_agent_ids),
+            lanes=tuple(request.lanes),
             draining=worker.draining or request.draining,
             sent_requests=0,
             sent_tokens=0,

@@ -9,19 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Never
 
 from coordinator.pools import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.generation_checks import between, check_sampling, check_stop, fail, require
 from splitserve.v1 import generation_pb2, inference_pb2
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 MAX_MESSAGES = 4096
 MAX_PRIORITY = 100
-MAX_LOGIT_BIASES = 1024
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARACTERS = 256
-MAX_STOP_TOKEN_IDS = 64
 MAX_CHARACTERS_PER_TOKEN = 128
 """No prompt averages more; longer texts are refused before time goes into tokenizing them."""
 
@@ -65,15 +61,15 @@ def find_model(name: str, models: Mapping[str, Model]) -> Model:
 def check_request(request: inference_pb2.GenerateRequest, model: Model) -> None:
     """Checks everything that can be checked before the prompt is tokenized."""
     if request.request_id:
-        _require(
+        require(
             REQUEST_ID.match(request.request_id) is not None,
             "request_id",
             "at most 128 characters of [A-Za-z0-9._-]",
         )
-    _between("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    between("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_prompt_form(request, model)
-    _check_sampling(request.sampling, model)
-    _check_stop(request.stop, model)
+    check_sampling(request.sampling, model.vocabulary_size)
+    check_stop(request.stop, model.vocabulary_size, model.context_tokens)
 
 
 def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_s: float | None) -> float:
@@ -81,20 +77,20 @@ def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_
     wanted = limit_s
     if request.HasField("timeout"):
         wanted = request.timeout.seconds + request.timeout.nanos / 1e9
-        _require(0 < wanted <= limit_s, "timeout", f"above 0 and at most {limit_s:g} s")
+        require(0 < wanted <= limit_s, "timeout", f"above 0 and at most {limit_s:g} s")
     return wanted if call_left_s is None else min(wanted, call_left_s)
 
 
 def check_prompt(token_ids: Sequence[int], field: str, model: Model) -> None:
     """Checks a tokenized prompt: not empty, shorter than the context, ids of the vocabulary."""
-    _require(len(token_ids) > 0, field, "at least one token long")
+    require(len(token_ids) > 0, field, "at least one token long")
     room = model.context_tokens
     if len(token_ids) >= room:
         message = f"{field} has {len(token_ids)} tokens; the context of {room} must also hold the answer"
         raise InvalidArgumentError(message, reason="PROMPT_TOO_LONG", field=field)
     highest = max(token_ids)
     if highest >= model.vocabulary_size:
-        _fail(field, f"token ids of 0..{model.vocabulary_size - 1}, not {highest}")
+        fail(field, f"token ids of 0..{model.vocabulary_size - 1}, not {highest}")
 
 
 def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> generation_pb2.SamplingParams:
@@ -122,12 +118,12 @@ def resolved_stop(
     if not stop.HasField("max_tokens"):
         resolved.max_tokens = room
     elif stop.max_tokens > room:
-        _fail(
+        fail(
             "stop.max_tokens",
             f"1..{room}, not {stop.max_tokens}: the context has {model.context_tokens} tokens, "
             f"the prompt {prompt_tokens}",
         )
-    _between("stop.min_tokens", resolved.min_tokens, 0, resolved.max_tokens)
+    between("stop.min_tokens", resolved.min_tokens, 0, resolved.max_tokens)
     return resolved
 
 
@@ -135,17 +131,17 @@ def _check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> 
     form = request.WhichOneof("prompt")
     characters = 0
     if form is None:
-        _fail("prompt", "set: one of text, token_ids, chat")
+        fail("prompt", "set: one of text, token_ids, chat")
     elif form == "text":
-        _require(bool(request.text), "prompt.text", "not empty")
+        require(bool(request.text), "prompt.text", "not empty")
         characters = len(request.text)
     elif form == "token_ids":
         check_prompt(request.token_ids.ids, "prompt.token_ids", model)
     else:
         turns = request.chat.messages
-        _between("prompt.chat.messages (count)", len(turns), 1, MAX_MESSAGES)
+        between("prompt.chat.messages (count)", len(turns), 1, MAX_MESSAGES)
         for position, turn in enumerate(turns):
-            _require(bool(turn.role), f"prompt.chat.messages[{position}].role", "not empty")
+            require(bool(turn.role), f"prompt.chat.messages[{position}].role", "not empty")
         characters = sum(len(turn.content) + len(turn.role) for turn in turns)
     limit = model.context_tokens * MAX_CHARACTERS_PER_TOKEN
     if characters > limit:
@@ -153,55 +149,3 @@ def _check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> 
         raise InvalidArgumentError(
             f"{message} takes at most {limit}", reason="PROMPT_TOO_LONG", field=f"prompt.{form}"
         )
-
-
-def _check_sampling(sampling: generation_pb2.SamplingParams, model: Model) -> None:
-    if sampling.HasField("temperature"):
-        _between("sampling.temperature", sampling.temperature, 0, 100)
-    _between("sampling.top_k", sampling.top_k, 0, 2**31 - 1)
-    if sampling.HasField("top_p"):
-        _above_zero("sampling.top_p", sampling.top_p, 1)
-    _between("sampling.min_p", sampling.min_p, 0, 1)
-    if sampling.HasField("repetition_penalty"):
-        _above_zero("sampling.repetition_penalty", sampling.repetition_penalty, 100)
-    _between("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
-    _between("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
-    _between("sampling.logprobs", sampling.logprobs, 0, 20)
-    _between("sampling.logit_bias (count)", len(sampling.logit_bias), 0, MAX_LOGIT_BIASES)
-    for entry in sampling.logit_bias:
-        _between("sampling.logit_bias.token_id", entry.token_id, 0, model.vocabulary_size - 1)
-        _between("sampling.logit_bias.bias", entry.bias, -100, 100)
-    ids = {entry.token_id for entry in sampling.logit_bias}
-    _require(len(ids) == len(sampling.logit_bias), "sampling.logit_bias", "of distinct token ids")
-
-
-def _check_stop(stop: generation_pb2.StopParams, model: Model) -> None:
-    if stop.HasField("max_tokens"):
-        _between("stop.max_tokens", stop.max_tokens, 1, model.context_tokens)
-    _between("stop.stop_strings (count)", len(stop.stop_strings), 0, MAX_STOP_STRINGS)
-    for position, text in enumerate(stop.stop_strings):
-        name = f"stop.stop_strings[{position}]"
-        _between(f"{name} (characters)", len(text), 1, MAX_STOP_STRING_CHARACTERS)
-    _between("stop.stop_token_ids (count)", len(stop.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
-    for token_id in stop.stop_token_ids:
-        _between("stop.stop_token_ids", token_id, 0, model.vocabulary_size - 1)
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    # Written so that NaN, which compares false with everything, is refused.
-    if not low <= value <= high:
-        _fail(name, f"{low}..{high}, not {f'{value:g}' if isinstance(value, float) else value}")
-
-
-def _above_zero(name: str, value: float, high: float) -> None:
-    if not 0 < value <= high:
-        _fail(name, f"above 0 and at most {high}")
-
-
-def _require(condition: bool, name: str, bound: str) -> None:
-    if not condition:
-        _fail(name, bound)
-
-
-def _fail(name: str, bound: str) -> Never:
-    raise InvalidArgumentError(f"{name} must be {bound}", field=name.split(" ")[0])

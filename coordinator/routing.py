@@ -98,9 +98,21 @@ def missing_pool(snapshot: PoolSnapshot, request: RouteRequest) -> str:
     """One line for people: why no complete pair can serve the request."""
     pools: tuple[PoolName, ...] = ("prefill", "decode") if request.needs_decode else ("prefill",)
     empty = [pool for pool in pools if not snapshot.accepting(request.model, pool)]
+    if not empty and (refused := refused_lanes(snapshot, request.model)):
+        return f"no lane of model {request.model!r} is fast enough (lane_policy: refuse): {refused}"
     if not empty:
         return f"no prefill worker of model {request.model!r} is connected to a decode worker"
     return f"no {' and no '.join(empty)} worker of model {request.model!r} is ready"
+
+
+def refused_lanes(snapshot: PoolSnapshot, model: str) -> str:
+    """The pairs of a model that are not used because of their lanes, and why; empty when there are none."""
+    return "; ".join(
+        f"{worker.worker_id} to {peer.worker_id}: {lane.problem}"
+        for worker in snapshot.accepting(model, "prefill")
+        for peer, lane in snapshot.lanes_of(worker)
+        if lane.refused
+    )
 
 
 def _candidates(snapshot: PoolSnapshot, request: RouteRequest, pool: PoolName) -> list[Worker]:

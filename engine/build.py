@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.core import EngineCore
 from engine.runner import ModelRunner
@@ -11,6 +11,7 @@ from kv_transfer.select import make_transport
 from kv_transfer.transport import TransferEndpoint, Transport
 from splitserve.config import WorkerConfig
 from splitserve.hf_tokenizer import load_tokenizer
+from splitserve.host_facts import host_id
 from splitserve.logs import log_event
 from splitserve.models import resolve_model
 
@@ -47,7 +48,7 @@ def build_engine(config: WorkerConfig) -> EngineParts:
     runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
     tokenizer = load_tokenizer(served.tokenizer_source)
     transport = make_transport(config.transport)
-    endpoint = transport.register_pool(runner.pool_memory)
+    endpoint = replace(transport.register_pool(runner.pool_memory), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
     return EngineParts(runner, core, transport, endpoint, served, config)
 

@@ -6,7 +6,8 @@ import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import grpc
@@ -14,9 +15,10 @@ import psutil
 
 from engine.build import EngineParts, build_engine
 from engine.core import EngineCore
-from engine.messages import worker_load
+from engine.messages import lane_report, worker_load
 from engine.thread import EngineThread, StepListener
 from engine.types import EngineLoad
+from kv_transfer.lanes import JudgedLane
 from kv_transfer.transport import TransferEndpoint
 from splitserve.config import WorkerConfig
 from splitserve.errors import UnavailableError
@@ -41,6 +43,11 @@ class RoleListener(StepListener, ABC):
     transfers_in_flight: int = 0
     waiting_reservations: int = 0
     rejected_handoffs: int = 0
+    lanes: tuple[JudgedLane, ...] = ()
+    handoffs_completed: int = 0
+    handoff_bytes: int = 0
+    handoffs_rejected: Mapping[str, int] = MappingProxyType({})
+    """Handoffs that failed or were refused, by reason."""
     endpoint: TransferEndpoint
 
 
@@ -196,6 +203,7 @@ class WorkerHost(Generic[L]):
             load=load,
             connected_agent_ids=self._role.connected_agents(),
             draining=self.draining,
+            lanes=[lane_report(judged) for judged in self.listener.lanes],
         )
 
     def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from engine.runner import ModelFacts
 from engine.types import EngineLoad, EngineRequest, FinishReason, RequestOutput, SamplingParams, StopParams
+from kv_transfer.lanes import JudgedLane
 from splitserve.errors import InvalidArgumentError
+from splitserve.generation_checks import check_sampling, check_stop
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
 
 FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType] = {
@@ -25,7 +27,7 @@ def engine_request(
     now: float,
     prefill_only: bool,
 ) -> EngineRequest:
-    """Converts what both services receive. The engine itself checks the tokens against its limits.
+    """Checks and converts what both services receive. The engine itself checks the tokens.
 
     `engine_id` is the id inside this engine: clients may repeat theirs, an engine must not. `now` is
     `time.monotonic()`. Raises InvalidArgumentError naming the field.
@@ -39,6 +41,8 @@ def engine_request(
         raise InvalidArgumentError(f"cache_salt must have at most {MAX_SALT_BYTES} bytes", field="cache_salt")
     if not message.stop.HasField("max_tokens") or message.stop.max_tokens < 1:
         raise InvalidArgumentError("stop.max_tokens must be at least 1", field="stop.max_tokens")
+    check_sampling(message.sampling, facts.vocabulary_size)
+    check_stop(message.stop, facts.vocabulary_size, facts.context_tokens)
     return EngineRequest(
         request_id=engine_id,
         token_ids=tuple(message.token_ids),
@@ -111,4 +115,17 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         referenced_blocks=load.referenced_blocks,
         prefill_tokens_per_second=load.prefill_tokens_per_s,
         decode_step_ms=load.decode_step_s * 1e3,
+    )
+
+
+def lane_report(judged: JudgedLane) -> registry_pb2.LaneReport:
+    """A measured lane's part of a report."""
+    lane = judged.lane
+    return registry_pb2.LaneReport(
+        agent_id=lane.agent_id,
+        gb_per_second=lane.gb_per_s,
+        latency_ms=lane.latency_s * 1e3,
+        lane=lane.kind,
+        problem=judged.problem or "",
+        refused=judged.refused,
     )

@@ -72,7 +72,14 @@ class ModelRunner(ABC):
     @property
     @abstractmethod
     def pool_memory(self) -> PoolMemory:
-        """The pool's memory, for registration with a transport; stays put for the runner's life."""
+        """The pool's memory, for registration with a transport; stays put for the runner's life.
+
+        Its probe blocks come behind the `num_blocks` that requests use.
+        """
+
+    @abstractmethod
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of each block in host memory, for checksums; to be used before the next step."""
 
     @abstractmethod
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from engine.runner import ModelFacts, ModelRunner, ScheduledSequence
 from engine.types import SampledToken
+from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport import PoolMemory
 from splitserve.config import EngineConfig
@@ -71,8 +72,11 @@ class SimulatedRunner(ModelRunner):
         if config.num_blocks is None and config.kv_memory_bytes is not None:
             self._num_blocks = max(2, config.kv_memory_bytes // self.layout.block_bytes)
         # An anonymous mapping is page aligned and costs memory only where it is written.
-        memory = mmap.mmap(-1, self._num_blocks * self.layout.block_bytes, flags=_PRIVATE)
-        self.pool: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(self._num_blocks, -1)
+        self._probe_blocks = probe_blocks(self.layout.block_bytes)
+        total = self._num_blocks + self._probe_blocks
+        memory = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
+        blocks = np.frombuffer(memory, dtype=np.uint8).reshape(total, -1)
+        self.pool: NDArray[np.uint8] = blocks[: self._num_blocks]
         """KV bytes, uint8 `[num_blocks, block_bytes]`."""
         self._words = self.pool.view(np.uint64).reshape(self._num_blocks, 2, config.block_size_tokens)
 
@@ -84,7 +88,12 @@ class SimulatedRunner(ModelRunner):
     @property
     def pool_memory(self) -> PoolMemory:
         """See ModelRunner."""
-        return PoolMemory(self.pool.ctypes.data, self._num_blocks, self.layout)
+        total = self._num_blocks + self._probe_blocks
+        return PoolMemory(self.pool.ctypes.data, total, self.layout, probe_blocks=self._probe_blocks)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """See ModelRunner."""
+        return [memoryview(self.pool[block]) for block in block_ids]
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See ModelRunner."""

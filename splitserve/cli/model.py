@@ -44,7 +44,7 @@ def list_models() -> None:
 
 def fetch_with_progress(name: str) -> Path:
     """Fetches with a bar on a terminal, with one line for each step otherwise."""
-    from splitserve.models import fetch_model
+    from splitserve.model_fetch import fetch_model
 
     with _progress(name) as progress:
         return fetch_model(name, progress)

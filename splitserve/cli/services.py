@@ -59,6 +59,7 @@ def coordinator(
     tokenizer_threads: Annotated[
         int | None, typer.Option(help="Threads for templating and tokenizing. Default: 2.")
     ] = None,
+    metrics_port: options.MetricsPort = None,
 ) -> None:
     """Run the coordinator: the front door that routes requests to workers."""
     from splitserve.config import CoordinatorConfig, load_settings
@@ -105,6 +106,17 @@ def _worker_command(
     heartbeat: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Between load reports. Default: 0.5.")
     ] = None,
+    expected_lane: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", help="Least speed of a lane to a decode worker; 0 expects nothing."),
+    ] = None,
+    lane_policy: Annotated[
+        str | None, typer.Option(help="A slower lane: warn (default), or refuse the pair.")
+    ] = None,
+    verify_kv: Annotated[
+        str | None, typer.Option(help="Checksums of arriving KV: off (default), sampled or all.")
+    ] = None,
+    metrics_port: options.MetricsPort = None,
     cpus: Annotated[
         str | None, typer.Option(metavar="CORES", help='Cores to run on, as "0,1" or "0-3".')
     ] = None,

@@ -259,7 +259,7 @@ def test_facts_layout_and_pool(folder: Path) -> None:
     assert runner.facts.eos_token_ids == {EOS}
     memory = runner.pool_memory
     assert memory.layout == runner.layout
-    assert memory.num_blocks == runner.num_blocks == NUM_BLOCKS
+    assert memory.request_blocks == runner.num_blocks == NUM_BLOCKS
     assert memory.memory_kind == "DRAM"
     assert memory.base_address % 4096 == 0
     tensor = runner._pool.tensor

@@ -21,7 +21,6 @@ from splitserve.models import (
     EMBEDDED,
     EmbeddedModel,
     ModelSource,
-    fetch_model,
     localize_model,
     models_dir,
     resolve_model,
@@ -125,7 +124,7 @@ def test_fetching_is_atomic_and_idempotent(
     monkeypatch.setitem(EMBEDDED, "tiny", model)
     seen: list[tuple[str, float]] = []
     for _ in range(2):
-        path = fetch_model("tiny", lambda what, fraction: seen.append((what, fraction)))
+        path = model_fetch.fetch_model("tiny", lambda what, fraction: seen.append((what, fraction)))
         assert path == home / "models" / "tiny"
     assert converted == [b"GGUF" * 1000]
     assert seen[-1] == ("already fetched", 1.0)
@@ -155,7 +154,7 @@ def test_a_failing_download_is_one_line(tmp_path: Path, home: Path) -> None:
 
 def test_only_embedded_models_can_be_fetched() -> None:
     with pytest.raises(NotFoundError, match=SMOLLM2):
-        fetch_model("gpt2", lambda what, fraction: None)
+        model_fetch.fetch_model("gpt2", lambda what, fraction: None)
 
 
 def test_every_family_passes_the_check_of_its_configuration() -> None:

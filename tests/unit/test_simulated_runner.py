@@ -79,7 +79,7 @@ def test_tokens_are_printable_and_the_pool_is_where_it_says() -> None:
     assert memory.base_address % 4096 == 0
     assert runner.pool.shape == (64, runner.layout.block_bytes)
     assert runner.pool.dtype == np.uint8
-    assert memory.num_blocks == runner.num_blocks == 64
+    assert memory.request_blocks == runner.num_blocks == 64
 
 
 def test_a_step_takes_as_long_as_its_formula_says() -> None:

@@ -1,0 +1,188 @@
+"""Measures lanes: a few writes of growing size into blocks of the peer that no request ever owns.
+
+Runs on the transport's thread. A write is posted and then polled for; a turn waits for it no longer than
+`TURN_S`, after which the thread goes on and the write is looked at in later turns. Peers are measured one
+after the other, each once, at first contact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kv_transfer.lanes import Lane, lane_kind
+from kv_transfer.transport import PollResult, PoolMemory, TransferEndpoint, Transport
+from splitserve.errors import SplitserveError
+
+PROBE_BYTES = 4 * 2**20
+MAX_PROBE_BLOCKS = 256
+WRITE_BYTES = (2**18, 2**20, 2**22, 2**24)
+"""Larger writes than the probe blocks hold go over them again and again."""
+MAX_WRITE_BLOCKS = 1024
+"""Posting costs 0.2 us a block; with tiny blocks more of them would measure that."""
+SMALL_WRITES = 4
+"""Of one block; the first of them sets the connection up and does not count."""
+REPEATS = 2
+LONG_ENOUGH_S = 2e-3
+"""A write that took so long is well above the time between two polls; larger ones tell nothing new."""
+TURN_S = 2e-3
+PAUSE_S = 5e-5
+TIMEOUT_S = 3.0
+NETWORK_SHARE = 0.8
+"""A write of which the network interfaces counted this much went through them."""
+
+
+def probe_blocks(block_bytes: int) -> int:
+    """How many blocks a pool should set aside for probes: `PROBE_BYTES`, at least one block."""
+    return max(1, min(MAX_PROBE_BLOCKS, PROBE_BYTES // block_bytes))
+
+
+def write_plan(block_bytes: int) -> list[int]:
+    """Blocks of each write, small ones first."""
+    counts = sorted({max(1, min(MAX_WRITE_BLOCKS, size // block_bytes)) for size in WRITE_BYTES})
+    return [1] * SMALL_WRITES + [count for count in counts for _ in range(REPEATS)]
+
+
+@dataclass(slots=True)
+class _Write:
+    handle: int
+    size: int
+    posted_s: float
+    sent_before: int | None
+
+
+@dataclass(slots=True)
+class _Probe:
+    endpoint: TransferEndpoint
+    plan: deque[int]
+    started_s: float | None = None
+    write: _Write | None = None
+    small_s: list[float] = field(default_factory=list)
+    gb_per_s: float = 0.0
+    largest: int = 0
+    through_network: bool | None = None
+
+
+class LaneProber:
+    """Measures the lanes from the pool `own` on machine `host_id` to its peers.
+
+    `sent_bytes` counts what left through the network interfaces; None where it is not known.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        own: PoolMemory,
+        host_id: str,
+        sent_bytes: Callable[[], int | None],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._transport = transport
+        self._own = own
+        self._host_id = host_id
+        self._sent_bytes = sent_bytes
+        self._clock = clock
+        self._sleep = sleep
+        self._probes: deque[_Probe] = deque()
+        self._lanes: list[Lane] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether a peer is still to be measured."""
+        return bool(self._probes)
+
+    def add(self, endpoint: TransferEndpoint) -> None:
+        """Queues a peer that was just connected."""
+        self.forget(endpoint.agent_id)
+        self._probes.append(_Probe(endpoint, deque(write_plan(self._own.layout.block_bytes))))
+
+    def forget(self, agent_id: str) -> None:
+        """A peer is gone. Unknown ids are ignored."""
+        self._probes = deque(p for p in self._probes if p.endpoint.agent_id != agent_id)
+
+    def poll(self) -> PollResult:
+        """Polls the transport, at least once, and moves the measurement on; returns everything polled."""
+        result = self._transport.poll()
+        if not self._probes:
+            return result
+        turn_end = self._clock() + TURN_S
+        while self._probes:
+            self._advance(self._probes[0], result)
+            if self._clock() >= turn_end:
+                break
+            more = self._transport.poll()
+            result.writes += more.writes
+            result.notifications += more.notifications
+            if not more.writes:
+                self._sleep(PAUSE_S)
+        return result
+
+    def take(self) -> list[Lane]:
+        """The lanes whose measurement has ended since the last call."""
+        lanes, self._lanes = self._lanes, []
+        return lanes
+
+    def _advance(self, probe: _Probe, result: PollResult) -> None:
+        now = self._clock()
+        if probe.started_s is None:
+            probe.started_s = now
+        if probe.write is not None:
+            ended = next((w for w in result.writes if probe.write.handle == w.handle), None)
+            if ended is None and now - probe.started_s < TIMEOUT_S:
+                return
+            if ended is None or ended.error is not None:
+                self._end(probe)
+                return
+            self._note(probe, probe.write, now)
+        if probe.plan and min(self._own.probe_blocks, probe.endpoint.pool.probe_blocks) > 0:
+            self._post(probe)
+        else:
+            self._end(probe)
+
+    def _post(self, probe: _Probe) -> None:
+        count, theirs = probe.plan.popleft(), probe.endpoint.pool
+        ring = min(self._own.probe_blocks, theirs.probe_blocks)
+        offsets = [number % ring for number in range(count)]
+        local = [self._own.request_blocks + offset for offset in offsets]
+        remote = [theirs.request_blocks + offset for offset in offsets]
+        before, posted_s = self._sent_bytes(), self._clock()
+        try:
+            handle = self._transport.write(probe.endpoint.agent_id, local, remote)
+        except SplitserveError:
+            self._end(probe)
+            return
+        probe.write = _Write(handle, count * theirs.layout.block_bytes, posted_s, before)
+
+    def _note(self, probe: _Probe, write: _Write, now: float) -> None:
+        seconds = max(now - write.posted_s, 1e-9)
+        probe.write = None
+        if len(probe.small_s) < SMALL_WRITES:
+            probe.small_s.append(seconds)
+            return
+        probe.largest = max(probe.largest, write.size)
+        probe.gb_per_s = max(probe.gb_per_s, write.size / seconds / 1e9)
+        after = self._sent_bytes()
+        if write.sent_before is not None and after is not None:
+            counted = after - write.sent_before >= NETWORK_SHARE * write.size
+            # Others use the interfaces too: one write that did not show up there proves that none has to.
+            probe.through_network = counted and probe.through_network is not False
+        if seconds >= LONG_ENOUGH_S and len(probe.plan) % REPEATS == 0:
+            probe.plan.clear()
+
+    def _end(self, probe: _Probe) -> None:
+        self._probes.remove(probe)
+        same_host = bool(self._host_id) and self._host_id == probe.endpoint.host_id
+        self._lanes.append(
+            Lane(
+                probe.endpoint.agent_id,
+                lane_kind(through_network=probe.through_network, same_host=same_host),
+                probe.gb_per_s,
+                min(probe.small_s[1:], default=0.0),
+                probe.largest,
+                same_host,
+            )
+        )

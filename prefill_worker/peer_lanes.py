@@ -1,0 +1,95 @@
+"""Which decode pools a prefill worker may write to: connected, measured, and not refused for their lane."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from kv_transfer.lane_probe import LaneProber
+from kv_transfer.lanes import JudgedLane, Lane, lane_problem
+from kv_transfer.transport import PollResult, TransferEndpoint, Transport
+from splitserve.errors import FailedPreconditionError
+from splitserve.host_facts import network_bytes_sent, rdma_devices
+from splitserve.logs import log_event
+
+
+class PeerLanes:
+    """Measures each peer at first contact and judges it. Runs on the engine thread.
+
+    `expected_gb_per_s` and `policy` are `WorkerConfig.expected_lane_gb_per_s` and `lane_policy`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        endpoint: TransferEndpoint,
+        expected_gb_per_s: float | None,
+        policy: Literal["warn", "refuse"],
+    ) -> None:
+        self._transport = transport
+        self._prober = LaneProber(transport, endpoint.pool, endpoint.host_id, network_bytes_sent)
+        self._expected_gb_per_s = expected_gb_per_s
+        self._policy = policy
+        self._has_rdma = bool(rdma_devices())
+        self._judged: dict[str, JudgedLane] = {}
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a peer is still to be measured; the transport must then be polled."""
+        return self._prober.active
+
+    def connected(self, endpoint: TransferEndpoint) -> None:
+        """A peer's pool was connected: its lane will be measured."""
+        self._judged.pop(endpoint.agent_id, None)
+        self._prober.add(endpoint)
+
+    def lost(self, agent_id: str) -> None:
+        """A peer is gone."""
+        self._judged.pop(agent_id, None)
+        self._prober.forget(agent_id)
+
+    def poll(self) -> PollResult:
+        """Polls the transport, and moves the measurements on."""
+        result = self._prober.poll()
+        for lane in self._prober.take():
+            self._judge(lane)
+        return result
+
+    def usable(self) -> frozenset[str]:
+        """Agent ids that can be written to and should be."""
+        good = {agent_id for agent_id, judged in self._judged.items() if not judged.refused}
+        return self._transport.connected() & good
+
+    def lanes(self) -> tuple[JudgedLane, ...]:
+        """All lanes measured so far."""
+        return tuple(self._judged.values())
+
+    def require_not_refused(self, agent_id: str) -> None:
+        """Raises FailedPreconditionError (SLOW_LANE) for a peer whose lane is refused."""
+        judged = self._judged.get(agent_id)
+        if judged is not None and judged.refused:
+            message = f"the lane to decode agent {agent_id} is refused: {judged.problem}"
+            raise FailedPreconditionError(message, reason="SLOW_LANE")
+
+    def _judge(self, lane: Lane) -> None:
+        problem = lane_problem(lane, self._expected_gb_per_s, has_rdma=self._has_rdma)
+        refused = problem is not None and self._policy == "refuse"
+        self._judged[lane.agent_id] = JudgedLane(lane, problem, refused)
+        fields = {
+            "agent_id": lane.agent_id,
+            "lane": lane.kind,
+            "gb_per_s": round(lane.gb_per_s, 3),
+            "latency_ms": round(lane.latency_s * 1e3, 3),
+        }
+        if problem is None:
+            log_event("lane.measured", **fields)
+            return
+        log_event(
+            "lane.slow",
+            level=logging.WARNING,
+            **fields,
+            problem=problem,
+            expected_gb_per_s="auto" if self._expected_gb_per_s is None else self._expected_gb_per_s,
+            refused=refused,
+            advice="splitserve doctor",
+        )
