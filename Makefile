@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 MODEL := smollm2-135m-instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine
+PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine bench
 
 .PHONY: setup model demo test check proto docs clean help
 .DEFAULT_GOAL := help

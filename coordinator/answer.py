@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from coordinator.pools import WorkerKey
 from coordinator.request_validation import Generation
 from splitserve.errors import SplitserveError
-from splitserve.v1 import generation_pb2, inference_pb2
+from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2
 
 
 @dataclass(slots=True)
@@ -28,6 +28,12 @@ class AttemptReport:
     transfer_bytes: int = 0
     cached_prompt_tokens: int = 0
     decode_cached_tokens: int = 0
+
+    def note_local_prefill(self, local: decode_pb2.LocalPrefill) -> None:
+        """The decode worker has computed the prompt itself."""
+        self.queue_ms += local.queue_ms
+        self.prefill_ms = local.compute_ms
+        self.decode_cached_tokens = local.cached_tokens
 
 
 @dataclass(slots=True)

@@ -44,7 +44,12 @@ class Attempt:
     """
 
     def __init__(
-        self, answer: Answer, prefill: WorkerLink, decode: WorkerLink | None, background: Background
+        self,
+        answer: Answer,
+        prefill: WorkerLink,
+        decode: WorkerLink | None,
+        background: Background,
+        local_prefill_tokens: int = 0,
     ) -> None:
         generation = answer.generation
         # Unique among all attempts, for two clients may choose the same request id.
@@ -57,6 +62,7 @@ class Attempt:
         self._prefill, self._decode, self._background = prefill, decode, background
         self._ticket: kv_transfer_pb2.KvTicket | None = None
         self._reserved = False
+        self._local_prefill_tokens, self._is_local = local_prefill_tokens, False
         self._inbox = Inbox()
         self._prefill_task: asyncio.Task[None] | None = None
         self._pending: deque[generation_pb2.OutputDelta] = deque()
@@ -70,7 +76,10 @@ class Attempt:
                 self._attached.enter_context(link.attached(self.attempt_id, self._inbox))
 
     async def reserve(self) -> None:
-        """Sets KV blocks aside on the decode worker, if the answer needs one, and keeps the ticket."""
+        """Sets KV blocks aside on the decode worker, if the answer needs one, and keeps the ticket.
+
+        Without a ticket in its answer the decode worker computes the prompt itself.
+        """
         if self._decode is None:
             return
         self.culprit = self._decode.worker.key
@@ -84,18 +93,30 @@ class Attempt:
             stop=self._generation.stop,
             priority=self._generation.priority,
             writer_agent_id=self._prefill.worker.agent_id,
+            local_prefill_tokens=self._local_prefill_tokens,
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         try:
-            self._ticket = (await self._decode.reserve(request, left_s)).ticket
+            response = await self._decode.reserve(request, left_s)
         except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError):
             self._reserved = False  # refused, so there is nothing to abort
             raise
         self.report.reserve_ms = (time.monotonic() - started_s) * 1e3
-        self.report.decode_cached_tokens = self._ticket.cached_tokens
+        if response.HasField("ticket"):
+            self._ticket = response.ticket
+            self.report.decode_cached_tokens = response.ticket.cached_tokens
+            return
+        self._is_local = self._first_token_seen = self._handoff_seen = True  # all output comes from decode
+        self.report.prefill_worker = ""
 
     def start_prefill(self) -> None:
-        """Starts the Prefill call, with the ticket if there is one."""
+        """Starts the Prefill call, with the ticket if there is one; nothing if decode computes the prompt."""
+        self.report.queue_ms = (time.monotonic() - self._generation.received_s) * 1e3
+        if self._is_local:
+            # The answer to Reserve came while the prompt was being computed already.
+            self.report.queue_ms -= self.report.reserve_ms
+            self.report.reserve_ms = 0.0
+            return
         left_s = self._left_s()
         request = prefill_pb2.PrefillRequest(
             request_id=self.attempt_id,
@@ -107,7 +128,6 @@ class Attempt:
             priority=self._generation.priority,
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
-        self.report.queue_ms = (time.monotonic() - self._generation.received_s) * 1e3
         self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._inbox))
 
     async def next_delta(self) -> generation_pb2.OutputDelta | None:
@@ -191,6 +211,8 @@ class Attempt:
                     self._pending.append(event.delta)
                     if event.HasField("admit_ms"):
                         self.report.decode_admit_ms = event.admit_ms
+                    if event.HasField("local_prefill"):
+                        self.report.note_local_prefill(event.local_prefill)
                 case WorkerFailed():
                     self._note_failure(event)
 

@@ -7,6 +7,7 @@ import re
 from coordinator.pools import Model, PoolName, Worker
 from kv_transfer.layout import DTYPE_BYTES, KvLayout
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -83,10 +84,12 @@ def _checked_model(model: registry_pb2.ServedModel) -> Model:
 def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
     _matches("endpoint.agent_id", endpoint.agent_id, AGENT_ID, "a UUID of 36 characters")
     _require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
-    least = 1 if endpoint.transport == "nixl" else 0
+    least = 0 if endpoint.transport == "memory" else 1
     _between("endpoint.metadata (bytes)", len(endpoint.metadata), least, MAX_METADATA_BYTES)
     _require(endpoint.base_address >= least, "endpoint.base_address", "not 0")
     _between("endpoint.num_blocks", endpoint.num_blocks, 1, 2**31 - 1)
+    _between("endpoint.probe_blocks", endpoint.probe_blocks, 0, endpoint.num_blocks - 1)
+    _between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
     _require(endpoint.memory_kind in MEMORY_KINDS, "endpoint.memory_kind", "DRAM or VRAM")
     layout = endpoint.layout
     _matches("endpoint.layout.model_fingerprint", layout.model_fingerprint, FINGERPRINT, "64 hex digits")

@@ -14,6 +14,7 @@ from typing import TypeVar
 from coordinator.answer import Answer
 from coordinator.attempt import Attempt, is_retryable
 from coordinator.background import Background
+from coordinator.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, local_prefill_tokens
 from coordinator.pools import Model
 from coordinator.prompt import PromptTokenizers
 from coordinator.registry import Registry
@@ -26,7 +27,7 @@ from coordinator.request_validation import (
     resolved_stop,
     timeout_s,
 )
-from coordinator.routing import Pair, Router, RouteRequest, missing_pool
+from coordinator.routing import Pair, Router, RouteRequest, no_pair
 from coordinator.worker_links import WorkerLinks
 from splitserve.config import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
@@ -62,6 +63,7 @@ class RequestFlow:
         self._tokenizers = tokenizers
         self._background = background
         self._turns = itertools.count()
+        self._meter = HandoffMeter()
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, send: Send, call_left_s: float | None = None
@@ -107,6 +109,7 @@ class RequestFlow:
             finally:
                 attempt.close()  # cancels prefill, aborts at decode, whatever has not ended by itself
                 answer.note_attempt(attempt.report)
+                self._meter.record(attempt.report)
         await send(inference_pb2.GenerateResponse(done=answer.done()))
         _log_completed(answer)
 
@@ -147,7 +150,23 @@ class RequestFlow:
             if worker is not None:
                 tokens = len(answer.generation.prompt) + len(answer.token_ids)
                 self._registry.note_sent(worker.key, tokens)
-        return Attempt(answer, prefill, decode, self._background)
+        return Attempt(answer, prefill, decode, self._background, self._local_prefill_tokens(answer, pair))
+
+    def _local_prefill_tokens(self, answer: Answer, pair: Pair) -> int:
+        """How many prompt tokens the decode worker may compute itself; see CoordinatorConfig."""
+        mode = self._config.local_prefill
+        if mode == "never" or pair.decode is None:
+            return 0
+        if mode == "always":
+            return NO_LIMIT
+        now = time.monotonic()
+        self._meter.arrived(now)
+        model = answer.generation.model.name
+        request = RouteRequest(model, len(answer.generation.prompt) + len(answer.token_ids))
+        decodes = len(self._registry.snapshot().accepting(model, "decode"))
+        return local_prefill_tokens(
+            facts_of_pair(pair.prefill, pair.decode, request, self._meter, decodes, now)
+        )
 
     async def _route(self, answer: Answer) -> Pair:
         """A pair for the next attempt, if possible without the workers that have failed this request."""
@@ -165,8 +184,7 @@ class RequestFlow:
             pair = await self._once_true(lambda: self._choose(others), settle_s)
         pair = pair or await self._once_true(lambda: self._choose(wanted), wait_s)
         if pair is None:
-            message = missing_pool(self._registry.snapshot(), wanted)
-            raise UnavailableError(message, reason="NO_WORKER", retry_after_s=RETRY_AFTER_S)
+            raise no_pair(self._registry.snapshot(), wanted, RETRY_AFTER_S)
         return pair
 
     def _choose(self, request: RouteRequest) -> Pair | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.pools import PoolName, PoolSnapshot, Worker, WorkerKey
+from splitserve.errors import UnavailableError
 
 DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
 """Assumed until any worker of the pool has measured its own."""
@@ -94,15 +95,19 @@ def decode_wait_s(worker: Worker, request: RouteRequest, default_step_s: float) 
     return wait_s + step_s * (1 + queued / worker.max_running_requests)
 
 
-def missing_pool(snapshot: PoolSnapshot, request: RouteRequest) -> str:
-    """One line for people: why no complete pair can serve the request."""
+def no_pair(snapshot: PoolSnapshot, request: RouteRequest, retry_after_s: float) -> UnavailableError:
+    """Why no complete pair can serve the request: SLOW_LANE, the lane named, or NO_WORKER."""
     pools: tuple[PoolName, ...] = ("prefill", "decode") if request.needs_decode else ("prefill",)
     empty = [pool for pool in pools if not snapshot.accepting(request.model, pool)]
-    if not empty and (refused := refused_lanes(snapshot, request.model)):
-        return f"no lane of model {request.model!r} is fast enough (lane_policy: refuse): {refused}"
-    if not empty:
-        return f"no prefill worker of model {request.model!r} is connected to a decode worker"
-    return f"no {' and no '.join(empty)} worker of model {request.model!r} is ready"
+    reason = "NO_WORKER"
+    if empty:
+        message = f"no {' and no '.join(empty)} worker of model {request.model!r} is ready"
+    elif refused := refused_lanes(snapshot, request.model):
+        reason = "SLOW_LANE"
+        message = f"model {request.model!r}: a lane is too slow (lane_policy: refuse): {refused}"
+    else:
+        message = f"no prefill worker of model {request.model!r} is connected to a decode worker"
+    return UnavailableError(message, reason=reason, retry_after_s=retry_after_s)
 
 
 def refused_lanes(snapshot: PoolSnapshot, model: str) -> str:

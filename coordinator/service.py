@@ -8,7 +8,10 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
+from prometheus_client.core import Metric
+
 from coordinator.background import Background
+from coordinator.coordinator_metrics import coordinator_metrics
 from coordinator.ended_workers import EndedWorkers
 from coordinator.inference_service import InferenceService
 from coordinator.prompt import PromptTokenizers
@@ -20,6 +23,7 @@ from coordinator.worker_links import WorkerLinks
 from splitserve.config import CoordinatorConfig
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.logs import log_event
+from splitserve.metrics import serving_metrics
 from splitserve.rpc import RpcServer, make_server
 from splitserve.stop_signal import stop_signal
 from splitserve.tokenizer import Tokenizer
@@ -72,6 +76,10 @@ class Coordinator:
             await asyncio.sleep(self.config.heartbeat_timeout_s / 4)
             self.registry.expire(time.monotonic())
 
+    def metrics(self) -> list[Metric]:
+        """What the Prometheus endpoint shows, at this moment."""
+        return coordinator_metrics(self.registry.snapshot(), self.inference.running)
+
     async def drain(self) -> None:
         """Refuses new generations and waits up to `drain_s` for the running ones.
 
@@ -108,6 +116,13 @@ async def running_coordinator(
     Raises UnavailableError when the port is taken.
     """
     coordinator = Coordinator(config, load, router)
+    with serving_metrics(coordinator.metrics, config.host, config.metrics_port):
+        async with _serving(coordinator, config):
+            yield coordinator
+
+
+@asynccontextmanager
+async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> AsyncIterator[None]:
     try:
         coordinator.port = await coordinator.server.start(config.host, config.grpc_port, SERVICES)
         async with asyncio.TaskGroup() as group:
@@ -117,7 +132,7 @@ async def running_coordinator(
                 group.create_task(coordinator.expire_silent_workers()),
             ]
             try:
-                yield coordinator
+                yield
             finally:
                 await coordinator.close()
                 for task in tasks:

@@ -60,7 +60,12 @@ class DecodeService(DecodeServiceServicer):
         )
         answer: asyncio.Future[Granted] = self._loop.create_future()
         entry = WaitingReservation(
-            prompt, request.coordinator_id, request.writer_agent_id, now, self._answering(answer)
+            prompt,
+            request.coordinator_id,
+            request.writer_agent_id,
+            now,
+            self._answering(answer),
+            local_prefill_tokens=request.local_prefill_tokens,
         )
         self._reserving += 1
         granted = None
@@ -72,7 +77,7 @@ class DecodeService(DecodeServiceServicer):
             if granted is None:
                 # Cancelled or failed: the caller has no ticket, so nobody can write.
                 self._abort_later(engine_id, request.coordinator_id)
-        ticket = granted.ticket.to_proto(time.monotonic())
+        ticket = granted.ticket.to_proto(time.monotonic()) if granted.ticket is not None else None
         return decode_pb2.ReserveResponse(ticket=ticket, wait_ms=granted.wait_s * 1e3)
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from engine.types import FinishReason, RequestOutput, StepResult
 from kv_transfer.reservation_actions import Abort, Action, Admit, Fence, ReleaseWriter, WriterDone
 from kv_transfer.reservations import ReservationTable
 from kv_transfer.ticket import KvTicket
+from kv_transfer.verify import ONE_IN, HandoffVerifier
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event
 from splitserve.v1 import decode_pb2
@@ -31,6 +34,17 @@ class _Request:
     public_id: str
     admitted_s: float | None = None
     admit_ms: float | None = None
+    local: _LocalPrefill | None = None
+
+
+@dataclass(slots=True)
+class _LocalPrefill:
+    """A prompt that is computed here. Times in seconds."""
+
+    arrived_s: float
+    cached_tokens: int
+    began_s: float = 0.0
+    reported: bool = False
 
 
 class ReceiveListener(RoleListener):
@@ -46,7 +60,13 @@ class ReceiveListener(RoleListener):
         self._transport = parts.transport
         self._block_bytes = parts.endpoint.pool.layout.block_bytes
         self._ticket_s = config.ticket_s
-        self._table = ReservationTable(epoch, lease_s=config.lease_s, quarantine_s=config.quarantine_s)
+        self._verifier = HandoffVerifier(epoch, ONE_IN[config.verify_kv], parts.runner.read_blocks)
+        self._table = ReservationTable(
+            epoch,
+            lease_s=config.lease_s,
+            quarantine_s=config.quarantine_s,
+            content_matches=self._verifier.matches,
+        )
         engine = config.engine
         self._room = WaitingRoom(max_waiting=engine.max_waiting_requests, max_bypasses=engine.max_bypasses)
         self._room_tried_at: tuple[int, int] | None = None
@@ -71,6 +91,9 @@ class ReceiveListener(RoleListener):
         if self._room.remove(engine_id):
             return True
         alive = engine_id in self._requests
+        if alive and self._requests[engine_id].local is not None:
+            del self._requests[engine_id]
+            return core.abort(engine_id)
         self._apply(core, self._table.abort(engine_id, coordinator_id, no_writer, now), silent=True)
         return alive
 
@@ -81,7 +104,7 @@ class ReceiveListener(RoleListener):
         """
         self._room.remove_coordinator(coordinator_id)
         for engine_id in [key for key, r in self._requests.items() if r.coordinator_id == coordinator_id]:
-            self._apply(core, self._table.abort(engine_id, coordinator_id, False, now), silent=True)
+            self.abort(core, engine_id, coordinator_id, False, now)
 
     def writers_lost(self, agent_ids: Sequence[str], now: float) -> None:
         """The processes of these prefill workers have ended for certain."""
@@ -99,13 +122,17 @@ class ReceiveListener(RoleListener):
         self._room.expire(now)
         self._grant(core, now)
         self._publish(core)
-        return self.transfers_in_flight > 0 or len(self._room) > 0
+        return self.transfers_in_flight > 0 or len(self._room) > 0 or self._transport.needs_poll
 
     def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
         """Turns a step's outputs into messages for their coordinators."""
         for engine_id in result.started:
-            if (request := self._requests.get(engine_id)) and request.admitted_s is not None:
-                began_s = now - result.duration_s
+            request, began_s = self._requests.get(engine_id), now - result.duration_s
+            if request is None:
+                continue
+            if request.local is not None:
+                request.local.began_s = began_s
+            elif request.admitted_s is not None:
                 request.admit_ms = max(0.0, began_s - request.admitted_s) * 1e3
                 self._table.started(engine_id)
         for output in result.outputs:
@@ -128,6 +155,8 @@ class ReceiveListener(RoleListener):
     def _try_reserve(self, core: EngineCore, entry: WaitingReservation, now: float) -> bool:
         request = entry.request
         try:
+            if self._try_compute(core, entry, now):
+                return True
             number = self._table.next_number
             blocks = core.reserve(request, number)
             if blocks is None:
@@ -160,8 +189,27 @@ class ReceiveListener(RoleListener):
             total_bytes=count * self._block_bytes,
             deadline_s=min(ticket_end, request.deadline_s),
             writer_agent_id=entry.writer_agent_id,
+            verify_one_in=self._verifier.one_in,
         )
+        self._verifier.expect(number, blocks.block_ids)
         entry.answer(Granted(ticket, max(0.0, now - entry.arrived_s)))
+        return True
+
+    def _try_compute(self, core: EngineCore, entry: WaitingReservation, now: float) -> bool:
+        """Takes a prompt as an ordinary request if little enough of it is missing in the prefix cache."""
+        request = entry.request
+        if not entry.local_prefill_tokens:
+            return False
+        cached = core.cached_tokens(request)
+        if len(request.token_ids) - cached > entry.local_prefill_tokens:
+            return False
+        core.add_request(request)
+        self._requests[request.request_id] = _Request(
+            entry.coordinator_id,
+            request.request_id.partition("/")[2],
+            local=_LocalPrefill(entry.arrived_s, cached),
+        )
+        entry.answer(Granted(None, max(0.0, now - entry.arrived_s)))
         return True
 
     def _on_notification(self, core: EngineCore, agent_id: str, message: bytes, now: float) -> None:
@@ -174,6 +222,7 @@ class ReceiveListener(RoleListener):
             self._apply(core, verdict.actions, silent=False)
         else:
             log_event("handoff.rejected", agent_id=agent_id, reason=verdict.reason)
+            self._apply(core, verdict.actions, silent=False)
 
     def _admit(self, core: EngineCore, verdict: Admit, now: float) -> None:
         request = self._requests[verdict.request_id]
@@ -185,6 +234,13 @@ class ReceiveListener(RoleListener):
             self._table.finished(verdict.request_id)
             self._fail(verdict.request_id, error.reason, error.message)
             return
+        self.handoffs_completed += 1
+        log_event(
+            "handoff.admitted",
+            level=logging.DEBUG,
+            request_id=request.public_id,
+            admitted_s=time.monotonic(),
+        )
         admitted = decode_pb2.SequenceOutput(request_id=request.public_id, admitted=True)
         self._outputs[request.coordinator_id].append(admitted)
         if output is not None:
@@ -194,6 +250,7 @@ class ReceiveListener(RoleListener):
         for action in actions:
             match action:
                 case Abort():
+                    self._verifier.forget(action.number)
                     core.abort(action.request_id)
                     if not action.writer_alive:
                         core.release_writer(action.number)
@@ -212,7 +269,7 @@ class ReceiveListener(RoleListener):
         request = self._requests.get(output.request_id)
         if request is None:
             return
-        if output.failure is not None and request.admitted_s is None:
+        if output.failure is not None and request.admitted_s is None and request.local is None:
             # The engine gave up what was only reserved: the writer may still be writing.
             aborted = self._table.abort(output.request_id, request.coordinator_id, False, now)
             self._apply(core, aborted, silent=True)
@@ -222,6 +279,11 @@ class ReceiveListener(RoleListener):
         message = decode_pb2.SequenceOutput(request_id=request.public_id, delta=output_delta(output))
         if request.admit_ms is not None:
             message.admit_ms, request.admit_ms = request.admit_ms, None
+        if (local := request.local) is not None and not local.reported:
+            local.reported = True
+            message.local_prefill.cached_tokens = local.cached_tokens
+            message.local_prefill.queue_ms = max(0.0, local.began_s - local.arrived_s) * 1e3
+            message.local_prefill.compute_ms = (now - local.began_s) * 1e3
         if output.failure is not None:
             message.failure.reason, message.failure.message = output.failure
         self._outputs[request.coordinator_id].append(message)
@@ -242,7 +304,9 @@ class ReceiveListener(RoleListener):
         self.waiting_reservations = len(self._room)
         self.live_requests = len(self._requests)
         self.transfers_in_flight = self._table.awaited_writers
-        self.rejected_handoffs = sum(self._table.counters.values())
+        rejected = sum(self._table.counters.values())
+        if rejected != self.rejected_handoffs:
+            self.rejected_handoffs, self.handoffs_rejected = rejected, dict(self._table.counters)
         if self._outputs:
             outputs, self._outputs = self._outputs, defaultdict(list)
             self._emit(outputs)

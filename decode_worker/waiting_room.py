@@ -15,9 +15,9 @@ MAX_LOOKS = 8
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A reservation's ticket and how long it waited, in seconds."""
+    """A reservation's ticket, None for a prompt that is computed here, and how long it waited, in seconds."""
 
-    ticket: KvTicket
+    ticket: KvTicket | None
     wait_s: float
 
 
@@ -34,6 +34,8 @@ class WaitingReservation:
     arrived_s: float
     answer: Answer
     bypassed: int = 0
+    local_prefill_tokens: int = 0
+    """The prompt is computed here when at most so many of its tokens are not cached."""
 
 
 class WaitingRoom:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig, WorkerConfig
+from splitserve.fault_plan import FaultPlan, Trigger
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -35,6 +36,8 @@ SECTIONS: list[tuple[str, type[BaseModel]]] = [
     ("Coordinator", CoordinatorConfig),
     ("Worker", WorkerConfig),
     ("Engine (section `engine`)", EngineConfig),
+    ("Faults (section `faults` of a worker, for tests only)", FaultPlan),
+    ("Trigger (a nested mapping in `faults`)", Trigger),
 ]
 
 

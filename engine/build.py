@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 from engine.core import EngineCore
 from engine.runner import ModelRunner
 from engine.simulated_runner import SimulatedRunner
+from kv_transfer.faulty_transport import FaultyTransport
 from kv_transfer.select import make_transport
 from kv_transfer.transport import TransferEndpoint, Transport
 from splitserve.config import WorkerConfig
@@ -47,10 +49,19 @@ def build_engine(config: WorkerConfig) -> EngineParts:
     """
     runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
     tokenizer = load_tokenizer(served.tokenizer_source)
-    transport = make_transport(config.transport)
+    transport = _transport(config)
     endpoint = replace(transport.register_pool(runner.pool_memory), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
     return EngineParts(runner, core, transport, endpoint, served, config)
+
+
+def _transport(config: WorkerConfig) -> Transport:
+    transport = make_transport(config.transport)
+    if config.faults is None:
+        return transport
+    planned = config.faults.model_dump(exclude_defaults=True)
+    log_event("worker.faults_on", level=logging.WARNING, worker_id=config.worker_id, planned=planned)
+    return FaultyTransport(transport, config.faults)
 
 
 def _simulated(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:

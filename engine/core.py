@@ -144,6 +144,11 @@ class EngineCore:
         self._scheduler.num_reserved += 1
         return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
 
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """Leading tokens of a request that need not be computed here, as the prefix cache stands now."""
+        wanted = len(request.token_ids) - 1
+        return len(self._kv.computed_prefix(Sequence(request, 0), wanted)) * self._kv.block_size
+
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
         """The KV of a reservation is there: the sequence decodes on from its first output token.
 

@@ -12,17 +12,21 @@ from typing import Generic, TypeVar
 
 import grpc
 import psutil
+from prometheus_client.core import Metric
 
 from engine.build import EngineParts, build_engine
 from engine.core import EngineCore
 from engine.messages import lane_report, worker_load
 from engine.thread import EngineThread, StepListener
 from engine.types import EngineLoad
+from engine.worker_metrics import worker_metrics
 from kv_transfer.lanes import JudgedLane
+from kv_transfer.select import idle_poll_s
 from kv_transfer.transport import TransferEndpoint
 from splitserve.config import WorkerConfig
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
+from splitserve.metrics import serving_metrics
 from splitserve.registry_client import RegistryClient
 from splitserve.rpc import OpenRpcs, make_server
 from splitserve.stop_signal import stop_signal
@@ -100,7 +104,9 @@ class WorkerHost(Generic[L]):
         self.epoch = secrets.randbits(63) + 1
         self.open_rpcs = OpenRpcs()
         self.draining = False
-        self.engine: EngineThread[L] = EngineThread(self._build, name=f"engine-{config.worker_id}")
+        self.engine: EngineThread[L] = EngineThread(
+            self._build, name=f"engine-{config.worker_id}", idle_poll_s=idle_poll_s(config.transport)
+        )
         self._role = role
         self._registries: list[RegistryClient] = []
         self._process = psutil.Process()
@@ -131,7 +137,8 @@ class WorkerHost(Generic[L]):
         log_event("worker.ready", worker_id=self.config.worker_id, port=port, model=self.parts.served.name)
         address = self.config.advertise_address or f"{self.config.host}:{port}"
         try:
-            await self._serve_until(stop, self._registration(address))
+            with serving_metrics(self._metrics, self.config.host, self.config.metrics_port):
+                await self._serve_until(stop, self._registration(address))
         finally:
             self._role.close()
             # The port closes last: once it refuses connections, nothing of this process writes any more.
@@ -204,6 +211,16 @@ class WorkerHost(Generic[L]):
             connected_agent_ids=self._role.connected_agents(),
             draining=self.draining,
             lanes=[lane_report(judged) for judged in self.listener.lanes],
+        )
+
+    def _metrics(self) -> list[Metric]:
+        listener = self.listener
+        return worker_metrics(
+            listener.load,
+            listener.lanes,
+            listener.handoffs_completed,
+            listener.handoff_bytes,
+            listener.handoffs_rejected,
         )
 
     def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:

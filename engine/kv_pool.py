@@ -17,9 +17,10 @@ from splitserve.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_CPU_BYTES = 1 << 30
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14; the mmap module has no name for it."""
 CUDA_FREE_SHARE = 0.8
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14; the mmap module has no name for it, and for the other on Linux only."""
 
 
 class KvPool:
@@ -49,6 +50,8 @@ class KvPool:
         else:
             _refuse_expandable_segments()
             memory = torch.zeros(shape, dtype=dtype, device=device)
+        # Untouched pages would all be read from one page of zeros, faster than memory is.
+        memory[num_blocks:].fill_(1)
         self.tensor = memory[:num_blocks]
         self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
 
@@ -105,7 +108,7 @@ def _host_pages(size: int) -> mmap.mmap:
     virtual machine), and pinning small pages costs more than copying them (3.6 against 12 GB/s).
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
         with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
             pages.madvise(advice)
     return pages

@@ -76,6 +76,8 @@ class SimulatedRunner(ModelRunner):
         total = self._num_blocks + self._probe_blocks
         memory = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
         blocks = np.frombuffer(memory, dtype=np.uint8).reshape(total, -1)
+        # Untouched pages would all be read from one page of zeros, faster than memory is.
+        blocks[self._num_blocks :] = 1
         self.pool: NDArray[np.uint8] = blocks[: self._num_blocks]
         """KV bytes, uint8 `[num_blocks, block_bytes]`."""
         self._words = self.pool.view(np.uint64).reshape(self._num_blocks, 2, config.block_size_tokens)

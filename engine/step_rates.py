@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 _DECAY = 0.9
+_OUTLIER = 2.0
+"""A step counts as at most so many times as slow as expected. A process that was stopped for a minute in the
+middle of a step would otherwise look slow until it gets work again, and so get none."""
 _MIN_RETRY_S = 0.1
 _MAX_RETRY_S = 60.0
 
@@ -20,10 +23,13 @@ class StepRates:
         if duration_s <= 0:
             return
         if prefill_tokens:
+            if rate := self.prefill_tokens_per_s:
+                duration_s = min(duration_s, _OUTLIER * prefill_tokens / rate)
             # Tokens and seconds decay apart, so that a short chunk weighs little.
             self._prefill_tokens = self._prefill_tokens * _DECAY + prefill_tokens
             self._prefill_s = self._prefill_s * _DECAY + duration_s
         elif self._decode_step_s:
+            duration_s = min(duration_s, _OUTLIER * self._decode_step_s)
             self._decode_step_s += (duration_s - self._decode_step_s) * (1 - _DECAY)
         else:
             self._decode_step_s = duration_s

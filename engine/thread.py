@@ -68,16 +68,22 @@ class EngineThread(Generic[L]):
 
     `factory` builds core and listener on that thread, because torch and NIXL objects belong to the thread
     that made them. Between two steps all queued calls are run. Idle, the thread sleeps until a call
-    comes, a deadline passes, or, while the listener wants polling, `poll_interval_s` is over.
+    comes, a deadline passes, or `idle_poll_s` is over; while the listener wants polling, `poll_interval_s`.
     """
 
     def __init__(
-        self, factory: Callable[[], tuple[EngineCore, L]], *, name: str, poll_interval_s: float = 0.0005
+        self,
+        factory: Callable[[], tuple[EngineCore, L]],
+        *,
+        name: str,
+        poll_interval_s: float = 0.0002,
+        idle_poll_s: float = _MAX_SLEEP_S,
     ) -> None:
         self.died: asyncio.Future[None]
         """Made by `start`. Fails with the exception that ended the loop; has a result after `stop`."""
         self._factory = factory
         self._poll_interval_s = poll_interval_s
+        self._idle_poll_s = idle_poll_s
         self._calls: queue.SimpleQueue[_Call[L, Any]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._lock = threading.Lock()
@@ -162,7 +168,7 @@ class EngineThread(Generic[L]):
                 self._sleep(core, listener, polling=polling)
 
     def _sleep(self, core: EngineCore, listener: L, *, polling: bool) -> None:
-        timeout = min(core.next_deadline() - time.monotonic(), _MAX_SLEEP_S)
+        timeout = min(core.next_deadline() - time.monotonic(), self._idle_poll_s)
         if polling:
             timeout = min(timeout, self._poll_interval_s)
         if timeout <= 0:

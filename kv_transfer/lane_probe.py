@@ -25,7 +25,7 @@ MAX_WRITE_BLOCKS = 1024
 SMALL_WRITES = 4
 """Of one block; the first of them sets the connection up and does not count."""
 REPEATS = 2
-LONG_ENOUGH_S = 2e-3
+LONG_ENOUGH_S = 1e-2
 """A write that took so long is well above the time between two polls; larger ones tell nothing new."""
 TURN_S = 2e-3
 PAUSE_S = 5e-5
@@ -60,8 +60,8 @@ class _Probe:
     started_s: float | None = None
     write: _Write | None = None
     small_s: list[float] = field(default_factory=list)
-    gb_per_s: float = 0.0
-    largest: int = 0
+    gb_per_s: dict[int, float] = field(default_factory=dict)
+    """Best speed of each size of write."""
     through_network: bool | None = None
 
 
@@ -163,8 +163,8 @@ class LaneProber:
         if len(probe.small_s) < SMALL_WRITES:
             probe.small_s.append(seconds)
             return
-        probe.largest = max(probe.largest, write.size)
-        probe.gb_per_s = max(probe.gb_per_s, write.size / seconds / 1e9)
+        speed = write.size / seconds / 1e9
+        probe.gb_per_s[write.size] = max(probe.gb_per_s.get(write.size, 0.0), speed)
         after = self._sent_bytes()
         if write.sent_before is not None and after is not None:
             counted = after - write.sent_before >= NETWORK_SHARE * write.size
@@ -175,14 +175,16 @@ class LaneProber:
 
     def _end(self, probe: _Probe) -> None:
         self._probes.remove(probe)
+        # Small writes stay in the caches; of the largest size alone, one hiccup would decide.
+        largest = sorted(probe.gb_per_s)[-2:]
         same_host = bool(self._host_id) and self._host_id == probe.endpoint.host_id
         self._lanes.append(
             Lane(
                 probe.endpoint.agent_id,
                 lane_kind(through_network=probe.through_network, same_host=same_host),
-                probe.gb_per_s,
+                max((probe.gb_per_s[size] for size in largest), default=0.0),
                 min(probe.small_s[1:], default=0.0),
-                probe.largest,
+                max(largest, default=0),
                 same_host,
             )
         )

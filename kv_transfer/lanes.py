@@ -9,7 +9,8 @@ LaneKind = Literal["tcp", "local", "rdma", "unknown"]
 
 LEAST_DIRECT_GB_PER_S = 0.5
 """Least speed of a lane that need not be TCP. Between two processes that share two cores, process_vm_writev gave
-4.6-6.4 GB/s and TCP on loopback 1.6-3.9 GB/s: speed alone does not tell them apart, so the kind is judged too."""
+4.6-30 GB/s, as the caches went, and TCP on loopback 1.6-6 GB/s: speed alone does not tell them apart, so the
+kind is judged too."""
 JUDGED_BYTES = 2**20
 """Smaller probe writes say more about latency than about bandwidth."""
 

@@ -5,7 +5,8 @@ What was seen with NIXL 1.5.1, UCX 1.23 and main memory between two processes of
 * Lane: `cma` (process_vm_writev) for the bytes where the kernel allows it, shared memory for
   notifications and acknowledgements. 8-13 GB/s at 0.4-1.5 MB, 12 GB/s at 12-190 MB between pools of huge
   pages, and 4 GB/s with small ones, whose pinning costs more than the copy; 0.05 ms from post to done for
-  one block of 0.4 MB. Bytes are there, and the notification is posted, when `write` returns. Without cma (other container, no ptrace right) bytes go over TCP: 8 GB/s at 1 MiB,
+  one block of 0.4 MB. Bytes are there, and the notification is posted, when `write` returns.
+  Without cma (other container, no ptrace right) bytes go over TCP: 8 GB/s at 1 MiB,
   6 GB/s at 16 MiB with an idle receiver; a busy receiver must poll to take them in.
 * Preparing per-block lists once and writing by index costs the same as building merged descriptors for
   each write (256 neighbours of 4 KiB: 75 against 55 us; 256 scattered: 570 against 480 us; one block:

@@ -9,16 +9,21 @@ from google.protobuf.message import DecodeError
 from splitserve.v1 import kv_transfer_pb2 as pb
 
 MAX_NOTIFICATION_BYTES = 4096
+MAX_CHECKSUMS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All bytes of a ticket are written; `first_token_id` is the token that prefill sampled."""
+    """All bytes of a ticket are written; `first_token_id` is the token that prefill sampled.
+
+    `checksums` are those of the blocks that the ticket asks for; see `kv_transfer.verify`.
+    """
 
     epoch: int
     reservation: int
     written_bytes: int
     first_token_id: int
+    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ def encode(message: Completion | Drained) -> bytes:
         reservation=message.reservation,
         written_bytes=message.written_bytes,
         first_token_id=message.first_token_id,
+        checksums=message.checksums,
     )
     return pb.KvNotification(completion=completion).SerializeToString()
 
@@ -61,7 +67,10 @@ def decode(data: bytes) -> Completion | Drained | BadNotification:
     kind = message.WhichOneof("kind")
     if kind == "completion":
         done = message.completion
-        return Completion(done.epoch, done.reservation, done.written_bytes, done.first_token_id)
+        if len(done.checksums) > MAX_CHECKSUMS:
+            return BadNotification(f"{len(done.checksums)} checksums, at most {MAX_CHECKSUMS} are read")
+        checksums = tuple(done.checksums)
+        return Completion(done.epoch, done.reservation, done.written_bytes, done.first_token_id, checksums)
     if kind == "drained":
         return Drained(message.drained.epoch, message.drained.reservation)
     return BadNotification("neither a completion nor drained")

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.notification import Completion, Drained, encode
+from kv_transfer.runs import merge_runs
 from kv_transfer.spent_tickets import SpentTickets
 from kv_transfer.ticket import WRITE_GRACE_S, KvTicket
 from kv_transfer.transport import PollResult, TransferEndpoint, Transport
+from kv_transfer.verify import BlockReader, digests_of, fold_digests, verified_positions
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, TransferError
 
 
@@ -34,6 +36,8 @@ class PushDone:
     request_id: str
     written_bytes: int
     descriptors: int
+    contiguous_runs: int
+    """Of the whole handoff: fewer than `descriptors` where chunks cut a run."""
     transfer_s: float
 
 
@@ -66,6 +70,8 @@ class _Push:
     ready: int = 0
     """How many of the ticket's blocks are final here."""
     posted: int = 0
+    digests: list[int] = field(default_factory=list)
+    """Checksums of the blocks that the ticket chose, as far as they are final."""
     descriptors: int = 0
     handles: set[int] = field(default_factory=set)
     first_token: int | None = None
@@ -82,10 +88,14 @@ class _Push:
 
 
 class KvPusher:
-    """All pushes of one worker over one transport."""
+    """All pushes of one worker over one transport.
 
-    def __init__(self, transport: Transport) -> None:
+    `read_blocks` serves tickets that ask for checksums; without it their completions are refused.
+    """
+
+    def __init__(self, transport: Transport, read_blocks: BlockReader | None = None) -> None:
         self._transport = transport
+        self._read_blocks = read_blocks
         self._pushes: dict[str, _Push] = {}
         self._owner: dict[int, _Push] = {}
         self._spent = SpentTickets()
@@ -153,6 +163,7 @@ class KvPusher:
             if first_token is None:
                 raise InvalidArgumentError("the last chunk needs its first token", field="first_token")
             push.last_at_s, push.first_token = now, first_token
+        self._take_digests(push)
         self._advance(push, now)
 
     def abort(self, request_id: str) -> None:
@@ -224,11 +235,24 @@ class KvPusher:
     def _complete(self, push: _Push) -> None:
         ticket = push.ticket
         assert push.first_token is not None
-        done = encode(Completion(ticket.epoch, ticket.reservation, ticket.total_bytes, push.first_token))
+        checksums = fold_digests(push.digests)
+        done = encode(
+            Completion(ticket.epoch, ticket.reservation, ticket.total_bytes, push.first_token, checksums)
+        )
         if push.posted < push.ready:
             self._write(push, done)
         else:
             self._transport.notify(ticket.decode_agent_id, done)
+
+    def _take_digests(self, push: _Push) -> None:
+        """Reads the blocks to be verified that became final; chunk by chunk, so that no step waits for all."""
+        if self._read_blocks is None or push.failure is not None:
+            return
+        ticket = push.ticket
+        count, one_in = len(ticket.block_indices), ticket.verify_one_in
+        positions = verified_positions(ticket.epoch, ticket.reservation, count, one_in)
+        final = [push.table[p] for p in positions[len(push.digests) :] if p < push.ready]
+        push.digests += digests_of(self._read_blocks(final))
 
     def _stop_if_late(self, push: _Push, now: float) -> None:
         """Stops a push at its deadline; ends its stuck writes by closing the connection after the grace."""
@@ -236,7 +260,7 @@ class KvPusher:
         if now >= deadline_s and not push.stopped and not push.completing:
             push.failure = TransferError(
                 f"the ticket of {push.request_id} ran out before its handoff was complete",
-                reason="DEADLINE_EXCEEDED",
+                reason="TICKET_EXPIRED",
             )
         if now >= deadline_s + WRITE_GRACE_S and push.handles:
             self._transport.disconnect(push.ticket.decode_agent_id)
@@ -248,7 +272,8 @@ class KvPusher:
         ticket = push.ticket
         if push.completing and push.failure is None:
             assert push.last_at_s is not None
-            return PushDone(push.request_id, ticket.total_bytes, push.descriptors, now - push.last_at_s)
+            runs, took_s = len(merge_runs(push.table, ticket.block_indices)), now - push.last_at_s
+            return PushDone(push.request_id, ticket.total_bytes, push.descriptors, runs, took_s)
         if not push.stopped:
             return None
         self._tell_drained(ticket)

@@ -12,6 +12,7 @@ REJECTION_REASONS = (
     "duplicate",
     "not_live",
     "foreign_writer",
+    "checksum_mismatch",
 )
 
 
@@ -69,9 +70,10 @@ class WriterDone:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Dropped and counted; `reason` is one of REJECTION_REASONS."""
+    """Refused and counted; `reason` is one of REJECTION_REASONS. Apply `actions`, if there are any."""
 
     reason: str
+    actions: tuple[Action, ...] = ()
 
 
 Verdict = Admit | WriterDone | Rejected

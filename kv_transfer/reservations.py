@@ -7,7 +7,7 @@ What protects a block from a late write. A block leaves quarantine only when its
 (completion, drained), or its process ended `WRITE_GRACE_S` ago (`writer_lost`), or it can no longer
 write: a writer posts nothing after its ticket's deadline and cuts its connection `WRITE_GRACE_S` after
 it (`KvPusher`), and the quarantine lasts twice that beyond the deadline, for the time the ticket
-travelled. docs/decisions/0005-when-reserved-blocks-come-back.md gives the whole argument, and the one
+travelled. docs/decisions/0007-when-reserved-blocks-come-back.md gives the whole argument, and the one
 hole that remains.
 """
 
@@ -66,10 +66,19 @@ class _Reservation:
 
 
 class ReservationTable:
-    """All reservations of one boot of a decode worker. `observer` sees (number, from, to) of each step."""
+    """All reservations of one boot of a decode worker. `observer` sees (number, from, to) of each step.
+
+    `content_matches` is asked last of all, once, about a completion that is right in everything else.
+    """
 
     def __init__(
-        self, epoch: int, *, lease_s: float, quarantine_s: float, observer: Observer | None = None
+        self,
+        epoch: int,
+        *,
+        lease_s: float,
+        quarantine_s: float,
+        observer: Observer | None = None,
+        content_matches: Callable[[Completion], bool] = lambda _: True,
     ) -> None:
         if epoch == 0:
             raise InvalidArgumentError("epoch must not be 0", field="epoch")
@@ -78,6 +87,7 @@ class ReservationTable:
         self._lease_s = lease_s
         self._quarantine_s = quarantine_s
         self._observer = observer
+        self._content_matches = content_matches
         self._last_number = 0
         self._open: dict[int, _Reservation] = {}
         self._live: dict[str, int] = {}
@@ -157,6 +167,11 @@ class ReservationTable:
             return self._writer_done(entry, now)
         if now >= entry.deadline_s:
             return self._writer_done(entry, now, "DEADLINE_EXCEEDED", "the completion came too late")
+        if not self._content_matches(notice):
+            # Wrong bytes may be late ones, still to be written over: the writer has not let go.
+            self.counters["checksum_mismatch"] += 1
+            why = "the KV that arrived is not the KV that was sent"
+            return Rejected("checksum_mismatch", (self._abort(entry, "CHECKSUM_MISMATCH", why, now),))
         entry.writer_alive = False
         self._to(entry, states.make_ready)
         return Admit(entry.number, entry.request_id, notice.first_token_id)
@@ -270,7 +285,8 @@ class ReservationTable:
             return self._abort(entry, "DEADLINE_EXCEEDED", "the deadline passed", now)
         if entry.writer_lost and now < entry.deadline_s:
             return self._abort(entry, "TRANSFER_FAILED", "the writer's process ended", now)
-        return self._abort(entry, "DEADLINE_EXCEEDED", "no completion in time", now)
+        reason = "TICKET_EXPIRED" if now < entry.deadline_s else "DEADLINE_EXCEEDED"
+        return self._abort(entry, reason, "no completion in time", now)
 
     def _abort(self, entry: _Reservation, reason: str, message: str, now: float) -> Abort:
         over = entry.writer_lost and entry.writer_end_s <= now

@@ -33,6 +33,7 @@ class KvTicket:
     total_bytes: int
     deadline_s: float
     writer_agent_id: str = ""
+    verify_one_in: int = 0
 
     def to_proto(self, now: float) -> pb.KvTicket:
         """The wire form with the time left at `now`. Raises DeadlineExceededError when none is."""
@@ -47,6 +48,7 @@ class KvTicket:
             cached_tokens=self.cached_tokens,
             total_bytes=self.total_bytes,
             writer_agent_id=self.writer_agent_id,
+            verify_one_in=self.verify_one_in,
         )
         message.time_to_live.FromNanoseconds(max(1, int(left_s * 1e9)))
         return message
@@ -79,6 +81,7 @@ class KvTicket:
             total_bytes=size,
             deadline_s=now + left_s,
             writer_agent_id=message.writer_agent_id,
+            verify_one_in=message.verify_one_in,
         )
 
     def require_fits(self, pool: PoolMemory) -> None:

@@ -159,3 +159,8 @@ class Transport(ABC):
     @abstractmethod
     def descriptors_posted(self) -> int:
         """Write descriptors posted since the start, after merging runs that are contiguous on both sides."""
+
+    @property
+    def needs_poll(self) -> bool:
+        """Whether something is on its way that needs polls though no write is open, as a late notification."""
+        return False

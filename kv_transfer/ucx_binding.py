@@ -25,6 +25,10 @@ from splitserve.errors import TransferError, UnavailableError
 
 _DEFAULTS = {"RNDV_THRESH": "8192", "MAX_RNDV_RAILS": "1"}
 """UCX settings, each unless the variable UCX_<name> is set. Blocks of 8 KiB or more are not copied twice."""
+_FIXED = {"SYSV_ERROR_HANDLING": "n"}
+"""On one host everything goes over loopback TCP: over shared memory a peer that has closed its side while
+its process lives on is not noticed. UCX leaves cma and cuda_ipc out by itself where a peer's death must be
+noticed, for nothing could then keep the peer from reading memory that was given to somebody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,9 @@ class UcxWorker:
         core, self._array = load_ucxx()
         self._core: Any = core
         self.errors: tuple[type[Exception], ...] = (core.UCXError, RuntimeError, ValueError)
-        config = {name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ}
+        config = {
+            name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ
+        } | _FIXED
         try:
             self._context: Any = core.UCXContext(config, (core.Feature.TAG, core.Feature.WAKEUP))
             self._worker: Any = core.UCXWorker(self._context)

@@ -37,7 +37,11 @@ class UcxInbox:
             value, length = found
             tag = Tag.parse(value)
             queue = self._pending.setdefault((tag.kind, tag.session), deque())
-            if length > MAX_CONTROL_BYTES or len(queue) >= MAX_PENDING or tag.kind not in (Kind.CALL, Kind.REPLY):
+            if (
+                length > MAX_CONTROL_BYTES
+                or len(queue) >= MAX_PENDING
+                or tag.kind not in (Kind.CALL, Kind.REPLY)
+            ):
                 self.discard(value)
                 continue
             buffer = np.zeros(max(1, length), dtype=np.uint8)

@@ -8,7 +8,7 @@ is between their steps, and a handoff takes one round trip of polls more.
 
 No thread makes progress in the background, because receives are posted by Python code that belongs to
 the transport's thread: a progress thread could not start a transfer, only finish one, and would take a
-core from compute.
+core from compute. So an idle owner polls now and then, and often for a while after a peer spoke.
 
 A `Drained` or completion that is posted as a notification follows the writes that were acknowledged
 before it, as every transport's. Peers are trusted as far as the network is: whoever can reach a worker's
@@ -18,8 +18,9 @@ UCX port can announce writes into its pool, but none outside it.
 from __future__ import annotations
 
 import secrets
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.peer_checks import check_blocks, check_endpoint, check_notification, check_pool
@@ -48,6 +49,11 @@ from kv_transfer.ucx_messages import (
 from kv_transfer.ucx_receiver import UcxReceiver
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
 
+IDLE_POLL_S = 0.01
+"""How often an owner that waits for nothing polls, so that a first message is answered."""
+AWAKE_S = 0.1
+"""How long a message of a peer makes its owner poll often."""
+
 
 @dataclass(slots=True)
 class _Flight:
@@ -67,6 +73,8 @@ class _Peer:
     flights: dict[int, _Flight] = field(default_factory=dict)
     sends: list[Operation] = field(default_factory=list)
     """Messages without bytes that UCX has not taken yet."""
+    greeted: bool = False
+    """It has answered something."""
 
 
 class UcxTransport(Transport):
@@ -74,7 +82,9 @@ class UcxTransport(Transport):
 
     kind = "ucx"
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard_s = float("-inf")
         self._agent_id = str(uuid.uuid4())
         self._worker: UcxWorker | None = UcxWorker()
         self._inbox = UcxInbox(self._worker)
@@ -169,6 +179,7 @@ class UcxTransport(Transport):
             return PollResult()
         worker.progress()
         for tag, data in self._inbox.collect():
+            self._heard_s = self._clock()
             if tag.kind == Kind.CALL:
                 receiver.take(tag.session, data)
             else:
@@ -201,6 +212,15 @@ class UcxTransport(Transport):
         """See `Transport`."""
         return self._descriptors
 
+    @property
+    def needs_poll(self) -> bool:
+        """See `Transport`. True for a while after a peer spoke: it may be waiting for an answer.
+
+        A peer that has not answered its first message yet does not count.
+        """
+        busy = any(peer.greeted and peer.sends for peer in self._peers.values())
+        return busy or self._clock() - self._heard_s < AWAKE_S
+
     def _send_runs(self, peer: _Peer, runs: list[Run]) -> list[Operation]:
         pool, write = self._pool, peer.next_write
         if pool is None or write in peer.flights:
@@ -227,6 +247,7 @@ class UcxTransport(Transport):
         except TransferError as error:
             self._drop_peer(peer.agent_id, error.message)
             return
+        peer.greeted = True
         match message:
             case Ack(write) if write in peer.flights:
                 peer.flights[write].acknowledged = True

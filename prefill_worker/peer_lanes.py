@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from kv_transfer.lane_probe import LaneProber
 from kv_transfer.lanes import JudgedLane, Lane, lane_problem
@@ -75,7 +75,7 @@ class PeerLanes:
         problem = lane_problem(lane, self._expected_gb_per_s, has_rdma=self._has_rdma)
         refused = problem is not None and self._policy == "refuse"
         self._judged[lane.agent_id] = JudgedLane(lane, problem, refused)
-        fields = {
+        fields: dict[str, Any] = {
             "agent_id": lane.agent_id,
             "lane": lane.kind,
             "gb_per_s": round(lane.gb_per_s, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,8 +13,8 @@ from engine.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
 from kv_transfer.push import KvPusher, PushDone, PushDrained, PushFailed
 from kv_transfer.ticket import KvTicket
 from kv_transfer.transport import TransferEndpoint
-from prefill_worker.peer_lanes import PeerLanes
 from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
+from prefill_worker.peer_lanes import PeerLanes
 from splitserve.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -95,27 +96,33 @@ class PushListener(RoleListener):
         except SplitserveError as error:
             log_event("peer.refused", agent_id=endpoint.agent_id, reason=error.reason, error=error.message)
 
-    def disconnect(self, agent_id: str) -> None:
-        """Fences a decode worker that is gone."""
+    def retire(self, agent_id: str) -> None:
+        """Takes no more tickets for a decode worker, which is still told how the pushes to it end."""
         self._endpoints.pop(agent_id, None)
         self._peers.lost(agent_id)
+
+    def disconnect(self, agent_id: str) -> None:
+        """Fences a decode worker that is gone."""
+        self.retire(agent_id)
         self._pusher.peer_lost(agent_id)
 
-    def connected(self) -> frozenset[str]:
-        """Agent ids that can be written to; `usable` are those of them that should be."""
-        return self._transport.connected()
+    def targets(self) -> frozenset[str]:
+        """Agent ids that tickets may name; `usable` are those of them that they should."""
+        return self._transport.connected() & self._endpoints.keys()
 
     def before_step(self, core: EngineCore, now: float) -> bool:
         """Collects finished writes; True while any handoff or measurement is under way."""
-        polled = self._peers.poll()
-        for event in self._pusher.poll(now, polled):
-            self._on_push(core, event)
+        self._collect(core, now)
         self.load = core.load()
         self._flush()
-        return self._pusher.active > 0 or self._peers.measuring
+        return self._pusher.active > 0 or self._peers.measuring or self._transport.needs_poll
 
     def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
         """Posts the writes of the chunks that became final, then reports first tokens."""
+        if result.progress and self._pusher.in_flight:
+            self._collect(
+                core, now
+            )  # the last chunk need not wait for an earlier one that has ended meanwhile
         for request_id in result.started:
             if prefill := self._live.get(request_id):
                 prefill.began_s = now - result.duration_s
@@ -185,6 +192,21 @@ class PushListener(RoleListener):
         self._events.append((output.request_id, event))
         if last:
             self._end(core, output.request_id, prefill)
+
+    def _collect(self, core: EngineCore, now: float) -> None:
+        for event in self._pusher.poll(now, self._peers.poll()):
+            self._on_push(core, event)
+            if isinstance(event, PushDone):
+                log_event(
+                    "handoff.written",
+                    level=logging.DEBUG,
+                    request_id=event.request_id,
+                    bytes=event.written_bytes,
+                    descriptors=event.descriptors,
+                    contiguous_runs=event.contiguous_runs,
+                    computed_s=now - event.transfer_s,
+                    written_s=now,
+                )
 
     def _on_push(self, core: EngineCore, event: PushDone | PushFailed | PushDrained) -> None:
         prefill = self._live.pop(event.request_id, None)

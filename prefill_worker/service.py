@@ -17,6 +17,10 @@ from splitserve.config import WorkerConfig
 from splitserve.v1 import prefill_pb2, registry_pb2
 from splitserve.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 
+PEER_KEPT_S = 5.0
+"""How long a decode pool that nobody names any more stays connected. When a coordinator dies, all its requests
+are aborted, and the decode workers, which live on, are still to be told that nobody writes to them now."""
+
 
 class PrefillRole(WorkerRole[PushListener]):
     """Connects to the decode pools that the coordinators name, and computes prompts."""
@@ -39,18 +43,21 @@ class PrefillRole(WorkerRole[PushListener]):
         return [prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name]
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
-        """Connects to new decode pools and fences those that no coordinator names any more."""
+        """Connects to new decode pools and, a while later, fences those that no coordinator names any more."""
+        before = self._wanted()
         self._peers[coordinator] = {peer.agent_id: peer for peer in peers}
-        wanted = {agent: peer for known in self._peers.values() for agent, peer in known.items()}
+        wanted = self._wanted()
+        gone = before.keys() - wanted.keys()
 
         def apply(_core: object, pushes: PushListener) -> None:
-            # Gone ones first: a restarted worker comes back at the same address under a new agent id.
-            for agent_id in pushes.connected() - wanted.keys():
-                pushes.disconnect(agent_id)
-            for agent_id in wanted.keys() - pushes.connected():
+            for agent_id in gone:
+                pushes.retire(agent_id)
+            for agent_id in wanted.keys() - pushes.targets():
                 pushes.connect(wanted[agent_id])
 
         self._worker.engine.post(apply)
+        for agent_id in gone:
+            self._loop.call_later(PEER_KEPT_S, self._fence, agent_id)
 
     def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
         """Nobody writes to a prefill worker."""
@@ -70,8 +77,16 @@ class PrefillRole(WorkerRole[PushListener]):
     def close(self) -> None:
         """See WorkerRole; prefill calls end with their requests."""
 
+    def _wanted(self) -> dict[str, TransferEndpoint]:
+        """The decode pools that any coordinator names, by agent id."""
+        return {agent: peer for known in self._peers.values() for agent, peer in known.items()}
+
+    def _fence(self, agent_id: str) -> None:
+        if agent_id not in self._wanted():
+            self._worker.engine.post(lambda _core, pushes: pushes.disconnect(agent_id))
+
     def _on_peers_changed(self) -> None:
-        self._loop.call_soon_threadsafe(lambda: self._worker.report_now())
+        self._loop.call_soon_threadsafe(self._worker.report_now)
 
     def _emit(self, events: list[tuple[str, PrefillEvent]]) -> None:
         self._loop.call_soon_threadsafe(self._service.deliver, events)

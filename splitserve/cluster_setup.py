@@ -17,6 +17,8 @@ from splitserve.v1 import inference_pb2
 CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
 """The program and all its arguments for a role and its options."""
 
+SERVING_STATES = frozenset({"ready", "slow-lane"})
+"""A slow lane is told of loudly, but the worker serves."""
 _COMMANDS: dict[Role, str] = {
     "coordinator": "coordinator",
     "prefill": "prefill-worker",
@@ -65,9 +67,7 @@ def ready_model(
     """The served model's name once it is ready and all workers of both pools are; else None."""
     wanted = {"prefill": config.prefill, "decode": config.decode}
     for model in models:
-        workers = [
-            worker for worker in info.workers if worker.model == model.name and worker.state == "ready"
-        ]
+        workers = [w for w in info.workers if w.model == model.name and w.state in SERVING_STATES]
         counts = {pool: sum(worker.pool == pool for worker in workers) for pool in wanted}
         if model.ready and all(counts[pool] >= wanted[pool] for pool in wanted):
             return model.name
@@ -91,6 +91,7 @@ def _worker(config: ClusterConfig, worker_id: str, share: CoreShare) -> WorkerCo
         served_model_name=config.served_model_name,
         coordinators=(cluster_target(config),),
         transport=config.transport,
+        verify_kv=config.verify_kv,
         drain_s=config.coordinator.drain_s,
         cpus=share.cpus,
         engine=engine.model_copy(update={"threads": engine.threads or share.threads}),

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from splitserve.errors import ConfigError
+from splitserve.fault_plan import FaultPlan
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -76,11 +77,15 @@ class WorkerConfig(_Settings):
     port: Port = 0
     """0 takes a free port."""
     advertise_address: str | None = None
-    """"host:port" told to coordinators. Default: host and the bound port."""
+    """"host:port" told to coordinators. It must lead to this very process, not to a balancer: that connections to
+    it are refused counts as proof that the process has ended. Default: host and the bound port."""
     coordinators: tuple[str, ...] = ()
     """"host:port" of each coordinator to register with."""
-    transport: Literal["nixl", "memory"] = "nixl"
-    """How KV travels. `memory` works inside one process only (tests)."""
+    transport: Literal["nixl", "ucx", "memory"] = "nixl"
+    """How KV travels; the same on all workers of a model. `ucx` needs `pip install 'splitserve[ucx]'`; `memory`
+    works inside one process only (tests)."""
+    faults: FaultPlan | None = None
+    """Section `faults`, for tests only: faults put into this worker's KV transfer. Default: none."""
     expected_lane_gb_per_s: Annotated[float, Field(ge=0, le=10_000)] | None = None
     """Prefill workers: least speed of the lane to a decode worker, in GB/s; 0 expects nothing. Default: a peer on
     this machine, or on another while this one has RDMA devices, must not be reached over TCP nor below 0.5 GB/s."""
@@ -94,7 +99,8 @@ class WorkerConfig(_Settings):
     quarantine_s: Annotated[float, Field(gt=0, le=7200)] = 45.0
     """How long aborted blocks wait for their writer before it is fenced; longer than the lease."""
     ticket_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
-    """Time from a reservation to its last write at most; a prompt that waits or computes longer fails."""
+    """Time from a reservation to its last write at most; a prompt that waits or computes longer is tried again.
+    Blocks whose writer was stopped, or vanished with its machine, come back 10 s after it."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long SIGTERM waits for running requests."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
@@ -126,6 +132,9 @@ class CoordinatorConfig(_Settings):
     """How long a request waits for a missing pool before UNAVAILABLE."""
     max_message_bytes: Annotated[int, Field(ge=2**16, le=2**30)] = 16 * 2**20
     """Largest gRPC message accepted."""
+    local_prefill: Literal["never", "auto", "always"] = "never"
+    """Whether decode workers compute prompts themselves. `auto`: where measured rates say that it is sooner than a
+    handoff, running batch included."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads for templating and tokenizing."""
     metrics_port: Port | None = None
@@ -143,8 +152,10 @@ class ClusterConfig(_Settings):
     """Prefill workers."""
     decode: Annotated[int, Field(ge=1, le=64)] = 1
     """Decode workers."""
-    transport: Literal["nixl"] = "nixl"
-    """How KV travels."""
+    transport: Literal["nixl", "ucx"] = "nixl"
+    """How KV travels. `ucx` needs `pip install 'splitserve[ucx]'`."""
+    verify_kv: Literal["off", "sampled", "all"] = "off"
+    """As in the workers' settings."""
     pin_cores: bool = True
     """Give each worker its own cores where cores are few."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0

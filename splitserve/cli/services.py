@@ -56,6 +56,12 @@ def coordinator(
     max_message_bytes: Annotated[
         int | None, typer.Option(help="Largest message accepted. Default: 16 MiB.")
     ] = None,
+    local_prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="never|auto|always", help="Decode workers compute prompts themselves. Default: never."
+        ),
+    ] = None,
     tokenizer_threads: Annotated[
         int | None, typer.Option(help="Threads for templating and tokenizing. Default: 2.")
     ] = None,
@@ -89,7 +95,7 @@ def _worker_command(
         list[str] | None,
         typer.Option(metavar="HOST:PORT", help="Coordinator to register with; may be given again."),
     ] = None,
-    transport: Annotated[str | None, typer.Option(help="How KV travels. Default: nixl.")] = None,
+    transport: Annotated[str | None, typer.Option(help="How KV travels: nixl or ucx. Default: nixl.")] = None,
     lease: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", help="How long reservations outlive their coordinator. Default: 30."),
@@ -113,9 +119,7 @@ def _worker_command(
     lane_policy: Annotated[
         str | None, typer.Option(help="A slower lane: warn (default), or refuse the pair.")
     ] = None,
-    verify_kv: Annotated[
-        str | None, typer.Option(help="Checksums of arriving KV: off (default), sampled or all.")
-    ] = None,
+    verify_kv: options.VerifyKv = None,
     metrics_port: options.MetricsPort = None,
     cpus: Annotated[
         str | None, typer.Option(metavar="CORES", help='Cores to run on, as "0,1" or "0-3".')

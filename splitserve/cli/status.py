@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from splitserve.v1 import inference_pb2
 
 PIPED_WIDTH = 200
-STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "magenta"}
+STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "magenta", "slow-lane": "red"}
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +46,9 @@ async def _ask(
 
 def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inference_pb2.ModelInfo]) -> None:
     document = _fields(info)
-    document["workers"] = [_fields(worker) for worker in info.workers]
+    document["workers"] = [
+        _fields(worker) | {"lanes": [_fields(lane) for lane in worker.lanes]} for worker in info.workers
+    ]
     document["models"] = [_fields(model) for model in models]
     write(json.dumps(document, ensure_ascii=False) + "\n")
 

@@ -50,6 +50,7 @@ def up(
         bool | None,
         typer.Option("--pin-cores/--no-pin-cores", help="Give each worker its own cores. Default: yes."),
     ] = None,
+    verify_kv: options.VerifyKv = None,
     engine: options.Engine = None,
     dtype: options.Dtype = None,
     device: options.Device = None,

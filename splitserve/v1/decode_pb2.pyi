@@ -37,6 +37,7 @@ class ReserveRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     WRITER_AGENT_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
@@ -49,6 +50,10 @@ class ReserveRequest(_message.Message):
     """Salt of the prefix cache; different salts never share blocks. At most 64 bytes. Default empty."""
     writer_agent_id: _builtins.str
     """Agent id of the prefill worker that will get the ticket; only its completion counts. Default: any writer's."""
+    local_prefill_tokens: _builtins.int
+    """Compute the prompt here, without a prefill worker, when at most so many of its tokens are not in this
+    worker's prefix cache. Default 0: never.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then tokens that earlier attempts already emitted. Required, at least one."""
@@ -78,10 +83,11 @@ class ReserveRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         cache_salt: _builtins.bytes = ...,
         writer_agent_id: _builtins.str = ...,
+        local_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "prior_output_tokens", b"prior_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "prior_output_tokens", b"prior_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -99,7 +105,7 @@ class ReserveResponse(_message.Message):
     """Time the request waited for blocks. Milliseconds."""
     @_builtins.property
     def ticket(self) -> _kv_transfer_pb2.KvTicket:
-        """Ticket for the prefill worker."""
+        """Ticket for the prefill worker. Not set when the prompt is computed here."""
 
     def __init__(
         self,
@@ -230,6 +236,7 @@ class SequenceOutput(_message.Message):
     ADMIT_MS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     admit_ms: _builtins.float
@@ -238,11 +245,15 @@ class SequenceOutput(_message.Message):
     """True once, when the KV's completion has been accepted; the delta is then empty and says nothing."""
     @_builtins.property
     def delta(self) -> _generation_pb2.OutputDelta:
-        """New tokens; the first one a decode worker sends follows the token that prefill sampled."""
+        """New tokens; the first one follows the token that prefill sampled, unless the prompt was computed here."""
 
     @_builtins.property
     def failure(self) -> Global___Failure:
         """Why the request failed; set with finish_reason ABORT."""
+
+    @_builtins.property
+    def local_prefill(self) -> Global___LocalPrefill:
+        """How the prompt was computed here, in the first output of such a request only."""
 
     def __init__(
         self,
@@ -252,16 +263,47 @@ class SequenceOutput(_message.Message):
         admit_ms: _builtins.float | None = ...,
         failure: Global___Failure | None = ...,
         admitted: _builtins.bool = ...,
+        local_prefill: Global___LocalPrefill | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms", "admit_ms", b"admit_ms", "delta", b"delta", "failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms", "admit_ms", b"admit_ms", "delta", b"delta", "failure", b"failure", "local_prefill", b"local_prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms", "admit_ms", b"admit_ms", "admitted", b"admitted", "delta", b"delta", "failure", b"failure", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms", "admit_ms", b"admit_ms", "admitted", b"admitted", "delta", b"delta", "failure", b"failure", "local_prefill", b"local_prefill", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__admit_ms: _TypeAlias = _typing.Literal["admit_ms"]  # noqa: Y015
     _WhichOneofArgType__admit_ms: _TypeAlias = _typing.Literal["_admit_ms", b"_admit_ms"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__admit_ms) -> _WhichOneofReturnType__admit_ms | None: ...
 
 Global___SequenceOutput: _TypeAlias = SequenceOutput  # noqa: Y015
+
+@_typing.final
+class LocalPrefill(_message.Message):
+    """A prompt that the decode worker computed itself. Its output begins with the first token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    cached_tokens: _builtins.int
+    """Prompt tokens found in this worker's prefix cache."""
+    queue_ms: _builtins.float
+    """Arrival until the first chunk's step began. Milliseconds."""
+    compute_ms: _builtins.float
+    """First chunk's begin until the first token. Milliseconds."""
+    def __init__(
+        self,
+        *,
+        cached_tokens: _builtins.int = ...,
+        queue_ms: _builtins.float = ...,
+        compute_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalPrefill: _TypeAlias = LocalPrefill  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):

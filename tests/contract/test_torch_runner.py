@@ -265,6 +265,11 @@ def test_facts_layout_and_pool(folder: Path) -> None:
     tensor = runner._pool.tensor
     assert tensor.stride(0) * tensor.element_size() == runner.layout.block_bytes
     assert not tensor.any()
+    tensor[3] = 1.5
+    blocks = runner.read_blocks([3, 4])
+    assert [len(block) for block in blocks] == [runner.layout.block_bytes] * 2
+    assert blocks[0].tobytes() == bytes(tensor[3].flatten().view(torch.uint8).tolist())
+    assert not any(blocks[1])
     assert runner.execute([]) == []
     runner.close()
 

@@ -15,7 +15,7 @@ from splitserve.client import AsyncClient
 from splitserve.errors import UnavailableError
 from splitserve.hf_tokenizer import load_tokenizer
 from tests.support.cluster import Cluster, running
-from tests.support.streams import Reading, timed, tokens, total, until, worker
+from tests.support.streams import Reading, busy_prefill, chunks_written, timed, tokens, total, until, worker
 from tests.support.text import sentences
 
 RESUMED_WITHIN_S = 5.0
@@ -23,7 +23,9 @@ RESUMED_WITHIN_S = 5.0
 pytestmark = pytest.mark.timeout(120)
 
 
-async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(smollm2: str, log_dir: Path) -> None:
+async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
+    smollm2: str, log_dir: Path
+) -> None:
     encode = load_tokenizer(smollm2).encode
     asks = [
         (encode(sentences(3 + n, seed=n)), {"max_tokens": 40, "ignore_eos": True, **sampling})
@@ -80,15 +82,9 @@ CHUNKS = ["--max-step-tokens", "64", "--simulated-prefill-token-s", "0.001", "--
 async def _mid_transfer(cluster: Cluster, client: AsyncClient, seed: int) -> tuple[Reading, str]:
     """A request whose first chunks were written, and the prefill worker that computes it."""
     reading = Reading(client, tokens(2000, seed), max_tokens=12)
-
-    def busy(info: object) -> list[str]:
-        return [w.worker_id for w in info.workers if w.pool == "prefill" and w.running_requests]  # type: ignore[attr-defined]
-
-    info = await until(cluster, busy, "prefill begins")
-    uptime = info.uptime_seconds + 0.3
-    await until(cluster, lambda later: later.uptime_seconds > uptime, "some chunks")
+    info = await chunks_written(cluster)
     assert not reading.tokens
-    return reading, busy(info)[0]
+    return reading, busy_prefill(info)
 
 
 async def test_a_prefill_worker_killed_mid_transfer(log_dir: Path) -> None:
@@ -99,7 +95,9 @@ async def test_a_prefill_worker_killed_mid_transfer(log_dir: Path) -> None:
         reading, victim = await _mid_transfer(cluster, client, 1)
         cluster.members[victim].kill()
         held = await until(
-            cluster, lambda info: total(info, "decode", "quarantined_blocks"), "the dead writer's blocks are held"
+            cluster,
+            lambda info: total(info, "decode", "quarantined_blocks"),
+            "the dead writer's blocks are held",
         )
         assert worker(held, "decode-0").quarantined_blocks == 125
         freed_s = await timed(

@@ -106,7 +106,7 @@ async def test_an_answer_without_a_seed_can_be_repeated_from_the_seed_it_reports
 
 async def test_logit_bias_and_penalties_reach_both_workers(client: AsyncClient) -> None:
     free = await client.generate(STORY, temperature=0.0, max_tokens=8)
-    banned = {token: -100.0 for token in free.token_ids}
+    banned = dict.fromkeys(free.token_ids, -100.0)
     other = await client.generate(STORY, temperature=0.0, max_tokens=8, logit_bias=banned)
     assert not set(other.token_ids) & set(free.token_ids)
     forced = await client.generate(STORY, temperature=0.0, max_tokens=6, logit_bias={100: 100.0})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from splitserve.client import AsyncClient
+from splitserve.cluster_setup import SERVING_STATES
 from splitserve.v1 import inference_pb2
 from tests.support.processes import ServiceProcess
 
@@ -29,16 +30,18 @@ class Cluster:
         decode: int = 1,
         worker_options: Sequence[str] = (),
         coordinator_options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.log_dir = log_dir
         self.members: dict[str, ServiceProcess] = {}
         self._common = ["--model", model, "--engine", engine, "--threads", "1", *worker_options]
         self._counts = {"prefill": prefill, "decode": decode}
+        self._environment = dict(environment or {})
         self._coordinator_options = list(coordinator_options)
         self.target = ""
 
-    async def start(self) -> None:
-        """Starts everything and waits until all pairs are connected."""
+    async def start(self, *, wait_ready: bool = True) -> None:
+        """Starts everything and, normally, waits until all pairs are connected."""
         options = ["coordinator", "--grpc-port", "0", *self._coordinator_options]
         coordinator = self.members["coordinator"] = ServiceProcess("coordinator", options, self.log_dir)
         coordinator.start()
@@ -46,12 +49,14 @@ class Cluster:
         for pool, count in self._counts.items():
             for number in range(count):
                 self.add_worker(pool, f"{pool}-{number}")
-        await self.wait_ready()
+        if wait_ready:
+            await self.wait_ready()
 
     def add_worker(self, pool: str, name: str, *options: str) -> ServiceProcess:
         """Starts one more worker; does not wait for it."""
         arguments = [f"{pool}-worker", "--worker-id", name, "--coordinator", self.target]
-        worker = ServiceProcess(name, [*arguments, *self._common, *options], self.log_dir)
+        arguments += [*self._common, *options]
+        worker = ServiceProcess(name, arguments, self.log_dir, self._environment)
         self.members[name] = worker
         worker.start()
         return worker
@@ -64,7 +69,8 @@ class Cluster:
             while True:
                 info = await client.server_info()
                 ready = {
-                    pool: sum(w.pool == pool and w.state == "ready" for w in info.workers) for pool in wanted
+                    pool: sum(w.pool == pool and w.state in SERVING_STATES for w in info.workers)
+                    for pool in wanted
                 }
                 if all(ready[pool] >= count for pool, count in wanted.items()):
                     return

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,15 @@ POLL_S = 0.02
 class ServiceProcess:
     """One `python -m splitserve …` process. Its log is one JSON object a line in `log_path`."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log_dir: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_dir: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
+        self._environment = dict(environment or {})
         self.arguments = list(arguments)
         self.log_path = log_dir / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -30,7 +37,7 @@ class ServiceProcess:
     def start(self) -> None:
         """Starts the process; its log is appended to."""
         self._read_from = self.log_path.stat().st_size if self.log_path.exists() else 0
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | self._environment
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "splitserve", *self.arguments],

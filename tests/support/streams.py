@@ -69,6 +69,16 @@ class Reading:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
 
+async def eventually(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> None:
+    """Waits until `condition`, which looks at this process alone, holds."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if condition():
+            return
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(POLL_S)
+
+
 async def until(
     cluster: Cluster, condition: Callable[[Info], Any], what: str, timeout_s: float = WAIT_S
 ) -> Info:
@@ -92,6 +102,22 @@ def worker(info: Info, name: str) -> inference_pb2.WorkerInfo:
 def total(info: Info, pool: str, count: str) -> int:
     """Sum of one count over a pool."""
     return sum(getattr(w, count) for w in info.workers if w.pool == pool)
+
+
+async def chunks_written(cluster: Cluster) -> Info:
+    """Waits until a prompt is being computed and, if a chunk is quicker than a report, some of it was written."""
+    info = await until(cluster, lambda info: total(info, "prefill", "running_requests"), "prefill begins")
+    later = info.uptime_seconds + 0.3
+    return await until(
+        cluster,
+        lambda info: info.uptime_seconds > later and total(info, "prefill", "running_requests"),
+        "prefill goes on",
+    )
+
+
+def busy_prefill(info: Info) -> str:
+    """The first prefill worker that computes something."""
+    return next(w.worker_id for w in info.workers if w.pool == "prefill" and w.running_requests)
 
 
 async def timed(work: Awaitable[Any]) -> float:

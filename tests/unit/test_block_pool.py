@@ -103,14 +103,14 @@ def test_a_second_block_of_the_same_prefix_is_not_cached() -> None:
 
 
 def test_a_million_blocks() -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     pool = BlockPool(1_000_000)
     held = [pool.allocate(100) for _ in range(200)]
     for blocks in held[::2]:
         pool.release(blocks)
     for _ in range(10_000):
         pool.release(pool.allocate(1))
-    assert time.perf_counter() - began < 3
+    assert time.thread_time() - began < 3
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60))

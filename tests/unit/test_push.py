@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +13,9 @@ from kv_transfer.notification import Completion, Drained, decode
 from kv_transfer.push import KvPusher, PushDone, PushDrained, PushEvent, PushFailed
 from kv_transfer.ticket import WRITE_GRACE_S, KvTicket
 from kv_transfer.transport import PoolMemory, TransferEndpoint
+from kv_transfer.verify import digests_of, verified_positions
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
-from tests.fakes.numpy_pool import LAYOUT
+from tests.fakes.numpy_pool import LAYOUT, NumpyPool
 from tests.fakes.scripted_transport import ScriptedTransport
 
 SIZE = LAYOUT.block_size_tokens
@@ -47,7 +51,7 @@ def test_one_chunk_is_one_write_with_the_completion() -> None:
     assert pusher.poll(1.5) == []
     assert pusher.in_flight == 1
     transport.end_all()
-    assert pusher.poll(3.0) == [PushDone("r", 4 * LAYOUT.block_bytes, 1, 2.0)]
+    assert pusher.poll(3.0) == [PushDone("r", 4 * LAYOUT.block_bytes, 1, 1, 2.0)]
     assert completions(transport) == [Completion(9, 5, 4 * LAYOUT.block_bytes, 17)]
     assert (pusher.active, pusher.in_flight) == (0, 0)
     assert drained(transport) == []
@@ -65,7 +69,7 @@ def test_only_full_blocks_go_early_and_the_completion_waits_for_all() -> None:
     assert transport.writes[2].local == (42, 43)
     assert transport.writes[2].notification is not None
     transport.end(2)
-    assert pusher.poll(4.0) == [PushDone("r", 4 * LAYOUT.block_bytes, 2, 2.0)]
+    assert pusher.poll(4.0) == [PushDone("r", 4 * LAYOUT.block_bytes, 2, 1, 2.0)]
 
 
 def test_cached_blocks_are_not_sent() -> None:
@@ -79,7 +83,7 @@ def test_cached_blocks_are_not_sent() -> None:
 def test_nothing_to_write_is_a_bare_completion() -> None:
     pusher, transport = a_pusher(a_ticket(blocks=0, cached=2))
     pusher.on_progress("r", 2 * SIZE, TABLE[:2], True, 8, now=1.0)
-    assert pusher.poll(1.0) == [PushDone("r", 0, 0, 0.0)]
+    assert pusher.poll(1.0) == [PushDone("r", 0, 0, 0, 0.0)]
     assert completions(transport) == [Completion(9, 5, 0, 8)]
 
 
@@ -158,7 +162,7 @@ def test_nothing_is_posted_from_the_deadline_on() -> None:
     transport.end_all()
     (event,) = pusher.poll(DEADLINE_S)
     assert isinstance(event, PushFailed)
-    assert event.reason == "DEADLINE_EXCEEDED"
+    assert event.reason == "TICKET_EXPIRED"
     assert drained(transport) == [Drained(9, 5)]
 
 
@@ -229,3 +233,29 @@ def test_any_chunking_and_any_order_of_ends(data: st.DataObject) -> None:
     pairs = [p for w in transport.writes.values() for p in zip(w.local, w.remote, strict=True)]
     assert pairs == [(40 + i, 100 + i - cached) for i in range(cached, blocks)]
     assert completions(transport) == [Completion(9, 5, (blocks - cached) * LAYOUT.block_bytes, 3)]
+
+
+@pytest.mark.parametrize("one_in", [0, 1, 2])
+def test_a_completion_carries_the_checksums_that_its_ticket_asks_for(one_in: int) -> None:
+    pool = NumpyPool(64)
+    pool.stamp(1)
+    read: list[int] = []
+
+    def reader(blocks: Sequence[int]) -> list[memoryview]:
+        read.extend(blocks)
+        return [memoryview(pool.data[block]) for block in blocks]
+
+    transport = ScriptedTransport("decode")
+    pusher = KvPusher(transport, reader)
+    ticket = replace(a_ticket(), verify_one_in=one_in)
+    pusher.start("r", ticket, ENDPOINT, now=0.0)
+    chosen = [TABLE[p] for p in verified_positions(ticket.epoch, ticket.reservation, 4, one_in)]
+    pusher.on_progress("r", 2 * SIZE, TABLE[:2], False, None, now=1.0)
+    assert read == [block for block in chosen if block in TABLE[:2]], "each chunk's blocks when it is final"
+    pusher.on_progress("r", 4 * SIZE, TABLE[:4], True, 17, now=2.0)
+    assert read == chosen
+    transport.end_all()
+    pusher.poll(3.0)
+    transport.end_all()
+    (done,) = completions(transport)
+    assert done.checksums == tuple(digests_of(memoryview(pool.data[block]) for block in chosen))

@@ -131,6 +131,8 @@ def _set(path: str, value: object) -> Damage:
         ("endpoint.metadata", b"x" * (2**20 + 1)),
         ("endpoint.block_bytes", 1),
         ("endpoint.num_blocks", 0),
+        ("endpoint.probe_blocks", 2**30),
+        ("endpoint.host_id", "h" * 65),
         ("endpoint.memory_kind", "TAPE"),
         ("endpoint.layout.model_fingerprint", "ab"),
         ("endpoint.layout.dtype", "float99"),

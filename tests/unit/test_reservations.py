@@ -178,7 +178,7 @@ def test_a_waiting_request_ends_with_its_ticket(table: ReservationTable) -> None
     assert table.expire(end - 0.1) == []
     (action,) = table.expire(end)
     assert isinstance(action, Abort)
-    assert action.reason == "DEADLINE_EXCEEDED"
+    assert action.reason == "TICKET_EXPIRED"
 
 
 def test_a_late_completion_is_not_admitted(table: ReservationTable) -> None:
@@ -272,3 +272,28 @@ def test_no_blocks_need_no_quarantine(table: ReservationTable) -> None:
     (action,) = table.abort("s", "c", False, 1.0)
     assert isinstance(action, Abort)
     assert not action.writer_alive
+
+
+def test_wrong_content_is_refused_and_its_blocks_wait_for_late_writes() -> None:
+    asked: list[Completion] = []
+
+    def refuse(done: Completion) -> bool:
+        asked.append(done)
+        return False
+
+    table = ReservationTable(EPOCH, lease_s=LEASE_S, quarantine_s=QUARANTINE_S, content_matches=refuse)
+    number = book(table, ticket_s=10.0)
+    assert table.on_notification("p", completion(number, size=BYTES - 1), 1.0) == Rejected("wrong_bytes")
+    assert asked == [], "the content is looked at last"
+    verdict = table.on_notification("p", completion(number), 1.0)
+    assert isinstance(verdict, Rejected)
+    assert verdict.reason == "checksum_mismatch"
+    (abort,) = verdict.actions
+    assert isinstance(abort, Abort)
+    assert (abort.reason, abort.writer_alive) == ("CHECKSUM_MISMATCH", True)
+    assert table.counters["checksum_mismatch"] == 1
+    assert len(asked) == 1
+    assert (table.state(number), table.quarantined_blocks) == (HandoffState.QUARANTINED, 3)
+    released = table.expire(1.0 + QUARANTINE_S)
+    assert ReleaseWriter(number, "r") in released
+    assert table.quarantined_blocks == 0

@@ -16,7 +16,7 @@ from coordinator.routing import (
     Pair,
     RouteRequest,
     decode_wait_s,
-    missing_pool,
+    no_pair,
     prefill_wait_s,
 )
 from splitserve.v1 import registry_pb2
@@ -136,10 +136,25 @@ def test_equals_take_turns_and_the_choice_is_deterministic() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    assert "no prefill and no decode" in missing_pool(PoolSnapshot(), REQUEST)
-    assert missing_pool(PoolSnapshot((prefill("p0"),)), REQUEST).startswith("no decode worker")
-    assert missing_pool(PoolSnapshot((decode("d0"),)), REQUEST).startswith("no prefill worker")
-    assert "is connected" in missing_pool(PoolSnapshot((prefill("p0"), decode("d0"))), REQUEST)
+    cases: list[tuple[tuple[Worker, ...], str]] = [
+        ((), "no prefill and no decode"),
+        ((prefill("p0"),), "no decode worker"),
+        ((decode("d0"),), "no prefill worker"),
+        ((prefill("p0"), decode("d0")), "is connected"),
+    ]
+    for workers, expected in cases:
+        error = no_pair(PoolSnapshot(workers), REQUEST, 1.0)
+        assert expected in error.message
+        assert (error.reason, error.retry_after_s) == ("NO_WORKER", 1.0)
+
+
+def test_a_refused_lane_is_named() -> None:
+    problem = "0.30 GB/s over tcp, at least 1 GB/s expected"
+    lane = registry_pb2.LaneReport(agent_id="agent-d0", problem=problem, refused=True)
+    snapshot = PoolSnapshot((decode("d0"), prefill("p0", lanes=(lane,))))
+    error = no_pair(snapshot, REQUEST, 1.0)
+    assert error.reason == "SLOW_LANE"
+    assert f"p0 to d0: {problem}" in error.message
 
 
 @given(

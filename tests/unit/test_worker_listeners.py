@@ -73,7 +73,9 @@ class Pair:
         for coordinator, batch in outputs.items():
             self.decode_outputs[coordinator].extend(batch)
 
-    def reserve(self, name: str, prompt: list[int]) -> list[Granted | SplitserveError]:
+    def reserve(
+        self, name: str, prompt: list[int], local_prefill_tokens: int = 0
+    ) -> list[Granted | SplitserveError]:
         answers: list[Granted | SplitserveError] = []
         entry = WaitingReservation(
             self._request(f"{COORDINATOR}/{name}", prompt, prefill_only=False),
@@ -81,6 +83,7 @@ class Pair:
             "",
             self.clock.now,
             answers.append,
+            local_prefill_tokens=local_prefill_tokens,
         )
         self.receiver.reserve(self.decode, entry)
         return answers
@@ -179,6 +182,58 @@ def test_reservations_wait_for_room_and_are_served_in_turn() -> None:
     pair.assert_empty()
 
 
+def granted_locally(answers: list[Granted | SplitserveError]) -> bool:
+    (answer,) = answers
+    assert isinstance(answer, Granted)
+    return answer.ticket is None
+
+
+@pytest.mark.parametrize("length", [1, 8, 33, 100])
+def test_a_prompt_computed_on_the_decode_worker_gives_the_same_tokens(length: int) -> None:
+    pair = Pair()
+    prompt = [(7 * n) % 250 for n in range(length)]
+    assert granted_locally(pair.reserve("a", prompt, local_prefill_tokens=length))
+    for _ in range(40):
+        pair.round()
+    assert pair.tokens("a") == expected_tokens(prompt, MAX_TOKENS, 257)
+    outputs = pair.decode_outputs[COORDINATOR]
+    assert [output.HasField("local_prefill") for output in outputs] == [True] + [False] * (MAX_TOKENS - 1)
+    assert not any(output.admitted or output.HasField("admit_ms") for output in outputs)
+    pair.assert_empty()
+
+
+def test_only_what_the_cache_lacks_counts_for_a_local_prefill() -> None:
+    pair = Pair()
+    prompt = [(7 * n) % 250 for n in range(100)]
+    assert not granted_locally(pair.reserve("long", prompt, local_prefill_tokens=99))
+    pair.receiver.abort(pair.decode, f"{COORDINATOR}/long", COORDINATOR, True, pair.clock.now)
+    run(pair, "first", prompt)
+    assert granted_locally(pair.reserve("a", prompt, local_prefill_tokens=8))
+    for _ in range(20):
+        pair.round()
+    assert pair.tokens("a") == expected_tokens(prompt, MAX_TOKENS, 257)
+    reports = [o.local_prefill for o in pair.decode_outputs[COORDINATOR] if o.HasField("local_prefill")]
+    assert [report.cached_tokens for report in reports] == [96]
+    pair.assert_empty()
+
+
+@pytest.mark.parametrize("rounds_before", range(6))
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_local_prefill_can_be_aborted_at_any_time(rounds_before: int, lost: bool) -> None:
+    pair = Pair()
+    pair.reserve("a", [n % 250 for n in range(100)], local_prefill_tokens=100)
+    for _ in range(rounds_before):
+        pair.round()
+    if lost:
+        pair.receiver.coordinator_lost(pair.decode, COORDINATOR, pair.clock.now)
+    else:
+        assert pair.receiver.abort(pair.decode, f"{COORDINATOR}/a", COORDINATOR, True, pair.clock.now), (
+            "it was alive"
+        )
+    pair.round()
+    pair.assert_empty()
+
+
 def test_a_lost_coordinator_frees_its_requests() -> None:
     pair = Pair()
     prompt = list(range(50))
@@ -198,7 +253,7 @@ def test_a_writer_that_never_comes_is_outlasted_by_the_quarantine() -> None:
     pair.clock.now += 200  # past the ticket
     pair.round()
     failure = pair.decode_outputs[COORDINATOR][-1].failure
-    assert failure.reason == "DEADLINE_EXCEEDED"
+    assert failure.reason == "TICKET_EXPIRED"
     assert pair.decode.load().quarantined_blocks > 0
     pair.clock.now += 200
     pair.round()

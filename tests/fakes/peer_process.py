@@ -1,4 +1,4 @@
-"""A process with a NIXL agent, for tests that need a second one to write to, stop and kill."""
+"""A process with a transport, for tests that need a second one to write to, stop and kill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.select import make_transport
 from kv_transfer.transport import TransferEndpoint
 from splitserve.v1 import kv_transfer_pb2 as pb
 from tests.fakes.numpy_pool import NumpyPool
@@ -17,9 +17,9 @@ NUM_BLOCKS = 32
 WAIT_S = 20.0
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, kind: str) -> None:
     """Polls; answers each notification on the pipe with (sender, message, bytes of the pool)."""
-    pool, transport = NumpyPool(NUM_BLOCKS), NixlTransport()
+    pool, transport = NumpyPool(NUM_BLOCKS), make_transport(kind)
     pipe.send(transport.register_pool(pool.memory).to_proto().SerializeToString())
     while not pipe.poll(0.001):
         for sender, message in transport.poll().notifications:
@@ -27,18 +27,18 @@ def _serve(pipe: Connection) -> None:
     transport.close()
 
 
-class NixlPeer:
-    """Context manager around the process."""
+class PeerProcess:
+    """Context manager around the process; `kind` is the transport's."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, kind), daemon=True)
         self._process.start()
         theirs.close()
         self.endpoint = TransferEndpoint.from_proto(pb.TransferEndpoint.FromString(self._receive()))
 
-    def __enter__(self) -> NixlPeer:
+    def __enter__(self) -> PeerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,0 +1,123 @@
+"""A real cluster for measurements: workers on cores of their own, behind one coordinator for each way of serving."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from splitserve.addresses import claim_port, join_address
+from splitserve.child_process import ChildSpec, Event
+from splitserve.client import AsyncClient
+from splitserve.cluster_setup import cluster_probe, cluster_specs, cluster_target, splitserve_command
+from splitserve.config import ClusterConfig, CoordinatorConfig
+from splitserve.core_layout import available_cores
+from splitserve.local_cluster import ClusterTimes, LocalCluster
+from splitserve.logs import LOG_LEVEL_VARIABLE
+from splitserve.service_arguments import coordinator_arguments
+
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Watcher:
+    """A ClusterObserver that keeps log events by name and says when the cluster is ready."""
+
+    model: str = ""
+    is_ready: asyncio.Event = field(default_factory=asyncio.Event)
+    on_event: Callable[[Event], None] = lambda _event: None
+
+    def message(self, text: str) -> None:
+        """See ClusterObserver."""
+
+    def loading(self, name: str, fraction: float) -> None:
+        """See ClusterObserver."""
+
+    def ready(self, model: str) -> None:
+        """See ClusterObserver."""
+        self.model = model
+        self.is_ready.set()
+
+    def line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
+        """See ClusterObserver."""
+        if event is not None:
+            self.on_event(event)
+
+
+@dataclass(frozen=True)
+class Fronts:
+    """Clients of the coordinators, by name, and the served model."""
+
+    clients: Mapping[str, AsyncClient]
+    model: str
+
+
+@asynccontextmanager
+async def running_cluster(
+    config: ClusterConfig, coordinators: Mapping[str, CoordinatorConfig], on_event: Callable[[Event], None]
+) -> AsyncIterator[Fronts]:
+    """Runs the workers of `config` behind every one of the named coordinators; ends all at the end.
+
+    `on_event` gets the log events of all processes, debug level included.
+    """
+    fronts = {
+        name: front.model_copy(update={"host": HOST, "grpc_port": claim_port(HOST, 0)})
+        for name, front in coordinators.items()
+    }
+    first, *others = fronts.values()
+    config = config.model_copy(update={"coordinator": first})
+    specs = _specs(config, others)
+    watcher = Watcher(on_event=on_event)
+    os.environ[LOG_LEVEL_VARIABLE] = "debug"
+    async with AsyncClient(cluster_target(config)) as client:
+        probe = cluster_probe(client, config)
+        times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=1.0)
+        cluster = LocalCluster(specs, probe, watcher, times=times)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cluster.run())
+            try:
+                await watcher.is_ready.wait()
+                async with _clients(fronts) as clients:
+                    yield Fronts(clients, watcher.model)
+            finally:
+                cluster.request_stop()
+
+
+def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[ChildSpec]:
+    """The cluster's processes, and further coordinators to which its workers report too."""
+    specs = cluster_specs(config, available_cores())
+    extra = [
+        argument for front in others for argument in ("--coordinator", join_address(HOST, front.grpc_port))
+    ]
+    workers = [
+        replace(spec, command=(*spec.command, *extra)) if spec.role != "coordinator" else spec
+        for spec in specs
+    ]
+    fronts = [
+        ChildSpec(
+            f"coordinator-{number}",
+            "coordinator",
+            splitserve_command("coordinator", coordinator_arguments(front)),
+        )
+        for number, front in enumerate(others, 1)
+    ]
+    return [*fronts, *workers]
+
+
+@asynccontextmanager
+async def _clients(fronts: Mapping[str, CoordinatorConfig]) -> AsyncIterator[Mapping[str, AsyncClient]]:
+    clients = {
+        name: AsyncClient(join_address(HOST, front.grpc_port), timeout_s=front.request_timeout_s)
+        for name, front in fronts.items()
+    }
+    for client in clients.values():
+        await client.__aenter__()
+    try:
+        for client in clients.values():
+            await client.wait_ready()
+        yield clients
+    finally:
+        for client in clients.values():
+            await client.__aexit__(None, None, None)

@@ -1,0 +1,112 @@
+"""The front of a vLLM prefill/decode pair: two calls a request, as vLLM documents them for NixlConnector.
+
+The prefill server gets the prompt with `max_tokens` 1 and `do_remote_decode`; its answer holds the parameters with
+which the decode server, which gets the same prompt, pulls the KV. No process stands between client and servers.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TIMEOUT_S = 120.0
+HEALTH_TIMEOUT_S = 2.0
+HANDSHAKE_TRIES = 4
+PATH = "/v1/completions"
+HEADERS = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One request. Times are seconds since the first call was sent.
+
+    `prefilled_s`: the prefill server's answer has come; `token_s` and `token_ids`: what the decode server streamed.
+    """
+
+    prefilled_s: float
+    token_s: tuple[float, ...]
+    token_ids: tuple[int, ...]
+
+
+class Pair:
+    """One kept-alive connection to each server, for one request at a time."""
+
+    def __init__(self, host: str, prefill_port: int, decode_port: int, model: str) -> None:
+        self._prefill = http.client.HTTPConnection(host, prefill_port, timeout=TIMEOUT_S)
+        self._decode = http.client.HTTPConnection(host, decode_port, timeout=TIMEOUT_S)
+        self._model = model
+
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+        """Greedy, exactly `max_tokens` tokens. Raises RuntimeError when a server refuses or fails."""
+        body = {
+            "model": self._model,
+            "prompt": list(prompt),
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        wish = {"do_remote_decode": True, "do_remote_prefill": False}
+        start = time.perf_counter()
+        reply = _post(self._prefill, {**body, "max_tokens": 1, "kv_transfer_params": wish})
+        params = json.loads(reply.read())["kv_transfer_params"]
+        prefilled_s = time.perf_counter() - start
+        body |= {"max_tokens": max_tokens, "stream": True, "kv_transfer_params": params}
+        token_s: list[float] = []
+        token_ids: list[int] = []
+        for event in _events(_post(self._decode, body)):
+            if "error" in event:
+                raise RuntimeError(f"vLLM failed: {event['error']}")
+            new = event["choices"][0].get("token_ids") or []
+            token_ids += new
+            token_s += [time.perf_counter() - start] * len(new)
+        if len(token_ids) != max_tokens:
+            raise RuntimeError(f"vLLM gave {len(token_ids)} tokens, not {max_tokens}")
+        return Answered(prefilled_s, tuple(token_s), tuple(token_ids))
+
+    def shake_hands(self) -> None:
+        """Makes decode connect to prefill, which it does at its first request and gives 5 s. Tries it a few times."""
+        for left in reversed(range(HANDSHAKE_TRIES)):
+            try:
+                self.generate(range(1000, 1016), 2)
+                return
+            except RuntimeError:
+                self.close()
+                if not left:
+                    raise
+
+    def close(self) -> None:
+        """Closes both connections."""
+        self._prefill.close()
+        self._decode.close()
+
+
+def is_healthy(host: str, port: int) -> bool:
+    """Whether a vLLM server answers there."""
+    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _post(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:
+    connection.request("POST", PATH, json.dumps(body).encode(), HEADERS)
+    reply = connection.getresponse()
+    if reply.status != http.HTTPStatus.OK:
+        raise RuntimeError(f"vLLM answered {reply.status}: {reply.read().decode(errors='replace')}")
+    return reply
+
+
+def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events."""
+    for line in reply:
+        data = line.removeprefix(b"data:").strip()
+        if line.startswith(b"data:") and data != b"[DONE]":
+            yield json.loads(data)

@@ -1,0 +1,217 @@
+"""splitserve's pair beside vLLM's: `python -m bench.peers.vllm_pair` (`make peer-vllm` makes the environment too).
+
+Starts one prefill and one decode worker of splitserve, and vLLM's prefill and decode servers (NixlConnector over
+DRAM), all in bfloat16 with one core for each worker's compute. The two systems take turns with the same prompts, one
+request at a time, greedy; no prompt is used twice. All times are taken at the client.
+
+* prefill: request sent until prefill's first token is known. splitserve delivers it: the first token has come.
+  vLLM: the prefill server has answered.
+* handoff: from there until the first token that the decode worker computed has come. That is splitserve's second
+  token, and vLLM's first, for its decode server computes the prompt's last token again. Both contain the
+  transfer's rest, admission and one decode step.
+* TTFT: request sent until the client has a token. For vLLM that is prefill and handoff: no token leaves the pair
+  before decode's first. A front that passed on the prefill server's token would have it after `prefill`.
+* second: between the first and the second token.
+* TPOT: mean time between the tokens of the decode worker.
+
+Each cell is the median over the repeats. A ratio is splitserve's by vLLM's; below 1 splitserve is faster. vLLM has no
+proxy here: the client calls both servers itself, which spares it a hop. splitserve's coordinator is on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.cluster import running_cluster
+from bench.machine import report, this_machine
+from bench.peers.vllm_client import Pair
+from bench.peers.vllm_server import Layout, running_pair
+from splitserve.client import AsyncClient, Delta
+from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig
+from splitserve.core_layout import available_cores
+from splitserve.models import resolve_model
+
+MODEL = "smollm2-135m-instruct"
+LENGTHS = (16, 128, 512, 1000, 2000)
+REPEATS = 11
+MAX_TOKENS = 24
+WARM_UP_REPEATS = 2
+LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
+FRONT = "split"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one request, or their medians; the module says what each is."""
+
+    prefill_ms: float
+    handoff_ms: float
+    ttft_ms: float
+    second_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt length. `equal_tokens`: the part of all output tokens that both gave alike, to tell a wrong run."""
+
+    prompt_tokens: int
+    repeats: int
+    splitserve: Times
+    vllm: Times
+    ratio: Times
+    equal_tokens: float
+
+
+async def ask_splitserve(
+    client: AsyncClient, prompt: Sequence[int], max_tokens: int
+) -> tuple[Times, tuple[int, ...]]:
+    """One request through splitserve."""
+    start = time.perf_counter()
+    token_s: list[float] = []
+    token_ids: list[int] = []
+    options = client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    async with aclosing(options) as items:
+        async for item in items:
+            if isinstance(item, Delta):
+                token_s += [time.perf_counter() - start] * len(item.token_ids)
+                token_ids += item.token_ids
+    second_s = token_s[1] - token_s[0]
+    return _times(token_s[0], second_s, token_s[0], second_s, token_s[1:]), tuple(token_ids)
+
+
+async def ask_vllm(pair: Pair, prompt: Sequence[int], max_tokens: int) -> tuple[Times, tuple[int, ...]]:
+    """One request through vLLM's pair."""
+    answer = await asyncio.to_thread(pair.generate, prompt, max_tokens)
+    first_s, second_s = answer.token_s[:2]
+    handoff_s = first_s - answer.prefilled_s
+    times = _times(answer.prefilled_s, handoff_s, first_s, second_s - first_s, answer.token_s)
+    return times, answer.token_ids
+
+
+async def measure(
+    client: AsyncClient, pair: Pair, length: int, repeats: int, max_tokens: int, rng: random.Random
+) -> Row:
+    """The two in turns over fresh prompts of `length` tokens; who begins changes from prompt to prompt."""
+    ours: list[Times] = []
+    theirs: list[Times] = []
+    equal = 0
+    for number in range(-WARM_UP_REPEATS, repeats):
+        prompt = [rng.randint(LOWEST_TOKEN, HIGHEST_TOKEN) for _ in range(length)]
+        if number % 2:
+            vllm, vllm_ids = await ask_vllm(pair, prompt, max_tokens)
+            own, own_ids = await ask_splitserve(client, prompt, max_tokens)
+        else:
+            own, own_ids = await ask_splitserve(client, prompt, max_tokens)
+            vllm, vllm_ids = await ask_vllm(pair, prompt, max_tokens)
+        if number >= 0:
+            ours.append(own)
+            theirs.append(vllm)
+            equal += sum(a == b for a, b in zip(own_ids, vllm_ids, strict=True))
+    own, vllm = _medians(ours), _medians(theirs)
+    quotients = {name: round(value / asdict(vllm)[name], 3) for name, value in asdict(own).items()}
+    return Row(length, repeats, own, vllm, Times(**quotients), round(equal / (repeats * max_tokens), 3))
+
+
+async def compare(arguments: argparse.Namespace, show: Console) -> list[Row]:
+    """Runs both systems side by side and measures every length."""
+    cores = available_cores()
+    model = resolve_model(arguments.model)
+    config = ClusterConfig(model=arguments.model, engine=EngineConfig(dtype="bfloat16"))
+    rng = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory(prefix="vllm-logs-") as logs:
+        layout = Layout(
+            environment=arguments.environment.resolve(),
+            model=model.path,
+            log_dir=arguments.log_dir or Path(logs),
+            cores=(cores[0], cores[1 % len(cores)]),
+            eager=arguments.vllm_eager,
+            whole_server=arguments.vllm_whole_server,
+        )
+        async with (
+            running_pair(layout) as pair,
+            running_cluster(config, {FRONT: CoordinatorConfig()}, lambda _event: None) as fronts,
+        ):
+            rows = []
+            for length in arguments.lengths:
+                show.print(f"{length} tokens …")
+                rows.append(
+                    await measure(
+                        fronts.clients[FRONT], pair, length, arguments.repeats, arguments.max_tokens, rng
+                    )
+                )
+            return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """splitserve / vLLM (ratio) in each cell."""
+    shown = Table(title="p50 in ms: splitserve / vLLM (ratio)")
+    for column in ("prompt", "prefill", "handoff", "TTFT", "first to second", "TPOT", "equal tokens"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        own, vllm, ratio = asdict(row.splitserve), asdict(row.vllm), asdict(row.ratio)
+        cells = [f"{own[name]:.1f} / {vllm[name]:.1f} ({ratio[name]:.2f})" for name in own]
+        shown.add_row(str(row.prompt_tokens), *cells, f"{row.equal_tokens:.0%}")
+    return shown
+
+
+def main() -> None:
+    """Progress goes to stderr, the result to stdout."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--environment", type=Path, default=Path(".peers/vllm"), help="made by vllm_setup.py")
+    parser.add_argument("--vllm-eager", action="store_true", help="run vLLM without torch.compile")
+    parser.add_argument(
+        "--vllm-whole-server",
+        action="store_true",
+        help="bind vLLM's API servers to the workers' cores too, not the compute alone",
+    )
+    parser.add_argument("--log-dir", type=Path, help="keep vLLM's logs there")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    machine = this_machine()
+    rows = asyncio.run(compare(arguments, Console(stderr=True)))
+    if arguments.json:
+        content: dict[str, Any] = {"rows": [asdict(row) for row in rows]}
+        command = shlex.join(["python", "-m", "bench.peers.vllm_pair", *sys.argv[1:]])
+        print(json.dumps(report("vllm_pair", command, machine, **content), indent=2))
+    else:
+        Console().print(table(rows))
+
+
+def _times(
+    prefill_s: float, handoff_s: float, ttft_s: float, second_s: float, decoded_s: Sequence[float]
+) -> Times:
+    tpot_s = (decoded_s[-1] - decoded_s[0]) / (len(decoded_s) - 1)
+    return Times(*(value * 1e3 for value in (prefill_s, handoff_s, ttft_s, second_s, tpot_s)))
+
+
+def _medians(samples: Sequence[Times]) -> Times:
+    rows = [asdict(sample) for sample in samples]
+    return Times(**{name: round(median(row[name] for row in rows), 3) for name in rows[0]})
+
+
+if __name__ == "__main__":
+    main()

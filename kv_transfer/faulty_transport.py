@@ -1,0 +1,295 @@
+"""A transport around another one that puts planned faults into it, for tests.
+
+Nothing blocks: what is late is held here and leaves in a later `poll`. Time comes from an injected clock.
+With no fault planned, or latency and bandwidth alone, it keeps every rule of `Transport`; the triggers of
+`FaultPlan` break what their texts say and nothing else. A write held here counts as in flight.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.fault_dice import FaultDice
+from kv_transfer.peer_checks import check_blocks, check_notification
+from kv_transfer.runs import merge_runs
+from kv_transfer.transport import PollResult, PoolMemory, TransferEndpoint, Transport, WriteResult
+from splitserve.errors import FailedPreconditionError, SplitserveError, TransferError
+from splitserve.fault_plan import FaultPlan
+from splitserve.logs import log_event
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A write on its way. `follow` leaves when its bytes are there, each copy so many seconds later."""
+
+    handle: int
+    agent_id: str
+    local: tuple[int, ...]
+    remote: tuple[int, ...]
+    attached: bytes | None
+    follow: tuple[_Notice, ...]
+    silent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Notice:
+    agent_id: str
+    data: bytes
+    delay_s: float = 0.0
+    after_next: bool = False
+
+
+@dataclass(order=True, slots=True)
+class _Held:
+    due_s: float
+    number: int
+    what: _Write | _Notice = field(compare=False)
+
+
+class FaultyTransport(Transport):
+    """`inner` with the faults of `plan`. `clock` gives seconds and never runs backwards."""
+
+    def __init__(
+        self, inner: Transport, plan: FaultPlan, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.kind = inner.kind
+        self.dice = FaultDice(plan)
+        self._inner = inner
+        self._plan = plan
+        self._clock = clock
+        self._pool: PoolMemory | None = None
+        self._peers: dict[str, int] = {}
+        self._held: list[_Held] = []
+        self._arrivals: list[_Held] = []
+        self._open: dict[int, _Write] = {}
+        self._stuck: dict[int, str] = {}
+        self._over: list[WriteResult] = []
+        self._line_free_s = 0.0
+        self._numbers = 0
+        self._descriptors = 0
+
+    def register_pool(self, pool: PoolMemory) -> TransferEndpoint:
+        """See `Transport`."""
+        endpoint = self._inner.register_pool(pool)
+        self._pool = pool
+        return endpoint
+
+    def connect(self, endpoint: TransferEndpoint) -> None:
+        """See `Transport`."""
+        self._inner.connect(endpoint)
+        self._peers[endpoint.agent_id] = endpoint.pool.num_blocks
+
+    def disconnect(self, agent_id: str) -> None:
+        """See `Transport`. Ends what is held or stuck."""
+        self._inner.disconnect(agent_id)
+        self._drop(agent_id, f"agent {agent_id} was disconnected")
+        self._arrivals = [held for held in self._arrivals if held.what.agent_id != agent_id]
+
+    def connected(self) -> frozenset[str]:
+        """See `Transport`."""
+        return self._inner.connected()
+
+    def write(
+        self,
+        agent_id: str,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+        notification: bytes | None = None,
+    ) -> int:
+        """See `Transport`."""
+        pool = self._require(agent_id)
+        check_blocks(local_blocks, pool.num_blocks, remote_blocks, self._peers[agent_id])
+        check_notification(notification)
+        probes = min(local_blocks) >= pool.request_blocks
+        write = (self._plan_probe if probes else self._plan_write)(
+            agent_id, tuple(local_blocks), tuple(remote_blocks), notification
+        )
+        due_s = self._leaves_at(len(write.local) * pool.layout.block_bytes)
+        if probes:
+            self._hold_or_run(write, due_s)
+        elif self.dice.fires("break_connection", agent_id):
+            self._stuck[write.handle] = agent_id
+            self.disconnect(agent_id)
+        elif self.dice.fires("stall_write", agent_id):
+            self._stuck[write.handle] = agent_id
+        else:
+            late = self.dice.fires("late_write", agent_id)
+            self._hold_or_run(write, due_s + (self._plan.hold_s if late else 0.0))
+        self._descriptors += len(merge_runs(local_blocks, remote_blocks))
+        return write.handle
+
+    def notify(self, agent_id: str, notification: bytes) -> None:
+        """See `Transport`."""
+        self._require(agent_id)
+        check_notification(notification)
+        now = self._clock()
+        for notice in self._plan_notices(agent_id, notification):
+            self._hold_or_run(notice, now + self._plan.latency_s + notice.delay_s)
+
+    def poll(self) -> PollResult:
+        """See `Transport`."""
+        now = self._clock()
+        while self._held and self._held[0].due_s <= now:
+            self._run_late(heapq.heappop(self._held).what)
+        polled = self._inner.poll()
+        for write in polled.writes:
+            self._ended(write)
+        for agent_id in self._gone():
+            self._drop(agent_id, f"the connection to agent {agent_id} is broken")
+        result = PollResult(writes=self._over, notifications=self._arrived(polled.notifications, now))
+        self._over = []
+        return result
+
+    def close(self) -> None:
+        """See `Transport`."""
+        for waiting in (self._held, self._arrivals, self._open, self._stuck, self._over):
+            waiting.clear()
+        self._inner.close()
+
+    @property
+    def descriptors_posted(self) -> int:
+        """See `Transport`. Counts a write when it is posted here, held or not."""
+        return self._descriptors
+
+    @property
+    def needs_poll(self) -> bool:
+        """See `Transport`."""
+        return bool(self._held or self._arrivals) or self._inner.needs_poll
+
+    def _plan_write(
+        self, agent_id: str, local: tuple[int, ...], remote: tuple[int, ...], notification: bytes | None
+    ) -> _Write:
+        attached, follow = None, list[_Notice]()
+        if notification is not None:
+            for notice in self._plan_notices(agent_id, notification):
+                if attached is None and notice.delay_s == 0 and not notice.after_next:
+                    attached = notice.data
+                else:
+                    follow.append(notice)
+        if self.dice.fires("wrong_bytes", agent_id):
+            count = self._require(agent_id).num_blocks
+            local = (*local[1:], (local[0] + 1) % count)
+        silent = self.dice.fires("unreported_write", agent_id)
+        self._numbers += 1
+        return _Write(self._numbers, agent_id, local, remote, attached, tuple(follow), silent)
+
+    def _plan_probe(
+        self, agent_id: str, local: tuple[int, ...], remote: tuple[int, ...], notification: bytes | None
+    ) -> _Write:
+        """A measurement of the lane is no handoff: no trigger sees it."""
+        self._numbers += 1
+        return _Write(self._numbers, agent_id, local, remote, notification, (), False)
+
+    def _plan_notices(self, agent_id: str, data: bytes) -> list[_Notice]:
+        """What becomes of one notification, decided when it is posted."""
+        fires = {
+            fault: self.dice.fires(f"{fault}_notification", agent_id)
+            for fault in ("drop", "duplicate", "delay", "reorder")
+        }
+        if fires["drop"]:
+            return []
+        delay_s = self._plan.hold_s if fires["delay"] or fires["reorder"] else 0.0
+        notice = _Notice(agent_id, data, delay_s, after_next=fires["reorder"] and not fires["delay"])
+        return [notice] * (2 if fires["duplicate"] else 1)
+
+    def _leaves_at(self, size: int) -> float:
+        """When a write of `size` bytes has passed the line."""
+        now, rate = self._clock(), self._plan.bandwidth_bytes_per_s
+        if rate is not None:
+            self._line_free_s = max(now, self._line_free_s) + size / rate
+        return max(now, self._line_free_s) + self._plan.latency_s
+
+    def _hold_or_run(self, what: _Write | _Notice, due_s: float) -> None:
+        if due_s <= self._clock():
+            self._run(what)
+            return
+        self._numbers += 1
+        heapq.heappush(self._held, _Held(due_s, self._numbers, what))
+
+    def _run(self, what: _Write | _Notice) -> None:
+        if isinstance(what, _Write):
+            inner = self._inner.write(what.agent_id, what.local, what.remote, what.attached)
+            self._open[inner] = what
+            return
+        self._inner.notify(what.agent_id, what.data)
+        if not what.after_next:
+            self._release_reordered(what.agent_id)
+
+    def _run_late(self, what: _Write | _Notice) -> None:
+        """Like `_run`; but whoever posted it is gone, so an error becomes the write's result."""
+        try:
+            self._run(what)
+        except SplitserveError as error:
+            if isinstance(what, _Write):
+                self._over.append(WriteResult(what.handle, error.message))
+            else:
+                log_event("fault.notification_lost", agent_id=what.agent_id, error=error.message)
+
+    def _release_reordered(self, agent_id: str) -> None:
+        """A notification has left: those that were to come after it follow."""
+        waiting = [held for held in self._held if isinstance(held.what, _Notice) and held.what.after_next]
+        for held in waiting:
+            if held.what.agent_id == agent_id:
+                self._held.remove(held)
+                heapq.heapify(self._held)
+                self._run_late(held.what)
+
+    def _ended(self, result: WriteResult) -> None:
+        write = self._open.pop(result.handle)
+        if result.error is not None:
+            self._over.append(WriteResult(write.handle, result.error))
+            return
+        if write.attached is not None:
+            self._release_reordered(write.agent_id)
+        now = self._clock()
+        for notice in write.follow:
+            due_s = now + notice.delay_s
+            if due_s <= now:
+                self._run_late(notice)
+            else:
+                self._hold_or_run(notice, due_s)
+        if write.silent:
+            self._stuck[write.handle] = write.agent_id
+        else:
+            self._over.append(WriteResult(write.handle))
+
+    def _arrived(self, notifications: list[tuple[str, bytes]], now: float) -> list[tuple[str, bytes]]:
+        arrived: list[tuple[str, bytes]] = []
+        for agent_id, data in notifications:
+            if self.dice.fires("drop_arrival", agent_id):
+                continue
+            copies = 2 if self.dice.fires("duplicate_arrival", agent_id) else 1
+            if self.dice.fires("delay_arrival", agent_id):
+                self._numbers += 1
+                late = _Held(now + self._plan.hold_s, self._numbers, _Notice(agent_id, data))
+                self._arrivals += [late] * copies
+            else:
+                arrived += [(agent_id, data)] * copies
+        due = [held for held in self._arrivals if held.due_s <= now]
+        self._arrivals = [held for held in self._arrivals if held.due_s > now]
+        return arrived + [(h.what.agent_id, h.what.data) for h in due if isinstance(h.what, _Notice)]
+
+    def _gone(self) -> set[str]:
+        """Peers that the inner transport has lost by itself while something of theirs is held here."""
+        held = {item.what.agent_id for item in self._held} | set(self._stuck.values())
+        return held - self._inner.connected() if held else held
+
+    def _drop(self, agent_id: str, why: str) -> None:
+        for held in [held for held in self._held if held.what.agent_id == agent_id]:
+            self._held.remove(held)
+            if isinstance(held.what, _Write):
+                self._over.append(WriteResult(held.what.handle, why))
+        heapq.heapify(self._held)
+        for handle in [handle for handle, agent in self._stuck.items() if agent == agent_id]:
+            del self._stuck[handle]
+            self._over.append(WriteResult(handle, why))
+
+    def _require(self, agent_id: str) -> PoolMemory:
+        if self._pool is None:
+            raise FailedPreconditionError("no pool is registered")
+        if agent_id not in self._inner.connected() or agent_id not in self._peers:
+            raise TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER")
+        return self._pool
