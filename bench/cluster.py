@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
 
 from splitserve.addresses import claim_port, join_address
 from splitserve.child_process import ChildSpec, Event
@@ -48,10 +51,11 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Fronts:
-    """Clients of the coordinators, by name, and the served model."""
+    """Clients of the coordinators, by name, the served model, and the workers' process ids by worker id."""
 
     clients: Mapping[str, AsyncClient]
     model: str
+    pids: Mapping[str, int]
 
 
 @asynccontextmanager
@@ -80,7 +84,7 @@ async def running_cluster(
             try:
                 await watcher.is_ready.wait()
                 async with _clients(fronts) as clients:
-                    yield Fronts(clients, watcher.model)
+                    yield Fronts(clients, watcher.model, _worker_pids())
             finally:
                 cluster.request_stop()
 
@@ -104,6 +108,22 @@ def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[Child
         for number, front in enumerate(others, 1)
     ]
     return [*fronts, *workers]
+
+
+def pin(pid: int, core: int) -> None:
+    """Puts all threads of a process on one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # a thread may have ended meanwhile
+            os.sched_setaffinity(int(task.name), {core})
+
+
+def _worker_pids() -> dict[str, int]:
+    pids: dict[str, int] = {}
+    for child in psutil.Process().children():
+        command = child.cmdline()
+        if "--worker-id" in command:
+            pids[command[command.index("--worker-id") + 1]] = child.pid
+    return pids
 
 
 @asynccontextmanager

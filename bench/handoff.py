@@ -3,7 +3,8 @@
 Starts one prefill and one decode worker (real processes, real NIXL, a core each where there are two) behind two
 coordinators. One sends each prompt through both workers: split. The other has the decode worker compute it too
 (`local_prefill: always`): colocated, the same engine behind the same front door. For every prompt length the two
-take turns, and a raw NIXL write of as many bytes follows each turn. No prompt is used twice.
+take turns, and a raw NIXL write of as many bytes follows each turn. No prompt is used twice. The worker that computes
+the prompt always sits on the first core, so that cores that differ, or that others keep busy, slow both alike.
 
 * exposed_ms: from the end of the last prefill step, first token sampled, until the decode worker has the sequence
   in its running batch. Both workers stamp with CLOCK_MONOTONIC, which is one clock for all processes of a machine,
@@ -17,6 +18,8 @@ take turns, and a raw NIXL write of as many bytes follows each turn. No prompt i
   prompt of several chunks may cut a run once a chunk.
 * ttft: request sent until the first token has come, at the client. The difference is the median of those between
   neighbours in time.
+* other_load: share of the machine that other processes used, the median of the turns. Turns above
+  `--max-other-load` are left out, up to twice as many as are wanted.
 * second_token_gap: between first and second token, at the client; normal_step: between later ones.
 """
 
@@ -36,9 +39,10 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from bench.cluster import Fronts, running_cluster
+from bench.cluster import Fronts, pin, running_cluster
 from bench.handoff_rows import Answered, Handoff, Row, Samples, make_row
 from bench.machine import report, this_machine
+from bench.quiet import OtherLoad
 from bench.raw_write import RawLane, raw_lane
 from engine.build import SIMULATED
 from splitserve.child_process import Event
@@ -55,6 +59,10 @@ FULL_REPEATS_UP_TO = 1000
 """Longer prompts are repeated less, so that each length takes about as long."""
 POOL_BYTES = 1 << 30
 EVENT_WAIT_S = 5.0
+MAX_OTHER_LOAD = 0.05
+"""Share of the machine that others may use during a turn that counts."""
+HOPES = 2
+"""Disturbed turns left out for each one wanted; then they count, too."""
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
 WARM_UP_TOKENS = 64
 
@@ -97,28 +105,52 @@ class HandoffLog:
 class Bench:
     """Asks for answers and collects samples."""
 
-    def __init__(self, fronts: Fronts, log: HandoffLog, lane: RawLane, vocabulary: int) -> None:
+    def __init__(
+        self, fronts: Fronts, log: HandoffLog, lane: RawLane, vocabulary: int, max_other_load: float
+    ) -> None:
         self._split, self._colocated = fronts.clients["split"], fronts.clients["colocated"]
+        self._pids = fronts.pids["prefill-0"], fronts.pids["decode-0"]
         self._log, self._lane, self._vocabulary = log, lane, vocabulary
         self._random = random.Random(0)
         self._asked = 0
+        self._load, self._max_other_load, self._hopes = OtherLoad(), max_other_load, HOPES
 
     async def measure(self, length: int, repeats: int) -> Samples:
-        """`repeats` turns of split, colocated and raw, at one prompt length."""
+        """`repeats` turns at one prompt length. Those that others disturbed are left out while there is hope."""
+        samples, hopes = Samples(length), self._hopes * repeats
+        while len(samples.other_load) < repeats:
+            self._load.mark()
+            turn = await self._turn(length, len(samples.other_load))
+            turn.other_load.append(self._load.share())
+            if turn.other_load[0] > self._max_other_load and hopes > 0:
+                hopes -= 1
+                continue
+            samples.extend(turn)
+        return samples
+
+    async def _turn(self, length: int, number: int) -> Samples:
+        """Split, colocated and raw once; every second time colocated comes first."""
         samples = Samples(length)
-        for turn in range(repeats):
-            for kind in ("split", "colocated") if turn % 2 else ("colocated", "split"):
-                if kind == "split":
-                    samples.split.append(await self._ask(self._split, length))
-                    samples.handoffs.append(await self._log.take(samples.split[-1].request_id))
-                else:
-                    samples.colocated.append(await self._ask(self._colocated, length))
-            samples.raw_s.append(await asyncio.to_thread(self._lane.write_s, samples.handoffs[-1].size))
+        for kind in ("split", "colocated") if number % 2 else ("colocated", "split"):
+            self._place(*(self._pids if kind == "split" else reversed(self._pids)))
+            if kind == "split":
+                samples.split.append(await self._ask(self._split, length))
+                samples.handoffs.append(await self._log.take(samples.split[-1].request_id))
+            else:
+                samples.colocated.append(await self._ask(self._colocated, length))
+        samples.raw_s.append(await asyncio.to_thread(self._lane.write_s, samples.handoffs[-1].size))
         return samples
 
     async def warm_up(self) -> None:
         """First contact, first steps, first writes: not measured."""
-        await self.measure(WARM_UP_TOKENS, FEWEST_REPEATS)
+        for number in range(FEWEST_REPEATS):
+            await self._turn(WARM_UP_TOKENS, number)
+
+    def _place(self, computing: int, other: int) -> None:
+        """The worker that computes the prompt on the first core, the other one on the second, if there is one."""
+        first, *more = available_cores()
+        pin(computing, first)
+        pin(other, more[0] if more else first)
 
     async def _ask(self, client: AsyncClient, length: int) -> Answered:
         self._asked += 1
@@ -138,7 +170,9 @@ class Bench:
         return Answered(request_id, tuple(token_s))
 
 
-async def run(model: str, lengths: Sequence[int], repeats: int, tell: Console) -> list[Row]:
+async def run(
+    model: str, lengths: Sequence[int], repeats: int, max_other_load: float, tell: Console
+) -> list[Row]:
     """Measures all lengths that fit the model's context."""
     log = HandoffLog()
     kind: Literal["simulated", "torch"] = "simulated" if model == SIMULATED else "torch"
@@ -151,7 +185,7 @@ async def run(model: str, lengths: Sequence[int], repeats: int, tell: Console) -
     with raw_lane(POOL_BYTES, available_cores()) as lane:
         async with running_cluster(config, coordinators, log.on_event) as fronts:
             served = next(m for m in await fronts.clients["split"].models() if m.name == fronts.model)
-            bench = Bench(fronts, log, lane, served.vocabulary_size)
+            bench = Bench(fronts, log, lane, served.vocabulary_size, max_other_load)
             await bench.warm_up()
             for length in lengths:
                 if length + MAX_TOKENS > served.context_tokens:
@@ -197,6 +231,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=LENGTHS,
         help="prompt tokens, as 16,64,512",
     )
+    parser.add_argument(
+        "--max-other-load",
+        type=float,
+        default=MAX_OTHER_LOAD,
+        help=f"leave out turns during which others use more of the machine; default: {MAX_OTHER_LOAD}",
+    )
     return parser.parse_args(arguments)
 
 
@@ -205,7 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     machine = this_machine()
-    rows = asyncio.run(run(options.model, options.lengths, options.repeats, Console(stderr=True)))
+    tell = Console(stderr=True)
+    rows = asyncio.run(run(options.model, options.lengths, options.repeats, options.max_other_load, tell))
     if options.json:
         command = shlex.join(["python", "-m", "bench.handoff", *arguments])
         content: dict[str, Any] = {"model": options.model, "rows": [row.as_json() for row in rows]}

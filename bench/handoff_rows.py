@@ -56,6 +56,15 @@ class Samples:
     colocated: list[Answered] = field(default_factory=list)
     handoffs: list[Handoff] = field(default_factory=list)
     raw_s: list[float] = field(default_factory=list)
+    other_load: list[float] = field(default_factory=list)
+
+    def extend(self, more: Samples) -> None:
+        """Takes over the measurements of a turn."""
+        self.split += more.split
+        self.colocated += more.colocated
+        self.handoffs += more.handoffs
+        self.raw_s += more.raw_s
+        self.other_load += more.other_load
 
 
 @dataclass(frozen=True)
@@ -78,6 +87,7 @@ class Row:
     second_token_gap_ms_p50: float
     second_token_gap_colocated_ms_p50: float
     normal_step_ms_p50: float
+    other_load: float
 
     def as_json(self) -> dict[str, Any]:
         """Floats rounded to four places."""
@@ -110,6 +120,7 @@ def make_row(samples: Samples) -> Row:
         second_token_gap_ms_p50=_ms([answer.second_token_gap_s for answer in samples.split]),
         second_token_gap_colocated_ms_p50=_ms([answer.second_token_gap_s for answer in samples.colocated]),
         normal_step_ms_p50=_ms(steps),
+        other_load=median(samples.other_load),
     )
 
 

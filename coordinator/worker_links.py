@@ -26,6 +26,8 @@ from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceStub
 
 ABORT_TIMEOUT_S = 2.0
+ARRIVE_S = 2.0
+"""How long a call that is given up is waited for, if it has not reached its worker yet."""
 STREAM_OPEN_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
@@ -67,13 +69,16 @@ class WorkerLink:
     async def prefill(self, request: prefill_pb2.PrefillRequest, timeout_s: float, inbox: Inbox) -> None:
         """Runs a Prefill call and puts what it says, its failure included, into `inbox`.
 
-        Cancelling this cancels the call.
+        Cancelling this cancels the call, as soon as the worker has it: one that never arrived would leave
+        decode in doubt whether its ticket is used.
         """
         try:
             self._require_live()
             call = self._prefill.Prefill(request, timeout=timeout_s)
+            arrived = asyncio.ensure_future(call.initial_metadata())
             try:
                 complete = False
+                await asyncio.shield(arrived)
                 async for response in call:
                     if response.HasField("first_token"):
                         inbox.put(response.first_token)
@@ -86,9 +91,17 @@ class WorkerLink:
             except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
                 raise self._meaning(error) from None
             finally:
-                call.cancel()
+                await self._give_up(call, arrived)
         except SplitserveError as error:
             inbox.put(WorkerFailed(self.worker.key, error))
+
+    async def _give_up(self, call: grpc.aio.Call, arrived: asyncio.Future[Any]) -> None:
+        try:
+            if not arrived.done() and self._lost is None:
+                await asyncio.wait([arrived], timeout=ARRIVE_S)
+        finally:
+            call.cancel()
+            arrived.cancel()
 
     async def abort(self, attempt_id: str, no_writer: bool) -> None:
         """Calls Abort with a deadline of its own. A failure is logged: the worker's lease ends the rest."""

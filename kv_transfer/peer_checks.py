@@ -19,7 +19,9 @@ def check_pool(pool: PoolMemory) -> None:
     if not 1 <= pool.num_blocks <= _MAX_BLOCKS:
         raise InvalidArgumentError(f"num_blocks must be 1..{_MAX_BLOCKS}", field="num_blocks")
     if not 0 <= pool.probe_blocks < pool.num_blocks:
-        raise InvalidArgumentError("probe_blocks must be 0 or more and below num_blocks", field="probe_blocks")
+        raise InvalidArgumentError(
+            "probe_blocks must be 0 or more and below num_blocks", field="probe_blocks"
+        )
     if pool.memory_kind not in MEMORY_KINDS:
         raise InvalidArgumentError(f"memory_kind must be one of {MEMORY_KINDS}", field="memory_kind")
 

@@ -131,6 +131,11 @@ class KvPusher:
         self._pushes[request_id] = push
         self._stop_if_late(push, now)
 
+    def decline(self, ticket: KvTicket, now: float) -> None:
+        """Tells a ticket's owner that it will not be used, unless it was or is."""
+        if self._spent.spend(ticket.decode_agent_id, ticket.reservation, ticket.deadline_s, now):
+            self._tell_drained(ticket)
+
     def on_progress(
         self,
         request_id: str,

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kv_transfer import handoff_state as states
 from kv_transfer.handoff_state import LIVE, WAITING, HandoffState
 from kv_transfer.notification import BadNotification, Completion, Drained, decode
+from kv_transfer.reservation import Reservation
 from kv_transfer.reservation_actions import (
     REJECTION_REASONS,
     Abort,
@@ -37,32 +37,6 @@ from splitserve.errors import InvalidArgumentError
 _MAX_LOST_WRITERS = 4096
 
 Observer = Callable[[int, HandoffState, HandoffState], None]
-
-
-@dataclass(slots=True)
-class _Reservation:
-    number: int
-    request_id: str
-    coordinator_id: str
-    block_count: int
-    total_bytes: int
-    deadline_s: float
-    writer_end_s: float
-    """From then on nothing of the writer can arrive any more."""
-    state: HandoffState = HandoffState.RESERVED
-    writer_alive: bool = True
-    writer_agent_id: str | None = None
-    writer_lost: bool = False
-    quarantine_end_s: float = 0.0
-
-    @property
-    def due_s(self) -> float:
-        """When time alone ends the present state."""
-        if self.state is HandoffState.QUARANTINED:
-            return self.quarantine_end_s
-        if self.state in WAITING:  # a completion may be under way a little longer than the ticket
-            return min(self.deadline_s, self.writer_end_s)
-        return self.deadline_s
 
 
 class ReservationTable:
@@ -89,7 +63,7 @@ class ReservationTable:
         self._observer = observer
         self._content_matches = content_matches
         self._last_number = 0
-        self._open: dict[int, _Reservation] = {}
+        self._open: dict[int, Reservation] = {}
         self._live: dict[str, int] = {}
         self._lease_ends: dict[str, float] = {}
         self._lost_writers: dict[str, float] = {}
@@ -119,7 +93,7 @@ class ReservationTable:
         ticket_end = deadline_s if ticket_deadline_s is None else min(ticket_deadline_s, deadline_s)
         size = block_count * block_bytes
         writer_end = ticket_end + 2 * WRITE_GRACE_S
-        entry = _Reservation(
+        entry = Reservation(
             self._last_number, request_id, coordinator_id, block_count, size, deadline_s, writer_end
         )
         self._open[entry.number] = entry
@@ -269,18 +243,15 @@ class ReservationTable:
         """Blocks of aborted requests whose writers have not let go."""
         return sum(e.block_count for e in self._open.values() if e.state is HandoffState.QUARANTINED)
 
-    def _live_entry(self, request_id: str) -> _Reservation | None:
+    def _live_entry(self, request_id: str) -> Reservation | None:
         number = self._live.get(request_id)
         return None if number is None else self._open[number]
 
-    def _lose_writer(self, entry: _Reservation, lost_s: float) -> None:
-        entry.writer_lost = True
-        entry.writer_end_s = min(entry.writer_end_s, lost_s + WRITE_GRACE_S)
-        if entry.state is HandoffState.QUARANTINED:
-            entry.quarantine_end_s = min(entry.quarantine_end_s, entry.writer_end_s)
+    def _lose_writer(self, entry: Reservation, lost_s: float) -> None:
+        entry.lose_writer(lost_s)
         self._next_due_s = min(self._next_due_s, entry.due_s)
 
-    def _overdue(self, entry: _Reservation, now: float) -> Abort:
+    def _overdue(self, entry: Reservation, now: float) -> Abort:
         if entry.state not in WAITING:
             return self._abort(entry, "DEADLINE_EXCEEDED", "the deadline passed", now)
         if entry.writer_lost and now < entry.deadline_s:
@@ -288,15 +259,14 @@ class ReservationTable:
         reason = "TICKET_EXPIRED" if now < entry.deadline_s else "DEADLINE_EXCEEDED"
         return self._abort(entry, reason, "no completion in time", now)
 
-    def _abort(self, entry: _Reservation, reason: str, message: str, now: float) -> Abort:
+    def _abort(self, entry: Reservation, reason: str, message: str, now: float) -> Abort:
         over = entry.writer_lost and entry.writer_end_s <= now
         entry.writer_alive = entry.writer_alive and entry.block_count > 0 and not over
         self._to(entry, states.abort)
         del self._live[entry.request_id]
         if entry.writer_alive:
             self._to(entry, states.quarantine)
-            least_s = 0.0 if entry.writer_lost else now + self._quarantine_s
-            entry.quarantine_end_s = max(least_s, entry.writer_end_s)
+            entry.hold(now + self._quarantine_s)
             self._next_due_s = min(self._next_due_s, entry.due_s)
         else:
             self._free(entry)
@@ -304,7 +274,7 @@ class ReservationTable:
 
     def _writer_done(
         self,
-        entry: _Reservation,
+        entry: Reservation,
         now: float,
         reason: str = "TRANSFER_FAILED",
         message: str = "the writer gave up",
@@ -316,16 +286,16 @@ class ReservationTable:
             return WriterDone(entry.number, (ReleaseWriter(entry.number, entry.request_id),))
         return WriterDone(entry.number, (self._abort(entry, reason, message, now),))
 
-    def _free(self, entry: _Reservation) -> None:
+    def _free(self, entry: Reservation) -> None:
         self._to(entry, states.free)
         self._forget(entry)
 
-    def _forget(self, entry: _Reservation) -> None:
+    def _forget(self, entry: Reservation) -> None:
         del self._open[entry.number]
         if self._live.get(entry.request_id) == entry.number:
             del self._live[entry.request_id]
 
-    def _to(self, entry: _Reservation, step: Callable[[HandoffState], HandoffState]) -> None:
+    def _to(self, entry: Reservation, step: Callable[[HandoffState], HandoffState]) -> None:
         before, entry.state = entry.state, step(entry.state)
         if self._observer:
             self._observer(entry.number, before, entry.state)

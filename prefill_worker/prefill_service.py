@@ -49,17 +49,19 @@ class PrefillService(PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """See PrefillService.Prefill in the proto."""
-        self._worker.require_accepting()
         now = time.monotonic()
+        with self._counting_refusals():
+            ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
         # A retry may come back with the same request id while the first attempt still drains.
         engine_id = f"{request.request_id}/{next(self._numbers)}"
-        prompt = engine_request(
-            request, engine_id=engine_id, facts=self._worker.parts.runner.facts, now=now, prefill_only=True
-        )
         queue = self._queues[engine_id] = asyncio.Queue()
         try:
+            # From now on the ticket's owner hears how it ends, so the caller may cancel.
+            await context.send_initial_metadata(())
+            self._worker.require_accepting()
+            facts = self._worker.parts.runner.facts
+            prompt = engine_request(request, engine_id=engine_id, facts=facts, now=now, prefill_only=True)
             with self._counting_refusals():
-                ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
                 await self._worker.engine.call(lambda core, pushes: pushes.start(core, prompt, ticket, now))
             while True:
                 event = await queue.get()
@@ -69,7 +71,8 @@ class PrefillService(PrefillServiceServicer):
                     return
         finally:
             del self._queues[engine_id]
-            self._worker.engine.post(lambda core, pushes: pushes.abort(core, engine_id))
+            ended_s = time.monotonic()
+            self._worker.engine.post(lambda core, pushes: pushes.end(core, engine_id, ticket, ended_s))
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:

@@ -79,13 +79,16 @@ class PushListener(RoleListener):
             raise
         self._live[request.request_id] = _Prefill(ticket, now)
 
-    def abort(self, core: EngineCore, request_id: str) -> None:
-        """Stops computing at the next chunk and lets the writes in flight end. Idempotent."""
-        prefill = self._live.get(request_id)
-        if prefill is None:
-            return
-        core.abort(request_id)
-        self._end(core, request_id, prefill)
+    def end(self, core: EngineCore, request_id: str, ticket: KvTicket | None, now: float) -> None:
+        """Nobody waits for this request: stops computing at the next chunk, lets the writes in flight end.
+
+        A ticket that was never taken on is given back. Idempotent.
+        """
+        if (prefill := self._live.get(request_id)) is not None:
+            core.abort(request_id)
+            self._end(core, request_id, prefill)
+        elif ticket is not None and ticket.writer_agent_id == self.endpoint.agent_id:
+            self._pusher.decline(ticket, now)
 
     def connect(self, endpoint: TransferEndpoint) -> None:
         """Makes a decode worker's pool writable; failures are logged, for the next list brings it again."""

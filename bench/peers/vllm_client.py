@@ -33,7 +33,7 @@ class Answered:
 
 
 class Pair:
-    """One kept-alive connection to each server, for one request at a time."""
+    """One connection to each server, for one request at a time."""
 
     def __init__(self, host: str, prefill_port: int, decode_port: int, model: str) -> None:
         self._prefill = http.client.HTTPConnection(host, prefill_port, timeout=TIMEOUT_S)
@@ -50,6 +50,10 @@ class Pair:
             "return_token_ids": True,
         }
         wish = {"do_remote_decode": True, "do_remote_prefill": False}
+        # Anew for every request, before the clock starts: the servers close what is idle for 5 s.
+        self.close()
+        self._prefill.connect()
+        self._decode.connect()
         start = time.perf_counter()
         reply = _post(self._prefill, {**body, "max_tokens": 1, "kv_transfer_params": wish})
         params = json.loads(reply.read())["kv_transfer_params"]
@@ -74,7 +78,6 @@ class Pair:
                 self.generate(range(1000, 1016), 2)
                 return
             except RuntimeError:
-                self.close()
                 if not left:
                     raise
 

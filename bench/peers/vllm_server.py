@@ -25,6 +25,8 @@ HOST = "127.0.0.1"
 READY_S = 900.0
 """The first start compiles the model, which takes minutes; later ones find it in the cache."""
 READY_POLL_S = 0.5
+SIDE_CHANNEL_PORTS = {"kv_producer": 5600, "kv_consumer": 5601}
+"""Fixed, because vLLM compiles the model again for every new one."""
 END_S = 20.0
 LOG_TAIL_LINES = 30
 
@@ -56,7 +58,7 @@ class VllmServer:
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | variables(layout, core, claim_port(HOST, 0)),
+                env=os.environ | variables(layout, core, SIDE_CHANNEL_PORTS[role]),
                 start_new_session=True,
             )
 

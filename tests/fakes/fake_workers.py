@@ -249,6 +249,7 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self.calls.add(request)
+        await context.send_initial_metadata(())
         complete = False
         try:
             if self.failures:

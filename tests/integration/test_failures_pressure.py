@@ -40,7 +40,7 @@ async def test_a_full_decode_pool_stops_admission_and_nothing_else(log_dir: Path
         )
         # What has no room on decode is not computed either.
         prefill = worker(info, "prefill-0")
-        assert prefill.waiting_requests == 0
+        assert prefill.waiting_requests + prefill.running_requests <= 40 // 10
         answers = [await reading.task for reading in readings]
         for reading in readings:
             assert reading.tokens == expected_tokens(reading.prompt, 40)

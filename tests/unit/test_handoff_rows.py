@@ -18,6 +18,7 @@ def test_a_row_holds_medians_and_ratios() -> None:
         colocated=[_answer(0.5), _answer(0.6), _answer(0.9)],
         handoffs=[Handoff(10_000_000, 1, 1, 5.0, 5.0 + s) for s in (0.002, 0.001, 0.004)],
         raw_s=[0.001, 0.002, 0.001],
+        other_load=[0.0, 0.0, 0.03],
     )
     row = make_row(samples)
     assert (row.prompt_tokens, row.repeats, row.bytes) == (512, 3, 10_000_000)

@@ -259,3 +259,19 @@ def test_a_completion_carries_the_checksums_that_its_ticket_asks_for(one_in: int
     transport.end_all()
     (done,) = completions(transport)
     assert done.checksums == tuple(digests_of(memoryview(pool.data[block]) for block in chosen))
+
+
+def test_a_declined_ticket_is_drained_once_and_never_used() -> None:
+    transport = ScriptedTransport("decode")
+    pusher = KvPusher(transport)
+    pusher.decline(a_ticket(), 0.0)
+    pusher.decline(a_ticket(), 0.0)
+    assert drained(transport) == [Drained(9, 5)]
+    with pytest.raises(FailedPreconditionError, match="used before"):
+        pusher.start("r", a_ticket(), ENDPOINT, 1.0)
+
+
+def test_a_ticket_in_use_is_not_declined() -> None:
+    pusher, transport = a_pusher(a_ticket())
+    pusher.decline(a_ticket(), 0.0)
+    assert drained(transport) == []

@@ -161,7 +161,7 @@ def test_abort_in_every_phase_frees_everything(rounds_before: int) -> None:
     pair.start("a", prompt, ticket_of(pair.reserve("a", prompt)))
     for _ in range(rounds_before):
         pair.round()
-    pair.pusher.abort(pair.prefill, "a")
+    pair.pusher.end(pair.prefill, "a", None, pair.clock.now)
     pair.receiver.abort(pair.decode, f"{COORDINATOR}/a", COORDINATOR, False, pair.clock.now)
     for _ in range(20):
         pair.round()
@@ -241,7 +241,7 @@ def test_a_lost_coordinator_frees_its_requests() -> None:
     for _ in range(4):
         pair.round()
     pair.receiver.coordinator_lost(pair.decode, COORDINATOR, pair.clock.now)
-    pair.pusher.abort(pair.prefill, "a")
+    pair.pusher.end(pair.prefill, "a", None, pair.clock.now)
     for _ in range(10):
         pair.round()
     pair.assert_empty()
