@@ -9,7 +9,7 @@ MODEL := smollm2-135m-instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine bench
 
-.PHONY: setup model demo test check proto docs clean help
+.PHONY: setup model demo test check proto docs peer-vllm clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -47,5 +47,9 @@ proto: setup ## Generate splitserve/v1 from protos/
 docs: setup ## Generate docs/configuration.md from the settings
 	$(BIN)/python -m dev.configuration_page
 
+peer-vllm: setup model ## vLLM's prefill/decode pair beside ours; vLLM gets an environment of its own
+	$(BIN)/python bench/peers/vllm_setup.py $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
+	$(BIN)/python -m bench.peers.vllm_pair
+
 clean: ## Remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

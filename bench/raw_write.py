@@ -12,7 +12,7 @@ import random
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -53,11 +53,14 @@ def raw_lane(pool_bytes: int, cores: Sequence[int]) -> Iterator[RawLane]:
     ]
     for process in processes:
         process.start()
+    for end in (writer_end, between, receiver_end):
+        end.close()  # so that a child that dies is an end of file here, not silence
     try:
         to_writer.recv()
         yield RawLane(to_writer)
     finally:
-        to_writer.send(None)
+        with suppress(OSError):
+            to_writer.send(None)
         for process in processes:
             process.join(10)
             if process.is_alive():

@@ -14,8 +14,11 @@ request at a time, greedy; no prompt is used twice. All times are taken at the c
 * second: between the first and the second token.
 * TPOT: mean time between the tokens of the decode worker.
 
-Each cell is the median over the repeats. A ratio is splitserve's by vLLM's; below 1 splitserve is faster. vLLM has no
-proxy here: the client calls both servers itself, which spares it a hop. splitserve's coordinator is on the way.
+Each cell is the median over the repeats; turns in which other processes used more than `--max-other-load` of the
+machine are left out, up to twice as many as are wanted. vLLM's processes are stopped while splitserve has its turn,
+because their NIXL threads use the cores even when idle. idle_cores says how many cores' time each system uses so.
+A ratio is splitserve's by vLLM's; below 1 splitserve is faster. vLLM has no proxy here: the client calls both servers
+itself, which spares it a hop. splitserve's coordinator is on the way.
 """
 
 from __future__ import annotations
@@ -30,18 +33,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from bench.cluster import running_cluster
 from bench.machine import report, this_machine
 from bench.peers.vllm_client import Pair
-from bench.peers.vllm_server import Layout, running_pair
+from bench.peers.vllm_server import Layout, RunningPair, running_pair
+from bench.quiet import OtherLoad
 from splitserve.client import AsyncClient, Delta
 from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig
 from splitserve.core_layout import available_cores
@@ -51,7 +56,12 @@ MODEL = "smollm2-135m-instruct"
 LENGTHS = (16, 128, 512, 1000, 2000)
 REPEATS = 11
 MAX_TOKENS = 24
-WARM_UP_REPEATS = 2
+MAX_OTHER_LOAD = 0.1
+HOPES = 2
+WARM_UP_TURNS = 2
+SETTLE_S = 0.3
+"""From the moment vLLM's processes go on until they are asked, and from their answer until they stop."""
+IDLE_S = 5.0
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
 FRONT = "split"
 
@@ -68,11 +78,22 @@ class Times:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One prompt through both. `equal_tokens`: the part of the output that both gave alike, to tell a wrong run."""
+
+    splitserve: Times
+    vllm: Times
+    equal_tokens: float
+    other_load: float = 0.0
+
+
+@dataclass(frozen=True)
 class Row:
-    """One prompt length. `equal_tokens`: the part of all output tokens that both gave alike, to tell a wrong run."""
+    """One prompt length; `equal_tokens` is a mean, all else medians."""
 
     prompt_tokens: int
     repeats: int
+    other_load: float
     splitserve: Times
     vllm: Times
     ratio: Times
@@ -105,36 +126,74 @@ async def ask_vllm(pair: Pair, prompt: Sequence[int], max_tokens: int) -> tuple[
     return times, answer.token_ids
 
 
-async def measure(
-    client: AsyncClient, pair: Pair, length: int, repeats: int, max_tokens: int, rng: random.Random
-) -> Row:
-    """The two in turns over fresh prompts of `length` tokens; who begins changes from prompt to prompt."""
-    ours: list[Times] = []
-    theirs: list[Times] = []
-    equal = 0
-    for number in range(-WARM_UP_REPEATS, repeats):
-        prompt = [rng.randint(LOWEST_TOKEN, HIGHEST_TOKEN) for _ in range(length)]
+class Bench:
+    """The two in turns over fresh prompts; who begins changes from prompt to prompt."""
+
+    def __init__(self, client: AsyncClient, pair: RunningPair, arguments: argparse.Namespace) -> None:
+        self._client, self._pair = client, pair
+        self._max_tokens: int = arguments.max_tokens
+        self._max_other_load: float = arguments.max_other_load
+        self._random = random.Random(arguments.seed)
+        self._load = OtherLoad()
+
+    async def row(self, length: int, repeats: int) -> Row:
+        """`repeats` turns at one prompt length, after a few that are not counted."""
+        for number in range(WARM_UP_TURNS):
+            await self._turn(length, number)
+        turns: list[Turn] = []
+        hopes = HOPES * repeats
+        while len(turns) < repeats:
+            self._load.mark()
+            turn = await self._turn(length, len(turns))
+            turn = replace(turn, other_load=self._load.share())
+            if turn.other_load > self._max_other_load and hopes > 0:
+                hopes -= 1
+                continue
+            turns.append(turn)
+        return make_row(length, turns)
+
+    async def _turn(self, length: int, number: int) -> Turn:
+        prompt = [self._random.randint(LOWEST_TOKEN, HIGHEST_TOKEN) for _ in range(length)]
         if number % 2:
-            vllm, vllm_ids = await ask_vllm(pair, prompt, max_tokens)
-            own, own_ids = await ask_splitserve(client, prompt, max_tokens)
+            vllm, vllm_ids = await self._ask_vllm(prompt)
+            own, own_ids = await ask_splitserve(self._client, prompt, self._max_tokens)
         else:
-            own, own_ids = await ask_splitserve(client, prompt, max_tokens)
-            vllm, vllm_ids = await ask_vllm(pair, prompt, max_tokens)
-        if number >= 0:
-            ours.append(own)
-            theirs.append(vllm)
-            equal += sum(a == b for a, b in zip(own_ids, vllm_ids, strict=True))
-    own, vllm = _medians(ours), _medians(theirs)
+            own, own_ids = await ask_splitserve(self._client, prompt, self._max_tokens)
+            vllm, vllm_ids = await self._ask_vllm(prompt)
+        equal = sum(a == b for a, b in zip(own_ids, vllm_ids, strict=True)) / self._max_tokens
+        return Turn(own, vllm, equal)
+
+    async def _ask_vllm(self, prompt: Sequence[int]) -> tuple[Times, tuple[int, ...]]:
+        self._pair.resume()
+        await asyncio.sleep(SETTLE_S)
+        try:
+            return await ask_vllm(self._pair.client, prompt, self._max_tokens)
+        finally:
+            await asyncio.sleep(SETTLE_S)
+            self._pair.pause()
+
+
+def make_row(length: int, turns: Sequence[Turn]) -> Row:
+    """The medians of these turns, and how the two compare."""
+    own, vllm = _medians([turn.splitserve for turn in turns]), _medians([turn.vllm for turn in turns])
     quotients = {name: round(value / asdict(vllm)[name], 3) for name, value in asdict(own).items()}
-    return Row(length, repeats, own, vllm, Times(**quotients), round(equal / (repeats * max_tokens), 3))
+    return Row(
+        length,
+        len(turns),
+        round(median(turn.other_load for turn in turns), 3),
+        own,
+        vllm,
+        Times(**quotients),
+        round(fmean(turn.equal_tokens for turn in turns), 3),
+    )
 
 
-async def compare(arguments: argparse.Namespace, show: Console) -> list[Row]:
-    """Runs both systems side by side and measures every length."""
+async def compare(arguments: argparse.Namespace, tell: Console) -> dict[str, Any]:
+    """Runs both systems side by side and measures every length: `rows` and `idle_cores` of the report."""
     cores = available_cores()
     model = resolve_model(arguments.model)
     config = ClusterConfig(model=arguments.model, engine=EngineConfig(dtype="bfloat16"))
-    rng = random.Random(arguments.seed)
+    fronts_wanted = {FRONT: CoordinatorConfig(local_prefill="never")}
     with tempfile.TemporaryDirectory(prefix="vllm-logs-") as logs:
         layout = Layout(
             environment=arguments.environment.resolve(),
@@ -146,17 +205,27 @@ async def compare(arguments: argparse.Namespace, show: Console) -> list[Row]:
         )
         async with (
             running_pair(layout) as pair,
-            running_cluster(config, {FRONT: CoordinatorConfig()}, lambda _event: None) as fronts,
+            running_cluster(config, fronts_wanted, lambda _event: None) as fronts,
         ):
+            vllm = {process.pid for process in pair.family()}
+            own = [p for p in psutil.Process().children(recursive=True) if p.pid not in vllm]
+            idle = {"splitserve": await idle_cores(own), "vllm": await idle_cores(pair.family())}
+            tell.print(f"idle: {idle} cores")
+            pair.pause()
+            bench = Bench(fronts.clients[FRONT], pair, arguments)
             rows = []
             for length in arguments.lengths:
-                show.print(f"{length} tokens …")
-                rows.append(
-                    await measure(
-                        fronts.clients[FRONT], pair, length, arguments.repeats, arguments.max_tokens, rng
-                    )
-                )
-            return rows
+                rows.append(await bench.row(length, arguments.repeats))
+                tell.print(rows[-1])
+            return {"rows": rows, "idle_cores": idle}
+
+
+async def idle_cores(processes: Sequence[psutil.Process]) -> float:
+    """How many cores' time these processes use while nothing is asked of them."""
+    await asyncio.sleep(SETTLE_S)
+    before = sum(sum(process.cpu_times()[:2]) for process in processes)
+    await asyncio.sleep(IDLE_S)
+    return round((sum(sum(process.cpu_times()[:2]) for process in processes) - before) / IDLE_S, 3)
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -180,6 +249,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--max-other-load", type=float, default=MAX_OTHER_LOAD, metavar="SHARE")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--environment", type=Path, default=Path(".peers/vllm"), help="made by vllm_setup.py")
     parser.add_argument("--vllm-eager", action="store_true", help="run vLLM without torch.compile")
@@ -192,13 +262,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     machine = this_machine()
-    rows = asyncio.run(compare(arguments, Console(stderr=True)))
+    result = asyncio.run(compare(arguments, Console(stderr=True)))
     if arguments.json:
-        content: dict[str, Any] = {"rows": [asdict(row) for row in rows]}
+        rows = [asdict(row) for row in result["rows"]]
         command = shlex.join(["python", "-m", "bench.peers.vllm_pair", *sys.argv[1:]])
-        print(json.dumps(report("vllm_pair", command, machine, **content), indent=2))
+        print(json.dumps(report("vllm_pair", command, machine, **{**result, "rows": rows}), indent=2))
     else:
-        Console().print(table(rows))
+        Console().print(table(result["rows"]))
 
 
 def _times(

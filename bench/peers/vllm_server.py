@@ -73,11 +73,16 @@ class VllmServer:
         lines = self._log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         raise RuntimeError("\n".join([f"not ready: {self._log_path}", *lines]))
 
+    def family(self) -> list[psutil.Process]:
+        """The server and every process that it started."""
+        server = psutil.Process(self._process.pid)
+        return [server, *server.children(recursive=True)]
+
     def stop(self) -> None:
-        """Ends the server and every process that it started."""
+        """Ends the whole family."""
         if self._process.poll() is not None:
             return
-        family = psutil.Process(self._process.pid).children(recursive=True)
+        family = self.family()[1:]
         self._process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
@@ -89,8 +94,30 @@ class VllmServer:
             self._process.wait()
 
 
+@dataclass(frozen=True)
+class RunningPair:
+    """Both servers and their client."""
+
+    client: Pair
+    servers: Sequence[VllmServer]
+
+    def family(self) -> list[psutil.Process]:
+        """All processes of both servers."""
+        return [process for server in self.servers for process in server.family()]
+
+    def pause(self) -> None:
+        """Stops all processes, for their NIXL threads use the cores even when there is nothing to do."""
+        for process in self.family():
+            process.suspend()
+
+    def resume(self) -> None:
+        """Lets them go on."""
+        for process in self.family():
+            process.resume()
+
+
 @asynccontextmanager
-async def running_pair(layout: Layout) -> AsyncIterator[Pair]:
+async def running_pair(layout: Layout) -> AsyncIterator[RunningPair]:
     """Starts both servers; at the end both have ended."""
     servers: list[VllmServer] = []
     try:
@@ -99,12 +126,14 @@ async def running_pair(layout: Layout) -> AsyncIterator[Pair]:
             # One after the other: the second finds what the first has compiled.
             await servers[-1].wait_ready()
         prefill, decode = servers
-        pair = Pair(HOST, prefill.port, decode.port, layout.model)
+        pair = RunningPair(Pair(HOST, prefill.port, decode.port, layout.model), servers)
         try:
-            await asyncio.to_thread(pair.shake_hands)
+            await asyncio.to_thread(pair.client.shake_hands)
             yield pair
         finally:
-            pair.close()
+            with suppress(psutil.NoSuchProcess):
+                pair.resume()
+            pair.client.close()
     finally:
         for server in servers:
             server.stop()

@@ -44,7 +44,7 @@ async def test_answers_are_the_expected_ones(log_dir: Path, kind: str, big: bool
 
 
 async def test_another_transport_is_refused_at_registration(log_dir: Path, kind: str) -> None:
-    other = "ucx" if kind == "nixl" else "nixl"
+    other = "memory" if kind == "nixl" else "nixl"
     async with running(Cluster(log_dir, worker_options=["--transport", kind])) as cluster:
         odd = cluster.add_worker("prefill", "odd", "--transport", other)
         assert odd.process.wait(60) != 0
