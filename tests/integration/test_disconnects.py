@@ -7,8 +7,8 @@ import random
 from pathlib import Path
 
 import pytest
-from splitserve.client import AsyncClient, Completion
 
+from splitserve.client import AsyncClient, Completion
 from splitserve.hf_tokenizer import load_tokenizer
 from tests.support.cluster import Cluster, running
 from tests.support.reference import Reference

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from splitserve.client import AsyncClient
 from tests.fakes.tiny_models import FAMILIES, make_tiny_model
-
 from tests.support.cluster import Cluster, running
 from tests.support.reference import Reference
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from splitserve.client import AsyncClient
 
 from engine.core import EngineCore
 from engine.torch_runner import build_torch_runner
 from engine.types import EngineRequest, SamplingParams, StopParams
+from splitserve.client import AsyncClient
 from splitserve.config import EngineConfig
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.models import resolve_model

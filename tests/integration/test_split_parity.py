@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from splitserve.client import AsyncClient, Completion
 
+from splitserve.client import AsyncClient, Completion
 from splitserve.hf_tokenizer import load_tokenizer
 from tests.support.cluster import Cluster, running
 from tests.support.reference import Reference
