@@ -33,8 +33,8 @@ test: setup model ## All tests that need neither Docker nor a GPU
 	$(BIN)/python -m pytest
 
 check: setup ## Lint, types, import rules, protos
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check --no-cache .
+	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/mypy $(PACKAGES) dev
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
