@@ -138,7 +138,7 @@ async def test_while_the_last_write_is_under_way(log_dir: Path) -> None:
 
 async def test_while_waiting_to_decode(log_dir: Path) -> None:
     """Everything is written, and the word of it is late."""
-    faults = {"delay_notification": {"at": [1]}, "hold_s": 2.0}
+    faults = {"delay_notification": {"at": [1]}, "hold_s": 8.0}
     async with _faulty(log_dir, faults) as (cluster, client):
         reading = Reading(client, tokens(200, 1), max_tokens=50)
         await reading.got(1)
@@ -152,7 +152,7 @@ async def test_while_waiting_to_decode(log_dir: Path) -> None:
         for other in others:
             await other.task
             assert other.tokens == expected_tokens(other.prompt, 20)
-        await until(cluster, lambda info: worker(info, "decode-0").rejected_handoffs == 1, "too late", 5)
+        await until(cluster, lambda info: worker(info, "decode-0").rejected_handoffs == 1, "too late", 20)
         await cluster.assert_no_leaks()
 
 
