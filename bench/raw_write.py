@@ -73,6 +73,7 @@ class _Side:
 
     def __init__(self, pool_bytes: int, core: int) -> None:
         os.sched_setaffinity(0, {core})
+        torch.set_num_threads(1)  # idle ones would spin on the core that writes
         layout = KvLayout("raw", "bfloat16", 1, 1, 1, PAGE_BYTES // 4)
         self.pool = KvPool(layout, pool_bytes // PAGE_BYTES, torch.device("cpu"))
         self.address, self.size = self.pool.memory().base_address, pool_bytes
