@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 MODEL := smollm2-135m-instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine bench
+PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine autoscaler bench
 
 .PHONY: setup model demo test check proto docs peer-vllm clean help
 .DEFAULT_GOAL := help

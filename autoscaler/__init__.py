@@ -1,0 +1,1 @@
+"""Autoscaling of both pools: signals, policies, planner, actuators, simulation."""

@@ -1,0 +1,1 @@
+"""Where replicas live: local processes, Docker Engine, Kubernetes."""
