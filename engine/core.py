@@ -27,6 +27,11 @@ from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhau
 from splitserve.tokenizer import Tokenizer
 
 
+DEFAULT_STEP_TOKENS = {"DRAM": 512, "VRAM": 2048}
+"""By where the pool lies. What fills the device is enough: all but the last chunk's KV then travels while others
+are computed, and a cancelled prompt stops soon."""
+
+
 class EngineCore:
     """Single-threaded; every method is called on the thread that owns the runner.
 
@@ -45,12 +50,13 @@ class EngineCore:
         self._tokenizer = tokenizer
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
+        self.max_step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[runner.pool_memory.memory_kind]
         block_size = runner.layout.block_size_tokens
         self._pool = BlockPool(runner.num_blocks)
         self._kv = KVCacheManager(self._pool, block_size, prefix_cache=config.prefix_cache)
         self._scheduler = Scheduler(
             self._kv,
-            max_step_tokens=config.max_step_tokens,
+            max_step_tokens=self.max_step_tokens,
             max_running=config.max_running_requests,
             max_bypasses=config.max_bypasses,
         )

@@ -193,7 +193,7 @@ class WorkerHost(Generic[L]):
                 eos_token_ids=sorted(facts.eos_token_ids),
             ),
             endpoint=self.listener.endpoint.to_proto(),
-            max_step_tokens=engine.max_step_tokens,
+            max_step_tokens=self.parts.core.max_step_tokens,
             max_running_requests=engine.max_running_requests,
         )
 

@@ -37,8 +37,9 @@ class EngineConfig(_Settings):
     """KV blocks in the pool. Default: what `kv_memory_bytes` holds."""
     kv_memory_bytes: Annotated[int, Field(ge=2**16)] | None = None
     """Memory of the KV pool. Default: 1 GiB on cpu, 80% of what is free after loading on cuda."""
-    max_step_tokens: Annotated[int, Field(ge=1, le=2**20)] = 2048
-    """Token budget of one step; longer prompts are computed in chunks."""
+    max_step_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """Token budget of one step; longer prompts are computed in chunks, and the KV of each is sent while the next one
+    is computed. Default: 512 on cpu, 2048 on cuda."""
     max_running_requests: Annotated[int, Field(ge=1, le=65536)] = 64
     """Sequences in one step at most."""
     max_waiting_requests: Annotated[int, Field(ge=1, le=10**6)] = 1024
