@@ -15,7 +15,17 @@ from splitserve.client import AsyncClient
 from splitserve.errors import UnavailableError
 from splitserve.hf_tokenizer import load_tokenizer
 from tests.support.cluster import Cluster, running
-from tests.support.streams import Reading, busy_prefill, chunks_written, timed, tokens, total, until, worker
+from tests.support.streams import (
+    Info,
+    Reading,
+    busy_prefill,
+    chunks_written,
+    timed,
+    tokens,
+    total,
+    until,
+    worker,
+)
 from tests.support.text import sentences
 
 RESUMED_WITHIN_S = 5.0
@@ -36,10 +46,8 @@ async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
     async with running(cluster), AsyncClient(cluster.target) as client:
         undisturbed = [await client.generate(prompt, **ask) for prompt, ask in asks]
         readings = [Reading(client, prompt, **ask) for prompt, ask in asks]
-        for reading in readings:
-            await reading.got(3)
-        await until(cluster, lambda info: worker(info, "decode-0").running_requests, "decode-0 is busy")
-        cluster.members["decode-0"].kill()
+        busy, other = await busy_decode(cluster)
+        cluster.members[busy].kill()
         answers = [await reading.task for reading in readings]
         assert [a.token_ids for a in answers] == [a.token_ids for a in undisturbed]
         assert [a.text for a in answers] == [a.text for a in undisturbed]
@@ -49,12 +57,22 @@ async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
 
         last = Reading(client, asks[0][0], max_tokens=200, ignore_eos=True, temperature=0.0)
         await last.got(3)
-        cluster.members["decode-1"].kill()
+        cluster.members[other].kill()
         killed_s = time.monotonic()
         with pytest.raises(UnavailableError, match="decode"):
             await last.task
         assert time.monotonic() - killed_s < RESUMED_WITHIN_S
         assert list(answers[0].token_ids[: len(last.tokens)]) == last.tokens[: len(answers[0].token_ids)]
+
+
+async def busy_decode(cluster: Cluster) -> tuple[str, str]:
+    """The first decode worker that is seen decoding, and the other one."""
+
+    def decoding(info: Info) -> list[str]:
+        return [name for name in ("decode-0", "decode-1") if worker(info, name).running_requests]
+
+    busy = decoding(await until(cluster, decoding, "a decode worker is busy"))[0]
+    return busy, "decode-1" if busy == "decode-0" else "decode-0"
 
 
 async def test_sixteen_streams_survive_a_killed_decode_worker(log_dir: Path) -> None:
@@ -63,13 +81,13 @@ async def test_sixteen_streams_survive_a_killed_decode_worker(log_dir: Path) -> 
         running(Cluster(log_dir, decode=2, worker_options=options)) as cluster,
         AsyncClient(cluster.target) as client,
     ):
-        readings = [Reading(client, tokens(40 + 7 * n, n), max_tokens=60) for n in range(16)]
+        readings = [Reading(client, tokens(40 + 7 * n, n), max_tokens=150) for n in range(16)]
         for reading in readings:
             await reading.got(5)
         cluster.members["decode-0"].kill()
         answers = [await reading.task for reading in readings]
         for reading in readings:
-            assert reading.tokens == expected_tokens(reading.prompt, 60)
+            assert reading.tokens == expected_tokens(reading.prompt, 150)
             assert reading.longest_gap_s() < RESUMED_WITHIN_S
         assert 0 < sum(answer.served_by.attempts > 1 for answer in answers) < 16
         await cluster.assert_no_leaks()
