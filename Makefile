@@ -9,11 +9,11 @@ MODEL := smollm2-135m-instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine autoscaler bench
 
-.PHONY: setup model demo test check proto docs peer-vllm clean help
+.PHONY: setup model demo test e2e-docker wheels check proto docs peer-vllm clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 12
 
 setup: $(STAMP) ## .venv with splitserve in it
 $(STAMP): pyproject.toml constraints.txt dev/install_torch.py
@@ -31,6 +31,12 @@ demo: setup model ## One prefill and one decode worker, one streamed answer, cle
 
 test: setup model ## All tests that need neither Docker nor a GPU
 	$(BIN)/python -m pytest
+
+e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)
+	$(BIN)/python -m dev.e2e_docker $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
+
+wheels: setup ## What the container image installs, downloaded into compose/wheels
+	$(BIN)/python -m dev.docker_image $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
 
 check: setup ## Lint, types, import rules, protos
 	$(BIN)/ruff check --no-cache .

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-LATENCY_BOUNDS_S: tuple[float, ...] = tuple(0.0005 * 1.15**i for i in range(104))
-"""0.5 ms to about 15 minutes, each 15% above the last: percentiles are exact to some percent anywhere."""
+from splitserve.latency_bounds import LATENCY_BOUNDS_S
+
+__all__ = ["LATENCY_BOUNDS_S", "Histogram"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,5 +130,8 @@ class Snapshot:
     """Length of the window of all histograms."""
     wall_s: float = 0.0
     """Seconds since the epoch, for schedules and seasons."""
+    complete: bool = True
+    """False while a coordinator does not answer: its last figures are held for a while and missing after that, so
+    nothing here is a reason to scale down."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""

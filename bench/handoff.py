@@ -171,12 +171,17 @@ class Bench:
 
 
 async def run(
-    model: str, lengths: Sequence[int], repeats: int, max_other_load: float, tell: Console
+    model: str,
+    lengths: Sequence[int],
+    repeats: int,
+    max_other_load: float,
+    tell: Console,
+    wire_dtype: Literal["same", "fp8_e4m3"] = "same",
 ) -> list[Row]:
     """Measures all lengths that fit the model's context."""
     log = HandoffLog()
     kind: Literal["simulated", "torch"] = "simulated" if model == SIMULATED else "torch"
-    config = ClusterConfig(model=model, engine=EngineConfig(kind=kind))
+    config = ClusterConfig(model=model, wire_dtype=wire_dtype, engine=EngineConfig(kind=kind))
     coordinators = {
         "split": CoordinatorConfig(local_prefill="never"),
         "colocated": CoordinatorConfig(local_prefill="always"),

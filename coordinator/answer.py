@@ -60,6 +60,14 @@ class Answer:
         """Whether more than the one token that a prefill samples may follow."""
         return self.generation.max_tokens - len(self.token_ids) > 1
 
+    @property
+    def tpot_s(self) -> float:
+        """Mean time of a token after the first; 0 with fewer than two."""
+        count = len(self.token_ids)
+        if count < 2 or self.first_token_s is None:
+            return 0.0
+        return (self.last_token_s - self.first_token_s) / (count - 1)
+
     def append(self, delta: generation_pb2.OutputDelta, now: float) -> None:
         """Takes the next piece. Raises SplitserveError (OUTPUT_GAP) unless it follows on the last one."""
         expected = len(self.token_ids)
@@ -92,7 +100,6 @@ class Answer:
         """The stream's last message."""
         report, count = self.report, len(self.token_ids)
         first_s = self.first_token_s if self.first_token_s is not None else self.generation.received_s
-        tpot_ms = (self.last_token_s - first_s) / (count - 1) * 1e3 if count > 1 else 0.0
         return inference_pb2.GenerationDone(
             finish_reason=self.finish_reason,
             usage=inference_pb2.Usage(
@@ -107,7 +114,7 @@ class Answer:
                 transfer_ms=report.transfer_ms,
                 decode_admit_ms=report.decode_admit_ms,
                 ttft_ms=(first_s - self.generation.received_s) * 1e3,
-                tpot_ms=tpot_ms,
+                tpot_ms=self.tpot_s * 1e3,
                 reserve_ms=report.reserve_ms,
                 transfer_bytes=report.transfer_bytes,
             ),

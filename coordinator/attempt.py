@@ -13,9 +13,11 @@ from coordinator.answer import Answer, AttemptReport
 from coordinator.background import Background
 from coordinator.inbox import Inbox, WorkerEvent, WorkerFailed
 from coordinator.pools import WorkerKey
+from coordinator.request_record import RequestRecord
 from coordinator.worker_links import WorkerLink
 from splitserve.errors import (
     CancelledByPeerError,
+    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
@@ -49,6 +51,7 @@ class Attempt:
         prefill: WorkerLink,
         decode: WorkerLink | None,
         background: Background,
+        record: RequestRecord,
         local_prefill_tokens: int = 0,
     ) -> None:
         generation = answer.generation
@@ -60,6 +63,7 @@ class Attempt:
         self._token_ids = (*generation.prompt, *answer.token_ids)
         self._prior = len(answer.token_ids)
         self._prefill, self._decode, self._background = prefill, decode, background
+        self._record = record
         self._ticket: kv_transfer_pb2.KvTicket | None = None
         self._reserved = False
         self._local_prefill_tokens, self._is_local = local_prefill_tokens, False
@@ -96,12 +100,21 @@ class Attempt:
             local_prefill_tokens=self._local_prefill_tokens,
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
+        self._record.reserving()
         try:
             response = await self._decode.reserve(request, left_s)
-        except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError):
+        except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError) as error:
             self._reserved = False  # refused, so there is nothing to abort
+            if isinstance(error, ResourceExhaustedError):
+                self._record.reserve_waited(time.monotonic() - started_s)
             raise
-        self.report.reserve_ms = (time.monotonic() - started_s) * 1e3
+        except (asyncio.CancelledError, DeadlineExceededError):
+            self._record.reserve_waited(time.monotonic() - started_s)
+            raise
+        reserve_s = time.monotonic() - started_s
+        self.report.reserve_ms = reserve_s * 1e3
+        # Of a prompt that is computed there, the answer comes when that has begun: its wait is the worker's word.
+        self._record.reserve_waited(reserve_s if response.HasField("ticket") else response.wait_ms / 1e3)
         if response.HasField("ticket"):
             self._ticket = response.ticket
             self.report.decode_cached_tokens = response.ticket.cached_tokens
@@ -113,10 +126,12 @@ class Attempt:
         """Starts the Prefill call, with the ticket if there is one; nothing if decode computes the prompt."""
         self.report.queue_ms = (time.monotonic() - self._generation.received_s) * 1e3
         if self._is_local:
+            self._record.decoding()
             # The answer to Reserve came while the prompt was being computed already.
             self.report.queue_ms -= self.report.reserve_ms
             self.report.reserve_ms = 0.0
             return
+        self._record.prefilling()
         left_s = self._left_s()
         request = prefill_pb2.PrefillRequest(
             request_id=self.attempt_id,
@@ -193,12 +208,14 @@ class Attempt:
             match event:
                 case prefill_pb2.FirstToken():
                     self._first_token_seen = True
+                    self._record.prefilled(event)
                     self._pending.appendleft(event.delta)
                     self.report.queue_ms += event.queue_ms
                     self.report.prefill_ms = event.compute_ms
                     self.report.cached_prompt_tokens = event.cached_tokens
                 case prefill_pb2.HandoffDone():
                     self._handoff_seen = True
+                    self._record.transferred(event)
                     self._written_s = time.monotonic()
                     if event.written_bytes:
                         self.report.transport = self._prefill.worker.transport
@@ -210,8 +227,10 @@ class Attempt:
                     self._note_decode()
                     self._pending.append(event.delta)
                     if event.HasField("admit_ms"):
+                        self._record.admitted(event.admit_ms)
                         self.report.decode_admit_ms = event.admit_ms
                     if event.HasField("local_prefill"):
+                        self._record.prefilled_locally(event.local_prefill)
                         self.report.note_local_prefill(event.local_prefill)
                 case WorkerFailed():
                     self._note_failure(event)

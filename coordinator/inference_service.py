@@ -15,9 +15,10 @@ from coordinator.pools import PoolSnapshot, Worker
 from coordinator.prompt import PromptTokenizers
 from coordinator.registry import Registry
 from coordinator.request_flow import RETRY_AFTER_S, RequestFlow
+from coordinator.signal_book import SignalBook
 from splitserve import __version__
 from splitserve.errors import ResourceExhaustedError, UnavailableError
-from splitserve.v1 import inference_pb2, registry_pb2
+from splitserve.v1 import inference_pb2, registry_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class InferenceService(InferenceServiceServicer):
         registry: Registry,
         tokenizers: PromptTokenizers,
         background: Background,
+        book: SignalBook,
         max_running_requests: int,
     ) -> None:
         self._running: set[asyncio.Timeout] = set()
@@ -44,6 +46,7 @@ class InferenceService(InferenceServiceServicer):
         self._registry = registry
         self._tokenizers = tokenizers
         self._background = background
+        self._book = book
         self._max_running_requests = max_running_requests
         self._started_s = time.monotonic()
 
@@ -56,7 +59,7 @@ class InferenceService(InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         """See InferenceService.Generate in the proto."""
-        async with self._admitted():
+        async with self._admitted(request.model):
             await self._flow.generate(request, context.write, context.time_remaining())
 
     def cut_off(self) -> None:
@@ -97,10 +100,11 @@ class InferenceService(InferenceServiceServicer):
         return response
 
     @asynccontextmanager
-    async def _admitted(self) -> AsyncIterator[None]:
+    async def _admitted(self, model: str) -> AsyncIterator[None]:
         if self.draining:
             raise _shutting_down()
         if self.running >= self._max_running_requests:
+            self._book.turned_away(model)
             raise ResourceExhaustedError(
                 f"{self.running} generations are running, which is the limit",
                 reason="TOO_MANY_REQUESTS",
@@ -153,8 +157,11 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
 
 
 def _state(worker: Worker, snapshot: PoolSnapshot) -> str:
-    if worker.draining:
-        return "draining"
+    match snapshot.state_of(worker):
+        case scaling_pb2.WORKER_STATE_DRAINING:
+            return "draining"
+        case scaling_pb2.WORKER_STATE_STANDBY:
+            return "standby"
     if any(lane.problem for _, lane in snapshot.lanes_of(worker)):
         return "slow-lane"
     return "ready" if snapshot.is_ready(worker) else "connecting"

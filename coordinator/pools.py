@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from splitserve.v1 import registry_pb2
+from splitserve.v1 import registry_pb2, scaling_pb2
 
 PoolName = Literal["prefill", "decode"]
 WorkerKey = tuple[str, int]
 """(worker id, epoch): one boot of one worker."""
+WorkerState: TypeAlias = scaling_pb2.WorkerState.ValueType
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,14 @@ class Worker:
     """Prefill only: agent ids of the decode workers it can write to."""
     lanes: tuple[registry_pb2.LaneReport, ...] = ()
     """Prefill only: its lanes to decode workers, as measured at first contact."""
+    block_bytes: int = 0
+    joined: bool = True
+    """False until it was connected with its peers; see `coordinator.joining`."""
+    in_rotation: bool = True
+    """False for a warm standby: connected, but sent no requests."""
+    registered_standby: bool = False
+    total_requests: int = 0
+    """What this coordinator has sent to this boot."""
     sent_requests: int = 0
     sent_tokens: int = 0
     """What this coordinator sent here since the last report, which cannot know of it yet."""
@@ -54,9 +63,14 @@ class Worker:
         return self.worker_id, self.epoch
 
     @property
+    def usable(self) -> bool:
+        """Whether it could take new requests, its peers and the rotation aside."""
+        return self.reported and not self.draining and (self.output_open or self.pool == "prefill")
+
+    @property
     def accepts(self) -> bool:
         """Whether it takes new requests, its peers aside."""
-        return self.reported and not self.draining and (self.output_open or self.pool == "prefill")
+        return self.in_rotation and self.joined and self.usable
 
     def reaches(self, decode: Worker) -> bool:
         """Whether this prefill worker can write into that decode worker's pool."""
@@ -80,6 +94,20 @@ class PoolSnapshot:
         if worker.pool == "prefill":
             return any(worker.reaches(peer) for peer in self.accepting(worker.model.name, "decode"))
         return any(peer.reaches(worker) for peer in self.accepting(worker.model.name, "prefill"))
+
+    def state_of(self, worker: Worker) -> WorkerState:
+        """How far the worker is. Its peers need not be in rotation for it to count as connected."""
+        if worker.draining:
+            return scaling_pb2.WORKER_STATE_DRAINING
+        if not worker.joined or not worker.usable or not self._is_connected(worker):
+            return scaling_pb2.WORKER_STATE_STARTING
+        return scaling_pb2.WORKER_STATE_READY if worker.in_rotation else scaling_pb2.WORKER_STATE_STANDBY
+
+    def _is_connected(self, worker: Worker) -> bool:
+        peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
+        if worker.pool == "prefill":
+            return any(worker.reaches(peer) for peer in peers if peer.pool == "decode")
+        return any(peer.reaches(worker) for peer in peers if peer.pool == "prefill")
 
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
         """A prefill worker's lanes to the decode workers that are still registered, in order of their ids."""

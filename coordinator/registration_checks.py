@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from coordinator.pools import Model, PoolName, Worker
-from kv_transfer.layout import DTYPE_BYTES, KvLayout
+from kv_transfer.layout import DTYPE_BYTES, WIRE_DTYPES, KvLayout
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
@@ -42,7 +42,11 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         agent_id=request.endpoint.agent_id,
         transport=request.endpoint.transport,
         block_size_tokens=request.endpoint.layout.block_size_tokens,
+        block_bytes=request.endpoint.block_bytes,
         max_running_requests=request.max_running_requests,
+        joined=False,
+        in_rotation=not request.standby,
+        registered_standby=request.standby,
     )
 
 
@@ -101,6 +105,8 @@ def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
     _between("endpoint.layout.num_kv_heads", layout.num_kv_heads, 1, 1024)
     _between("endpoint.layout.head_dim", layout.head_dim, 1, 4096)
     _require(bool(layout.engine_version), "endpoint.layout.engine_version", "not empty")
+    wire = "endpoint.layout.wire_dtype"
+    _require(layout.wire_dtype in WIRE_DTYPES, wire, f"one of {', '.join(WIRE_DTYPES)}")
     size = KvLayout.from_proto(layout).block_bytes
     _require(endpoint.block_bytes == size, "endpoint.block_bytes", f"{size}, the size that the layout gives")
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from coordinator.joining import may_join
 from coordinator.pools import Model, PoolSnapshot, Worker, WorkerKey
 from coordinator.registration_checks import check_fits, checked_worker
+from coordinator.rotation import NO_PLAN, RotationPlan, after_plan
 from splitserve.errors import NotFoundError
 from splitserve.logs import log_event
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
@@ -35,6 +37,19 @@ class Registry:
         self._models: dict[str, Model] = {}
         self._ended: dict[str, None] = {}
         self._changed = asyncio.Event()
+        self._plan = NO_PLAN
+        self._usable_since_s: dict[WorkerKey, float] = {}
+        self._now = 0.0
+
+    @property
+    def plan(self) -> RotationPlan:
+        """The plan in force, `NO_PLAN` when there is none."""
+        return self._plan
+
+    def apply_plan(self, plan: RotationPlan) -> None:
+        """Replaces the plan in force."""
+        self._plan = plan
+        self._set_rotation(plan.in_rotation)
 
     def register(self, request: registry_pb2.RegisterRequest, now: float) -> Worker:
         """Adds a worker, in place of an older boot of the same id. Idempotent for the same boot.
@@ -52,6 +67,7 @@ class Registry:
             return older
         if older is not None:
             self.drop(older.key, "replaced by a new boot")
+        worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers[worker.worker_id] = worker
         self._endpoints[worker.key] = request.endpoint
         self._last_seen_s[worker.key] = now
@@ -77,15 +93,16 @@ class Registry:
             sent_tokens=0,
         )
         self._workers[worker.worker_id] = reported
-        if _standing(reported) != _standing(worker):
+        if self._join(now) or _standing(reported) != _standing(worker):
             self._bump()
-        return reported
+        return self._workers[worker.worker_id]
 
     def set_output_open(self, key: WorkerKey, is_open: bool) -> None:
         """Notes whether a decode worker's output stream is open. Unknown workers are ignored."""
         worker = self.get(key)
         if worker is not None and worker.output_open != is_open:
             self._workers[worker.worker_id] = dataclasses.replace(worker, output_open=is_open)
+            self._join(self._now)
             self._bump()
 
     def note_sent(self, key: WorkerKey, tokens: int) -> None:
@@ -94,6 +111,7 @@ class Registry:
         if worker is not None:
             self._workers[worker.worker_id] = dataclasses.replace(
                 worker,
+                total_requests=worker.total_requests + 1,
                 sent_requests=worker.sent_requests + 1,
                 sent_tokens=worker.sent_tokens + tokens,
             )
@@ -104,12 +122,17 @@ class Registry:
         if worker is None:
             return False
         del self._workers[worker.worker_id], self._endpoints[key], self._last_seen_s[key]
+        self._usable_since_s.pop(key, None)
         self._bump()
         log_event("worker.dropped", worker_id=worker.worker_id, pool=worker.pool, why=why)
         return True
 
     def expire(self, now: float) -> None:
-        """Drops every worker that was silent for longer than the heartbeat timeout."""
+        """Drops every worker that was silent for longer than the heartbeat timeout; ends a plan whose time is up."""
+        if now >= self._plan.expires_s:
+            log_event("plan.expired", standby=len(self._plan.standby), lent=self._plan.lend)
+            self._plan = NO_PLAN
+            self._set_rotation(after_plan)
         for key, seen_s in list(self._last_seen_s.items()):
             if now - seen_s > self.heartbeat_timeout_s:
                 self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
@@ -153,6 +176,35 @@ class Registry:
         while self.version == version:
             await self._changed.wait()
         return self.version
+
+    def _join(self, now: float) -> bool:
+        """Lets those join that may; whether any did."""
+        self._now = max(self._now, now)
+        workers = list(self._workers.values())
+        joining = []
+        for worker in workers:
+            if worker.usable and not worker.joined:
+                since_s = self._usable_since_s.setdefault(worker.key, self._now)
+                if may_join(worker, workers, self._now - since_s):
+                    joining.append(worker)
+        for worker in joining:
+            del self._usable_since_s[worker.key]
+            self._workers[worker.worker_id] = dataclasses.replace(worker, joined=True)
+            log_event("worker.joined", worker_id=worker.worker_id, pool=worker.pool)
+        return bool(joining)
+
+    def _set_rotation(self, in_rotation: Callable[[Worker], bool]) -> None:
+        moved = [
+            dataclasses.replace(worker, in_rotation=not worker.in_rotation)
+            for worker in self._workers.values()
+            if in_rotation(worker) != worker.in_rotation
+        ]
+        for worker in moved:
+            self._workers[worker.worker_id] = worker
+            state = "active" if worker.in_rotation else "standby"
+            log_event("worker.rotated", worker_id=worker.worker_id, pool=worker.pool, state=state)
+        if moved:
+            self._bump()
 
     def _bump(self) -> None:
         self.version += 1

@@ -18,6 +18,7 @@ from coordinator.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, loc
 from coordinator.pools import Model
 from coordinator.prompt import PromptTokenizers
 from coordinator.registry import Registry
+from coordinator.request_record import RequestRecord
 from coordinator.request_validation import (
     Generation,
     check_prompt,
@@ -28,6 +29,7 @@ from coordinator.request_validation import (
     timeout_s,
 )
 from coordinator.routing import Pair, Router, RouteRequest, no_pair
+from coordinator.signal_book import SignalBook
 from coordinator.worker_links import WorkerLinks
 from splitserve.config import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
@@ -55,6 +57,7 @@ class RequestFlow:
         links: WorkerLinks,
         tokenizers: PromptTokenizers,
         background: Background,
+        book: SignalBook,
     ) -> None:
         self._config = config
         self._registry = registry
@@ -64,6 +67,7 @@ class RequestFlow:
         self._background = background
         self._turns = itertools.count()
         self._meter = HandoffMeter()
+        self._book = book
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, send: Send, call_left_s: float | None = None
@@ -75,12 +79,13 @@ class RequestFlow:
         """
         received_s = time.monotonic()
         request_id = request.request_id or uuid.uuid4().hex
-        with request_context(request_id):
+        with request_context(request_id), RequestRecord(self._book, received_s) as record:
             try:
                 left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
                 async with asyncio.timeout(left_s) as timer:
                     generation = await self._receive(request, request_id, received_s, received_s + left_s)
-                    await self._serve(generation, send)
+                    record.arrived(generation)
+                    await self._serve(generation, send, record)
             except TimeoutError:
                 if not timer.expired():
                     raise
@@ -93,15 +98,16 @@ class RequestFlow:
                 log_event("request.cancelled")
                 raise
 
-    async def _serve(self, generation: Generation, send: Send) -> None:
+    async def _serve(self, generation: Generation, send: Send, record: RequestRecord) -> None:
         answer = Answer(generation)
         while not answer.finished:
-            attempt = await self._next_attempt(answer)  # a complete pair, or UNAVAILABLE
+            attempt = await self._next_attempt(answer, record)  # a complete pair, or UNAVAILABLE
             try:
                 await attempt.reserve()  # decode sets KV blocks aside: the ticket
                 attempt.start_prefill()  # KV is written from worker to worker under that ticket
                 while (delta := await attempt.next_delta()) is not None:
                     answer.append(delta, time.monotonic())  # first token from prefill, the rest from decode
+                    record.sent(answer)
                     await send(inference_pb2.GenerateResponse(delta=delta))
                 await attempt.settle()
             except SplitserveError as error:
@@ -110,6 +116,7 @@ class RequestFlow:
                 attempt.close()  # cancels prefill, aborts at decode, whatever has not ended by itself
                 answer.note_attempt(attempt.report)
                 self._meter.record(attempt.report)
+        record.completed(answer)
         await send(inference_pb2.GenerateResponse(done=answer.done()))
         _log_completed(answer)
 
@@ -141,26 +148,28 @@ class RequestFlow:
             raise UnavailableError(message, reason="NO_WORKER", retry_after_s=RETRY_AFTER_S)
         return find_model(name, models)
 
-    async def _next_attempt(self, answer: Answer) -> Attempt:
+    async def _next_attempt(self, answer: Answer, record: RequestRecord) -> Attempt:
         pair = await self._route(answer)
         prefill = self._links.link_to(pair.prefill)
         decode = self._links.link_to(pair.decode) if pair.decode else None
         answer.attempts += 1
+        record.chosen(pair.prefill, pair.decode)
         for worker in (pair.prefill, pair.decode):
             if worker is not None:
                 tokens = len(answer.generation.prompt) + len(answer.token_ids)
                 self._registry.note_sent(worker.key, tokens)
-        return Attempt(answer, prefill, decode, self._background, self._local_prefill_tokens(answer, pair))
+        local_tokens = self._local_prefill_tokens(answer, pair)
+        return Attempt(answer, prefill, decode, self._background, record, local_tokens)
 
     def _local_prefill_tokens(self, answer: Answer, pair: Pair) -> int:
-        """How many prompt tokens the decode worker may compute itself; see CoordinatorConfig."""
-        mode = self._config.local_prefill
-        if mode == "never" or pair.decode is None:
+        """How many prompt tokens the decode worker may compute itself; see CoordinatorConfig. A plan may lend it."""
+        now = time.monotonic()
+        self._meter.arrived(now)
+        mode, lent = self._config.local_prefill, self._registry.plan.lends(now)
+        if pair.decode is None or (mode == "never" and not lent):
             return 0
         if mode == "always":
             return NO_LIMIT
-        now = time.monotonic()
-        self._meter.arrived(now)
         model = answer.generation.model.name
         request = RouteRequest(model, len(answer.generation.prompt) + len(answer.token_ids))
         decodes = len(self._registry.snapshot().accepting(model, "decode"))

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.pools import PoolName, PoolSnapshot, Worker, WorkerKey
+from coordinator.route_scores import (
+    DEFAULT_PREFILL_TOKENS_PER_S,
+    DEFAULT_STEP_S,
+    decode_score_s,
+    prefill_score_s,
+)
 from splitserve.errors import UnavailableError
-
-DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
-"""Assumed until any worker of the pool has measured its own."""
-DEFAULT_STEP_S = 0.02
-TYPICAL_OUTPUT_TOKENS = 128
-"""Steps that a running sequence is assumed to have left, when blocks are short."""
-
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
@@ -74,25 +73,23 @@ class LeastWaitRouter:
 def prefill_wait_s(worker: Worker, request: RouteRequest, default_rate: float) -> float:
     """Time until this worker has computed the prompt, were it queued there now."""
     rate = worker.load.prefill_tokens_per_second or default_rate
-    return (worker.load.waiting_tokens + worker.sent_tokens + request.prompt_tokens) / rate
+    return prefill_score_s(worker.load.waiting_tokens + worker.sent_tokens, request.prompt_tokens, rate)
 
 
 def decode_wait_s(worker: Worker, request: RouteRequest, default_step_s: float) -> float:
-    """Time until this worker has room for the prompt's blocks, plus what its batch costs a step.
-
-    Missing blocks come free at the rate at which running sequences end: each holds
-    referenced/running blocks and has about `TYPICAL_OUTPUT_TOKENS` steps left. The batch counts with one
-    step, stretched by how full the batch is, so that an emptier worker wins while there is room.
-    """
+    """Time until this worker has room for the prompt's blocks, plus what its batch costs a step."""
     load = worker.load
-    step_s = load.decode_step_ms / 1e3 or default_step_s
-    needed = _blocks(request.prompt_tokens + 1, worker)
-    free = load.free_blocks - _blocks(worker.sent_tokens, worker)
-    short = max(0, needed - free)
-    held = max(1, load.referenced_blocks + load.reserved_blocks)
-    wait_s = short / held * TYPICAL_OUTPUT_TOKENS * step_s
-    queued = load.running_requests + load.waiting_requests + load.waiting_reservations + worker.sent_requests
-    return wait_s + step_s * (1 + queued / worker.max_running_requests)
+    return decode_score_s(
+        needed_blocks=_blocks(request.prompt_tokens + 1, worker),
+        free_blocks=load.free_blocks - _blocks(worker.sent_tokens, worker),
+        held_blocks=load.referenced_blocks + load.reserved_blocks,
+        step_s=load.decode_step_ms / 1e3 or default_step_s,
+        requests=load.running_requests
+        + load.waiting_requests
+        + load.waiting_reservations
+        + worker.sent_requests,
+        max_running_requests=worker.max_running_requests,
+    )
 
 
 def no_pair(snapshot: PoolSnapshot, request: RouteRequest, retry_after_s: float) -> UnavailableError:

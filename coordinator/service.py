@@ -19,6 +19,8 @@ from coordinator.registry import Registry
 from coordinator.registry_service import RegistryService
 from coordinator.request_flow import RequestFlow
 from coordinator.routing import LeastWaitRouter, Router
+from coordinator.scaling_service import ScalingService
+from coordinator.signal_book import SignalBook
 from coordinator.worker_links import WorkerLinks
 from splitserve.config import CoordinatorConfig
 from splitserve.hf_tokenizer import load_tokenizer
@@ -27,14 +29,16 @@ from splitserve.metrics import serving_metrics
 from splitserve.rpc import RpcServer, make_server
 from splitserve.stop_signal import stop_signal
 from splitserve.tokenizer import Tokenizer
-from splitserve.v1 import inference_pb2, registry_pb2
+from splitserve.v1 import inference_pb2, registry_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
+from splitserve.v1.scaling_pb2_grpc import add_ScalingServiceServicer_to_server
 
 CLEANUP_GRACE_S = 3.0
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name,
+    scaling_pb2.DESCRIPTOR.services_by_name["ScalingService"].full_name,
 )
 
 
@@ -54,6 +58,7 @@ class Coordinator:
         self.links = WorkerLinks(
             self.registry, self.background, self.coordinator_id, config.max_message_bytes
         )
+        self.book = SignalBook()
         flow = RequestFlow(
             config,
             self.registry,
@@ -61,14 +66,17 @@ class Coordinator:
             self.links,
             self.tokenizers,
             self.background,
+            self.book,
         )
         self.inference = InferenceService(
-            flow, self.registry, self.tokenizers, self.background, config.max_running_requests
+            flow, self.registry, self.tokenizers, self.background, self.book, config.max_running_requests
         )
         self.server: RpcServer = make_server(max_message_bytes=config.max_message_bytes)
         add_InferenceServiceServicer_to_server(self.inference, self.server.grpc_server)
         members = RegistryService(self.registry, self.coordinator_id, self.tokenizers.tokenizer)
         add_RegistryServiceServicer_to_server(members, self.server.grpc_server)
+        self.scaling = ScalingService(self.registry, self.book, self.coordinator_id)
+        add_ScalingServiceServicer_to_server(self.scaling, self.server.grpc_server)
 
     async def expire_silent_workers(self) -> None:
         """Drops workers that do not report in time, until cancelled."""
@@ -78,7 +86,7 @@ class Coordinator:
 
     def metrics(self) -> list[Metric]:
         """What the Prometheus endpoint shows, at this moment."""
-        return coordinator_metrics(self.registry.snapshot(), self.inference.running)
+        return coordinator_metrics(self.registry.snapshot(), self.inference.running, self.book.models())
 
     async def drain(self) -> None:
         """Refuses new generations and waits up to `drain_s` for the running ones.
@@ -130,6 +138,7 @@ async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> Async
                 group.create_task(coordinator.links.run()),
                 group.create_task(coordinator.ended.run()),
                 group.create_task(coordinator.expire_silent_workers()),
+                group.create_task(coordinator.scaling.watch_states()),
             ]
             try:
                 yield

@@ -130,6 +130,10 @@ class WorkerLink:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
+    def connect(self) -> None:
+        """Connects now, so that the first request need not wait for it."""
+        self._channel.get_state(try_to_connect=True)
+
     def lose(self) -> None:
         """Fails every attempt here; nothing new can start."""
         self._lost = UnavailableError(f"{self._name} went away", reason="WORKER_LOST")
@@ -250,6 +254,7 @@ class WorkerLinks:
         for key in wanted.keys() - self._links.keys():
             link = WorkerLink(wanted[key], self._coordinator_id, self._max_message_bytes)
             self._links[key] = link
+            link.connect()
             if link.worker.pool == "decode":
                 self._watchers[key] = self._group.create_task(link.watch_outputs(self._registry))
         for key, link in self._links.items():

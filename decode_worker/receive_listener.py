@@ -32,6 +32,8 @@ class _Request:
 
     coordinator_id: str
     public_id: str
+    received_blocks: tuple[int, ...] = ()
+    """Those that the writer fills."""
     admitted_s: float | None = None
     admit_ms: float | None = None
     local: _LocalPrefill | None = None
@@ -60,7 +62,8 @@ class ReceiveListener(RoleListener):
         self._transport = parts.transport
         self._block_bytes = parts.endpoint.pool.layout.block_bytes
         self._ticket_s = config.ticket_s
-        self._verifier = HandoffVerifier(epoch, ONE_IN[config.verify_kv], parts.runner.read_blocks)
+        self._wire = parts.runner.wire
+        self._verifier = HandoffVerifier(epoch, ONE_IN[config.verify_kv], self._wire.read_blocks)
         self._table = ReservationTable(
             epoch,
             lease_s=config.lease_s,
@@ -178,7 +181,7 @@ class ReceiveListener(RoleListener):
         if entry.writer_agent_id:
             self._table.note_writer(number, entry.writer_agent_id)
         self._requests[request.request_id] = _Request(
-            entry.coordinator_id, request.request_id.partition("/")[2]
+            entry.coordinator_id, request.request_id.partition("/")[2], blocks.block_ids
         )
         ticket = KvTicket(
             decode_agent_id=self.endpoint.agent_id,
@@ -215,6 +218,8 @@ class ReceiveListener(RoleListener):
     def _on_notification(self, core: EngineCore, agent_id: str, message: bytes, now: float) -> None:
         verdict = self._table.on_notification(agent_id, message, now)
         if isinstance(verdict, Admit):
+            # While the writer has its hold on the blocks, nobody else can have got them.
+            self._wire.unpack(self._requests[verdict.request_id].received_blocks)
             core.release_writer(verdict.number)
             self._admit(core, verdict, now)
         elif isinstance(verdict, WriterDone):

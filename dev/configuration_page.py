@@ -9,13 +9,25 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig, WorkerConfig
+from autoscaler.behavior import Behavior, ScalingRule, ScalingRules
+from autoscaler.policy_file import PredictivePool, Ratio, ScalingPolicy, SchedulePool, SloPool, TargetPool
+from autoscaler.schedule import ScheduleWindow
+from autoscaler.slo_tuning import SloTuning
+from splitserve.config import (
+    AutoscalerConfig,
+    ClusterConfig,
+    CoordinatorConfig,
+    DockerConfig,
+    EngineConfig,
+    KubernetesConfig,
+    WorkerConfig,
+)
 from splitserve.fault_plan import FaultPlan, Trigger
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-Written by `make docs` from `splitserve/config.py`.
+Written by `make docs` from `splitserve/config.py` and the models of the policy file in `autoscaler/`.
 
 Every setting can stand in a YAML file given with `--config FILE`; options on the command line win. The file of a
 command holds that command's settings: `splitserve up` those of the cluster, `splitserve coordinator` those of the
@@ -36,8 +48,22 @@ SECTIONS: list[tuple[str, type[BaseModel]]] = [
     ("Coordinator", CoordinatorConfig),
     ("Worker", WorkerConfig),
     ("Engine (section `engine`)", EngineConfig),
+    ("Autoscaler (`splitserve autoscaler`)", AutoscalerConfig),
+    ("Docker (section `docker` of the autoscaler)", DockerConfig),
+    ("Kubernetes (section `kubernetes` of the autoscaler)", KubernetesConfig),
     ("Faults (section `faults` of a worker, for tests only)", FaultPlan),
     ("Trigger (a nested mapping in `faults`)", Trigger),
+    ("Policy file (see [autoscaling.md](autoscaling.md))", ScalingPolicy),
+    ("Policy file: a pool, `kind: slo`", SloPool),
+    ("Policy file: section `slo` of a pool", SloTuning),
+    ("Policy file: a pool, `kind: target`", TargetPool),
+    ("Policy file: a pool, `kind: schedule`", SchedulePool),
+    ("Policy file: a pool, `kind: predictive`", PredictivePool),
+    ("Policy file: a window of `schedule`", ScheduleWindow),
+    ("Policy file: section `behavior` of a pool", Behavior),
+    ("Policy file: `scaleUp` and `scaleDown`", ScalingRules),
+    ("Policy file: an entry of `policies`", ScalingRule),
+    ("Policy file: section `ratio`", Ratio),
 ]
 
 
@@ -49,9 +75,10 @@ def bounds(schema: dict[str, Any]) -> str:
         if "enum" in option:
             parts.append(", ".join(f"`{value}`" for value in option["enum"]))
         low, above = option.get("minimum"), option.get("exclusiveMinimum")
-        high = option.get("maximum")
+        high, below = option.get("maximum"), option.get("exclusiveMaximum")
         if low is not None or above is not None:
-            parts.append(f"{'[' if above is None else '('}{low if above is None else above}, {high or '∞'}]")
+            end = f"{high or '∞'}]" if below is None else f"{below})"
+            parts.append(f"{'[' if above is None else '('}{low if above is None else above}, {end}")
         if "pattern" in option:
             parts.append(f"`{option['pattern']}`".replace("|", "\\|"))
     return "; ".join(parts)

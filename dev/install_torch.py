@@ -27,7 +27,9 @@ def pinned(constraints: Path) -> str:
 
 def offered_version(requirement: str, *options: str) -> str | None:
     """Version that pip would install, without installing or downloading it; None if there is none."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--report", "-"]
+    # What is installed already would not be in the report.
+    look = ["--dry-run", "--ignore-installed", "--no-deps", "--report", "-"]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", *look]
     run = subprocess.run([*command, *options, requirement], capture_output=True, text=True, check=False)
     if run.returncode != 0:
         return None

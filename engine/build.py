@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from engine.core import EngineCore
 from engine.runner import ModelRunner
 from engine.simulated_runner import SimulatedRunner
+from engine.warm_up import warm_up
 from kv_transfer.faulty_transport import FaultyTransport
 from kv_transfer.select import make_transport
 from kv_transfer.transport import TransferEndpoint, Transport
+from kv_transfer.wire import check_wire_dtype
 from splitserve.config import WorkerConfig
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.host_facts import host_id
@@ -45,12 +47,14 @@ class EngineParts:
 def build_engine(config: WorkerConfig) -> EngineParts:
     """Loads weights, allocates and registers the pool. Takes as long as the weights take to load.
 
-    Raises NotFoundError for a missing model, UnsupportedModelError for one the engine refuses.
+    Raises NotFoundError for a missing model, UnsupportedModelError for one the engine refuses, ConfigError
+    for settings that do not go together.
     """
     runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
     tokenizer = load_tokenizer(served.tokenizer_source)
+    warm_up(runner, config.engine.max_step_tokens)
     transport = _transport(config)
-    endpoint = replace(transport.register_pool(runner.pool_memory), host_id=host_id())
+    endpoint = replace(transport.register_pool(runner.wire.memory), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
     return EngineParts(runner, core, transport, endpoint, served, config)
 
@@ -65,7 +69,9 @@ def _transport(config: WorkerConfig) -> Transport:
 
 
 def _simulated(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
-    return SimulatedRunner(config.engine), ServedAs(config.served_model_name or SIMULATED, SIMULATED)
+    runner = SimulatedRunner(config.engine)
+    check_wire_dtype(config.wire_dtype, runner.layout.dtype)
+    return runner, ServedAs(config.served_model_name or SIMULATED, SIMULATED)
 
 
 def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
@@ -81,5 +87,5 @@ def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
             log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
 
     source = resolve_model(config.model)
-    runner = build_torch_runner(config.engine, source, progress)
+    runner = build_torch_runner(config.engine, source, progress, config.wire_dtype)
     return runner, ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)

@@ -12,7 +12,7 @@ from engine.limits import RequestLimits
 from engine.runner import ModelRunner, RowsFailedError
 from engine.scheduler import Scheduler, SchedulerOutput
 from engine.sequence import Sequence, SequenceStatus
-from engine.step_rates import StepRates
+from engine.step_meter import StepMeter
 from engine.types import (
     EngineLoad,
     EngineRequest,
@@ -25,7 +25,6 @@ from engine.types import (
 from splitserve.config import EngineConfig
 from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, SplitserveError
 from splitserve.tokenizer import Tokenizer
-
 
 DEFAULT_STEP_TOKENS = {"DRAM": 512, "VRAM": 2048}
 """By where the pool lies. What fills the device is enough: all but the last chunk's KV then travels while others
@@ -69,7 +68,7 @@ class EngineCore:
         self._writers: dict[int, list[int]] = {}
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._arrivals = 0
-        self._rates = StepRates()
+        self._meter = StepMeter()
         self._changed = False
 
     @property
@@ -94,7 +93,7 @@ class EngineCore:
             raise ResourceExhaustedError(
                 f"{self._max_waiting} requests are waiting already",
                 reason="QUEUE_FULL",
-                retry_after_s=self._rates.retry_after_s(self._scheduler.waiting_tokens),
+                retry_after_s=self._meter.rates.retry_after_s(self._scheduler.waiting_tokens),
             )
         sequence = Sequence(request, self._arrivals)
         self._register(sequence)
@@ -208,6 +207,7 @@ class EngineCore:
         A SplitserveError of the runner fails the batch's requests; any other exception propagates.
         """
         began = self._clock()
+        self._meter.begin(began)
         result = StepResult()
         self._expire(began, result)
         step = self._scheduler.schedule()
@@ -216,9 +216,7 @@ class EngineCore:
         if step.num_new:
             self._compute(step, result)
         result.duration_s = self._clock() - began
-        prefill_tokens = result.scheduled_tokens - sum(1 for tokens in step.num_new.values() if tokens == 1)
-        if result.scheduled_tokens:
-            self._rates.record(prefill_tokens, result.duration_s)
+        self._meter.end(began + result.duration_s, step.num_new, more=self.has_work())
         return result
 
     def load(self) -> EngineLoad:
@@ -235,8 +233,9 @@ class EngineCore:
             reserved_blocks=counts.reserved,
             quarantined_blocks=counts.quarantined,
             referenced_blocks=counts.referenced,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
-            decode_step_s=self._rates.decode_step_s,
+            prefill_tokens_per_s=self._meter.rates.prefill_tokens_per_s,
+            decode_step_s=self._meter.rates.decode_step_s,
+            step_fit=self._meter.fit.latest,
         )
 
     def close(self) -> None:

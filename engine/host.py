@@ -195,6 +195,7 @@ class WorkerHost(Generic[L]):
             endpoint=self.listener.endpoint.to_proto(),
             max_step_tokens=self.parts.core.max_step_tokens,
             max_running_requests=engine.max_running_requests,
+            standby=self.config.standby,
         )
 
     def _report(self) -> registry_pb2.ReportRequest:

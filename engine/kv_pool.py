@@ -23,8 +23,8 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14; the mmap module has no name for it, and for the other on Linux only."""
 
 
-class KvPool:
-    """One tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, zero at first.
+class BlockMemory:
+    """Blocks of a layout, one behind the other, zero at first: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
     It never moves: transports register its address once. On cpu it is an anonymous mapping, so it begins on
     a page; all of its memory is taken at once. Behind it, in the same memory, lie probe blocks.
@@ -36,34 +36,21 @@ class KvPool:
         self.device = device
         self._probe_blocks = probe_blocks(layout.block_bytes)
         total = num_blocks + self._probe_blocks
-        shape = (
-            total,
-            layout.num_layers,
-            2,
-            layout.num_kv_heads,
-            layout.block_size_tokens,
-            layout.head_dim,
-        )
-        dtype = DTYPES[layout.dtype]
         if device.type == "cpu":
-            memory = torch.frombuffer(_host_pages(total * layout.block_bytes), dtype=dtype).view(shape)
+            memory = torch.frombuffer(_host_pages(total * layout.block_bytes), dtype=torch.uint8)
         else:
             _refuse_expandable_segments()
-            memory = torch.zeros(shape, dtype=dtype, device=device)
+            memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
+        blocks = memory.view(total, layout.block_bytes)
         # Untouched pages would all be read from one page of zeros, faster than memory is.
-        memory[num_blocks:].fill_(1)
-        self.tensor = memory[:num_blocks]
-        self._bytes = self.tensor.view(num_blocks, -1).view(torch.uint8)
-
-    def view(self, layer: int) -> torch.Tensor:
-        """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
-        return self.tensor[:, layer].permute(1, 2, 0, 3, 4)
+        blocks[num_blocks:].fill_(1)
+        self.bytes = blocks[:num_blocks]
 
     def memory(self) -> PoolMemory:
-        """The pool as one range, for registration with a transport."""
+        """All blocks as one range, for registration with a transport."""
         on_cpu = self.device.type == "cpu"
         return PoolMemory(
-            base_address=self.tensor.data_ptr(),
+            base_address=self.bytes.data_ptr(),
             num_blocks=self.num_blocks + self._probe_blocks,
             layout=self.layout,
             memory_kind="DRAM" if on_cpu else "VRAM",
@@ -72,17 +59,33 @@ class KvPool:
         )
 
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of each block, uint8; on cpu the pool's own memory, else a copy."""
+        """The bytes of each block, uint8; on cpu the blocks' own memory, else a copy."""
         if self.device.type == "cpu":
-            return [memoryview(self._bytes[block].numpy()) for block in block_ids]
-        copied = self._bytes[list(block_ids)].cpu().numpy()
+            return [memoryview(self.bytes[block].numpy()) for block in block_ids]
+        copied = self.bytes[list(block_ids)].cpu().numpy()
         return [memoryview(row) for row in copied]
 
 
-def choose_num_blocks(config: EngineConfig, layout: KvLayout, device: torch.device) -> int:
+class KvPool(BlockMemory):
+    """One tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        super().__init__(layout, num_blocks, device)
+        heads = (layout.num_layers, 2, layout.num_kv_heads)
+        shape = (num_blocks, *heads, layout.block_size_tokens, layout.head_dim)
+        self.tensor = self.bytes.view(DTYPES[layout.dtype]).view(shape)
+
+    def view(self, layer: int) -> torch.Tensor:
+        """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
+        return self.tensor[:, layer].permute(1, 2, 0, 3, 4)
+
+
+def choose_num_blocks(
+    config: EngineConfig, layout: KvLayout, device: torch.device, extra_bytes: int = 0
+) -> int:
     """How many blocks the settings ask for; call after the weights are loaded (cuda: what is free then).
 
-    Raises ConfigError when that is fewer than two.
+    Each takes `extra_bytes` more of the memory beside the pool. Raises ConfigError when they are fewer than two.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -91,10 +94,11 @@ def choose_num_blocks(config: EngineConfig, layout: KvLayout, device: torch.devi
         free, _ = torch.cuda.mem_get_info(device)
         budget = int(free * CUDA_FREE_SHARE)
     budget = DEFAULT_CPU_BYTES if budget is None else budget
-    blocks = budget // layout.block_bytes
+    size = layout.block_bytes + extra_bytes
+    blocks = budget // size
     if blocks < 2:
         message = (
-            f"engine.kv_memory_bytes: {budget} bytes hold {blocks} KV blocks of {layout.block_bytes} bytes;"
+            f"engine.kv_memory_bytes: {budget} bytes hold {blocks} KV blocks of {size} bytes;"
             " at least 2 are needed"
         )
         raise ConfigError(message, field="engine.kv_memory_bytes")

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from engine.runner import ModelFacts
-from engine.types import EngineLoad, EngineRequest, FinishReason, RequestOutput, SamplingParams, StopParams
+from engine.types import (
+    DecodeStepFit,
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    StopParams,
+)
 from kv_transfer.lanes import JudgedLane
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation_checks import check_sampling, check_stop
@@ -115,6 +123,15 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         referenced_blocks=load.referenced_blocks,
         prefill_tokens_per_second=load.prefill_tokens_per_s,
         decode_step_ms=load.decode_step_s * 1e3,
+        step_fit=_step_fit(load.step_fit),
+    )
+
+
+def _step_fit(fit: DecodeStepFit | None) -> registry_pb2.DecodeStepFit | None:
+    if fit is None:
+        return None
+    return registry_pb2.DecodeStepFit(
+        base_ms=fit.base_s * 1e3, sequence_ms=fit.sequence_s * 1e3, context_token_ms=fit.context_token_s * 1e3
     )
 
 

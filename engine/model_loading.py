@@ -45,6 +45,11 @@ class LoadedModel:
     fingerprint: str
 
 
+def resolve_dtype(dtype: str) -> str:
+    """`EngineConfig.dtype` as "float32" or "bfloat16"."""
+    return "bfloat16" if dtype == "auto" else dtype
+
+
 def load_model(
     source: ModelSource, dtype: str, device: torch.device, progress: Callable[[float], None]
 ) -> LoadedModel:
@@ -54,7 +59,7 @@ def load_model(
     that the engine refuses (before weights are read where that can be told), NotFoundError and
     UnavailableError as `localize_model`.
     """
-    dtype = "bfloat16" if dtype == "auto" else dtype
+    dtype = resolve_dtype(dtype)
     config = _load_config(localize_model(source, weights=False))
     settings = config.to_dict()
     refuse_by_config(settings)

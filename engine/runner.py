@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.types import SampledToken, SamplingParams
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport import PoolMemory
+from kv_transfer.wire import KvWire, PlainWire
 from splitserve.errors import SplitserveError
 
 
@@ -72,7 +73,7 @@ class ModelRunner(ABC):
     @property
     @abstractmethod
     def pool_memory(self) -> PoolMemory:
-        """The pool's memory, for registration with a transport; stays put for the runner's life.
+        """The pool's memory; stays put for the runner's life.
 
         Its probe blocks come behind the `num_blocks` that requests use.
         """
@@ -80,6 +81,11 @@ class ModelRunner(ABC):
     @abstractmethod
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
         """The bytes of each block in host memory, for checksums; to be used before the next step."""
+
+    @property
+    def wire(self) -> KvWire:
+        """How KV travels; its memory is what peers write to. By default the pool itself."""
+        return PlainWire(self.pool_memory, self.read_blocks)
 
     @abstractmethod
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:

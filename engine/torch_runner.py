@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
+from engine.fp8_wire import Fp8Wire
 from engine.kv_pool import DTYPES, KvPool, choose_num_blocks
 from engine.model_attention import PagedBackend
 from engine.model_batch import build_step_batch
-from engine.model_loading import LoadedModel, load_model
+from engine.model_loading import LoadedModel, load_model, resolve_dtype
 from engine.runner import ModelFacts, ModelRunner, ScheduledSequence
 from engine.sampler import NanLogitsError, SamplingRow, sample
 from engine.types import SampledToken
-from kv_transfer.layout import KvLayout
+from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
 from kv_transfer.transport import PoolMemory
+from kv_transfer.wire import KvWire, check_wire_dtype
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.models import ModelSource
@@ -24,7 +27,7 @@ from splitserve.models import ModelSource
 class TorchRunner(ModelRunner):
     """A model, its KV pool and the way from scheduled sequences to sampled tokens."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, wire_dtype: str = SAME) -> None:
         self.facts = _facts(model.facts, config)
         self.layout = KvLayout(
             model_fingerprint=model.fingerprint,
@@ -37,7 +40,11 @@ class TorchRunner(ModelRunner):
         self._module = model.module
         self._dtype = DTYPES[model.dtype]
         self._device = model.device
-        self._pool = KvPool(self.layout, choose_num_blocks(config, self.layout, model.device), model.device)
+        narrow = wire_dtype == FP8_E4M3
+        wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
+        num_blocks = choose_num_blocks(config, self.layout, model.device, wire_bytes)
+        self._pool = KvPool(self.layout, num_blocks, model.device)
+        self._wire: KvWire = Fp8Wire(self._pool) if narrow else super().wire
         self._backend = model.context.backend = PagedBackend(self._pool)
 
     @property
@@ -53,6 +60,11 @@ class TorchRunner(ModelRunner):
     def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
         """See `ModelRunner.read_blocks`."""
         return self._pool.read_blocks(block_ids)
+
+    @property
+    def wire(self) -> KvWire:
+        """See `ModelRunner.wire`."""
+        return self._wire
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See `ModelRunner.execute`. Raises NanLogitsError, whose `rows` are indices into `batch`.
@@ -89,7 +101,7 @@ class TorchRunner(ModelRunner):
 
     def close(self) -> None:
         """Releases the pool and the weights."""
-        del self._backend, self._pool, self._module
+        del self._backend, self._wire, self._pool, self._module
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -129,13 +141,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def build_torch_runner(
-    config: EngineConfig, source: ModelSource, progress: Callable[[float], None]
+    config: EngineConfig, source: ModelSource, progress: Callable[[float], None], wire_dtype: str = SAME
 ) -> TorchRunner:
     """Loads a model and its pool; sets the number of compute threads of the process.
 
-    Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model` and
-    `choose_num_blocks`.
+    Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`,
+    `choose_num_blocks` and `check_wire_dtype`, the last before anything is loaded.
     """
+    check_wire_dtype(wire_dtype, resolve_dtype(config.dtype))
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.device)
-    return TorchRunner(load_model(source, config.dtype, device, progress), config)
+    return TorchRunner(load_model(source, config.dtype, device, progress), config, wire_dtype)

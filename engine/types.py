@@ -151,6 +151,15 @@ class ReservedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeStepFit:
+    """Time of a step that only decodes: `base_s` + `sequence_s` * sequences + `context_token_s` * their KV tokens."""
+
+    base_s: float
+    sequence_s: float
+    context_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot of how busy an engine is; see `WorkerLoad` in the protos."""
 
@@ -164,3 +173,4 @@ class EngineLoad:
     referenced_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    step_fit: DecodeStepFit | None = None

@@ -22,7 +22,8 @@ from kv_transfer.runs import merge_runs
 from kv_transfer.spent_tickets import SpentTickets
 from kv_transfer.ticket import WRITE_GRACE_S, KvTicket
 from kv_transfer.transport import PollResult, TransferEndpoint, Transport
-from kv_transfer.verify import BlockReader, digests_of, fold_digests, verified_positions
+from kv_transfer.verify import digests_of, fold_digests, verified_positions
+from kv_transfer.wire import KvWire
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, TransferError
 
 
@@ -90,12 +91,13 @@ class _Push:
 class KvPusher:
     """All pushes of one worker over one transport.
 
-    `read_blocks` serves tickets that ask for checksums; without it their completions are refused.
+    `wire` makes blocks ready to be sent, and reads them for tickets that ask for checksums; without it blocks
+    are sent as they are, and completions of such tickets are refused.
     """
 
-    def __init__(self, transport: Transport, read_blocks: BlockReader | None = None) -> None:
+    def __init__(self, transport: Transport, wire: KvWire | None = None) -> None:
         self._transport = transport
-        self._read_blocks = read_blocks
+        self._wire = wire
         self._pushes: dict[str, _Push] = {}
         self._owner: dict[int, _Push] = {}
         self._spent = SpentTickets()
@@ -157,7 +159,7 @@ class KvPusher:
         wanted, cached = len(push.ticket.block_indices), push.ticket.cached_tokens // push.block_size
         final = -(-end_tokens // push.block_size) if is_last else end_tokens // push.block_size
         push.table = tuple(block_ids[cached : cached + wanted])
-        push.ready = max(0, min(final - cached, wanted))
+        known, push.ready = push.ready, max(0, min(final - cached, wanted))
         if len(push.table) < push.ready or (is_last and final - cached != wanted):
             push.failure = InvalidArgumentError(
                 f"the ticket holds {wanted} blocks after {cached} cached ones, the prompt fills {final}",
@@ -168,7 +170,9 @@ class KvPusher:
             if first_token is None:
                 raise InvalidArgumentError("the last chunk needs its first token", field="first_token")
             push.last_at_s, push.first_token = now, first_token
-        self._take_digests(push)
+        if self._wire is not None and push.failure is None:
+            self._wire.pack(push.table[known : push.ready])
+            self._take_digests(push, self._wire)
         self._advance(push, now)
 
     def abort(self, request_id: str) -> None:
@@ -249,15 +253,13 @@ class KvPusher:
         else:
             self._transport.notify(ticket.decode_agent_id, done)
 
-    def _take_digests(self, push: _Push) -> None:
+    def _take_digests(self, push: _Push, wire: KvWire) -> None:
         """Reads the blocks to be verified that became final; chunk by chunk, so that no step waits for all."""
-        if self._read_blocks is None or push.failure is not None:
-            return
         ticket = push.ticket
         count, one_in = len(ticket.block_indices), ticket.verify_one_in
         positions = verified_positions(ticket.epoch, ticket.reservation, count, one_in)
         final = [push.table[p] for p in positions[len(push.digests) :] if p < push.ready]
-        push.digests += digests_of(self._read_blocks(final))
+        push.digests += digests_of(wire.read_blocks(final))
 
     def _stop_if_late(self, push: _Push, now: float) -> None:
         """Stops a push at its deadline; ends its stuck writes by closing the connection after the grace."""

@@ -51,7 +51,7 @@ class PushListener(RoleListener):
         config = parts.config
         self.endpoint = parts.endpoint
         self._transport = parts.transport
-        self._pusher = KvPusher(parts.transport, parts.runner.read_blocks)
+        self._pusher = KvPusher(parts.transport, parts.runner.wire)
         self._peers = PeerLanes(
             parts.transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy
         )

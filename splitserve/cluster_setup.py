@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
 
 from splitserve.addresses import join_address, reachable_host
 from splitserve.child_process import ChildSpec, Role
 from splitserve.client import AsyncClient
 from splitserve.config import ClusterConfig, EngineConfig, WorkerConfig
-from splitserve.core_layout import CoreShare, format_cores, layout_cores, unpinned_cores
+from splitserve.core_layout import format_cores
 from splitserve.local_cluster import Probe
+from splitserve.placement import Inventory, Place, make_inventory
 from splitserve.service_arguments import coordinator_arguments, worker_arguments
 from splitserve.v1 import inference_pb2
 
+Pool = Literal["prefill", "decode"]
 CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
 """The program and all its arguments for a role and its options."""
+WorkerSpecMaker = Callable[[Pool, str, Place], ChildSpec]
+"""One worker's process, by its pool, its name and its place."""
 
 SERVING_STATES = frozenset({"ready", "slow-lane"})
 """A slow lane is told of loudly, but the worker serves."""
@@ -36,27 +42,46 @@ def cluster_target(config: ClusterConfig) -> str:
     return join_address(reachable_host(config.coordinator.host), config.coordinator.grpc_port)
 
 
+def coordinator_spec(config: ClusterConfig, command: CommandFactory = splitserve_command) -> ChildSpec:
+    """The coordinator's process."""
+    options = coordinator_arguments(config.coordinator)
+    return ChildSpec("coordinator", "coordinator", command("coordinator", options))
+
+
+def worker_spec(
+    config: ClusterConfig,
+    command: CommandFactory,
+    pool: Pool,
+    name: str,
+    place: Place,
+    *,
+    drain_s: float | None = None,
+) -> ChildSpec:
+    """One worker's process in its place. `drain_s`: default as the coordinator's."""
+    worker = _worker(config, name, place, drain_s)
+    return ChildSpec(name, pool, command(pool, worker_arguments(worker)), _layout(worker, place))
+
+
 def cluster_specs(
-    config: ClusterConfig, cores: Sequence[int], command: CommandFactory = splitserve_command
+    config: ClusterConfig,
+    cores: Sequence[int],
+    command: CommandFactory = splitserve_command,
+    devices: Sequence[str] = (),
 ) -> list[ChildSpec]:
-    """The children in the order of their start, coordinator first, on these cores."""
+    """The children in the order of their start, coordinator first, on these cores and GPUs."""
     workers = config.prefill + config.decode
-    shares = layout_cores(cores, workers) if config.pin_cores else unpinned_cores(cores, workers)
-    prefill: list[Role] = ["prefill"] * config.prefill
-    decode: list[Role] = ["decode"] * config.decode
-    specs = [
-        ChildSpec(
-            "coordinator", "coordinator", command("coordinator", coordinator_arguments(config.coordinator))
-        )
+    inventory = make_inventory(cores, workers, pin_cores=config.pin_cores, devices=devices)
+    return [
+        coordinator_spec(config, command),
+        *worker_specs(config, inventory, partial(worker_spec, config, command)),
     ]
-    numbers: dict[Role, int] = {"prefill": 0, "decode": 0}
-    for role, share in zip(prefill + decode, shares, strict=True):
-        worker = _worker(config, f"{role}-{numbers[role]}", share)
-        numbers[role] += 1
-        specs.append(
-            ChildSpec(worker.worker_id, role, command(role, worker_arguments(worker)), _layout(worker))
-        )
-    return specs
+
+
+def worker_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker) -> list[ChildSpec]:
+    """The first workers of both pools. Where there are more of them than GPUs, they share."""
+    names: list[tuple[Pool, str]] = [("prefill", f"prefill-{n}") for n in range(config.prefill)]
+    names += [("decode", f"decode-{n}") for n in range(config.decode)]
+    return [make(pool, name, inventory.take(name)) for pool, name in names]
 
 
 def ready_model(
@@ -83,8 +108,11 @@ def cluster_probe(client: AsyncClient, config: ClusterConfig) -> Probe:
     return probe
 
 
-def _worker(config: ClusterConfig, worker_id: str, share: CoreShare) -> WorkerConfig:
+def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float | None) -> WorkerConfig:
     engine: EngineConfig = config.engine
+    changes: dict[str, object] = {"threads": engine.threads or place.share.threads}
+    if place.device is not None:
+        changes["device"] = place.device
     return WorkerConfig(
         worker_id=worker_id,
         model=config.model,
@@ -92,13 +120,15 @@ def _worker(config: ClusterConfig, worker_id: str, share: CoreShare) -> WorkerCo
         coordinators=(cluster_target(config),),
         transport=config.transport,
         verify_kv=config.verify_kv,
-        drain_s=config.coordinator.drain_s,
-        cpus=share.cpus,
-        engine=engine.model_copy(update={"threads": engine.threads or share.threads}),
+        wire_dtype=config.wire_dtype,
+        drain_s=config.coordinator.drain_s if drain_s is None else drain_s,
+        cpus=place.share.cpus,
+        engine=engine.model_copy(update=changes),
     )
 
 
-def _layout(worker: WorkerConfig) -> str:
+def _layout(worker: WorkerConfig, place: Place) -> str:
     where = f"cores {format_cores(worker.cpus)}" if worker.cpus else "any cores"
     threads = worker.engine.threads
-    return f"{where}, {threads} {'thread' if threads == 1 else 'threads'}"
+    gpu = f", {place.device}" if place.device else ""
+    return f"{where}, {threads} {'thread' if threads == 1 else 'threads'}{gpu}"

@@ -16,6 +16,7 @@ from splitserve.errors import ConfigError
 from splitserve.fault_plan import FaultPlan
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+Workload = Annotated[str, Field(pattern=r"^(deployment|statefulset)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
 
 class _Settings(BaseModel):
@@ -36,7 +37,8 @@ class EngineConfig(_Settings):
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """KV blocks in the pool. Default: what `kv_memory_bytes` holds."""
     kv_memory_bytes: Annotated[int, Field(ge=2**16)] | None = None
-    """Memory of the KV pool. Default: 1 GiB on cpu, 80% of what is free after loading on cuda."""
+    """Memory of the KV pool, what a narrower `wire_dtype` takes beside it included. Default: 1 GiB on cpu, 80% of what
+    is free after loading on cuda."""
     max_step_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Token budget of one step; longer prompts are computed in chunks, and the KV of each is sent while the next one
     is computed. Default: 512 on cpu, 2048 on cuda."""
@@ -95,6 +97,9 @@ class WorkerConfig(_Settings):
     verify_kv: Literal["off", "sampled", "all"] = "off"
     """Decode workers: compare checksums of the KV blocks that arrive with those that were sent, of one block in 16 or
     of all, before a sequence is admitted."""
+    wire_dtype: Literal["same", "fp8_e4m3"] = "same"
+    """Type in which KV travels; the same on all workers of a model. `fp8_e4m3` sends half the bytes of bfloat16,
+    changes answers a little and takes half as much memory again as the KV pool; see docs/transports.md."""
     lease_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """How long reserved blocks outlive the last sign of life of their coordinator."""
     quarantine_s: Annotated[float, Field(gt=0, le=7200)] = 45.0
@@ -102,6 +107,8 @@ class WorkerConfig(_Settings):
     ticket_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     """Time from a reservation to its last write at most; a prompt that waits or computes longer is tried again.
     Blocks whose writer was stopped, or vanished with its machine, come back 10 s after it."""
+    standby: bool = False
+    """Stay out of rotation, loaded and connected, until an autoscaler's plan puts the worker into it."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
     """How long SIGTERM waits for running requests."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
@@ -157,14 +164,79 @@ class ClusterConfig(_Settings):
     """How KV travels. `ucx` needs `pip install 'splitserve[ucx]'`."""
     verify_kv: Literal["off", "sampled", "all"] = "off"
     """As in the workers' settings."""
+    wire_dtype: Literal["same", "fp8_e4m3"] = "same"
+    """As in the workers' settings."""
     pin_cores: bool = True
     """Give each worker its own cores where cores are few."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
     """How long loading may take."""
+    autoscale: Path | None = None
+    """Policy file. The number of workers then follows it, beginning at its `min_replicas` where `prefill` and `decode`
+    are not given. Cores are shared by as many workers as the policy allows. Default: a fixed number of workers."""
+    autoscale_interval_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
+    """Time between scaling decisions. Default: the policy's."""
+    autoscale_window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    """Latencies of so long count in a scaling decision."""
     engine: EngineConfig = EngineConfig()
     """Section `engine`, the same for all workers."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
     """Section `coordinator`."""
+
+
+class KubernetesConfig(_Settings):
+    """Where the pools' workloads are. Pods must have their own name as worker id."""
+
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
+    """Default: the autoscaler's own, or that of the kubeconfig's context."""
+    prefill: Workload = "deployment/splitserve-prefill"
+    """Workload of the prefill pool: kind and name."""
+    decode: Workload = "deployment/splitserve-decode"
+    """Workload of the decode pool: kind and name."""
+    kubeconfig: Path | None = None
+    """File that says how to reach the API server. Default: the pod's service account, or else `~/.kube/config`."""
+    context: str | None = None
+    """Context in the kubeconfig. Default: its current one."""
+    request_timeout_s: Annotated[float, Field(gt=0, le=300)] = 5.0
+    """Deadline of one call to the API server."""
+
+
+class DockerConfig(_Settings):
+    """The compose project whose workers are scaled. The Engine is the one that DOCKER_HOST names, or the local one."""
+
+    project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = "splitserve"
+    """Compose project."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that replicas may get, one each: numbers as `nvidia-smi -L` gives them, or UUIDs where workers see only
+    their own; `auto` for all of the machine that the autoscaler runs on. Default: replicas need none."""
+    request_timeout_s: Annotated[float, Field(ge=1, le=300)] = 10.0
+    """Deadline of one request to the Engine."""
+
+
+class AutoscalerConfig(_Settings):
+    """The autoscaler, where it runs as a service of its own."""
+
+    policy: Path
+    """Policy file."""
+    coordinators: Annotated[tuple[str, ...], Field(min_length=1)] = ("127.0.0.1:50051",)
+    """"host:port" of each coordinator to observe and to tell."""
+    actuator: Literal["docker", "kubernetes", "none"] = "none"
+    """Where replicas live. `none`: decide and log only."""
+    dry_run: bool = False
+    """Observe replicas, decide and log, but act on nothing."""
+    interval_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
+    """Time between decisions. Default: the policy's."""
+    window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    """Latencies of so long count in a decision."""
+    model: str = ""
+    """Only this model's traffic counts. Default: all that the coordinators serve."""
+    host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint."""
+    metrics_port: Port | None = None
+    """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
+    docker: DockerConfig = DockerConfig()
+    """Section `docker`."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """Section `kubernetes`."""
 
 
 S = TypeVar("S", bound=_Settings)

@@ -33,8 +33,8 @@ class ClusterDisplay:
         self._told: dict[str, float] = {}
 
     def __enter__(self) -> Self:
-        if self._log_dir is not None:
-            self._open_logs(self._log_dir)
+        for name in self._names:
+            self._open_log(name)
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
             self._bar = self._stack.enter_context(Progress(*columns, console=self._console, transient=True))
@@ -70,8 +70,9 @@ class ClusterDisplay:
 
     def line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
         """See ClusterObserver."""
-        if spec.name in self._logs:
-            self._logs[spec.name].write(f"{line}\n")
+        # Workers may join while the cluster runs.
+        if log := self._logs.get(spec.name) or self._open_log(spec.name):
+            log.write(f"{line}\n")
         if event is None or event.get("level") in LOUD_LEVELS:
             self._print(f"[{spec.name}] {line}")
 
@@ -86,13 +87,17 @@ class ClusterDisplay:
             self._bar = None
             self._told = dict.fromkeys(self._names, 1.0)
 
-    def _open_logs(self, folder: Path) -> None:
+    def _open_log(self, name: str) -> IO[str] | None:
+        folder = self._log_dir
+        if folder is None:
+            return None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name in self._names:
-                path = folder / f"{name}.log"
-                self._logs[name] = self._stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+            path = folder / f"{name}.log"
+            log = self._stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
         except OSError as error:
             raise ConfigError(
                 f"log_dir: cannot write to {folder}: {error.strerror}", field="log_dir"
             ) from None
+        self._logs[name] = log
+        return log

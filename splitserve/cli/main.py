@@ -14,7 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from splitserve import __version__
-from splitserve.cli import doctor, generate, model, services, status, up
+from splitserve.cli import doctor, generate, health, model, services, simulate, status, up
 from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, SplitserveError
 
@@ -56,8 +56,10 @@ up.register(app)
 generate.register(app)
 status.register(app)
 doctor.register(app)
+health.register(app)
 model.register(app)
 services.register(app)
+simulate.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

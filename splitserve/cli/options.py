@@ -33,8 +33,20 @@ Drain = Annotated[
 VerifyKv = Annotated[
     str | None, typer.Option(help="Checksums of arriving KV: off (default), sampled or all.")
 ]
+WireDtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="same|fp8_e4m3", help="Type in which KV travels; fp8_e4m3 halves it. Default: same."
+    ),
+]
 MetricsPort = Annotated[
     int | None, typer.Option(help="Port of a Prometheus endpoint; 0 takes a free one. Default: none.")
+]
+ScalingInterval = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Between scaling decisions. Default: the policy's.")
+]
+ScalingWindow = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="Latencies of so long count. Default: 60.")
 ]
 Hidden = Annotated[float | None, typer.Option(hidden=True)]
 

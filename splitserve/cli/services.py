@@ -1,4 +1,4 @@
-"""`splitserve coordinator`, `prefill-worker`, `decode-worker`: run one service in this process."""
+"""`splitserve coordinator`, `prefill-worker`, `decode-worker`, `autoscaler`: run one service in this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -33,6 +34,58 @@ def register(app: typer.Typer) -> None:
     app.command("decode-worker", rich_help_panel=PANEL, help="Run a decode worker: KV in, tokens out.")(
         _worker_command
     )
+    app.command("autoscaler", rich_help_panel=PANEL)(autoscaler)
+
+
+def autoscaler(
+    ctx: typer.Context,
+    config: options.Config = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="How each pool scales. Required, here or in the settings."),
+    ] = None,
+    coordinator: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="Coordinator to observe and to tell; may be given again."),
+    ] = None,
+    actuator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="docker|kubernetes|none", help="Where replicas live. Default: none, which only logs."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool | None, typer.Option("--dry-run/--no-dry-run", help="Decide and log, but act on nothing.")
+    ] = None,
+    interval: options.ScalingInterval = None,
+    window: options.ScalingWindow = None,
+    host: Annotated[str | None, typer.Option(help="Interface of the Prometheus endpoint.")] = None,
+    metrics_port: options.MetricsPort = None,
+    project: Annotated[
+        str | None,
+        typer.Option(envvar="COMPOSE_PROJECT_NAME", help="Compose project to scale. Default: splitserve."),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0,1,...|auto", envvar="SPLITSERVE_GPUS", help="GPUs for Docker replicas, one each."
+        ),
+    ] = None,
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace. Default: one's own.")] = None,
+) -> None:
+    """Run the autoscaler: as many workers in each pool as its policy asks for."""
+    from splitserve.config import AutoscalerConfig, load_settings
+    from splitserve.service_arguments import AUTOSCALER_OPTIONS, to_settings
+
+    for address in coordinator or ():
+        check_address(address, "coordinator")
+    given = dict(ctx.params)
+    given["gpus"] = None if gpus is None else tuple(gpu for gpu in gpus.split(",") if gpu)
+    settings = load_settings(AutoscalerConfig, config, **to_settings(given, AUTOSCALER_OPTIONS))
+    _configure_logging("autoscaler")
+    from autoscaler.service import serve
+
+    _run(serve(settings))
 
 
 def coordinator(
@@ -108,6 +161,12 @@ def _worker_command(
         float | None,
         typer.Option(metavar="SECONDS", help="From reservation to last write at most. Default: 120."),
     ] = None,
+    standby: Annotated[
+        bool | None,
+        typer.Option(
+            "--standby/--no-standby", help="Wait out of rotation until an autoscaler's plan says go."
+        ),
+    ] = None,
     drain: options.Drain = None,
     heartbeat: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Between load reports. Default: 0.5.")
@@ -120,6 +179,7 @@ def _worker_command(
         str | None, typer.Option(help="A slower lane: warn (default), or refuse the pair.")
     ] = None,
     verify_kv: options.VerifyKv = None,
+    wire_dtype: options.WireDtype = None,
     metrics_port: options.MetricsPort = None,
     cpus: Annotated[
         str | None, typer.Option(metavar="CORES", help='Cores to run on, as "0,1" or "0-3".')

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from splitserve.v1 import inference_pb2
 
 PIPED_WIDTH = 200
-STATE_STYLES = {"ready": "green", "connecting": "yellow", "draining": "magenta", "slow-lane": "red"}
+STATE_STYLES = {
+    "ready": "green",
+    "connecting": "yellow",
+    "draining": "magenta",
+    "standby": "cyan",
+    "slow-lane": "red",
+}
 
 
 def register(app: typer.Typer) -> None:

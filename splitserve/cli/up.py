@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from splitserve.cli import options
 from splitserve.errors import NotFoundError
 
 if TYPE_CHECKING:
+    from autoscaler.local_scaling import LocalScaling
     from splitserve.cluster_setup import CommandFactory
     from splitserve.config import ClusterConfig
     from splitserve.local_cluster import LocalCluster
@@ -33,8 +35,12 @@ def register(app: typer.Typer) -> None:
 def up(
     ctx: typer.Context,
     model: options.Model = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers. Default: 1.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers. Default: 1.")] = None,
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers. Default: 1, or the policy's least.")
+    ] = None,
+    decode: Annotated[
+        int | None, typer.Option(help="Decode workers. Default: 1, or the policy's least.")
+    ] = None,
     host: options.Host = None,
     grpc_port: options.GrpcPort = None,
     config: options.Config = None,
@@ -50,7 +56,13 @@ def up(
         bool | None,
         typer.Option("--pin-cores/--no-pin-cores", help="Give each worker its own cores. Default: yes."),
     ] = None,
+    autoscale: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Scale both pools by this policy. Default: fixed.")
+    ] = None,
+    autoscale_interval: options.ScalingInterval = None,
+    autoscale_window: options.ScalingWindow = None,
     verify_kv: options.VerifyKv = None,
+    wire_dtype: options.WireDtype = None,
     engine: options.Engine = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
@@ -83,20 +95,49 @@ async def run_cluster(
     """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
     from splitserve.cli.cluster_display import ClusterDisplay
     from splitserve.client import AsyncClient
-    from splitserve.cluster_setup import cluster_probe, cluster_specs, cluster_target, splitserve_command
+    from splitserve.cluster_setup import (
+        cluster_probe,
+        cluster_target,
+        coordinator_spec,
+        splitserve_command,
+        worker_spec,
+        worker_specs,
+    )
     from splitserve.core_layout import available_cores
     from splitserve.local_cluster import ClusterTimes, LocalCluster
+    from splitserve.placement import cuda_devices, make_inventory
 
+    scaling = _scaling(config)
+    if scaling is not None:
+        config = scaling.config
+    start = command or splitserve_command
+    devices = cuda_devices(config.engine.kind, config.engine.device)
+    workers = config.prefill + config.decode if scaling is None else scaling.most_workers
+    inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, devices=devices)
+    make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
+    specs = [coordinator_spec(config, start), *worker_specs(config, inventory, make)]
     target = cluster_target(config)
-    specs = cluster_specs(config, available_cores(), command or splitserve_command)
     times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
     with ClusterDisplay(specs, _ready_line(config, target), log_dir) as display:
         async with AsyncClient(target) as client:
             probe = cluster_probe(client, config)
             cluster = LocalCluster(specs, probe, display, times=times, policy=policy)
             _steer_by_signals(cluster, display.message)
-            await cluster.run()
+            if scaling is None:
+                await cluster.run()
+            else:
+                await scaling.run(cluster, inventory, make)
     return cluster.was_killed
+
+
+def _scaling(config: ClusterConfig) -> LocalScaling | None:
+    if config.autoscale is None:
+        return None
+    from autoscaler.local_scaling import LocalScaling
+    from splitserve.logs import configure_logging
+
+    configure_logging("autoscaler")
+    return LocalScaling.of(config, config.autoscale)
 
 
 def _provide_model(config: ClusterConfig) -> None:

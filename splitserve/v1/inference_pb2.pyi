@@ -449,7 +449,9 @@ class WorkerInfo(_message.Message):
     model: _builtins.str
     """Model name."""
     state: _builtins.str
-    """"ready", "connecting", "draining", or "slow-lane": a lane to a decode worker is slower than expected."""
+    """"ready", "connecting", "draining", "standby" (connected, out of rotation), or "slow-lane": ready, but a lane to a
+    decode worker is slower than expected.
+    """
     running_requests: _builtins.int
     """Sequences in running batches."""
     waiting_requests: _builtins.int

@@ -38,12 +38,13 @@ class KvLayout(_message.Message):
     NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """SHA-256 (hex, 64 characters) over the model's configuration and weight tensors' names, shapes and
     a sample of their bytes. Required. Failure: FAILED_PRECONDITION LAYOUT_MISMATCH.
     """
     dtype: _builtins.str
-    """Element type of the pool: "float32" or "bfloat16" (simulated engines: "uint8"). Required."""
+    """Element type of KV in the engine: "float32" or "bfloat16" (simulated engines: "uint8"). Required."""
     block_size_tokens: _builtins.int
     """Tokens in one block. Range 1..1024. Required."""
     axis_order: _builtins.str
@@ -58,6 +59,10 @@ class KvLayout(_message.Message):
     """Elements a head. Range 1..4096. Required."""
     engine_version: _builtins.str
     """Version of the engine's KV semantics (rotary order, scaling). Required."""
+    wire_dtype: _builtins.str
+    """Element type that travels: "same" as dtype, or "fp8_e4m3" with one scale a vector of head_dim elements. Required.
+    The registered pool, block_bytes and total_bytes are then of that type.
+    """
     def __init__(
         self,
         *,
@@ -70,10 +75,11 @@ class KvLayout(_message.Message):
         num_kv_heads: _builtins.int = ...,
         head_dim: _builtins.int = ...,
         engine_version: _builtins.str = ...,
+        wire_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tensor_parallel_size", b"tensor_parallel_size", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,7 @@ class RegisterRequest(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -71,6 +72,8 @@ class RegisterRequest(_message.Message):
     """Tokens of one step at most. Range 1..2^20. Required."""
     max_running_requests: _builtins.int
     """Sequences of one step at most. Range 1..65536. Required."""
+    standby: _builtins.bool
+    """Stay out of rotation, connected and loaded, until a plan puts this worker into it; see ScalingService. Default false."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -90,10 +93,11 @@ class RegisterRequest(_message.Message):
         endpoint: _kv_transfer_pb2.TransferEndpoint | None = ...,
         max_step_tokens: _builtins.int = ...,
         max_running_requests: _builtins.int = ...,
+        standby: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,6 +283,7 @@ class WorkerLoad(_message.Message):
     OPEN_RPCS_FIELD_NUMBER: _builtins.int
     WAITING_RESERVATIONS_FIELD_NUMBER: _builtins.int
     TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    STEP_FIT_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Sequences waiting for their first step."""
@@ -310,6 +315,10 @@ class WorkerLoad(_message.Message):
     """Handoffs whose writes are in flight."""
     rejected_handoffs: _builtins.int
     """Tickets and completions refused since the boot: stale, replayed, foreign, out of range or malformed."""
+    @_builtins.property
+    def step_fit(self) -> Global___DecodeStepFit:
+        """What a decode step costs, fitted over recent ones. Not set until there were enough."""
+
     def __init__(
         self,
         *,
@@ -327,15 +336,48 @@ class WorkerLoad(_message.Message):
         open_rpcs: _builtins.int = ...,
         waiting_reservations: _builtins.int = ...,
         transfers_in_flight: _builtins.int = ...,
+        step_fit: Global___DecodeStepFit | None = ...,
         rejected_handoffs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_fit", b"step_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class DecodeStepFit(_message.Message):
+    """Duration of a step that only decodes: base + sequence * sequences + context_token * KV tokens of the batch.
+    Figures that recent steps cannot tell apart are 0, and their share is in the base.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_MS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_MS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    base_ms: _builtins.float
+    """Of any step. Milliseconds."""
+    sequence_ms: _builtins.float
+    """For each sequence in the batch. Milliseconds."""
+    context_token_ms: _builtins.float
+    """For each token of context in the batch. Milliseconds."""
+    def __init__(
+        self,
+        *,
+        base_ms: _builtins.float = ...,
+        sequence_ms: _builtins.float = ...,
+        context_token_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_ms", b"base_ms", "context_token_ms", b"context_token_ms", "sequence_ms", b"sequence_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeStepFit: _TypeAlias = DecodeStepFit  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from kv_transfer.layout import DTYPE_BYTES
+from kv_transfer.layout import KvLayout
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 from tests.fakes.word_tokenizer import VOCABULARY_SIZE
 
@@ -23,6 +23,7 @@ def layout(**changed: Any) -> kv_transfer_pb2.KvLayout:
         "num_kv_heads": 2,
         "head_dim": 8,
         "engine_version": "1",
+        "wire_dtype": "same",
     }
     return kv_transfer_pb2.KvLayout(**(fields | changed))
 
@@ -40,14 +41,6 @@ def registration(
     **layout_changes: Any,
 ) -> registry_pb2.RegisterRequest:
     shape = layout(**layout_changes)
-    size = (
-        DTYPE_BYTES[shape.dtype]
-        * shape.num_layers
-        * 2
-        * shape.num_kv_heads
-        * shape.block_size_tokens
-        * shape.head_dim
-    )
     return registry_pb2.RegisterRequest(
         worker_id=worker_id,
         epoch=epoch,
@@ -64,7 +57,7 @@ def registration(
             transport=transport,
             metadata=b"m",
             base_address=4096,
-            block_bytes=size,
+            block_bytes=KvLayout.from_proto(shape).block_bytes,
             num_blocks=128,
             memory_kind="DRAM",
             layout=shape,

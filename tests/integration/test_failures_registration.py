@@ -39,6 +39,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
     ("num_kv_heads", {"num_kv_heads": 2}, 512),
     ("head_dim", {"head_dim": 16}, 512),
     ("engine_version", {"engine_version": "0"}, 256),
+    ("wire_dtype", {"wire_dtype": "fp8_e4m3"}, 320),
 ]
 
 

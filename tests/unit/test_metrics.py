@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.coordinator_metrics import coordinator_metrics
 from coordinator.pools import PoolSnapshot
+from coordinator.signal_book import ModelBook
 from engine.types import EngineLoad
 from engine.worker_metrics import worker_metrics
 from kv_transfer.lanes import JudgedLane, Lane
@@ -59,8 +60,22 @@ def test_the_number_of_series_does_not_grow_with_the_peers() -> None:
 
 
 def test_a_coordinator_s_metrics() -> None:
-    names = {metric.name for metric in coordinator_metrics(PoolSnapshot(), 3)}
-    assert names == {"splitserve_requests", "splitserve_ready_workers", "splitserve_kv_slow_lanes"}
+    names = {metric.name for metric in coordinator_metrics(PoolSnapshot(), 3, {"m": ModelBook()})}
+    assert names == {
+        "splitserve_requests",
+        "splitserve_ready_workers",
+        "splitserve_kv_slow_lanes",
+        "splitserve_replicas",
+        "splitserve_requests_ended",
+        "splitserve_arrived_requests",
+        "splitserve_arrived_tokens",
+        "splitserve_request_stages",
+        "splitserve_prefill_backlog_tokens",
+        "splitserve_decode_kv_usage_ratio",
+        "splitserve_request_phase_seconds",
+        "splitserve_time_to_first_token_seconds",
+        "splitserve_time_per_output_token_seconds",
+    }
 
 
 def test_without_a_port_there_is_no_endpoint() -> None:

@@ -14,6 +14,7 @@ from kv_transfer.push import KvPusher, PushDone, PushDrained, PushEvent, PushFai
 from kv_transfer.ticket import WRITE_GRACE_S, KvTicket
 from kv_transfer.transport import PoolMemory, TransferEndpoint
 from kv_transfer.verify import digests_of, verified_positions
+from kv_transfer.wire import PlainWire
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from tests.fakes.numpy_pool import LAYOUT, NumpyPool
 from tests.fakes.scripted_transport import ScriptedTransport
@@ -246,7 +247,7 @@ def test_a_completion_carries_the_checksums_that_its_ticket_asks_for(one_in: int
         return [memoryview(pool.data[block]) for block in blocks]
 
     transport = ScriptedTransport("decode")
-    pusher = KvPusher(transport, reader)
+    pusher = KvPusher(transport, PlainWire(pool.memory, reader))
     ticket = replace(a_ticket(), verify_one_in=one_in)
     pusher.start("r", ticket, ENDPOINT, now=0.0)
     chosen = [TABLE[p] for p in verified_positions(ticket.epoch, ticket.reservation, 4, one_in)]

@@ -62,6 +62,7 @@ def test_snapshots_do_not_change() -> None:
         ("head_dim", 16),
         ("tensor_parallel_size", 2),
         ("engine_version", "2"),
+        ("wire_dtype", "fp8_e4m3"),
     ],
 )
 def test_another_layout_is_refused_by_name(field: str, value: object) -> None:
@@ -140,6 +141,7 @@ def _set(path: str, value: object) -> Damage:
         ("endpoint.layout.num_layers", 0),
         ("endpoint.layout.head_dim", 5000),
         ("endpoint.layout.engine_version", ""),
+        ("endpoint.layout.wire_dtype", "fp4"),
         ("max_step_tokens", 0),
         ("max_running_requests", 65537),
     ],

@@ -14,6 +14,7 @@ from splitserve.cluster_setup import cluster_specs, ready_model
 from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig, WorkerConfig, load_settings
 from splitserve.restart_policy import RestartPolicy
 from splitserve.service_arguments import (
+    AUTOSCALER_OPTIONS,
     CLUSTER_OPTIONS,
     COORDINATOR_OPTIONS,
     WORKER_OPTIONS,
@@ -55,11 +56,13 @@ WORKER = WorkerConfig(
     lease_s=1.5,
     quarantine_s=2.5,
     ticket_s=3.5,
+    standby=True,
     drain_s=4.5,
     heartbeat_s=0.25,
     expected_lane_gb_per_s=1.25,
     lane_policy="refuse",
     verify_kv="sampled",
+    wire_dtype="fp8_e4m3",
     metrics_port=9100,
     cpus=(0, 1, 2, 5),
     engine=ENGINE,
@@ -113,6 +116,7 @@ def test_every_coordinator_setting_has_its_option() -> None:
     [
         (services.coordinator, COORDINATOR_OPTIONS),
         (services._worker_command, WORKER_OPTIONS),
+        (services.autoscaler, AUTOSCALER_OPTIONS),
         (up.up, CLUSTER_OPTIONS),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Literal
 
 import pytest
 
@@ -20,6 +21,7 @@ from splitserve.config import EngineConfig, WorkerConfig
 from splitserve.errors import SplitserveError
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.v1 import generation_pb2
+from tests.fakes.masked_wire import MaskedRunner
 
 COORDINATOR = "c"
 MAX_TOKENS = 12
@@ -39,8 +41,15 @@ class Clock:
 class Pair:
     """One prefill and one decode engine, stepped by hand."""
 
-    def __init__(self, num_blocks: int = 64, max_step_tokens: int = 32) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        max_step_tokens: int = 32,
+        runner: type[SimulatedRunner] = SimulatedRunner,
+        verify_kv: Literal["off", "all"] = "off",
+    ) -> None:
         self.clock = Clock()
+        self._runner, self._verify_kv = runner, verify_kv
         hub = MemoryHub()
         engine = EngineConfig(
             kind="simulated",
@@ -58,10 +67,12 @@ class Pair:
         self.pusher.connect(decode_parts.endpoint)
 
     def _parts(self, name: str, engine: EngineConfig, hub: MemoryHub) -> EngineParts:
-        config = WorkerConfig(worker_id=name, model="simulated", engine=engine, transport="memory")
-        runner = SimulatedRunner(engine)
+        config = WorkerConfig(
+            worker_id=name, model="simulated", engine=engine, transport="memory", verify_kv=self._verify_kv
+        )
+        runner = self._runner(engine)
         transport = MemoryTransport(hub)
-        endpoint = transport.register_pool(runner.pool_memory)
+        endpoint = transport.register_pool(runner.wire.memory)
         core = EngineCore(runner, engine, load_tokenizer("simulated"), self.clock)
         return EngineParts(runner, core, transport, endpoint, ServedAs("simulated", "simulated"), config)
 
@@ -151,6 +162,16 @@ def test_a_handoff_gives_the_engine_s_own_tokens(length: int) -> None:
     assert len(handed) == 1
     last = pair.decode_outputs[COORDINATOR][-1]
     assert last.delta.finish_reason == generation_pb2.FINISH_REASON_LENGTH
+    pair.assert_empty()
+
+
+@pytest.mark.parametrize("length", [1, 8, 9, 33, 100])
+def test_kv_that_travels_in_wire_blocks_is_packed_before_and_unpacked_after(length: int) -> None:
+    pair = Pair(runner=MaskedRunner, verify_kv="all")
+    prompts = [[(7 * n + start) % 250 for n in range(length)] for start in (0, 0, 3)]
+    prompts.append(prompts[0] + prompts[2])  # begins with what both sides hold already
+    for number, prompt in enumerate(prompts):
+        assert run(pair, str(number), prompt) == expected_tokens(prompt, MAX_TOKENS, 257)
     pair.assert_empty()
 
 

@@ -1,0 +1,58 @@
+"""Calls to one Docker Engine: off the event loop, one at a time, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from docker import APIClient
+from docker.errors import DockerException
+from docker.utils import kwargs_from_env
+from requests.exceptions import RequestException
+
+from splitserve.errors import DeadlineExceededError, UnavailableError
+
+T = TypeVar("T")
+
+
+class DockerEngine:
+    """The Engine that DOCKER_HOST names, by default the one behind /var/run/docker.sock.
+
+    One thread makes all calls, in their order: a call whose caller has given up still ends before the next begins, so
+    none ever sees another one half done.
+    """
+
+    def __init__(self, request_timeout_s: float = 10.0, deadline_s: float = 25.0) -> None:
+        self._request_timeout_s = request_timeout_s
+        self._deadline_s = deadline_s
+        self._thread = ThreadPoolExecutor(1, "docker")
+        self._client: APIClient | None = None
+
+    async def call(self, what: str, work: Callable[[APIClient], T]) -> T:
+        """The result of `work`, which may be several requests.
+
+        Raises UnavailableError (DOCKER) with the Engine's own words, or DeadlineExceededError. A SplitserveError of
+        `work` comes as it is.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await loop.run_in_executor(self._thread, self._run, what, work)
+        except TimeoutError:
+            message = f"docker: {what}: no answer within {self._deadline_s:g} s"
+            raise DeadlineExceededError(message) from None
+
+    async def close(self) -> None:
+        """Lets the connection go. Calls that wait for their turn are given up."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, what: str, work: Callable[[APIClient], T]) -> T:
+        try:
+            if self._client is None:  # it asks the Engine for its version
+                timeout = round(self._request_timeout_s)
+                self._client = APIClient(version="auto", timeout=timeout, **kwargs_from_env())
+            return work(self._client)
+        except (DockerException, RequestException) as error:
+            raise UnavailableError(f"docker: {what}: {error}", reason="DOCKER") from error

@@ -1,0 +1,129 @@
+"""Replicas as pods of one Deployment or StatefulSet a pool, counted through its scale subresource.
+
+The order is the replica count, the pods follow later: between the two, an ordered pod that is not there yet is
+listed under a name of its own, and a pod that has to go is listed as stopping, so that nothing is ordered twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoscaler.actuator import ActualReplica, Actuator
+from autoscaler.actuators.kubernetes_api import KubernetesApi, Pod, Scale
+from autoscaler.snapshot import POOLS, PoolName
+from splitserve.config import KubernetesConfig
+from splitserve.logs import log_event
+
+CHOSEN_COST = -1000
+"""Deletion cost of the pod that is to go; pods without one have 0."""
+
+
+class KubernetesActuator(Actuator):
+    """Pod names are worker ids. How long a drain may take is the pods' `terminationGracePeriodSeconds`.
+
+    A Deployment lets the chosen pod go, unless another one is not ready: Kubernetes removes those first. A
+    StatefulSet always lets its highest ordinal go, whichever was chosen. Which GPU a pod gets is the scheduler's.
+    """
+
+    def __init__(self, api: KubernetesApi, workloads: Mapping[PoolName, str]) -> None:
+        self._api = api
+        self._workloads = workloads
+        self._warned = False
+
+    @classmethod
+    def connect(cls, settings: KubernetesConfig) -> KubernetesActuator:
+        """Reads the configuration; calls nothing yet. Raises ConfigError."""
+        return cls(KubernetesApi(settings), {"prefill": settings.prefill, "decode": settings.decode})
+
+    async def replicas(self) -> tuple[ActualReplica, ...]:
+        """See Actuator."""
+        found = []
+        for pool in POOLS:
+            seen = await self._look(pool)
+            for pod in seen.pods:
+                stopping = pod.deleting or pod in seen.leaving
+                found.append(ActualReplica(pod.name, pool, stopping, pod.created_wall_s))
+            found += [ActualReplica(name, pool, False, time.time()) for name in seen.pending]
+        return tuple(sorted(found, key=lambda replica: replica.name))
+
+    async def start(self, pool: PoolName, count: int) -> None:
+        """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue."""
+        scale = await self._api.scale(self._workloads[pool])
+        await self._api.set_replicas(self._workloads[pool], scale.replicas + count, scale.version)
+
+    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+        """See Actuator."""
+        seen = await self._look(pool)
+        chosen = [pod for pod in seen.staying if pod.name in names]
+        fewer = len(chosen) + len(seen.pending & set(names))
+        if not fewer:
+            return
+        if not seen.ordinal:
+            for pod in seen.staying:
+                if pod in chosen:
+                    await self._api.set_deletion_cost(pod.name, CHOSEN_COST)
+                elif pod.chosen:  # by an attempt that went no further
+                    await self._api.set_deletion_cost(pod.name, None)
+        await self._api.set_replicas(self._workloads[pool], seen.scale.replicas - fewer, seen.scale.version)
+        self._check_grace(chosen, drain_s)
+
+    async def close(self) -> None:
+        """See Actuator. Pods stay."""
+        self._api.close()
+
+    async def _look(self, pool: PoolName) -> _Seen:
+        workload = self._workloads[pool]
+        scale = await self._api.scale(workload)
+        return _Seen(workload, scale, await self._api.pods(scale.selector))
+
+    def _check_grace(self, pods: Sequence[Pod], drain_s: float) -> None:
+        short = [pod for pod in pods if pod.grace_s < drain_s]
+        if short and not self._warned:
+            self._warned = True
+            log_event(
+                "scaling.short_grace",
+                level=logging.WARNING,
+                pod=short[0].name,
+                grace_s=short[0].grace_s,
+                drain_s=drain_s,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A workload and its pods at one moment."""
+
+    workload: str
+    scale: Scale
+    pods: Sequence[Pod]
+
+    @property
+    def ordinal(self) -> bool:
+        """Whether the highest ordinal goes first."""
+        return self.workload.startswith("statefulset/")
+
+    @property
+    def leaving(self) -> list[Pod]:
+        """Pods above the ordered count that nobody has deleted yet: first those that the controller takes first."""
+        alive = [pod for pod in self.pods if not pod.deleting]
+        return sorted(alive, key=self._goes_first)[: max(0, len(alive) - self.scale.replicas)]
+
+    @property
+    def staying(self) -> list[Pod]:
+        """Pods within the ordered count."""
+        return [pod for pod in self.pods if not pod.deleting and pod not in self.leaving]
+
+    @property
+    def pending(self) -> frozenset[str]:
+        """Names for pods that are ordered and not there yet."""
+        missing = self.scale.replicas - len(self.staying)
+        name = self.workload.partition("/")[2]
+        return frozenset(f"{name}-pending-{number}" for number in range(missing))
+
+    def _goes_first(self, pod: Pod) -> tuple[float, ...]:
+        if self.ordinal:
+            return (-float(pod.name.rpartition("-")[2]),)
+        return pod.ready, not pod.chosen, -pod.created_wall_s

@@ -1,0 +1,169 @@
+"""The few calls to a Kubernetes API server that the actuator needs, each with a deadline, off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kubernetes import client, config
+from kubernetes.config.config_exception import ConfigException
+from urllib3.exceptions import HTTPError
+
+from splitserve.config import KubernetesConfig
+from splitserve.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    NotFoundError,
+    SplitserveError,
+    UnavailableError,
+)
+
+MERGE_PATCH = "application/merge-patch+json"
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+"""Of the pods of a ReplicaSet the one with the lowest cost goes first.
+https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost"""
+_ENDED = frozenset({"Succeeded", "Failed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A workload's scale subresource."""
+
+    replicas: int
+    selector: str
+    """Label selector of its pods."""
+    version: str
+    """Resource version: a change made against an older one is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """One pod that has not ended."""
+
+    name: str
+    created_wall_s: float
+    deleting: bool
+    ready: bool
+    chosen: bool
+    """It was marked to be the first that goes."""
+    grace_s: float
+    """How long it may take to end."""
+
+
+class KubernetesApi:
+    """Calls of one namespace. Raises SplitserveError: NotFoundError, FailedPreconditionError (FORBIDDEN) or
+    UnavailableError, with the server's own words."""
+
+    def __init__(self, settings: KubernetesConfig) -> None:
+        configuration, namespace = _load(settings)
+        configuration.retries = False  # the control loop tries again, with its next look
+        self._client = client.ApiClient(configuration)
+        self._core, self._apps = client.CoreV1Api(self._client), client.AppsV1Api(self._client)
+        self._timeout_s = settings.request_timeout_s
+        self.namespace = namespace
+
+    async def scale(self, workload: str) -> Scale:
+        """The scale of "deployment/NAME" or "statefulset/NAME"."""
+        kind, _, name = workload.partition("/")
+        read = {
+            "deployment": self._apps.read_namespaced_deployment_scale,
+            "statefulset": self._apps.read_namespaced_stateful_set_scale,
+        }[kind]
+        found = await self._call(workload, read, name, self.namespace)
+        return Scale(found.spec.replicas or 0, found.status.selector, found.metadata.resource_version)
+
+    async def set_replicas(self, workload: str, replicas: int, version: str) -> None:
+        """Orders so many replicas, unless somebody changed the workload's scale since `version`."""
+        kind, _, name = workload.partition("/")
+        patch = {
+            "deployment": self._apps.patch_namespaced_deployment_scale,
+            "statefulset": self._apps.patch_namespaced_stateful_set_scale,
+        }[kind]
+        body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
+        await self._call(workload, patch, name, self.namespace, body, _content_type=MERGE_PATCH)
+
+    async def pods(self, selector: str) -> list[Pod]:
+        """The pods with these labels that have not ended, in order of their names."""
+        listed = await self._call(
+            f"pods with {selector}", self._core.list_namespaced_pod, self.namespace, label_selector=selector
+        )
+        pods = [_pod(item) for item in listed.items if item.status.phase not in _ENDED]
+        return sorted(pods, key=lambda pod: pod.name)
+
+    async def set_deletion_cost(self, pod: str, cost: int | None) -> None:
+        """Sets a pod's deletion cost, or with None takes it away. A pod that is gone is no failure."""
+        annotations = {DELETION_COST: None if cost is None else str(cost)}
+        body = {"metadata": {"annotations": annotations}}
+        try:
+            await self._call(
+                pod, self._core.patch_namespaced_pod, pod, self.namespace, body, _content_type=MERGE_PATCH
+            )
+        except NotFoundError:
+            return
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._client.close()
+
+    async def _call(self, what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        options["_request_timeout"] = self._timeout_s
+        try:
+            return await asyncio.to_thread(call, *arguments, **options)
+        except client.ApiException as error:
+            raise _known(what, error) from None
+        except HTTPError as error:
+            message = f"kubernetes: {what}: {error}"
+            raise UnavailableError(message, reason="KUBERNETES_UNREACHABLE") from None
+
+
+def _load(settings: KubernetesConfig) -> tuple[client.Configuration, str]:
+    """How to reach the API server, and the namespace."""
+    configuration = client.Configuration()
+    file = str(settings.kubeconfig) if settings.kubeconfig else None
+    if file is None and settings.context is None:
+        with suppress(ConfigException):  # not in a pod
+            config.load_incluster_config(configuration)
+            return configuration, settings.namespace or _own_namespace()
+    try:
+        config.load_kube_config(file, settings.context, configuration)
+        contexts, current = config.list_kube_config_contexts(file)
+    except (ConfigException, OSError) as error:
+        raise ConfigError(f"kubernetes.kubeconfig: {error}", field="kubernetes.kubeconfig") from None
+    named = next((c for c in contexts if c["name"] == settings.context), current)
+    return configuration, settings.namespace or named["context"].get("namespace") or "default"
+
+
+def _own_namespace() -> str:
+    with open("/var/run/secrets/kubernetes.io/serviceaccount/namespace", encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def _pod(item: Any) -> Pod:
+    conditions = item.status.conditions or ()
+    return Pod(
+        name=item.metadata.name,
+        created_wall_s=item.metadata.creation_timestamp.timestamp(),
+        deleting=item.metadata.deletion_timestamp is not None,
+        ready=any(c.type == "Ready" and c.status == "True" for c in conditions),
+        chosen=DELETION_COST in (item.metadata.annotations or {}),
+        grace_s=float(item.spec.termination_grace_period_seconds or 0),
+    )
+
+
+def _known(what: str, error: client.ApiException) -> SplitserveError:
+    said = error.reason
+    with suppress(ValueError, KeyError, TypeError):  # no Status object
+        said = json.loads(error.body)["message"]
+    message = f"kubernetes: {what}: {error.status} {said}"
+    match error.status:
+        case 404:
+            return NotFoundError(message)
+        case 401 | 403:
+            return FailedPreconditionError(message, reason="FORBIDDEN")
+        case 409:
+            return UnavailableError(message, reason="CHANGED_MEANWHILE")
+    return UnavailableError(message, reason="KUBERNETES_FAILED")

@@ -1,0 +1,1 @@
+"""Replay of traces on a virtual clock, with the routing and policy code that production runs."""

@@ -1,0 +1,171 @@
+"""What the autoscaler's observer would see of the simulated cluster: windowed histograms, arrivals, measured rates."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+
+from autoscaler.histogram import LATENCY_BOUNDS_S, Histogram
+from autoscaler.simulation.cluster import Cluster
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.jobs import Job
+from autoscaler.snapshot import (
+    ArrivalBucket,
+    DecodeSignals,
+    LinkSignals,
+    PrefillSignals,
+    Replica,
+    Snapshot,
+    StepFit,
+)
+
+BUCKET_S = 5.0
+KEPT_S = 1860.0
+"""Arrivals that are remembered."""
+_OUTPUT_MEMORY = 200.0
+"""Answers whose lengths make the expected one."""
+_FIRST_GUESS_TOKENS = 128.0
+
+
+class _Window:
+    """Durations of the last `window_s`, counted in slices between two decisions."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._slices: deque[tuple[float, list[int]]] = deque()
+        self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+
+    def add(self, value_s: float) -> None:
+        self._counts[bisect_left(LATENCY_BOUNDS_S, value_s)] += 1
+
+    def read(self, now_s: float) -> Histogram:
+        self._slices.append((now_s, self._counts))
+        self._counts = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        while self._slices[0][0] <= now_s - self._window_s + 1e-9:
+            self._slices.popleft()
+        sums = tuple(
+            float(sum(column)) for column in zip(*(counts for _, counts in self._slices), strict=True)
+        )
+        return Histogram(LATENCY_BOUNDS_S, sums)
+
+
+class SimulatedObserver:
+    """Collects what happens and makes snapshots. There are no cold samples: replicas are as fast as ever at once."""
+
+    def __init__(self, cluster: Cluster, engine: EngineModel, window_s: float) -> None:
+        self._cluster = cluster
+        self._engine = engine
+        self._window_s = window_s
+        self._prefill, self._ttft = _Window(window_s), _Window(window_s)
+        self._tpot, self._reserve, self._transfer = _Window(window_s), _Window(window_s), _Window(window_s)
+        self._buckets: deque[list[float]] = deque()
+        self._first_bucket = 0
+        self._mean_output = _FIRST_GUESS_TOKENS
+        self._answers = 0.0
+        self._uncached_share = 1.0
+        self._rates: deque[tuple[float, float, float]] = deque()
+        self._tokens_per_s: float | None = None
+        self._decoded = False
+
+    def arrived(self, job: Job, now_s: float) -> None:
+        """A request came in."""
+        index = int(now_s // BUCKET_S) - self._first_bucket
+        while index >= len(self._buckets):
+            self._buckets.append([0, 0, 0.0, 0.0])
+        bucket = self._buckets[index]
+        bucket[0] += 1
+        bucket[1] += job.prompt_tokens
+        bucket[2] += job.prompt_tokens * self._uncached_share
+        bucket[3] += self._mean_output
+
+    def first_token(self, job: Job) -> None:
+        """Prefill has computed a prompt."""
+        if job.first_token_s is None or job.reserved_s is None:
+            return
+        self._prefill.add(job.first_token_s - job.reserved_s)
+        self._ttft.add(job.first_token_s - job.arrival_s)
+        self._reserve.add(job.reserved_s - job.arrival_s)
+        share = 1 - job.cached / job.prompt_tokens
+        # Weighted by length: the share of tokens, not of prompts.
+        weight = min(1.0, job.prompt_tokens / (_OUTPUT_MEMORY * 1000))
+        self._uncached_share += (share - self._uncached_share) * weight
+
+    def ended(self, job: Job) -> None:
+        """A request is over."""
+        if job.failed:
+            return
+        self._answers = min(_OUTPUT_MEMORY, self._answers + 1)
+        self._mean_output += (job.output_tokens - self._mean_output) / self._answers
+        if (tpot_s := job.tpot_s) is not None:
+            self._decoded = True
+            self._tpot.add(tpot_s)
+        if job.joined_s is not None and job.first_token_s is not None:
+            self._transfer.add(job.joined_s - job.first_token_s)
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """Everything at this moment. To be called once a decision: a call ends a slice of the windows."""
+        cluster, engine = self._cluster, self._engine
+        link = LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token, self._transfer.read(now_s))
+        return Snapshot(
+            now_s=now_s,
+            prefill=self._prefill_signals(now_s),
+            decode=DecodeSignals(
+                replicas=tuple(Replica(r.name, r.state, r.since_s, float(r.load)) for r in cluster.decode),
+                running_requests=sum(r.running for r in cluster.decode),
+                waiting_reservations=sum(r.waiting_reservations for r in cluster.decode),
+                context_tokens=int(sum(r.context_tokens for r in cluster.decode)),
+                kv_capacity_tokens=engine.kv_capacity_tokens,
+                max_running_requests=engine.max_running_requests,
+                step=StepFit(engine.step_s, engine.sequence_s, engine.context_token_s)
+                if self._decoded
+                else None,
+                tpot=self._tpot.read(now_s),
+                reserve_wait=self._reserve.read(now_s),
+                cold_start_s=cluster.measured_cold_start_s.get("decode"),
+            ),
+            link=link,
+            arrivals=self._arrivals(now_s),
+            window_s=self._window_s,
+            wall_s=now_s,
+        )
+
+    def _prefill_signals(self, now_s: float) -> PrefillSignals:
+        replicas = self._cluster.prefill
+        self._measure_rate(now_s)
+        return PrefillSignals(
+            replicas=tuple(Replica(r.name, r.state, r.since_s, float(r.load)) for r in replicas),
+            waiting_requests=sum(r.waiting for r in replicas),
+            backlog_tokens=sum(r.queued_tokens for r in replicas),
+            tokens_per_s=self._tokens_per_s,
+            latency=self._prefill.read(now_s),
+            ttft=self._ttft.read(now_s),
+            cold_start_s=self._cluster.measured_cold_start_s.get("prefill"),
+        )
+
+    def _measure_rate(self, now_s: float) -> None:
+        """Tokens a busy second over the window; the last measurement stays while nothing is computed."""
+        gone = [r for r in self._cluster.ended if r.name.startswith("prefill")]
+        everyone = [*self._cluster.prefill, *gone]
+        tokens = sum(r.computed_tokens for r in everyone)  # type: ignore[attr-defined]
+        busy_s = sum(r.busy_s for r in everyone)  # type: ignore[attr-defined]
+        self._rates.append((now_s, tokens, busy_s))
+        while len(self._rates) > 2 and self._rates[1][0] <= now_s - self._window_s:
+            self._rates.popleft()
+        _, tokens_before, busy_before_s = self._rates[0]
+        if busy_s > busy_before_s:
+            self._tokens_per_s = (tokens - tokens_before) / (busy_s - busy_before_s)
+
+    def _arrivals(self, now_s: float) -> tuple[ArrivalBucket, ...]:
+        last = int(now_s // BUCKET_S)
+        while self._first_bucket + len(self._buckets) <= last:
+            self._buckets.append([0, 0, 0.0, 0.0])
+        while (self._first_bucket + 1) * BUCKET_S <= now_s - KEPT_S:
+            self._buckets.popleft()
+            self._first_bucket += 1
+        return tuple(
+            ArrivalBucket(
+                (self._first_bucket + i) * BUCKET_S, BUCKET_S, int(n), int(prompt), int(uncached), out
+            )
+            for i, (n, prompt, uncached, out) in enumerate(self._buckets)
+            if (self._first_bucket + i) * BUCKET_S < now_s
+        )

@@ -1,0 +1,185 @@
+"""What came of a run: attainment, latency by phase, replica-hours, actions, and a record over time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoscaler.plan import Plan
+from autoscaler.simulation.cluster import Cluster
+from autoscaler.simulation.jobs import Job
+from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+
+PERCENTILES = (50, 95, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Targets of every request, seconds."""
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The cluster at one decision."""
+
+    at_s: float
+    demand_tokens_per_s: float
+    """Prompt tokens that arrived a second since the last moment but one bucket."""
+    output_tokens_per_s: float
+    replicas: Mapping[PoolName, Mapping[str, int]]
+    """By pool and state."""
+    desired: Mapping[PoolName, int]
+    backlog_tokens: int
+    waiting_reservations: int
+    running_requests: int
+    ttft_p95_s: float | None
+    tpot_p95_s: float | None
+    lending: bool
+
+
+def moment_of(snapshot: Snapshot, plan: Plan) -> Moment:
+    """The record of a decision."""
+    full = [b for b in snapshot.arrivals if b.start_s + b.length_s <= snapshot.now_s][-3:]
+    length_s = sum(bucket.length_s for bucket in full) or 1.0
+    ttft, tpot = snapshot.prefill.ttft, snapshot.decode.tpot
+    return Moment(
+        at_s=snapshot.now_s,
+        demand_tokens_per_s=sum(bucket.prompt_tokens for bucket in full) / length_s,
+        output_tokens_per_s=sum(bucket.output_tokens for bucket in full) / length_s,
+        replicas={
+            "prefill": _by_state(snapshot.prefill.replicas),
+            "decode": _by_state(snapshot.decode.replicas),
+        },
+        desired={pool: plan.pool(pool).desired for pool in POOLS},
+        backlog_tokens=snapshot.prefill.backlog_tokens,
+        waiting_reservations=snapshot.decode.waiting_reservations,
+        running_requests=snapshot.decode.running_requests,
+        ttft_p95_s=ttft.percentile(95) if ttft else None,
+        tpot_p95_s=tpot.percentile(95) if tpot else None,
+        lending=plan.lend_decode_to_prefill,
+    )
+
+
+def _by_state(replicas: Iterable[Replica]) -> dict[str, int]:
+    counts = {state.value: 0 for state in ReplicaState}
+    for replica in replicas:
+        counts[replica.state.value] += 1
+    return counts
+
+
+def replica_hours(cluster: Cluster, pool: PoolName, end_s: float) -> float:
+    """Hours from the order to start each replica until it ended, or until `end_s`."""
+    lives = [*cluster.pool(pool), *(r for r in cluster.ended if r.name.startswith(pool))]
+    total = sum(max(0.0, min(end_s, end_s if r.ended_s is None else r.ended_s) - r.ordered_s) for r in lives)
+    return total / 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run. A request attains the SLO when both targets hold; a failed one never does."""
+
+    name: str
+    slo: Slo
+    jobs: Sequence[Job]
+    moments: Sequence[Moment]
+    actions: Mapping[str, int]
+    action_times: Sequence[tuple[float, str]]
+    replica_hours: Mapping[PoolName, float]
+    duration_s: float
+    cpu_s: float
+
+    @property
+    def total_replica_hours(self) -> float:
+        """Of both pools."""
+        return sum(self.replica_hours.values())
+
+    @property
+    def failed_requests(self) -> int:
+        """Requests that were never answered."""
+        return sum(job.failed for job in self.jobs)
+
+    @property
+    def attainment(self) -> float:
+        """Share of requests within both targets."""
+        return self._share(lambda job: self.ttft_met(job) and self.tpot_met(job))
+
+    @property
+    def attainment_ttft(self) -> float:
+        """Share of requests within the TTFT target."""
+        return self._share(self.ttft_met)
+
+    @property
+    def attainment_tpot(self) -> float:
+        """Share of requests within the TPOT target; answers of one token have none to miss."""
+        return self._share(self.tpot_met)
+
+    def ttft_met(self, job: Job) -> bool:
+        """Whether the first token came in time."""
+        return job.ttft_s is not None and job.ttft_s <= self.slo.ttft_s
+
+    def tpot_met(self, job: Job) -> bool:
+        """Whether the other tokens came in time."""
+        if job.failed:
+            return False
+        return job.tpot_s is None or job.tpot_s <= self.slo.tpot_s
+
+    def _share(self, met: Any) -> float:
+        return sum(1 for job in self.jobs if met(job)) / len(self.jobs) if self.jobs else 1.0
+
+    def phases(self) -> dict[str, dict[str, float]]:
+        """p50, p95 and p99 of each phase of the requests' lives, seconds."""
+        served = [job for job in self.jobs if not job.failed]
+        spans = {
+            "ttft": [job.ttft_s for job in served],
+            "tpot": [job.tpot_s for job in served],
+            "reserve_wait": [_span(job.arrival_s, job.reserved_s) for job in served],
+            "prefill_queue": [_span(job.reserved_s, job.started_s) for job in served],
+            "prefill_compute": [_span(job.started_s, job.first_token_s) for job in served],
+            "transfer": [_span(job.first_token_s, job.joined_s) for job in served],
+        }
+        return {
+            name: _percentiles([value for value in values if value is not None])
+            for name, values in spans.items()
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; times in seconds unless the name says otherwise."""
+        return {
+            "policy": self.name,
+            "requests": len(self.jobs),
+            "attainment": round(self.attainment, 5),
+            "attainment_ttft": round(self.attainment_ttft, 5),
+            "attainment_tpot": round(self.attainment_tpot, 5),
+            "failed_requests": self.failed_requests,
+            "replica_hours": round(self.total_replica_hours, 4),
+            "replica_hours_prefill": round(self.replica_hours["prefill"], 4),
+            "replica_hours_decode": round(self.replica_hours["decode"], 4),
+            "peak_replicas": self.peak_replicas,
+            "actions": sum(self.actions.values()),
+            "actions_by_kind": dict(self.actions),
+            "phases_s": self.phases(),
+            "duration_s": self.duration_s,
+            "cpu_ms_per_request": round(self.cpu_s / max(1, len(self.jobs)) * 1e3, 4),
+        }
+
+    @property
+    def peak_replicas(self) -> int:
+        """Most replicas of both pools together at a decision, whatever their state."""
+        return max((sum(sum(c.values()) for c in m.replicas.values()) for m in self.moments), default=0)
+
+
+def _span(since_s: float | None, until_s: float | None) -> float | None:
+    return None if since_s is None or until_s is None else until_s - since_s
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    found = np.percentile(np.asarray(values), PERCENTILES)
+    return {f"p{percent}": round(float(value), 6) for percent, value in zip(PERCENTILES, found, strict=True)}

@@ -1,0 +1,140 @@
+"""Runs a policy against a trace on a virtual clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autoscaler.plan import Decide, Memory
+from autoscaler.reconcile import Bounds, reconcile
+from autoscaler.simulation.cluster import Cluster, ClusterSettings
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.jobs import Job
+from autoscaler.simulation.observer import SimulatedObserver
+from autoscaler.simulation.outcome import Moment, Outcome, Slo, moment_of, replica_hours
+from autoscaler.simulation.replica import Agenda
+from autoscaler.simulation.scaling import decode_claim
+from autoscaler.simulation.trace import Trace
+from autoscaler.snapshot import POOLS, PoolName
+
+NO_BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 10_000), "decode": Bounds(1, 10_000)}
+_MINUTE_S = 60.0
+_FIRST_MINUTES = 5
+_FIRST_UTILIZATION = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """All that a run depends on but the policy. Times in seconds."""
+
+    trace: Trace
+    engine: EngineModel = EngineModel()
+    slo: Slo = Slo()
+    cold_start_s: float = 60.0
+    initial: Mapping[PoolName, int] | None = None
+    """Replicas that are ready at the start. Default: enough for the busiest of the first five minutes at 80%
+    utilization, as somebody would have who served this traffic before. All policies begin with them."""
+    window_s: float = 60.0
+    """Window of the histograms that policies see."""
+    prefix_cache: str = "worker"
+    """See `ClusterSettings`."""
+    no_worker_wait_s: float = 2.0
+
+    @property
+    def settings(self) -> ClusterSettings:
+        """The cluster's part."""
+        return ClusterSettings(self.engine, self.cold_start_s, self.prefix_cache, self.no_worker_wait_s)
+
+    def first_replicas(self) -> Mapping[PoolName, int]:
+        """Replicas at the start."""
+        if self.initial is not None:
+            return self.initial
+        work: dict[PoolName, list[float]] = {pool: [0.0] * _FIRST_MINUTES for pool in POOLS}
+        for request in self.trace.requests:
+            minute = int(request.arrival_s // _MINUTE_S)
+            if minute >= _FIRST_MINUTES:
+                break
+            share, busy_s = decode_claim(self.engine, request, self.slo.tpot_s)
+            work["prefill"][minute] += self.engine.prompt_s(request.prompt_tokens)
+            work["decode"][minute] += share * busy_s
+        length_s = min(_MINUTE_S, max(1.0, self.trace.duration_s)) * _FIRST_UTILIZATION
+        return {pool: max(1, math.ceil(max(work[pool]) / length_s)) for pool in POOLS}
+
+
+@dataclass(slots=True)
+class Simulation:
+    """One run. `run` may be called once."""
+
+    scenario: Scenario
+    decide: Decide
+    interval_s: float = 15.0
+    bounds: Mapping[PoolName, Bounds] = field(default_factory=lambda: NO_BOUNDS)
+    name: str = "policy"
+    _memory: Memory = None
+    _jobs: list[Job] = field(default_factory=list)
+    _moments: list[Moment] = field(default_factory=list)
+    _actions: dict[str, int] = field(default_factory=dict)
+    _action_times: list[tuple[float, str]] = field(default_factory=list)
+
+    def run(self) -> Outcome:
+        """Plays the trace to the end of its last request. Decisions end with the last arrival."""
+        began = time.process_time()
+        scenario = self.scenario
+        agenda = Agenda()
+        self._jobs = [Job(request) for request in scenario.trace.requests]
+        cluster = Cluster(
+            scenario.settings,
+            agenda,
+            on_first_token=lambda job, _: observer.first_token(job),
+            on_end=lambda job, _: observer.ended(job),
+        )
+        observer = SimulatedObserver(cluster, scenario.engine, scenario.window_s)
+        for pool, count in scenario.first_replicas().items():
+            cluster.order(pool, count, 0.0, cold_start_s=0.0)
+        end_s = self._horizon_s()
+        self._decide_at(0.0, end_s, agenda, cluster, observer)
+        for job in self._jobs:
+            arrival_s = job.arrival_s
+            while agenda.next_s <= arrival_s:
+                when_s, happening = agenda.pop()
+                happening(when_s)
+            observer.arrived(job, arrival_s)
+            cluster.arrive(job, arrival_s)
+        while agenda.next_s < float("inf"):
+            when_s, happening = agenda.pop()
+            happening(when_s)
+        return Outcome(
+            name=self.name,
+            slo=scenario.slo,
+            jobs=self._jobs,
+            moments=self._moments,
+            actions=self._actions,
+            action_times=self._action_times,
+            replica_hours={pool: replica_hours(cluster, pool, end_s) for pool in POOLS},
+            duration_s=end_s,
+            cpu_s=time.process_time() - began,
+        )
+
+    def _horizon_s(self) -> float:
+        return math.ceil(max(self.scenario.trace.duration_s, 1e-9) / self.interval_s) * self.interval_s
+
+    def _decide_at(
+        self, at_s: float, end_s: float, agenda: Agenda, cluster: Cluster, observer: SimulatedObserver
+    ) -> None:
+        def happen(now_s: float) -> None:
+            snapshot = observer.snapshot(now_s)
+            plan, self._memory = self.decide(self._memory, snapshot)
+            self._moments.append(moment_of(snapshot, plan))
+            pools = {pool: cluster.members(pool) for pool in POOLS}
+            for action in reconcile(plan, pools, self.bounds):
+                word = type(action).__name__.lower()
+                self._actions[word] = self._actions.get(word, 0) + 1
+                self._action_times.append((now_s, f"{word} {action.pool}"))
+                cluster.act(action, now_s)
+            cluster.lending = plan.lend_decode_to_prefill
+            if now_s + self.interval_s < end_s:
+                self._decide_at(now_s + self.interval_s, end_s, agenda, cluster, observer)
+
+        agenda.at(at_s, happen)

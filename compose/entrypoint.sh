@@ -1,0 +1,30 @@
+#!/bin/sh
+# What runs in every container: `splitserve ARGUMENT...`, with two additions.
+#
+#   fetch-model NAME    fetches an embedded model into /models; any other name needs no fetching
+#   prefill-worker ..., decode-worker ...
+#                       with a worker id and an address that follow from the container: prefill-3f2a91c0d4e7 listens at
+#                       3f2a91c0d4e7, which is the start of the container's id and its name in Docker's DNS
+set -eu
+
+case "${1-}" in
+  fetch-model)
+    if splitserve model list | cut -f1 | grep -qxF -- "$2"; then
+      exec splitserve model fetch "$2"
+    fi
+    ;;
+  prefill-worker | decode-worker)
+    command=$1
+    shift
+    set -- --worker-id "${command%-worker}-$(hostname)" --host 0.0.0.0 --port 50061 \
+      --advertise-address "$(hostname):50061" "$@"
+    # With all GPUs of the host in view, this one is the worker's own.
+    if [ -n "${SPLITSERVE_GPU:-}" ]; then
+      set -- --device "cuda:${SPLITSERVE_GPU}" "$@"
+    fi
+    exec splitserve "$command" "$@"
+    ;;
+  *)
+    exec splitserve "$@"
+    ;;
+esac

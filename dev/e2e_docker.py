@@ -1,0 +1,63 @@
+"""What `make e2e-docker` runs: Docker Engine, image, and the tests marked `docker` on them; then it tidies up."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from dev.docker_engine import install_missing, running_engine
+from dev.docker_image import DEFAULT_BASE, MADE_BASE, base_image, build, download_wheels, python_of
+from dev.install_torch import CPU_INDEX
+
+T = TypeVar("T")
+TESTS = (
+    ("-m", "docker", "tests/e2e"),
+    ("-k", "docker", "tests/contract/test_actuator.py"),
+)
+
+
+def timed(what: str, action: Callable[[], T]) -> T:
+    """Does it and says how long it took."""
+    began = time.monotonic()
+    result = action()
+    print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
+    return result
+
+
+def has_base() -> bool:
+    """Whether a base image is here already, or debootstrap is not needed to have one. Without an Engine: unknown."""
+    for image in (DEFAULT_BASE, MADE_BASE):
+        command = ["docker", "image", "inspect", image]
+        try:
+            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+                return True
+        except FileNotFoundError:
+            return False
+    return False
+
+
+def main() -> int:
+    """Exit code 0 only if all tests passed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cpu-index", default=CPU_INDEX)
+    args = parser.parse_args()
+    timed("packages", lambda: install_missing(base_image_needed=not has_base()))
+    with running_engine():
+        base = timed("base image", base_image)
+        timed("wheels", lambda: download_wheels(args.cpu_index, python_of(base)))
+        image = timed("image", lambda: build(base))
+        environment = os.environ | {"SPLITSERVE_E2E_IMAGE": image}
+        codes = [
+            subprocess.run([sys.executable, "-m", "pytest", *tests], env=environment, check=False).returncode
+            for tests in TESTS
+        ]
+    return max(codes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,206 @@
+"""The compose file on a real Docker Engine, with simulated engines: each pool follows its own load, and none fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import yaml
+
+from splitserve.client import AsyncClient
+from tests.support.compose import Compose
+from tests.support.streams import tokens
+
+SCALE_S = 90.0
+POLL_S = 0.2
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+POOL = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "gpus_per_replica": 0,
+    "drain_s": 20,
+    "cold_start_s": 5,
+    "behavior": {"scaleDown": {"stabilizationWindowSeconds": 3}},
+    "slo": {
+        "slow_window_s": 2,
+        "fast_window_s": 1,
+        "history_s": 5,
+        "fade_s": 5,
+        "drain_backlog_s": 2,
+        "settle_s": 2,
+        "trim_after_s": 600,
+    },
+}
+POLICY = {
+    "interval_s": 0.5,
+    "lend_decode": False,
+    "prefill": POOL | {"target_ms": 400},
+    "decode": POOL | {"target_ms": 40},
+}
+ENGINE = (
+    "--no-prefix-cache --num-blocks 4096 --threads 1 --simulated-prefill-token-s 0.0005 "
+    "--simulated-step-s 0.004 --simulated-sequence-s 0.002"
+)
+
+
+class Traffic:
+    """Clients of a stack, and what became of their requests."""
+
+    def __init__(self, stack: Compose) -> None:
+        self._stack = stack
+        self.done: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    @asynccontextmanager
+    async def of(self, kind: str, clients: int, prompt: int, output: int) -> AsyncIterator[None]:
+        """So many clients that ask again as soon as they are answered. At the end every answer is awaited."""
+        stop = asyncio.Event()
+        async with AsyncClient(self._stack.target) as client, asyncio.TaskGroup() as group:
+            for number in range(clients):
+                group.create_task(self._ask(client, kind, number, prompt, output, stop))
+            try:
+                yield
+            finally:
+                stop.set()
+
+    async def _ask(
+        self, client: AsyncClient, kind: str, seed: int, prompt: int, output: int, stop: asyncio.Event
+    ) -> None:
+        while not stop.is_set():
+            try:
+                answer = await client.generate(tokens(prompt, seed), max_tokens=output)
+            except Exception as error:
+                self.failures.append(f"{kind}: {error!r}")
+                return
+            assert len(answer.token_ids) == output
+            self.done[kind] += 1
+            seed += 1000
+
+
+@pytest.fixture(scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Compose]:
+    policy = tmp_path_factory.mktemp("policy") / "policy.yaml"
+    policy.write_text(yaml.safe_dump(POLICY))
+    policy.chmod(0o644)
+    stack = Compose(
+        "splitserve-e2e",
+        {
+            "COMPOSE_PROFILES": "cpu",
+            "MODEL": "simulated",
+            "ENGINE": "simulated",
+            "POLICY": str(policy),
+            "DRAIN_S": "20",
+            "STOP_GRACE": "25s",
+            "PREFILL_OPTIONS": ENGINE,
+            "DECODE_OPTIONS": ENGINE,
+            "AUTOSCALER_OPTIONS": "--window 5",
+        },
+    )
+    try:
+        await stack.up()
+        yield stack
+    except BaseException:
+        print(await stack.run("logs", "--no-color", "--tail", "200"))
+        raise
+    finally:
+        await stack.down()
+
+
+async def until(stack: Compose, holds: Callable[[Counter[str]], bool]) -> Counter[str]:
+    """Waits until it holds of the serving workers; the most of each pool that were seen meanwhile."""
+    most: Counter[str] = Counter()
+    deadline = time.monotonic() + SCALE_S
+    while True:
+        now = await stack.serving()
+        most |= now
+        if holds(now):
+            return most
+        assert time.monotonic() < deadline, (now, stack.containers(pool=None), await last_decisions(stack))
+        await asyncio.sleep(POLL_S)
+
+
+async def last_decisions(stack: Compose) -> str:
+    return await stack.run("logs", "--no-color", "--tail", "20", "autoscaler")
+
+
+async def one_each(stack: Compose) -> None:
+    """Waits for one replica in each pool, and no container beside it."""
+    await until(stack, lambda now: now["prefill"] == now["decode"] == 1)
+    deadline = time.monotonic() + SCALE_S
+    while (there := [stack.containers(pool) for pool in ("prefill", "decode")]) and any(
+        list(pool.values()) != ["running"] for pool in there
+    ):
+        assert time.monotonic() < deadline, (there, await last_decisions(stack))
+        await asyncio.sleep(POLL_S)
+
+
+async def test_kv_goes_through_memory_between_containers(stack: Compose) -> None:
+    lanes = [lane for worker in (await stack.info()).workers for lane in worker.lanes]
+    assert [(lane.lane, lane.problem) for lane in lanes] == [("local", "")]
+
+
+async def test_each_pool_follows_its_own_load(stack: Compose) -> None:
+    traffic = Traffic(stack)
+    await one_each(stack)
+    # Light load throughout: every removal happens under it.
+    async with traffic.of("light", 2, 16, 20):
+        async with traffic.of("long prompts", 12, 600, 2):
+            most = await until(stack, lambda now: now["prefill"] == 2)
+            # Compose and Docker's DNS see what the autoscaler added.
+            assert len((await stack.run("ps", "-q", "prefill")).split()) == 2
+            assert len(stack.addresses("prefill")) == 2
+        assert most["decode"] == 1
+        await one_each(stack)
+        async with traffic.of("long outputs", 40, 8, 120):
+            most = await until(stack, lambda now: now["decode"] == 2)
+        assert most["prefill"] == 1
+        await one_each(stack)
+    assert not traffic.failures
+    assert min(traffic.done[kind] for kind in ("light", "long prompts", "long outputs")) > 0
+
+
+async def test_a_killed_replica_is_replaced(stack: Compose) -> None:
+    await one_each(stack)
+    (victim,) = stack.containers("decode")
+    stack.docker.kill(victim)
+    await until(stack, lambda now: now["decode"] == 0)
+    await one_each(stack)
+    assert victim not in stack.containers(pool=None)
+    async with AsyncClient(stack.target) as client:
+        assert len((await client.generate(tokens(8, 1), max_tokens=4)).token_ids) == 4
+
+
+async def test_an_autoscaler_restarted_in_the_middle_goes_on(stack: Compose) -> None:
+    traffic = Traffic(stack)
+    await one_each(stack)
+    autoscaler = stack.container("autoscaler")
+    async with traffic.of("light", 2, 16, 20):
+        async with traffic.of("long prompts", 12, 600, 2):
+            await ordered(stack, lambda there: len(there) == 2)
+            restart(stack, autoscaler)
+            await until(stack, lambda now: now["prefill"] == 2)
+            assert len(stack.containers("prefill")) == 2
+        await ordered(stack, lambda there: any("draining" in name for name in there))
+        restart(stack, autoscaler)
+        await one_each(stack)
+    assert not traffic.failures
+
+
+def restart(stack: Compose, container: str) -> None:
+    """Without any chance to tidy up."""
+    stack.docker.kill(container)
+    stack.docker.wait(container)
+    stack.docker.start(container)
+
+
+async def ordered(stack: Compose, holds: Callable[[dict[str, str]], bool]) -> None:
+    """Waits until it holds of the prefill pool's containers."""
+    deadline = time.monotonic() + SCALE_S
+    while not holds(there := stack.containers("prefill")):
+        assert time.monotonic() < deadline, (there, await last_decisions(stack))
+        await asyncio.sleep(POLL_S / 4)
