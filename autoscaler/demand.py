@@ -22,6 +22,14 @@ Floats = npt.NDArray[np.float64]
 _FEWEST_FORECASTS = 6
 
 
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """Rates, amounts a second."""
+
+    expected: float
+    with_headroom: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Demand:
     """The recorded arrivals and what they say at a glance. Rates are amounts a second."""
@@ -36,6 +44,8 @@ class Demand:
     """[buckets]: 1 for the present, 1/e after `fade_s`."""
     slow: float
     """Mean rate of the slow window."""
+    noise: float
+    """Its standard error, if buckets are independent."""
     fast: float
     """Mean rate of the fast window."""
     growth: float
@@ -48,8 +58,8 @@ class Demand:
         """Whether nothing arrived in all of the slow window."""
         return self.slow == 0
 
-    def covered_rate(self, span_s: float, lead_s: float, share: float, window_s: float) -> float:
-        """The rate, averaged over `span_s`, to be ready for one `lead_s` from now: a forecast, and what such forecasts
+    def covered_rate(self, span_s: float, lead_s: float, share: float, window_s: float) -> Covered:
+        """The rate to be ready for one `lead_s` from now, averaged over `span_s`: a forecast, and what such forecasts
         fell short by, at most, for `share` of the recorded requests.
 
         The forecast is the present rate (mean of `window_s`), drawn towards the record's mean as far as the record shows
@@ -64,7 +74,7 @@ class Demand:
         present = float(until[-1] - np.interp(now_s - window_s, times, until)) / window_s
         made = ends[(ends >= window_s - 1e-6) & (ends + lead_s + span_s / 2 <= now_s + 1e-6)]
         if made.size < _FEWEST_FORECASTS:
-            return present
+            return Covered(present, present)
         was = (np.interp(made, times, until) - np.interp(made - window_s, times, until)) / window_s
         middles = made + lead_s
         ahead, behind = (np.interp(middles + shift, times, until) for shift in (span_s / 2, -span_s / 2))
@@ -74,8 +84,8 @@ class Demand:
         slope = (1 + _slope(was, came, fading)) / 2
         mean_was, mean_came = (float(np.average(rates, weights=fading)) for rates in (was, came))
         short = came - (mean_came + slope * (was - mean_was))
-        forecast = mean_came + slope * (present - mean_was)
-        return max(0.0, forecast + max(0.0, _quantile(short, weights, share)))
+        forecast = max(0.0, mean_came + slope * (present - mean_was))
+        return Covered(forecast, forecast + max(0.0, _quantile(short, weights, share)))
 
 
 def _slope(given: Floats, found: Floats, weights: Floats) -> float:
@@ -119,7 +129,7 @@ def measure(
         rise = max(0.0, slow - before - tuning.growth_noise * math.sqrt(2) * noise)
         growth = 1 + min(tuning.growth_limit, rise / before * lead_s / tuning.slow_window_s)
     fading = np.exp(-ages / tuning.fade_s)
-    return Demand(amounts, lengths, requests * fading, fading, slow, fast, growth, now_s - kept[0].start_s)
+    return Demand(amounts, lengths, requests * fading, fading, slow, noise, fast, growth, now_s - kept[0].start_s)
 
 
 def _mean(

@@ -87,11 +87,11 @@ def _by_velocity(
     # A sequence decodes for about so long; shorter peaks of the arrivals do not make the batch larger.
     span_s = max(tuning.span_s, shape.output_tokens * pool.target_ms / 1e3)
     covered = demand.covered_rate(span_s, lead_s, strict, tuning.slow_window_s)
-    tokens = max(covered, demand.slow * demand.growth)
+    tokens = max(covered.with_headroom, demand.slow * demand.growth)
     need = replicas_needed(pool, signals, step, tokens, shape)
     wanted = max(1, math.ceil(need - 1e-9))
     if wanted < situation.current:
-        slack = replicas_needed(pool, signals, step, tokens * (1 + tuning.hysteresis), shape)
+        slack = replicas_needed(pool, signals, step, tokens + tuning.hysteresis * demand.noise, shape)
         wanted = min(situation.current, max(wanted, math.ceil(slack - 1e-9)))
         if demand.covered_s < min(tuning.settle_s, tuning.history_s):
             wanted = situation.current

@@ -77,7 +77,7 @@ def _by_velocity(
     wanted = max(backlog, covered)
     why = f"{covered} carry what may arrive in {lead_s:.0f} s"
     if wanted < situation.current:
-        slack = _replicas(pool, demand, rate, prompt_s, lead_s, 1 + tuning.hysteresis)
+        slack = _replicas(pool, demand, rate, prompt_s, lead_s, tuning.hysteresis * demand.noise)
         wanted = min(situation.current, max(wanted, slack))
         if demand.covered_s < min(tuning.settle_s, tuning.history_s):
             wanted, why = situation.current, f"{why}, watched for only {demand.covered_s:.0f} s"
@@ -126,17 +126,18 @@ def _mean_prompt_s(snapshot: Snapshot, rate: float, tuning: SloTuning) -> float:
 
 
 def _replicas(
-    pool: SloPool, demand: Demand, rate: float, prompt_s: float, lead_s: float, slack: float = 1.0
+    pool: SloPool, demand: Demand, rate: float, prompt_s: float, lead_s: float, spare_per_s: float = 0.0
 ) -> int:
-    """Enough for the covered demand, times `slack`, and enough for the wait that chance makes at its mean."""
+    """Enough for the covered demand and `spare_per_s` tokens more, and for the wait that chance makes at its mean."""
     target_s = pool.target_ms / 1e3
     wait_s = max(target_s - prompt_s, 0.1 * target_s)
     share = pool.percentile / 100
     strict = 1 - (1 - share) * pool.slo.miss_share
     span_s = max(pool.slo.span_s, wait_s)
-    tokens = demand.covered_rate(span_s, lead_s, strict, pool.slo.slow_window_s)
-    covered = math.ceil(max(tokens * slack, demand.slow * demand.growth * slack) / rate - 1e-9)
-    chance = replicas_for_wait(demand.slow * slack / rate, prompt_s, wait_s, share, pool.max_replicas)
+    rates = demand.covered_rate(span_s, lead_s, strict, pool.slo.slow_window_s)
+    tokens = max(rates.with_headroom, demand.slow * demand.growth)
+    covered = math.ceil((tokens + spare_per_s) / rate - 1e-9)
+    chance = replicas_for_wait((rates.expected + spare_per_s) / rate, prompt_s, wait_s, share, pool.max_replicas)
     return min(pool.max_replicas, max(covered, chance))
 
 

@@ -16,28 +16,28 @@ class SloTuning(PolicyModel):
 
     history_s: Seconds = 1800.0
     """How far back forecasts are compared with what then arrived."""
-    span_s: Seconds = 20.0
+    span_s: Seconds = 40.0
     """Demand counts as the mean of so long, or of as long as a request may wait: shorter peaks are worked off in time."""
     fade_s: Seconds = 900.0
     """Forecasts of arrivals so old count 1/e of present ones."""
-    miss_share: Annotated[float, Field(gt=0, le=2)] = 1.0
+    miss_share: Annotated[float, Field(gt=0, le=4)] = 2.0
     """Requests for which the head-room may be too small, as a multiple of those that `percentile` lets miss their
     target. Many of them still wait no longer than they may. Lower: safer and dearer."""
     slow_window_s: Seconds = 60.0
     """The present demand is the mean over so long; its growth is judged against as long before."""
     fast_window_s: Seconds = 10.0
     """A step of the demand is looked for in so long."""
-    growth_noise: Annotated[float, Field(ge=0, le=10)] = 2.5
+    growth_noise: Annotated[float, Field(ge=0, le=10)] = 4.0
     """Standard errors by which demand must have risen before growth is carried forward over the cold start."""
     growth_limit: Annotated[float, Field(ge=0, le=10)] = 0.5
     """Growth that is carried forward is at most this share."""
     drain_backlog_s: Seconds = 30.0
     """A backlog that would stand when new replicas are ready shall be gone so long after."""
-    hysteresis: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """N - 1 replicas must carry so much more than the demand before one is given up."""
-    settle_s: Annotated[float, Field(ge=0, le=86_400)] = 600.0
+    hysteresis: Annotated[float, Field(ge=0, le=10)] = 3.0
+    """N - 1 replicas must carry the demand and so many standard errors of its present mean before one is given up."""
+    settle_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
     """No replica is given up before arrivals were watched for so long: burstiness is not known sooner."""
-    scale_down_cold_starts: Annotated[float, Field(ge=0, le=100)] = 1.0
+    scale_down_cold_starts: Annotated[float, Field(ge=0, le=100)] = 0.5
     """Replicas are given up when none was wanted for so many cold starts: sooner, one that is wanted again would have
     been cheaper to keep. `behavior.scaleDown.stabilizationWindowSeconds` wins."""
     min_samples: Annotated[int, Field(ge=1, le=10_000)] = 20

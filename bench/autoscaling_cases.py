@@ -53,9 +53,9 @@ def _scaled(case: Case, folder: Path) -> Trace:
     return scaled_to_peak(trace, case.peak, preset(case.preset), case.slo.tpot_s, SEED)
 
 
-def default_policy(slo: Slo, cold_start_s: float, **more: Any) -> ScalingPolicy:
+def default_policy(slo: Slo, cold_start_s: float) -> ScalingPolicy:
     """The default policy for these targets: nothing else is told it but the bounds and the first cold start."""
-    pool: Mapping[str, Any] = {"max_replicas": MOST_REPLICAS, "cold_start_s": cold_start_s, **more}
+    pool: Mapping[str, Any] = {"max_replicas": MOST_REPLICAS, "cold_start_s": cold_start_s}
     return parse_policy(
         {
             "prefill": {"target_ms": slo.ttft_s * 1e3, **pool},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from splitserve.errors import (
     UnavailableError,
 )
 from splitserve.logs import log_event
+
+TOKEN_FIRST_S = 100e-6
+"""What a first token needs to get out of this process."""
 
 Emit = Callable[[list[tuple[str, PrefillEvent]]], None]
 
@@ -121,7 +125,7 @@ class PushListener(RoleListener):
         return self._pusher.active > 0 or self._peers.measuring or self._transport.needs_poll
 
     def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
-        """Posts the writes of the chunks that became final, then reports first tokens."""
+        """Reports first tokens, then posts the writes of the chunks that became final."""
         if result.progress and self._pusher.in_flight:
             self._collect(
                 core, now
@@ -129,11 +133,18 @@ class PushListener(RoleListener):
         for request_id in result.started:
             if prefill := self._live.get(request_id):
                 prefill.began_s = now - result.duration_s
+        for progress in result.progress:
+            if prefill := self._live.get(progress.request_id):
+                prefill.cached_tokens = progress.cached_tokens
+        for output in result.outputs:
+            self._on_output(core, output, now)
+        if self._events:
+            self._flush()
+            # Where a write is a copy by this thread, the token would wait for its end on the one core of both.
+            time.sleep(TOKEN_FIRST_S)
         outputs = {output.request_id: output for output in result.outputs}
         for progress in result.progress:
             self._on_progress(progress, outputs.get(progress.request_id), now)
-        for output in result.outputs:
-            self._on_output(core, output, now)
         self.load = core.load()
         self._flush()
 
@@ -163,7 +174,6 @@ class PushListener(RoleListener):
         prefill = self._live.get(progress.request_id)
         if prefill is None or prefill.over:
             return
-        prefill.cached_tokens = progress.cached_tokens
         if prefill.ticket is None or (output is not None and output.finish_reason is not None):
             return  # nothing goes on elsewhere
         first_token = output.token_ids[0] if output is not None and output.token_ids else None

@@ -106,6 +106,8 @@ class Cluster:
         for replica in pair:
             if replica is not None:
                 replica.assigned += 1
+        if job.prefill is not None:
+            job.prefill.expected_tokens += job.prompt_tokens
         if job.decode is None:
             job.reserved_s = now_s
             self._reserved(job, now_s)
@@ -121,6 +123,7 @@ class Cluster:
 
     def _reserved(self, job: Job, now_s: float) -> None:
         if job.prefill is not None:
+            job.prefill.expected_tokens -= job.prompt_tokens
             job.prefill.enqueue(job, now_s)
         elif job.decode is not None:
             computed_s = job.decode.prefill_here(job, now_s)

@@ -39,6 +39,8 @@ class PrefillReplica(SimulatedReplica):
         self.rates = StepRates()
         self.queued_tokens = 0
         """Prompt tokens to compute, of waiting and running prompts."""
+        self.expected_tokens = 0
+        """Prompt tokens of requests that were routed here and still wait for room on decode."""
         self.computed_tokens = 0
         self.busy_s = 0.0
 

@@ -1,7 +1,8 @@
 """Routing of simulated requests: production's scores and order (`coordinator.route_scores`), over simulated replicas.
 
 Every prefill replica is connected to every decode replica here, so that the least pair is the least of each pool;
-`LeastWaitRouter` finds the same one. What a coordinator learns by reports every half second is known at once.
+`LeastWaitRouter` finds the same one. What a coordinator learns by reports every half second is known at once,
+and what it has sent counts until it is there.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Router:
         default = sum(measured) / len(measured) if measured else DEFAULT_PREFILL_TOKENS_PER_S
         prompt = job.prompt_tokens
         scores = [
-            prefill_score_s(replica.queued_tokens, prompt, rate or default)
+            prefill_score_s(replica.queued_tokens + replica.expected_tokens, prompt, rate or default)
             for replica, rate in zip(replicas, rates, strict=True)
         ]
         best = least(scores, self._turn)

@@ -12,7 +12,7 @@ class Reference:
     """A model as `transformers` runs it, in float32, with its own attention."""
 
     def __init__(self, folder: str) -> None:
-        torch.set_num_threads(2)
+        torch.set_num_threads(1)  # tests run side by side, and waiting threads spin
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:

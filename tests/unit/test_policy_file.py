@@ -90,9 +90,9 @@ WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
             "unknown time zone 'Mars/Base'",
         ),
         (
-            {"prefill": {"target_ms": 1, "slo": {"miss_share": 2}}},
+            {"prefill": {"target_ms": 1, "slo": {"miss_share": 5}}},
             "prefill.slo.miss_share",
-            "less than or equal to 1",
+            "less than or equal to 4",
         ),
         (
             {"prefill": {"kind": "predictive", "target_ms": 1, "season_s": 100, "interval_s": 50}},
