@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,11 @@ def _table(found: Sequence[tuple[Scenario, Comparison]]) -> Table:
         table.add_column(name, justify="right")
     for scenario, comparison in found:
         hours = comparison.bound.replica_hours if comparison.bound else math.nan
-        rows = [comparison.policy, *comparison.others, *([comparison.bound.outcome] if comparison.bound else [])]
+        rows = [
+            comparison.policy,
+            *comparison.others,
+            *([comparison.bound.outcome] if comparison.bound else []),
+        ]
         cells = [
             f"{o.attainment:.1%}\n{o.total_replica_hours:.1f} h\n{o.total_replica_hours / hours:.2f}\n"
             f"{sum(o.actions.values())}"
@@ -157,11 +161,16 @@ def _table(found: Sequence[tuple[Scenario, Comparison]]) -> Table:
 
 def _json(found: Sequence[tuple[Scenario, Comparison]], bars: Sequence[Bar]) -> dict[str, Any]:
     cases = [
-        {"trace": s.trace.name, "cold_start_s": s.cold_start_s, "requests": len(s.trace.requests), **c.to_json()}
+        {
+            "trace": s.trace.name,
+            "cold_start_s": s.cold_start_s,
+            "requests": len(s.trace.requests),
+            **c.to_json(),
+        }
         for s, c in found
     ]
     return {
-        "machine": this_machine(),
+        "machine": asdict(this_machine()),
         "cases": cases,
         "bars": [{"what": bar.what, "value": bar.value, "holds": bar.holds} for bar in bars],
     }
@@ -187,7 +196,9 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console(width=None if sys.stdout.isatty() else 170)
         console.print(_table(found))
         for bar in bars:
-            console.print(f"[{'green' if bar.holds else 'red'}]{'ok ' if bar.holds else 'NOT'}[/] {bar.what}: {bar.value}")
+            console.print(
+                f"[{'green' if bar.holds else 'red'}]{'ok ' if bar.holds else 'NOT'}[/] {bar.what}: {bar.value}"
+            )
     return 0 if all(bar.holds for bar in bars) else 1
 
 

@@ -36,7 +36,8 @@ CASES: Sequence[Case] = (
     # MLPerf Inference's Llama-2-70B: server 2000/200 ms. Both Azure traces were published with results for that model.
     Case("azure_2023_conv.csv", "h100x4-70b", Slo(2.0, 0.2), 16),
     Case("azure_2023_code.csv", "h100x4-70b", Slo(2.0, 0.2), 16),
-    # DistServe's long-document SLO, for a model of 66B: 15 s/150 ms. Prompts of 12,000 tokens on average, up to 126,000.
+    # DistServe's SLO for long documents and a model of 66B: 15 s/150 ms. Prompts have 12,000 tokens on average, up to
+    # 126,000.
     Case("mooncake_conversation.jsonl", "h100x8-70b", Slo(15.0, 0.15), 16),
 )
 

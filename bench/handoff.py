@@ -17,7 +17,9 @@ the prompt always sits on the first core, so that cores that differ, or that oth
 * descriptors, contiguous_runs: writes posted, after merging neighbours; and the least number there could be. A
   prompt of several chunks may cut a run once a chunk.
 * ttft: request sent until the first token has come, at the client. The difference is the median of those between
-  neighbours in time.
+  neighbours in time. around_compute and compute_difference are its two parts, medians likewise: what the split adds
+  around the computation of the prompt, and by how much the two workers differ in that computation itself, which both
+  do with the same code on the same core. The latter is chance: from start to start of a worker it differs by a percent.
 * other_load: share of the machine that other processes used, the median of the turns. Turns above
   `--max-other-load` are left out, up to twice as many as are wanted.
 * second_token_gap: between first and second token, at the client; normal_step: between later ones.
@@ -159,6 +161,7 @@ class Bench:
         lowest = min(LOWEST_TOKEN, highest // 2)
         prompt = [self._random.randint(lowest, highest) for _ in range(length)]
         token_s: list[float] = []
+        compute_s = 0.0
         began = time.monotonic()
         stream = client.stream(
             prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, request_id=request_id
@@ -167,7 +170,9 @@ class Bench:
             async for item in items:
                 if isinstance(item, Delta):
                     token_s += [time.monotonic() - began] * len(item.token_ids)
-        return Answered(request_id, tuple(token_s))
+                else:
+                    compute_s = item.timings.prefill_ms / 1e3
+        return Answered(request_id, tuple(token_s), compute_s)
 
 
 async def run(
@@ -206,7 +211,7 @@ def table(rows: Sequence[Row]) -> Table:
     """The figures for people."""
     columns = (
         *("prompt", "MB", "exposed ms p50", "p95", "GB/s", "raw GB/s", "share", "descriptors", "runs"),
-        *("TTFT split ms", "colocated", "difference", "second token ms", "normal step ms"),
+        *("TTFT split ms", "colocated", "difference", "around compute", "second token ms", "normal step ms"),
     )
     shown = Table(title="KV handoff, split against colocated")
     for column in columns:
@@ -218,6 +223,7 @@ def table(rows: Sequence[Row]) -> Table:
             *(f"{row.bandwidth_share_of_raw:.2f}", f"{row.descriptors}", f"{row.contiguous_runs}"),
             *(f"{row.ttft_split_ms_p50:.1f}", f"{row.ttft_colocated_ms_p50:.1f}"),
             f"{row.ttft_split_minus_colocated_ms:+.1f}",
+            f"{row.around_compute_ms:+.1f}",
             *(f"{row.second_token_gap_ms_p50:.1f}", f"{row.normal_step_ms_p50:.1f}"),
         )
         shown.add_row(*figures)

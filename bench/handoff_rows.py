@@ -19,6 +19,13 @@ class Answered:
 
     request_id: str
     token_s: tuple[float, ...]
+    compute_s: float = 0.0
+    """Of the prompt, as its worker measured it."""
+
+    @property
+    def around_s(self) -> float:
+        """TTFT without the computation of the prompt."""
+        return self.token_s[0] - self.compute_s
 
     @property
     def second_token_gap_s(self) -> float:
@@ -84,6 +91,8 @@ class Row:
     ttft_split_ms_p50: float
     ttft_colocated_ms_p50: float
     ttft_split_minus_colocated_ms: float
+    around_compute_ms: float
+    compute_difference_ms: float
     second_token_gap_ms_p50: float
     second_token_gap_colocated_ms_p50: float
     normal_step_ms_p50: float
@@ -117,6 +126,12 @@ def make_row(samples: Samples) -> Row:
         ttft_colocated_ms_p50=_ms(colocated),
         # Of neighbours in time, so that what slows the machine down for a while slows both.
         ttft_split_minus_colocated_ms=_ms([a - b for a, b in zip(split, colocated, strict=True)]),
+        around_compute_ms=_ms(
+            [a.around_s - b.around_s for a, b in zip(samples.split, samples.colocated, strict=True)]
+        ),
+        compute_difference_ms=_ms(
+            [a.compute_s - b.compute_s for a, b in zip(samples.split, samples.colocated, strict=True)]
+        ),
         second_token_gap_ms_p50=_ms([answer.second_token_gap_s for answer in samples.split]),
         second_token_gap_colocated_ms_p50=_ms([answer.second_token_gap_s for answer in samples.colocated]),
         normal_step_ms_p50=_ms(steps),
