@@ -1,8 +1,8 @@
 """What the arrivals of the last half hour say about the demand one cold start from now.
 
 No season is assumed. At every moment of the record the same forecast is made that is made now, and compared with
-what then came: how far demand returns to its mean, and how much it exceeds its forecast, are read off the record. Recent
-moments count more. Growth that is more than noise is carried forward over the cold start.
+what then came: how far demand returns to its mean, and how much it exceeds its forecast, are read off the record.
+Recent moments count more. Growth that is more than noise is carried forward over the cold start.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Demand:
         """The rate to be ready for one `lead_s` from now, averaged over `span_s`: a forecast, and what such forecasts
         fell short by, at most, for `share` of the recorded requests.
 
-        The forecast is the present rate (mean of `window_s`), drawn towards the record's mean as far as the record shows
-        that rates return to it: linear regression of what came on what was present, halfway to "it stays as it is",
-        because a short record makes the slope look small. So the head-room is the traffic's own: little for demand
+        The forecast is the present rate (mean of `window_s`), drawn towards the record's mean as far as the record
+        shows that rates return to it: linear regression of what came on what was present, halfway to "it stays as it
+        is", because a short record makes the slope look small. So the head-room is the traffic's own: little for demand
         that drifts; for bursts enough, at all times.
         """
         ends = np.cumsum(self.lengths_s)
@@ -129,7 +129,9 @@ def measure(
         rise = max(0.0, slow - before - tuning.growth_noise * math.sqrt(2) * noise)
         growth = 1 + min(tuning.growth_limit, rise / before * lead_s / tuning.slow_window_s)
     fading = np.exp(-ages / tuning.fade_s)
-    return Demand(amounts, lengths, requests * fading, fading, slow, noise, fast, growth, now_s - kept[0].start_s)
+    return Demand(
+        amounts, lengths, requests * fading, fading, slow, noise, fast, growth, now_s - kept[0].start_s
+    )
 
 
 def _mean(

@@ -81,6 +81,8 @@ def _by_velocity(
         wanted = min(situation.current, max(wanted, slack))
         if demand.covered_s < min(tuning.settle_s, tuning.history_s):
             wanted, why = situation.current, f"{why}, watched for only {demand.covered_s:.0f} s"
+        elif situation.starting:
+            wanted, why = situation.current, f"{why}, but {situation.starting} still start"
     elif backlog > covered:
         why = f"{backlog} to catch up with a step of the demand"
     reason = (
@@ -137,7 +139,9 @@ def _replicas(
     rates = demand.covered_rate(span_s, lead_s, strict, pool.slo.slow_window_s)
     tokens = max(rates.with_headroom, demand.slow * demand.growth)
     covered = math.ceil((tokens + spare_per_s) / rate - 1e-9)
-    chance = replicas_for_wait((rates.expected + spare_per_s) / rate, prompt_s, wait_s, share, pool.max_replicas)
+    chance = replicas_for_wait(
+        (rates.expected + spare_per_s) / rate, prompt_s, wait_s, share, pool.max_replicas
+    )
     return min(pool.max_replicas, max(covered, chance))
 
 

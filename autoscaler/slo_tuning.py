@@ -17,7 +17,7 @@ class SloTuning(PolicyModel):
     history_s: Seconds = 1800.0
     """How far back forecasts are compared with what then arrived."""
     span_s: Seconds = 40.0
-    """Demand counts as the mean of so long, or of as long as a request may wait: shorter peaks are worked off in time."""
+    """Demand counts as the mean of so long, or of as long as a request may wait: shorter peaks are worked off."""
     fade_s: Seconds = 900.0
     """Forecasts of arrivals so old count 1/e of present ones."""
     miss_share: Annotated[float, Field(gt=0, le=4)] = 2.0

@@ -15,6 +15,7 @@ from coordinator.route_scores import (
 )
 from splitserve.errors import UnavailableError
 
+
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
     """What routing knows of a request."""

@@ -20,7 +20,7 @@ reading of "knowing the future", because it attains what it claims in the same s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -103,36 +103,33 @@ def clairvoyant_bound(scenario: Scenario, share: float = 0.97) -> Bound:
 
     Where none attains it (a trace whose prompts cannot meet the target even alone), the one with the most head-room.
     """
-    both = needs(scenario)
-    ample = schedule(both["decode"], MOST_HEADROOM, 1.0, scenario.cold_start_s)
+    both, cold_s = needs(scenario), scenario.cold_start_s
+    ample = schedule(both["decode"], MOST_HEADROOM, 1.0, cold_s)
     allowed = 1 - _PREFILL_MISSES * (1 - share)
     found = _search(
-        lambda headroom, cap: _run(
-            scenario, schedule(both["prefill"], headroom, cap, scenario.cold_start_s), ample
-        ),
+        lambda headroom, cap: _run(scenario, schedule(both["prefill"], headroom, cap, cold_s), ample),
         lambda bound: bound.outcome.attainment_ttft >= allowed,
-        lambda bound: bound.outcome.replica_hours["prefill"],
         CAPS,
     )
     return _search(
-        lambda headroom, cap: _run(
-            scenario, found.prefill, schedule(both["decode"], headroom, cap, scenario.cold_start_s)
-        ),
+        lambda headroom, cap: _run(scenario, found.prefill, schedule(both["decode"], headroom, cap, cold_s)),
         lambda bound: bound.outcome.attainment >= share,
-        lambda bound: bound.replica_hours,
         CAPS[:1],
     )
 
 
-def _search(run, attains, cost, caps):  # type: ignore[no-untyped-def]
-    best = fallback = None
+def _search(
+    run: Callable[[float, float], Bound], attains: Callable[[Bound], bool], caps: Sequence[float]
+) -> Bound:
+    """For each cap the least head-room that attains, by bisection; of these the cheapest."""
+    best = fallback = run(MOST_HEADROOM, caps[0])
+    if not attains(fallback):
+        return fallback
     for cap in caps:
         low, high = 0, round((MOST_HEADROOM - LEAST_HEADROOM) / HEADROOM_STEP)
-        top = run(MOST_HEADROOM, cap)
-        fallback = fallback or top
-        if not attains(top):
+        found = run(MOST_HEADROOM, cap)
+        if not attains(found):
             break
-        found = top
         while high - low > 1:
             middle = (low + high) // 2
             tried = run(LEAST_HEADROOM + middle * HEADROOM_STEP, cap)
@@ -140,9 +137,9 @@ def _search(run, attains, cost, caps):  # type: ignore[no-untyped-def]
                 high, found = middle, tried
             else:
                 low = middle
-        if best is None or cost(found) < cost(best):
+        if found.replica_hours < best.replica_hours:
             best = found
-    return best or fallback
+    return best
 
 
 def _run(scenario: Scenario, prefill: tuple[int, ...], decode: tuple[int, ...]) -> Bound:

@@ -161,8 +161,7 @@ class Cluster:
     def _make(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
         engine, agenda = self._settings.engine, self._agenda
         if pool == "prefill":
-            caches = {"worker": self._new_cache, "pool": lambda: self._shared_cache}
-            cache = caches.get(self._settings.prefix_cache, lambda: None)()
+            cache = self._new_cache() if self._settings.prefix_cache == "worker" else self._shared_cache
             prefill = PrefillReplica(name, now_s, engine, agenda, cache, self._computed)
             self.prefill.append(prefill)
             return prefill

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autoscaler.behavior import Behavior, BehaviorMemory, Limits, follow, record_change
 from autoscaler.plan import Decide, Memory, Plan, PoolPlan
@@ -45,7 +45,7 @@ class _Scaled:
     """One pool's memory under an HPA."""
 
     desired: int | None = None
-    behavior: BehaviorMemory = BehaviorMemory()
+    behavior: BehaviorMemory = field(default_factory=BehaviorMemory)
 
 
 def static_replicas(counts: Mapping[PoolName, int]) -> Decide:

@@ -76,7 +76,9 @@ def _by_state(replicas: Iterable[Replica]) -> dict[str, int]:
 def replica_hours(cluster: Cluster, pool: PoolName, end_s: float) -> float:
     """Hours from the order to start each replica until it ended, or until `end_s`."""
     lives = [*cluster.pool(pool), *(r for r in cluster.ended if r.name.startswith(pool))]
-    total = sum(max(0.0, min(end_s, end_s if r.ended_s is None else r.ended_s) - r.ordered_s) for r in lives)
+    total: float = sum(
+        max(0.0, min(end_s, end_s if r.ended_s is None else r.ended_s) - r.ordered_s) for r in lives
+    )
     return total / 3600
 
 

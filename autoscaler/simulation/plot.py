@@ -123,10 +123,8 @@ def _replicas(
         axis.step(grid, counts, where="post", color="black", lw=1, ls="--", label="clairvoyant")
     axis.set_ylabel("replicas")
     axis.set_ylim(bottom=0)
-    axis.yaxis.get_major_locator().set_params(integer=True)
-    axis.legend(
-        loc="upper left", fontsize=8, ncols=len(shown) + 1, frameon=False, bbox_to_anchor=(0.12, 1.22)
-    )
+    axis.yaxis.set_major_locator(_whole())
+    axis.legend(loc="upper left", fontsize=8, ncols=len(shown) + 1, frameon=False, bbox_to_anchor=(0.1, 1.19))
     axis.set_title(f"{pool} pool", loc="left", fontsize=10)
 
 
@@ -147,16 +145,24 @@ def _latency(
         axis.plot(times, line, color=color, ls=style, lw=1.2, label=f"p{percent}")
     axis.axhline(target_s * unit, color=_LIMIT, lw=1, ls="--", label=f"target {target_s * unit:g}")
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(_plain())
+    _plain_log_scale(axis)
     axis.set_ylabel(label)
     axis.set_title(label.split(",")[0], loc="left", fontsize=10)
-    axis.legend(loc="upper left", fontsize=8, ncols=3, frameon=False, bbox_to_anchor=(0.12, 1.26))
+    axis.legend(loc="upper left", fontsize=8, ncols=3, frameon=False, bbox_to_anchor=(0.1, 1.22))
 
 
-def _plain() -> Any:
-    from matplotlib.ticker import FuncFormatter
+def _whole() -> Any:
+    from matplotlib.ticker import MaxNLocator
 
-    return FuncFormatter(lambda value, _: f"{value:g}")
+    return MaxNLocator(integer=True, nbins=6)
+
+
+def _plain_log_scale(axis: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _queue(axis: Axes, minutes: Sequence[float], moments: Sequence[Moment]) -> None:

@@ -72,7 +72,12 @@ def scaled(trace: Trace, factor: float, seed: int = 0, jitter_s: float = JITTER_
 
 
 def scaled_to_peak(
-    trace: Trace, replicas: float, engine: EngineModel, tpot_s: float, seed: int = 0, jitter_s: float = JITTER_S
+    trace: Trace,
+    replicas: float,
+    engine: EngineModel,
+    tpot_s: float,
+    seed: int = 0,
+    jitter_s: float = JITTER_S,
 ) -> Trace:
     """The trace with the arrival rate at which its own busiest minute, jitter included, fills so many replicas."""
     factor = replicas / peak_replicas(trace, engine, tpot_s)

@@ -30,8 +30,8 @@ class Scenario:
     """All that a run depends on but the policy. Times in seconds."""
 
     trace: Trace
-    engine: EngineModel = EngineModel()
-    slo: Slo = Slo()
+    engine: EngineModel = field(default_factory=EngineModel)
+    slo: Slo = field(default_factory=Slo)
     cold_start_s: float = 60.0
     initial: Mapping[PoolName, int] | None = None
     """Replicas that are ready at the start. Default: enough for the busiest of the first five minutes at 80%

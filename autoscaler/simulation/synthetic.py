@@ -43,10 +43,15 @@ def synthetic(shape: Shape) -> Trace:
         raise InvalidArgumentError(
             f"trace: no such synthetic trace: {shape.kind!r} ({', '.join(SYNTHETIC)})", field="trace"
         )
-    for name in ("rate", "peak_rate", "duration_s", "burst_s", "prompt_tokens", "output_tokens"):
-        value = {"rate": shape.rate, "peak_rate": shape.peak_rate, "duration_s": shape.duration_s}.get(
-            name, 1
-        )
+    sizes = {
+        "rate": shape.rate,
+        "peak_rate": shape.peak_rate,
+        "duration_s": shape.duration_s,
+        "burst_s": shape.burst_s,
+        "prompt_tokens": shape.prompt_tokens,
+        "output_tokens": shape.output_tokens,
+    }
+    for name, value in sizes.items():
         if not (math.isfinite(value) and value > 0):
             raise InvalidArgumentError(f"{name} must be above 0, not {value}", field=name)
     chance = random.Random(shape.seed)

@@ -116,7 +116,10 @@ def check_snapshot(seen: Snapshot, total: int, ttft_s: list[float]) -> None:
     assert seen.complete
     assert sum(bucket.requests for bucket in seen.arrivals) == total
     assert seen.prefill.ttft is not None
-    for percent in (25, 75):  # between them lies the gap of those that came one by one and those that came at once
+    for percent in (
+        25,
+        75,
+    ):  # between them lies the gap of those that came one by one and those that came at once
         rank = math.ceil(len(ttft_s) * percent / 100)
         assert seen.prefill.ttft.percentile(percent) == pytest.approx(ttft_s[rank - 1], rel=0.2)
     assert [replica.state for replica in seen.prefill.replicas] == [ReplicaState.READY]

@@ -24,7 +24,14 @@ def policy(tmp_path: Path) -> str:
 def test_json(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     assert main(["simulate", *SHORT, "--policy", policy, "--opponent", "all", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    for name in ("attainment", "attainment_ttft", "attainment_tpot", "replica_hours", "replica_hours_bound", "actions"):
+    for name in (
+        "attainment",
+        "attainment_ttft",
+        "attainment_tpot",
+        "replica_hours",
+        "replica_hours_bound",
+        "actions",
+    ):
         assert isinstance(found[name], int | float), name
     assert found["failed_requests"] == 0
     assert found["attainment"] == 1
@@ -75,13 +82,15 @@ def test_a_trace_file_at_scale(capsys: pytest.CaptureFixture[str], policy: str, 
         ((*SHORT, "--plot", "/no/such/run.png"), 2, "no such folder: /no/such"),
         (("--trace", "constant", "--rate", "0"), 2, "rate must be above 0"),
         (("--trace", "constant", "--duration", "nan"), 2, "duration_s must be above 0"),
-        (("--trace", "constant", "--prompt-tokens", "0"), 2, "prompt_tokens must be above 0"),
+        ((*SHORT, "--prompt-tokens", "0"), 2, "prompt_tokens must be above 0"),
     ],
 )
 def test_wrong_inputs(
     capsys: pytest.CaptureFixture[str], policy: str, arguments: tuple[str, ...], code: int, part: str
 ) -> None:
-    given = [*arguments] if "--policy" in arguments or part == "'--policy'" else [*arguments, "--policy", policy]
+    given = (
+        [*arguments] if "--policy" in arguments or part == "'--policy'" else [*arguments, "--policy", policy]
+    )
     assert main(["simulate", *given]) == code
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -28,9 +28,9 @@ def test_the_example_is_valid() -> None:
     assert load_policy(Path(__file__).parents[2] / "compose" / "policy.yaml").prefill.kind == "slo"
 
 
-def test_slo_grows_in_one_go_and_keeps_replicas_for_two_cold_starts() -> None:
+def test_slo_grows_in_one_go_and_keeps_replicas_for_half_a_cold_start() -> None:
     pool = parse_policy(GOOD).prefill
-    assert pool.limits(90.0).down.window_s == 180
+    assert pool.limits(90.0).down.window_s == 45
     assert pool.limits(90.0).up.policies[0].value >= pool.max_replicas
     given = parse_policy(
         {**GOOD, "prefill": {"target_ms": 1, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 7}}}}

@@ -89,7 +89,7 @@ def test_a_full_decode_pool_holds_prefill_back() -> None:
 
 
 def test_the_last_sequence_gives_way_when_the_pool_is_full() -> None:
-    """Two sequences of 100 tokens in 240: after 19 more tokens each the second is preempted, and waits for the first."""
+    """Two sequences of 100 tokens in 240: after 19 more each the second is preempted, and waits for the first."""
     engine = replace(PLAIN, prefill_token_s=1e-3, sequence_s=0.0, step_s=0.1, kv_capacity_tokens=240)
     outcome = run(trace_of((0, 100, 61), (0, 100, 61)), engine)
     first, second = outcome.jobs
