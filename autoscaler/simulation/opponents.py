@@ -90,9 +90,7 @@ def token_backlog(slo: Slo, engine: EngineModel, bounds: Mapping[PoolName, Bound
     peak = engine.max_step_tokens / engine.prompt_s(engine.max_step_tokens)
 
     def prefill(snapshot: Snapshot, ready: int) -> int | None:
-        requests = sum(bucket.requests for bucket in snapshot.arrivals)
-        tokens = sum(bucket.uncached_tokens for bucket in snapshot.arrivals)
-        prompt_s = tokens / requests / peak if requests else 0.0
+        prompt_s = _mean_prompt(snapshot) / peak
         threshold_s = max(0.05 * slo.ttft_s, LLM_D_TAIL_SHARE * (slo.ttft_s - prompt_s))
         value = snapshot.prefill.backlog_tokens / peak / max(1, ready)
         return hpa_formula(ready, value, threshold_s)
@@ -121,7 +119,8 @@ def dynamo_thresholds(engine: EngineModel, bounds: Mapping[PoolName, Bounds]) ->
             share * prefill.backlog_tokens * prefill.waiting_requests / max(1.0, _loads(prefill.replicas))
             for share in _shares(prefill.replicas)
         ]
-        kv = [share * decode.context_tokens for share in _shares(decode.replicas)]
+        held = decode.context_tokens + decode.waiting_reservations * _mean_prompt(snapshot)
+        kv = [share * held for share in _shares(decode.replicas)]
         ratios = {
             "prefill": [tokens / engine.context_tokens for tokens in queued],
             "decode": [tokens / engine.kv_capacity_tokens for tokens in kv],
@@ -194,6 +193,12 @@ def _by_hpa(formulas: Mapping[PoolName, Wanted], bounds: Mapping[PoolName, Bound
 def _count(replicas: Sequence[Replica]) -> tuple[int, int]:
     ready = sum(replica.state is ReplicaState.READY for replica in replicas)
     return ready, sum(replica.state is ReplicaState.STARTING for replica in replicas)
+
+
+def _mean_prompt(snapshot: Snapshot) -> float:
+    """Uncached tokens of a request, on average."""
+    requests = sum(bucket.requests for bucket in snapshot.arrivals)
+    return sum(bucket.uncached_tokens for bucket in snapshot.arrivals) / requests if requests else 0.0
 
 
 def _loads(replicas: Sequence[Replica]) -> float:

@@ -41,7 +41,7 @@ def snapshot(prefill: int = 4, decode: int = 4, starting: int = 0, **changed: ob
     prefill_changes = {
         k: v for k, v in changed.items() if k in ("backlog_tokens", "ttft", "waiting_requests")
     }
-    decode_changes = {k: v for k, v in changed.items() if k in ("context_tokens", "tpot")}
+    decode_changes = {k: v for k, v in changed.items() if k in ("context_tokens", "tpot", "waiting_reservations")}
     return Snapshot(
         now_s=100.0,
         prefill=replace(PrefillSignals(replicas("p", prefill, starting)), **prefill_changes),  # type: ignore[arg-type]
@@ -107,6 +107,8 @@ def test_dynamo_thresholds() -> None:
     assert desired(
         decide, snapshot(context_tokens=half, backlog_tokens=ENGINE.context_tokens, waiting_requests=4)
     ) == (4, 4)
+    queued = 4 * ENGINE.kv_capacity_tokens * 0.3 / 1000  # each with a prompt of 1,000 tokens
+    assert desired(decide, snapshot(context_tokens=half, waiting_reservations=int(queued))) == (3, 5)
     assert desired(decide, snapshot()) == (3, 3)
     assert desired(decide, snapshot(starting=1, **waiting)) == (5, 3)  # a change is on its way
     assert desired(decide, snapshot(prefill=1, decode=1)) == (1, 1)
