@@ -30,7 +30,7 @@ demo: setup model ## One prefill and one decode worker, one streamed answer, cle
 	$(BIN)/python -m dev.demo
 
 test: setup model ## All tests that need neither Docker nor a GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)
 	$(BIN)/python -m dev.e2e_docker $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))

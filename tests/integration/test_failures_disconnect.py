@@ -142,7 +142,12 @@ async def test_while_waiting_to_decode(log_dir: Path) -> None:
     async with _faulty(log_dir, faults) as (cluster, client):
         reading = Reading(client, tokens(200, 1), max_tokens=50)
         await reading.got(1)
-        await until(cluster, lambda info: not worker(info, "prefill-0").open_rpcs, "prefill is over")
+        later = (await client.server_info()).uptime_seconds + 0.3  # reports may be of before the request
+        await until(
+            cluster,
+            lambda info: info.uptime_seconds > later and not worker(info, "prefill-0").open_rpcs,
+            "prefill is over",
+        )
         await reading.leave()
         left_s = time.monotonic()
         await until(cluster, lambda info: worker(info, "decode-0").free_blocks == 40, "blocks are free")
