@@ -41,7 +41,9 @@ def snapshot(prefill: int = 4, decode: int = 4, starting: int = 0, **changed: ob
     prefill_changes = {
         k: v for k, v in changed.items() if k in ("backlog_tokens", "ttft", "waiting_requests")
     }
-    decode_changes = {k: v for k, v in changed.items() if k in ("context_tokens", "tpot", "waiting_reservations")}
+    decode_changes = {
+        k: v for k, v in changed.items() if k in ("context_tokens", "tpot", "waiting_reservations")
+    }
     return Snapshot(
         now_s=100.0,
         prefill=replace(PrefillSignals(replicas("p", prefill, starting)), **prefill_changes),  # type: ignore[arg-type]
