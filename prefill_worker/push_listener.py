@@ -138,7 +138,7 @@ class PushListener(RoleListener):
                 prefill.cached_tokens = progress.cached_tokens
         for output in result.outputs:
             self._on_output(core, output, now)
-        if self._events:
+        if self._events and result.progress and self._pusher.active:
             self._flush()
             # Where a write is a copy by this thread, the token would wait for its end on the one core of both.
             time.sleep(TOKEN_FIRST_S)
