@@ -96,6 +96,7 @@ class Attempt:
             sampling=self._generation.sampling,
             stop=self._generation.stop,
             priority=self._generation.priority,
+            cache_salt=self._generation.caller.cache_salt,
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
         )
@@ -141,6 +142,7 @@ class Attempt:
             stop=self._generation.stop,
             ticket=self._ticket,
             priority=self._generation.priority,
+            cache_salt=self._generation.caller.cache_salt,
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._inbox))

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from coordinator.background import Background
+from coordinator.credentials import credential_of
+from coordinator.front_door import FrontDoor, require_admin
 from coordinator.pools import PoolSnapshot, Worker
-from coordinator.prompt import PromptTokenizers
-from coordinator.registry import Registry
-from coordinator.request_flow import RETRY_AFTER_S, RequestFlow
-from coordinator.signal_book import SignalBook
 from splitserve import __version__
-from splitserve.errors import ResourceExhaustedError, UnavailableError
 from splitserve.v1 import inference_pb2, registry_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
@@ -26,109 +18,38 @@ if TYPE_CHECKING:
 
 
 class InferenceService(InferenceServiceServicer):
-    """Admits generations up to a number and hands them to the request flow."""
+    """splitserve's own gRPC service, on top of the front door."""
 
-    def __init__(
-        self,
-        flow: RequestFlow,
-        registry: Registry,
-        tokenizers: PromptTokenizers,
-        background: Background,
-        book: SignalBook,
-        max_running_requests: int,
-    ) -> None:
-        self._running: set[asyncio.Timeout] = set()
-        self.draining = False
-        self.idle = asyncio.Event()
-        """Set while no generation runs."""
-        self.idle.set()
-        self._flow = flow
-        self._registry = registry
-        self._tokenizers = tokenizers
-        self._background = background
-        self._book = book
-        self._max_running_requests = max_running_requests
-        self._started_s = time.monotonic()
-
-    @property
-    def running(self) -> int:
-        """Generations in progress."""
-        return len(self._running)
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
 
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         """See InferenceService.Generate in the proto."""
-        async with self._admitted(request.model):
-            await self._flow.generate(request, context.write, context.time_remaining())
-
-    def cut_off(self) -> None:
-        """Ends what still runs, with UNAVAILABLE (DRAINING); nothing new is admitted."""
-        self.draining = True
-        now = asyncio.get_running_loop().time()
-        for running in self._running:
-            running.reschedule(now)
+        caller = self._door.authenticator.caller(credential_of(context))
+        await self._door.generate(request, caller, context.write, context.time_remaining())
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Any
     ) -> inference_pb2.GetServerInfoResponse:
         """See InferenceService.GetServerInfo in the proto."""
-        snapshot = self._registry.snapshot()
+        require_admin(self._door.authenticator.caller(credential_of(context)))
+        snapshot = self._door.snapshot()
         return inference_pb2.GetServerInfoResponse(
             version=__version__,
             workers=[_worker_info(worker, snapshot) for worker in snapshot.workers],
-            uptime_seconds=time.monotonic() - self._started_s,
-            running_requests=self.running,
-            background_tasks=self._background.count,
+            uptime_seconds=self._door.uptime_s,
+            running_requests=self._door.running,
+            background_tasks=self._door.background_tasks,
         )
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         """See InferenceService.ListModels in the proto."""
-        snapshot = self._registry.snapshot()
-        response = inference_pb2.ListModelsResponse()
-        for name, model in sorted(self._registry.known_models().items()):
-            tokenizer = await self._tokenizers.tokenizer(model.tokenizer_source)
-            response.models.add(
-                name=name,
-                context_tokens=model.context_tokens,
-                vocabulary_size=model.vocabulary_size,
-                has_chat_template=tokenizer.has_chat_template,
-                ready=any(snapshot.is_ready(w) for w in snapshot.accepting(name, "prefill")),
-            )
-        return response
-
-    @asynccontextmanager
-    async def _admitted(self, model: str) -> AsyncIterator[None]:
-        if self.draining:
-            raise _shutting_down()
-        if self.running >= self._max_running_requests:
-            self._book.turned_away(model)
-            raise ResourceExhaustedError(
-                f"{self.running} generations are running, which is the limit",
-                reason="TOO_MANY_REQUESTS",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        # A timeout without a time, which `cut_off` can set.
-        running = asyncio.timeout(None)
-        self._running.add(running)
-        self.idle.clear()
-        try:
-            async with running:
-                yield
-        except TimeoutError:
-            if not running.expired():
-                raise
-            raise _shutting_down() from None
-        finally:
-            self._running.discard(running)
-            if not self._running:
-                self.idle.set()
-
-
-def _shutting_down() -> UnavailableError:
-    return UnavailableError("the coordinator is shutting down", reason="DRAINING")
+        caller = self._door.authenticator.caller(credential_of(context))
+        return inference_pb2.ListModelsResponse(models=await self._door.models(caller))
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:

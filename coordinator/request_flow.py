@@ -7,13 +7,15 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from coordinator.answer import Answer
 from coordinator.attempt import Attempt, is_retryable
 from coordinator.background import Background
+from coordinator.caller import Caller
+from coordinator.gates import Gate, Passage, passed
 from coordinator.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, local_prefill_tokens
 from coordinator.pools import Model
 from coordinator.prompt import PromptTokenizers
@@ -58,6 +60,7 @@ class RequestFlow:
         tokenizers: PromptTokenizers,
         background: Background,
         book: SignalBook,
+        gates: Sequence[Gate] = (),
     ) -> None:
         self._config = config
         self._registry = registry
@@ -68,24 +71,27 @@ class RequestFlow:
         self._turns = itertools.count()
         self._meter = HandoffMeter()
         self._book = book
+        self._gates = gates
 
     async def generate(
-        self, request: inference_pb2.GenerateRequest, send: Send, call_left_s: float | None = None
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        send: Send,
+        call_left_s: float | None = None,
     ) -> None:
-        """Serves one request to its end; `send` is awaited for each message of the answer's stream.
-
-        `call_left_s` is what the client's own deadline leaves. Raises SplitserveError; cancelling this
-        cancels the request at both workers.
-        """
+        """See `FrontDoor.generate`."""
         received_s = time.monotonic()
         request_id = request.request_id or uuid.uuid4().hex
         with request_context(request_id), RequestRecord(self._book, received_s) as record:
             try:
                 left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
                 async with asyncio.timeout(left_s) as timer:
-                    generation = await self._receive(request, request_id, received_s, received_s + left_s)
+                    deadline_s = received_s + left_s
+                    generation = await self._receive(request, caller, request_id, received_s, deadline_s)
                     record.arrived(generation)
-                    await self._serve(generation, send, record)
+                    async with passed(self._gates, generation) as passages:
+                        await self._serve(generation, send, record, passages)
             except TimeoutError:
                 if not timer.expired():
                     raise
@@ -98,7 +104,9 @@ class RequestFlow:
                 log_event("request.cancelled")
                 raise
 
-    async def _serve(self, generation: Generation, send: Send, record: RequestRecord) -> None:
+    async def _serve(
+        self, generation: Generation, send: Send, record: RequestRecord, passages: Sequence[Passage]
+    ) -> None:
         answer = Answer(generation)
         while not answer.finished:
             attempt = await self._next_attempt(answer, record)  # a complete pair, or UNAVAILABLE
@@ -108,6 +116,8 @@ class RequestFlow:
                 while (delta := await attempt.next_delta()) is not None:
                     answer.append(delta, time.monotonic())  # first token from prefill, the rest from decode
                     record.sent(answer)
+                    for passage in passages:
+                        passage.sent(len(delta.token_ids))
                     await send(inference_pb2.GenerateResponse(delta=delta))
                 await attempt.settle()
             except SplitserveError as error:
@@ -121,7 +131,12 @@ class RequestFlow:
         _log_completed(answer)
 
     async def _receive(
-        self, request: inference_pb2.GenerateRequest, request_id: str, received_s: float, deadline_s: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        request_id: str,
+        received_s: float,
+        deadline_s: float,
     ) -> Generation:
         """Checks and tokenizes."""
         model = await self._find_model(request.model)
@@ -137,6 +152,8 @@ class RequestFlow:
             priority=request.priority,
             deadline_s=deadline_s,
             received_s=received_s,
+            caller=caller,
+            session_id=request.session_id,
         )
 
     async def _find_model(self, name: str) -> Model:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from coordinator.caller import ANYONE, Caller
 from coordinator.pools import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.generation_checks import between, check_sampling, check_stop, fail, require
@@ -36,6 +37,9 @@ class Generation:
     """On the coordinator's monotonic clock."""
     received_s: float
     """When the coordinator got it, on the same clock."""
+    caller: Caller = ANYONE
+    session_id: str = ""
+    """Requests of one session belong together; empty: none."""
 
     @property
     def max_tokens(self) -> int:
@@ -64,6 +68,12 @@ def check_request(request: inference_pb2.GenerateRequest, model: Model) -> None:
         require(
             REQUEST_ID.match(request.request_id) is not None,
             "request_id",
+            "at most 128 characters of [A-Za-z0-9._-]",
+        )
+    if request.session_id:
+        require(
+            REQUEST_ID.match(request.session_id) is not None,
+            "session_id",
             "at most 128 characters of [A-Za-z0-9._-]",
         )
     between("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)

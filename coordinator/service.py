@@ -11,8 +11,10 @@ from contextlib import asynccontextmanager, suppress
 from prometheus_client.core import Metric
 
 from coordinator.background import Background
+from coordinator.caller import OpenDoor
 from coordinator.coordinator_metrics import coordinator_metrics
 from coordinator.ended_workers import EndedWorkers
+from coordinator.front_door import FrontDoor
 from coordinator.inference_service import InferenceService
 from coordinator.prompt import PromptTokenizers
 from coordinator.registry import Registry
@@ -68,11 +70,17 @@ class Coordinator:
             self.background,
             self.book,
         )
-        self.inference = InferenceService(
-            flow, self.registry, self.tokenizers, self.background, self.book, config.max_running_requests
+        self.door = FrontDoor(
+            flow,
+            self.registry,
+            self.tokenizers,
+            self.background,
+            self.book,
+            OpenDoor(),
+            config.max_running_requests,
         )
         self.server: RpcServer = make_server(max_message_bytes=config.max_message_bytes)
-        add_InferenceServiceServicer_to_server(self.inference, self.server.grpc_server)
+        add_InferenceServiceServicer_to_server(InferenceService(self.door), self.server.grpc_server)
         members = RegistryService(self.registry, self.coordinator_id, self.tokenizers.tokenizer)
         add_RegistryServiceServicer_to_server(members, self.server.grpc_server)
         self.scaling = ScalingService(self.registry, self.book, self.coordinator_id)
@@ -86,21 +94,21 @@ class Coordinator:
 
     def metrics(self) -> list[Metric]:
         """What the Prometheus endpoint shows, at this moment."""
-        return coordinator_metrics(self.registry.snapshot(), self.inference.running, self.book.models())
+        return coordinator_metrics(self.registry.snapshot(), self.door.running, self.book.models())
 
     async def drain(self) -> None:
         """Refuses new generations and waits up to `drain_s` for the running ones.
 
         Workers stay connected meanwhile, so that what runs can still go on elsewhere.
         """
-        log_event("coordinator.draining", running_requests=self.inference.running)
-        self.inference.draining = True
+        log_event("coordinator.draining", running_requests=self.door.running)
+        self.door.draining = True
         await self.server.set_serving(False)
         await self._idle(self.config.drain_s)
 
     async def close(self) -> None:
         """Ends what still runs, lets its clean-up reach the workers, stops the server. Idempotent."""
-        self.inference.cut_off()
+        self.door.cut_off()
         await self._idle(CLEANUP_GRACE_S)
         # Before the server: stopping it breaks the report streams, and with them the links.
         await self.background.close(CLEANUP_GRACE_S)
@@ -109,7 +117,7 @@ class Coordinator:
     async def _idle(self, wait_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                await self.inference.idle.wait()
+                await self.door.idle.wait()
 
 
 @asynccontextmanager

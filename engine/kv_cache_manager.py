@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from engine.block_pool import BlockPool
-from engine.prefix_hash import extend_block_hashes
 from engine.sequence import Sequence
+from splitserve.block_hashes import extend_block_hashes
 
 
 class KVCacheManager:

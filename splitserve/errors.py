@@ -48,6 +48,20 @@ class NotFoundError(SplitserveError):
     default_reason = "NOT_FOUND"
 
 
+class UnauthenticatedError(SplitserveError):
+    """No credential, or one that is not known."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+    default_reason = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(SplitserveError):
+    """The caller is known and may not do this."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+    default_reason = "PERMISSION_DENIED"
+
+
 class ResourceExhaustedError(SplitserveError):
     """No room now (with a retry hint) or ever (without one)."""
 

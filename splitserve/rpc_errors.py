@@ -20,8 +20,10 @@ from splitserve.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     ResourceExhaustedError,
     SplitserveError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from splitserve.logs import log_exception
@@ -37,6 +39,8 @@ _KINDS: dict[grpc.StatusCode, type[SplitserveError]] = {
     for kind in (
         InvalidArgumentError,
         NotFoundError,
+        UnauthenticatedError,
+        PermissionDeniedError,
         ResourceExhaustedError,
         FailedPreconditionError,
         UnavailableError,

@@ -183,6 +183,7 @@ class ReportRequest(_message.Message):
     CONNECTED_AGENT_IDS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    CACHE_EVENTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id, as registered. Required."""
     epoch: _builtins.int
@@ -201,6 +202,10 @@ class ReportRequest(_message.Message):
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneReport]:
         """Lanes to peers, as measured at first contact (prefill workers only). At most one a peer."""
 
+    @_builtins.property
+    def cache_events(self) -> Global___CacheEvents:
+        """What has changed in this worker's prefix cache since the report before. Not set: nothing."""
+
     def __init__(
         self,
         *,
@@ -210,14 +215,53 @@ class ReportRequest(_message.Message):
         connected_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
         draining: _builtins.bool = ...,
         lanes: _abc.Iterable[Global___LaneReport] | None = ...,
+        cache_events: Global___CacheEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class CacheEvents(_message.Message):
+    """Changes of a prefix cache, in order: first `cleared`, then `removed`, then `stored`. Names are the first 8 bytes of
+    the blocks' chained hashes; see `splitserve.block_hashes`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Grows by one with each message of one Report stream, from 1. A gap means that something was lost: the coordinator
+    forgets this worker's blocks and answers with `resync_cache`.
+    """
+    cleared: _builtins.bool
+    """Forget everything known of this worker's cache."""
+    removed: _builtins.bytes
+    """Names of blocks that are gone, 8 bytes each, one after the other."""
+    stored: _builtins.bytes
+    """Names of blocks that are cached now, 8 bytes each, one after the other. At most 2^17 a message."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        cleared: _builtins.bool = ...,
+        removed: _builtins.bytes = ...,
+        stored: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
 
 @_typing.final
 class LaneReport(_message.Message):
@@ -387,6 +431,9 @@ class ReportResponse(_message.Message):
 
     PEERS_FIELD_NUMBER: _builtins.int
     ENDED_AGENT_IDS_FIELD_NUMBER: _builtins.int
+    RESYNC_CACHE_FIELD_NUMBER: _builtins.int
+    resync_cache: _builtins.bool
+    """Send the whole prefix cache anew: `cleared`, then everything as `stored`, over as many reports as it takes."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.TransferEndpoint]:
         """KV pools of the decode workers that a prefill worker should connect to; the whole list each time it changes."""
@@ -402,10 +449,11 @@ class ReportResponse(_message.Message):
         *,
         peers: _abc.Iterable[_kv_transfer_pb2.TransferEndpoint] | None = ...,
         ended_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
+        resync_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "peers", b"peers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "peers", b"peers", "resync_cache", b"resync_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -142,7 +142,7 @@ async def fake_cluster(prefill: int = 1, decode: int = 1, **config: Any) -> Asyn
                 await cluster.add_prefill(f"p{number}")
             await cluster.all_ready()
             yield cluster
-            await settled(lambda: coordinator.inference.running == 0 and coordinator.background.count == 0)
+            await settled(lambda: coordinator.door.running == 0 and coordinator.background.count == 0)
             await settled(lambda: all(worker.open_rpcs.count == 0 for worker in cluster.workers))
         finally:
             for worker in cluster.workers:

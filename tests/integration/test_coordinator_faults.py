@@ -172,7 +172,7 @@ async def test_a_client_that_stops_reading_is_ended_by_its_deadline() -> None:
         request = ask(60, timeout={"nanos": 500_000_000})
         slow, late = client.Generate(request, timeout=20), Collected()
         late.add(await slow.read())
-        await settled(lambda: cluster.coordinator.inference.running == 0)
+        await settled(lambda: cluster.coordinator.door.running == 0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await finish(slow, late)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

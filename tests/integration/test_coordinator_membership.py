@@ -49,7 +49,7 @@ async def test_a_missing_pool_is_named_quickly(prefill: int, decode: int, named:
 async def test_a_request_waits_for_a_pool_that_comes_in_time() -> None:
     async with fake_cluster(decode=0, no_worker_wait_s=10.0) as cluster:
         reading = asyncio.create_task(cluster.answer(ask(4)))
-        await settled(lambda: cluster.coordinator.inference.running == 1)
+        await settled(lambda: cluster.coordinator.door.running == 1)
         await cluster.add_decode("late")
         assert (await reading).token_ids == expected(4)
 
@@ -110,7 +110,7 @@ async def test_a_drain_finishes_what_runs_and_refuses_the_rest() -> None:
         call, answer = cluster.call(ask(8)), Collected()
         await read(call, answer, 3)
         draining = asyncio.create_task(cluster.coordinator.drain())
-        await settled(lambda: cluster.coordinator.inference.draining)
+        await settled(lambda: cluster.coordinator.door.draining)
         error = await cluster.error(ask(3))
         assert error.reason == "DRAINING"
         assert not draining.done()

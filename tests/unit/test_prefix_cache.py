@@ -9,9 +9,9 @@ import pytest
 
 from engine.block_pool import BlockPool
 from engine.kv_cache_manager import KVCacheManager
-from engine.prefix_hash import block_hash, extend_block_hashes
 from engine.sequence import Sequence
 from engine.types import EngineRequest, SamplingParams, StopParams
+from splitserve.block_hashes import block_hash, extend_block_hashes
 
 
 def make_sequence(tokens: list[int], salt: bytes = b"") -> Sequence:

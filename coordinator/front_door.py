@@ -1,0 +1,141 @@
+"""Where every face (gRPC, KServe, OpenAI over HTTP) hands in requests: one count, one drain, one set of models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from coordinator.background import Background
+from coordinator.caller import Authenticator, Caller
+from coordinator.pools import PoolSnapshot
+from coordinator.prompt import PromptTokenizers
+from coordinator.registry import Registry
+from coordinator.request_flow import RETRY_AFTER_S, RequestFlow, Send
+from coordinator.signal_book import SignalBook
+from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnavailableError
+from splitserve.v1 import inference_pb2
+
+
+class FrontDoor:
+    """Admits generations up to a number and hands them to the request flow."""
+
+    def __init__(
+        self,
+        flow: RequestFlow,
+        registry: Registry,
+        tokenizers: PromptTokenizers,
+        background: Background,
+        book: SignalBook,
+        authenticator: Authenticator,
+        max_running_requests: int,
+    ) -> None:
+        self.authenticator = authenticator
+        self.draining = False
+        self.idle = asyncio.Event()
+        """Set while no generation runs."""
+        self.idle.set()
+        self._running: set[asyncio.Timeout] = set()
+        self._flow = flow
+        self._registry = registry
+        self._tokenizers = tokenizers
+        self._background = background
+        self._book = book
+        self._max_running_requests = max_running_requests
+        self._started_s = time.monotonic()
+
+    @property
+    def running(self) -> int:
+        """Generations in progress."""
+        return len(self._running)
+
+    @property
+    def background_tasks(self) -> int:
+        """Clean-ups of ended generations still under way."""
+        return self._background.count
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_s
+
+    async def generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        send: Send,
+        call_left_s: float | None = None,
+    ) -> None:
+        """Serves one request to its end: `send` is awaited for each message, the one with `done` set is the last.
+
+        `call_left_s` is what the client's own deadline leaves. Raises SplitserveError; cancelling this cancels the
+        request at both workers.
+        """
+        async with self._admitted(request.model):
+            await self._flow.generate(request, caller, send, call_left_s)
+
+    def cut_off(self) -> None:
+        """Ends what still runs, with UNAVAILABLE (DRAINING); nothing new is admitted."""
+        self.draining = True
+        now = asyncio.get_running_loop().time()
+        for running in self._running:
+            running.reschedule(now)
+
+    def snapshot(self) -> PoolSnapshot:
+        """The workers as they are now."""
+        return self._registry.snapshot()
+
+    async def models(self, caller: Caller) -> list[inference_pb2.ModelInfo]:
+        """What the caller can name as a model, in order of the names."""
+        snapshot = self._registry.snapshot()
+        found = []
+        for name, model in sorted(self._registry.known_models().items()):
+            tokenizer = await self._tokenizers.tokenizer(model.tokenizer_source)
+            found.append(
+                inference_pb2.ModelInfo(
+                    name=name,
+                    context_tokens=model.context_tokens,
+                    vocabulary_size=model.vocabulary_size,
+                    has_chat_template=tokenizer.has_chat_template,
+                    ready=any(snapshot.is_ready(w) for w in snapshot.accepting(name, "prefill")),
+                )
+            )
+        return found
+
+    @asynccontextmanager
+    async def _admitted(self, model: str) -> AsyncIterator[None]:
+        if self.draining:
+            raise _shutting_down()
+        if self.running >= self._max_running_requests:
+            self._book.turned_away(model)
+            raise ResourceExhaustedError(
+                f"{self.running} generations are running, which is the limit",
+                reason="TOO_MANY_REQUESTS",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        # A timeout without a time, which `cut_off` can set.
+        running = asyncio.timeout(None)
+        self._running.add(running)
+        self.idle.clear()
+        try:
+            async with running:
+                yield
+        except TimeoutError:
+            if not running.expired():
+                raise
+            raise _shutting_down() from None
+        finally:
+            self._running.discard(running)
+            if not self._running:
+                self.idle.set()
+
+
+def require_admin(caller: Caller) -> None:
+    """Raises PermissionDeniedError unless the caller may see and change the cluster."""
+    if not caller.is_admin:
+        raise PermissionDeniedError("this needs an admin key", reason="ADMIN_ONLY")
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the coordinator is shutting down", reason="DRAINING")
