@@ -33,22 +33,21 @@ import json
 import random
 import shlex
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
 
+from bench.asking import Answered, ask, random_prompt
 from bench.cluster import Fronts, pin, running_cluster
-from bench.handoff_rows import Answered, Handoff, Row, Samples, make_row
+from bench.handoff_rows import Handoff, Row, Samples, make_row
 from bench.machine import report, this_machine
 from bench.quiet import OtherLoad
 from bench.raw_write import RawLane, raw_lane
 from engine.build import SIMULATED
 from splitserve.child_process import Event
-from splitserve.client import AsyncClient, Delta
+from splitserve.client import AsyncClient
 from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig
 from splitserve.core_layout import available_cores
 from splitserve.errors import DeadlineExceededError
@@ -65,7 +64,6 @@ MAX_OTHER_LOAD = 0.05
 """Share of the machine that others may use during a turn that counts."""
 HOPES = 2
 """Disturbed turns left out for each one wanted; then they count, too."""
-LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
 WARM_UP_TOKENS = 64
 
 
@@ -114,7 +112,6 @@ class Bench:
         self._pids = fronts.pids["prefill-0"], fronts.pids["decode-0"]
         self._log, self._lane, self._vocabulary = log, lane, vocabulary
         self._random = random.Random(0)
-        self._asked = 0
         self._load, self._max_other_load, self._hopes = OtherLoad(), max_other_load, HOPES
 
     async def measure(self, length: int, repeats: int) -> Samples:
@@ -155,24 +152,7 @@ class Bench:
         pin(other, more[0] if more else first)
 
     async def _ask(self, client: AsyncClient, length: int) -> Answered:
-        self._asked += 1
-        request_id = f"bench-{self._asked}"
-        highest = min(HIGHEST_TOKEN, self._vocabulary - 1)
-        lowest = min(LOWEST_TOKEN, highest // 2)
-        prompt = [self._random.randint(lowest, highest) for _ in range(length)]
-        token_s: list[float] = []
-        compute_s = 0.0
-        began = time.monotonic()
-        stream = client.stream(
-            prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True, request_id=request_id
-        )
-        async with aclosing(stream) as items:
-            async for item in items:
-                if isinstance(item, Delta):
-                    token_s += [time.monotonic() - began] * len(item.token_ids)
-                else:
-                    compute_s = item.timings.prefill_ms / 1e3
-        return Answered(request_id, tuple(token_s), compute_s)
+        return await ask(client, random_prompt(self._random, length, self._vocabulary), MAX_TOKENS)
 
 
 async def run(

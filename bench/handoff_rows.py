@@ -9,33 +9,7 @@ from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Answered:
-    """One answer as its client saw it. Times in seconds, on one clock.
-
-    `token_s` has the arrival of each token, counted from the request; tokens that came in one message share it.
-    """
-
-    request_id: str
-    token_s: tuple[float, ...]
-    compute_s: float = 0.0
-    """Of the prompt, as its worker measured it."""
-
-    @property
-    def around_s(self) -> float:
-        """TTFT without the computation of the prompt."""
-        return self.token_s[0] - self.compute_s
-
-    @property
-    def second_token_gap_s(self) -> float:
-        """Between the first and the second token."""
-        return self.token_s[1] - self.token_s[0]
-
-    @property
-    def steps_s(self) -> list[float]:
-        """Between the later tokens, two neighbours each."""
-        return list(np.diff(self.token_s[1:]))
+from bench.asking import Answered
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,25 @@
 """The simulator beside the real thing: `python -m bench.simulated_vs_real --trace FILE`.
 
-Starts one prefill and one decode worker with real weights, measures what a prompt and a decode step take there, and
-makes an `EngineModel` of it. Then it plays the same slice of a trace twice: against the workers, and in
-`splitserve simulate`'s simulator with that model. Arrivals are stretched to `--utilization` of the prefill worker, and
-lengths cut to `--max-prompt` and `--max-output`, so that a slice takes minutes; both play the very same requests.
+Starts one prefill and one decode worker with real weights and plays two slices of a trace against them, one after the
+other. An `EngineModel` is fitted to what the first slice's requests took; then the second slice, which the fit has not
+seen, is played in `splitserve simulate`'s simulator with that model, and both are compared.
 
-Prompts are random tokens, so that no cache hits. Real TTFT and TPOT are taken at the client, on the same machine.
+Arrivals are stretched to `--utilization` of the prefill worker, and lengths cut to `--max-prompt` and `--max-output`,
+so that a slice takes minutes. Prompts are random tokens, so that no cache hits. Real TTFT and TPOT are taken at the
+client, on the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import random
 import shlex
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,43 +27,23 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from autoscaler.plan import Memory, Plan, PoolPlan
 from autoscaler.simulation.engine_model import EngineModel
-from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.trace import Trace, TraceRequest
 from autoscaler.simulation.trace_files import load_trace
-from autoscaler.snapshot import Snapshot
+from bench.asking import Answered, ask, random_prompt
 from bench.cluster import running_cluster
+from bench.engine_fit import Latencies, fitted, simulate
 from bench.machine import report, this_machine
-from splitserve.client import AsyncClient, Delta
+from splitserve.client import AsyncClient
 from splitserve.config import ClusterConfig, CoordinatorConfig
 from splitserve.errors import SplitserveError
 
 FRONT = "split"
-PROMPTS = (16, 128, 256, 512, 768, 1024, 1536, 2000)
-BATCHES = ((1, 64), (1, 1024), (4, 64), (4, 512), (8, 64), (8, 256))
-"""(sequences, prompt tokens of each) whose decode steps are measured."""
-REPEATS = 3
-STEADY_TOKENS = 32
-LONG_TOKENS = 4000
-STEP_TOKENS = 512
-KV_BYTES_PER_TOKEN = 23_040
-LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
+RATE_PROMPT, RATE_REPEATS = 512, 5
+KNOWN = EngineModel(max_step_tokens=512, kv_bytes_per_token=23_040)
+"""What the workers' settings and the model say."""
 PERCENTILES = (50, 95)
 SEED = 0
-
-
-@dataclass(frozen=True)
-class Answered:
-    """One answer. Seconds since it was asked for; `compute_s` is the worker's word."""
-
-    token_s: tuple[float, ...]
-    compute_s: float
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean time between its tokens."""
-        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
 
 
 class Asker:
@@ -74,87 +54,33 @@ class Asker:
 
     async def ask(self, prompt_tokens: int, output_tokens: int) -> Answered:
         """One greedy answer of exactly so many tokens."""
-        prompt = [self._random.randint(LOWEST_TOKEN, HIGHEST_TOKEN) for _ in range(prompt_tokens)]
-        began, token_s, compute_s = time.monotonic(), list[float](), 0.0
-        stream = self._client.stream(prompt, max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
-        async with aclosing(stream) as items:
-            async for item in items:
-                if isinstance(item, Delta):
-                    token_s += [time.monotonic() - began] * len(item.token_ids)
-                else:
-                    compute_s = item.timings.prefill_ms / 1e3
-        return Answered(tuple(token_s), compute_s)
+        return await ask(self._client, random_prompt(self._random, prompt_tokens), output_tokens)
 
 
-async def calibrated(asker: Asker) -> EngineModel:
-    """The workers as an engine model: least squares over decode steps, then over prompts."""
-    rows, steps = [], []
-    for sequences, prompt in BATCHES:
-        output = STEADY_TOKENS + 16 * sequences
-        answers = await asyncio.gather(*(asker.ask(prompt, output) for _ in range(sequences)))
-        # Prompts come one after the other; while all decode, the last one's last tokens are a step apart.
-        last = max(answers, key=lambda answer: answer.token_s[0])
-        tail = last.token_s[1 : STEADY_TOKENS // 2]
-        steps.append(float(np.diff(tail).mean()))
-        rows.append((1.0, sequences, sequences * (prompt + output / 2)))
-    base_s, sequence_s, context_s = _fit(rows, steps)
-    prompts = []
-    async with beside(asker):
-        for length in PROMPTS:
-            answers = [await asker.ask(length, 2) for _ in range(REPEATS)]
-            prompts.append(median(answer.compute_s for answer in answers))
-    chunks = [-(-length // STEP_TOKENS) for length in PROMPTS]
-    rest = [seconds - count * base_s for seconds, count in zip(prompts, chunks, strict=True)]
-    token_s, token2_s = _fit([(length, length * length) for length in PROMPTS], rest)
-    return EngineModel(
-        prefill_token_s=token_s,
-        prefill_token2_s=token2_s,
-        step_s=base_s,
-        sequence_s=sequence_s,
-        context_token_s=context_s,
-        max_step_tokens=STEP_TOKENS,
-        kv_bytes_per_token=KV_BYTES_PER_TOKEN,
-    )
-
-
-@asynccontextmanager
-async def beside(asker: Asker) -> AsyncIterator[None]:
-    """Meanwhile the decode worker has work: where the two share memory and cores, prompts take longer then."""
-    tasks = [asyncio.create_task(asker.ask(64, LONG_TOKENS)) for _ in range(2)]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-
-
-def _fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Least squares of relative errors, no coefficient below zero."""
-    weights = 1 / np.asarray(values)
-    left = list(range(len(rows[0])))
-    while True:
-        matrix = np.asarray(rows, dtype=float)[:, left] * weights[:, None]
-        found = np.linalg.lstsq(matrix, np.ones(len(values)), rcond=None)[0]
-        if (found >= 0).all():
-            break
-        left = [column for column, value in zip(left, found, strict=True) if value >= 0]
-    return [float(found[left.index(c)]) if c in left else 0.0 for c in range(len(rows[0]))]
-
-
-def slice_of(trace: Trace, engine: EngineModel, options: argparse.Namespace) -> Trace:
-    """The trace's first requests, cut, and stretched to the utilization of one prefill worker."""
+def slices_of(trace: Trace, prefill_tokens_per_s: float, options: argparse.Namespace) -> tuple[Trace, Trace]:
+    """Two slices of the trace, one to fit and one to compare: cut, each stretched to the utilization of one worker."""
     cut = [
         (
             r.arrival_s,
             min(r.prompt_tokens, options.max_prompt),
             max(2, min(r.output_tokens, options.max_output)),
         )
-        for r in trace.requests[: options.requests]
+        for r in trace.requests[: 2 * options.requests]
     ]
-    work_s = sum(engine.prompt_s(prompt) for _, prompt, _ in cut)
-    stretch = work_s / options.utilization / max(cut[-1][0], 1e-9)
-    return Trace(f"{trace.name}, slice", [TraceRequest(at * stretch, *sizes) for at, *sizes in cut])
+    halves = []
+    for name, half in (("to fit", cut[: options.requests]), ("to compare", cut[options.requests :])):
+        first_s, last_s = half[0][0], half[-1][0]
+        work_s = sum(prompt for _, prompt, _ in half) / prefill_tokens_per_s
+        stretch = work_s / options.utilization / max(last_s - first_s, 1e-9)
+        requests = [TraceRequest((at - first_s) * stretch, *sizes) for at, *sizes in half]
+        halves.append(Trace(f"{trace.name}, {name}", requests))
+    return halves[0], halves[1]
+
+
+async def prefill_rate(asker: Asker) -> float:
+    """Prompt tokens a second of a prompt alone, the median of a few."""
+    rates = [RATE_PROMPT / (await asker.ask(RATE_PROMPT, 2)).token_s[0] for _ in range(RATE_REPEATS)]
+    return median(rates)
 
 
 async def play(asker: Asker, trace: Trace) -> list[Answered]:
@@ -168,17 +94,6 @@ async def play(asker: Asker, trace: Trace) -> list[Answered]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(request)) for request in trace.requests]
     return [task.result() for task in tasks]
-
-
-def simulate(trace: Trace, engine: EngineModel) -> tuple[list[float], list[float]]:
-    """TTFT and TPOT of every request in the simulator, one replica in each pool."""
-    scenario = Scenario(trace, engine=engine, initial={"prefill": 1, "decode": 1}, prefix_cache="off")
-
-    def decide(memory: Memory, _snapshot: Snapshot) -> tuple[Plan, Memory]:
-        return Plan(PoolPlan(1), PoolPlan(1)), memory
-
-    jobs = Simulation(scenario, decide).run().jobs
-    return [job.ttft_s or 0.0 for job in jobs], [job.tpot_s or 0.0 for job in jobs]
 
 
 def compared(real: Sequence[float], simulated: Sequence[float]) -> dict[str, dict[str, float]]:
@@ -202,18 +117,30 @@ async def run(options: argparse.Namespace, tell: Console) -> dict[str, Any]:
     async with running_cluster(config, coordinators, lambda _event: None) as fronts:
         asker = Asker(fronts.clients[FRONT])
         await asker.ask(64, 8)
-        engine = await calibrated(asker)
-        tell.print(engine)
-        played = slice_of(trace, engine, options)
-        tell.print(f"{len(played.requests)} requests in {played.duration_s:.0f} s")
-        real = await play(asker, played)
-    ttft_s, tpot_s = simulate(played, engine)
-    return {
-        "requests": len(played.requests),
-        "duration_s": round(played.duration_s, 1),
-        "ttft": compared([answer.token_s[0] for answer in real], ttft_s),
-        "tpot": compared([answer.tpot_s for answer in real], tpot_s),
+        halves = slices_of(trace, await prefill_rate(asker), options)
+        took = []
+        for half in halves:
+            tell.print(f"{half.name}: {len(half.requests)} requests in {half.duration_s:.0f} s")
+            answers = await play(asker, half)
+            took.append(([answer.token_s[0] for answer in answers], [answer.tpot_s for answer in answers]))
+    engine = fitted(halves[0], took[0], KNOWN)
+    tell.print(engine)
+    rows = [_row(half, real, simulate(half, engine)) for half, real in zip(halves, took, strict=True)]
+    return {"engine": dataclasses.asdict(engine), "rows": rows}
+
+
+def _row(trace: Trace, real: Latencies, said: Latencies) -> dict[str, Any]:
+    names = ("ttft", "tpot")
+    found: dict[str, Any] = {
+        "slice": trace.name,
+        "requests": len(trace.requests),
+        "duration_s": round(trace.duration_s, 1),
     }
+    found["requests_took"] = [
+        [request.arrival_s, request.prompt_tokens, request.output_tokens, ttft_s, tpot_s]
+        for request, ttft_s, tpot_s in zip(trace.requests, *real, strict=True)
+    ]
+    return found | {name: compared(was, is_) for name, was, is_ in zip(names, real, said, strict=True)}
 
 
 def main() -> int:

@@ -94,6 +94,12 @@ class Cluster:
 
     def arrive(self, job: Job, now_s: float) -> None:
         """A request comes in."""
+        if request_s := self._settings.engine.request_s:
+            self._agenda.at(now_s + request_s, lambda at_s: self._begin(job, at_s))
+        else:
+            self._begin(job, now_s)
+
+    def _begin(self, job: Job, now_s: float) -> None:
         if not self._route(job, now_s):
             self._unrouted.append(job)
             self._agenda.at(now_s + self._settings.no_worker_wait_s, lambda at_s: self._give_up(job, at_s))

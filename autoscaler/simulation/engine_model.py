@@ -19,7 +19,7 @@ class EngineModel:
     """One replica of either pool. Times in seconds, lengths in tokens.
 
     A step that computes prompt tokens from position s to e takes
-    `step_s + prefill_token_s * (e - s) + prefill_token2_s * (e^2 - s^2)`, summed over the step's chunks; a
+    `prefill_step_s + prefill_token_s * (e - s) + prefill_token2_s * (e^2 - s^2)`, summed over the step's chunks; a
     decode step of B sequences with C tokens of context together
     `step_s + sequence_s * B + context_token_s * C`.
     """
@@ -38,6 +38,10 @@ class EngineModel:
     """Of one prefill replica's lane, 10^9 bytes a second."""
     handoff_s: float = 2e-3
     """From the last byte's arrival to the first decode step: completion, admission."""
+    prefill_step_s: float | None = None
+    """What a step with prompt tokens takes besides them. Default: as a decode step, `step_s`."""
+    request_s: float = 0.0
+    """From a request's arrival until its prompt is queued: validation, tokenization, routing, reservation."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> EngineModel:
@@ -56,12 +60,17 @@ class EngineModel:
         )
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Compute time of a prompt's tokens from `start` to `end`, without the step's own `step_s`."""
+        """Compute time of a prompt's tokens from `start` to `end`, without what any step takes."""
         return self.prefill_token_s * (end - start) + self.prefill_token2_s * (end * end - start * start)
 
     def prompt_s(self, tokens: int) -> float:
         """Time of a whole prompt alone on a replica."""
-        return math.ceil(tokens / self.max_step_tokens) * self.step_s + self.prefill_s(0, tokens)
+        return math.ceil(tokens / self.max_step_tokens) * self.prefill_base_s + self.prefill_s(0, tokens)
+
+    @property
+    def prefill_base_s(self) -> float:
+        """What a step with prompt tokens takes besides them."""
+        return self.step_s if self.prefill_step_s is None else self.prefill_step_s
 
     def decode_step_s(self, sequences: float, context_tokens: float) -> float:
         """Duration of a decode step."""

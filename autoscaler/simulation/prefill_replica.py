@@ -77,7 +77,7 @@ class PrefillReplica(SimulatedReplica):
             tokens = _chunk(job.remaining, budget)
             given.append(tokens)
             budget -= tokens
-        duration_s = self._engine.step_s
+        duration_s = self._engine.prefill_base_s
         step = []
         for job, tokens in zip(self._running, given, strict=True):
             if budget:

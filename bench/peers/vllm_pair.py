@@ -30,9 +30,7 @@ import random
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -42,12 +40,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.asking import ask, random_prompt
 from bench.cluster import running_cluster
 from bench.machine import report, this_machine
 from bench.peers.vllm_client import Pair
 from bench.peers.vllm_server import Layout, RunningPair, running_pair
 from bench.quiet import OtherLoad
-from splitserve.client import AsyncClient, Delta
+from splitserve.client import AsyncClient
 from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig
 from splitserve.core_layout import available_cores
 from splitserve.models import resolve_model
@@ -62,7 +61,6 @@ WARM_UP_TURNS = 2
 SETTLE_S = 0.3
 """From the moment vLLM's processes go on until they are asked, and from their answer until they stop."""
 IDLE_S = 5.0
-LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
 FRONT = "split"
 
 
@@ -104,17 +102,9 @@ async def ask_splitserve(
     client: AsyncClient, prompt: Sequence[int], max_tokens: int
 ) -> tuple[Times, tuple[int, ...]]:
     """One request through splitserve."""
-    start = time.perf_counter()
-    token_s: list[float] = []
-    token_ids: list[int] = []
-    options = client.stream(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    async with aclosing(options) as items:
-        async for item in items:
-            if isinstance(item, Delta):
-                token_s += [time.perf_counter() - start] * len(item.token_ids)
-                token_ids += item.token_ids
-    second_s = token_s[1] - token_s[0]
-    return _times(token_s[0], second_s, token_s[0], second_s, token_s[1:]), tuple(token_ids)
+    answer = await ask(client, prompt, max_tokens)
+    first_s, second_s = answer.token_s[0], answer.second_token_gap_s
+    return _times(first_s, second_s, first_s, second_s, answer.token_s[1:]), answer.token_ids
 
 
 async def ask_vllm(pair: Pair, prompt: Sequence[int], max_tokens: int) -> tuple[Times, tuple[int, ...]]:
@@ -153,7 +143,7 @@ class Bench:
         return make_row(length, turns)
 
     async def _turn(self, length: int, number: int) -> Turn:
-        prompt = [self._random.randint(LOWEST_TOKEN, HIGHEST_TOKEN) for _ in range(length)]
+        prompt = random_prompt(self._random, length)
         if number % 2:
             vllm, vllm_ids = await self._ask_vllm(prompt)
             own, own_ids = await ask_splitserve(self._client, prompt, self._max_tokens)

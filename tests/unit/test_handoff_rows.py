@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.handoff_rows import Answered, Handoff, Samples, make_row
+from bench.asking import Answered
+from bench.handoff_rows import Handoff, Samples, make_row
 
 
 def _answer(first_s: float, gap_s: float = 0.03) -> Answered:

@@ -1,0 +1,79 @@
+"""One greedy answer from splitserve, with the arrival of each of its tokens."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from splitserve.client import AsyncClient, Delta
+
+LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
+"""Where prompts take their tokens from: ordinary ones in the vocabularies that are measured."""
+_NUMBERS = count(1)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer as its client saw it. Times in seconds, on one clock.
+
+    `token_s` has the arrival of each token, counted from the request; tokens that came in one message share it.
+    """
+
+    request_id: str
+    token_s: tuple[float, ...]
+    compute_s: float = 0.0
+    """Of the prompt, as its worker measured it."""
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def around_s(self) -> float:
+        """TTFT without the computation of the prompt."""
+        return self.token_s[0] - self.compute_s
+
+    @property
+    def second_token_gap_s(self) -> float:
+        """Between the first and the second token."""
+        return self.token_s[1] - self.token_s[0]
+
+    @property
+    def steps_s(self) -> list[float]:
+        """Between the later tokens, two neighbours each."""
+        return list(np.diff(self.token_s[1:]))
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time between its tokens."""
+        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
+
+
+def random_prompt(numbers: random.Random, tokens: int, vocabulary: int = HIGHEST_TOKEN + 1) -> list[int]:
+    """Random tokens, so that no cache has met them."""
+    highest = min(HIGHEST_TOKEN, vocabulary - 1)
+    lowest = min(LOWEST_TOKEN, highest // 2)
+    return [numbers.randint(lowest, highest) for _ in range(tokens)]
+
+
+async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> Answered:
+    """One greedy answer of exactly so many tokens. Raises SplitserveError."""
+    request_id = f"bench-{next(_NUMBERS)}"
+    token_s: list[float] = []
+    token_ids: list[int] = []
+    compute_s = 0.0
+    began = time.monotonic()
+    stream = client.stream(
+        prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, request_id=request_id
+    )
+    async with aclosing(stream) as items:
+        async for item in items:
+            if isinstance(item, Delta):
+                token_s += [time.monotonic() - began] * len(item.token_ids)
+                token_ids += item.token_ids
+            else:
+                compute_s = item.timings.prefill_ms / 1e3
+    return Answered(request_id, tuple(token_s), compute_s, tuple(token_ids))
