@@ -9,7 +9,7 @@ MODEL := smollm2-135m-instruct
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine autoscaler bench
 
-.PHONY: setup model demo test e2e-docker wheels check proto docs peer-vllm clean help
+.PHONY: setup model demo test e2e-docker wheels check proto docs peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -56,6 +56,10 @@ docs: setup ## Generate docs/configuration.md from the settings
 peer-vllm: setup model ## vLLM's prefill/decode pair beside ours; vLLM gets an environment of its own
 	$(BIN)/python bench/peers/vllm_setup.py $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
 	$(BIN)/python -m bench.peers.vllm_pair
+
+peer-dynamo: setup model ## The coordinator beside NVIDIA Dynamo's frontend; Dynamo gets an environment of its own
+	$(BIN)/python bench/peers/dynamo_setup.py
+	$(BIN)/python -m bench.coordinator --parts tokens,dynamo --faces sse
 
 clean: ## Remove the environment and caches
 	rm -rf $(VENV) .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

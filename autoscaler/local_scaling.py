@@ -11,9 +11,10 @@ from autoscaler.policy_file import ScalingPolicy, load_policy
 from autoscaler.service import control_loop
 from autoscaler.snapshot import PoolName
 from splitserve.child_process import ChildSpec
-from splitserve.cluster_setup import CommandFactory, WorkerSpecMaker, cluster_target, worker_spec
+from splitserve.cluster_setup import CommandFactory, WorkerSpecMaker, parts_target, worker_spec
 from splitserve.config import ClusterConfig
 from splitserve.local_cluster import LocalCluster
+from splitserve.part_security import UNSECURED, PartSecurity
 from splitserve.placement import Inventory, Place
 
 
@@ -24,14 +25,16 @@ class LocalScaling:
     config: ClusterConfig
     """With the first number of workers in each pool."""
     policy: ScalingPolicy
+    security: PartSecurity = UNSECURED
+    """What the coordinator wants to see."""
 
     @classmethod
-    def of(cls, config: ClusterConfig, path: Path) -> LocalScaling:
+    def of(cls, config: ClusterConfig, path: Path, security: PartSecurity = UNSECURED) -> LocalScaling:
         """Reads the policy. Pools whose size is not given begin at the policy's least. Raises ConfigError."""
         policy = load_policy(path)
         least = {"prefill": policy.prefill.min_replicas, "decode": policy.decode.min_replicas}
         first = {pool: count for pool, count in least.items() if pool not in config.model_fields_set}
-        return cls(config.model_copy(update=first), policy)
+        return cls(config.model_copy(update=first), policy, security)
 
     @property
     def most_workers(self) -> int:
@@ -64,8 +67,9 @@ class LocalScaling:
         config = self.config
         async with control_loop(
             self.policy,
-            (cluster_target(config),),
+            (parts_target(config),),
             actuator,
+            security=self.security,
             interval_s=config.autoscale_interval_s,
             window_s=config.autoscale_window_s,
         ) as loop:

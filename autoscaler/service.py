@@ -16,10 +16,12 @@ from autoscaler.observe import DEFAULT_HISTORY_S, Observer
 from autoscaler.policy_file import ScalingPolicy, SloPool, load_policy
 from autoscaler.reconcile import Bounds
 from autoscaler.rotation import CoordinatorRotation
+from splitserve.api_keys import read_key
 from splitserve.config import AutoscalerConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.metrics import serving_metrics
+from splitserve.part_security import UNSECURED, PartSecurity, part_security
 from splitserve.scaling_client import ScalingClient
 from splitserve.stop_signal import stop_signal
 
@@ -38,11 +40,14 @@ async def control_loop(
     window_s: float = 60.0,
     model: str = "",
     dry_run: bool = False,
+    security: PartSecurity = UNSECURED,
+    api_key: str | None = None,
 ) -> AsyncIterator[ControlLoop]:
     """A loop that is connected while the context is open; somebody must `run` it. The actuator stays its owner's."""
     every_s = policy.interval_s if interval_s is None else interval_s
     async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(ScalingClient(target)) for target in coordinators]
+        made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
+        clients = [await stack.enter_async_context(client) for client in made]
         looks: dict[str, Any] = {"model": model, "window_s": window_s, "history_s": _history_s(policy)}
         listing: dict[str, Any] = {} if actuator is None else {"replicas": actuator.replicas}
         observer = Observer(clients, **listing, **looks)
@@ -69,6 +74,7 @@ async def serve(config: AutoscalerConfig) -> None:
     Raises ConfigError for a wrong policy file or actuator, FailedPreconditionError for a taken metrics port.
     """
     policy = load_policy(config.policy)
+    security = part_security("autoscaler", config.tls, config.cluster_token_file)
     stop = stop_signal()
     actuator = make_actuator(config)
     try:
@@ -80,8 +86,12 @@ async def serve(config: AutoscalerConfig) -> None:
             window_s=config.window_s,
             model=config.model,
             dry_run=config.dry_run,
+            security=security,
+            api_key=read_key(config.api_key_file),
         ) as loop:
-            with serving_metrics(lambda: loop_metrics(loop.status), config.host, config.metrics_port):
+            with serving_metrics(
+                lambda: loop_metrics(loop.status), config.host, config.metrics_port, security.tls
+            ):
                 log_event("autoscaler.ready", actuator=config.actuator, interval_s=loop.settings.interval_s)
                 await _run_until(loop, stop)
     finally:

@@ -67,7 +67,7 @@ async def running_cluster(
     `on_event` gets the log events of all processes, debug level included.
     """
     fronts = {
-        name: front.model_copy(update={"host": HOST, "grpc_port": claim_port(HOST, 0)})
+        name: front.model_copy(update={"host": HOST, "grpc_port": claim_port(HOST, 0), "http_port": None})
         for name, front in coordinators.items()
     }
     first, *others = fronts.values()

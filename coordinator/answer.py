@@ -123,7 +123,9 @@ class Answer:
                 decode_worker=report.decode_worker,
                 transport=report.transport,
                 attempts=self.attempts,
+                model=self.generation.model.name,
             ),
             request_id=self.generation.request_id,
             seed=self.generation.sampling.seed,
+            model=self.generation.public_name or self.generation.model.name,
         )

@@ -6,11 +6,12 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 from coordinator.answer import Answer, AttemptReport
 from coordinator.background import Background
+from coordinator.gates import Passage
 from coordinator.inbox import Inbox, WorkerEvent, WorkerFailed
 from coordinator.pools import WorkerKey
 from coordinator.request_record import RequestRecord
@@ -53,6 +54,7 @@ class Attempt:
         background: Background,
         record: RequestRecord,
         local_prefill_tokens: int = 0,
+        passages: Sequence[Passage] = (),
     ) -> None:
         generation = answer.generation
         # Unique among all attempts, for two clients may choose the same request id.
@@ -67,7 +69,8 @@ class Attempt:
         self._ticket: kv_transfer_pb2.KvTicket | None = None
         self._reserved = False
         self._local_prefill_tokens, self._is_local = local_prefill_tokens, False
-        self._inbox = Inbox()
+        self._passages = passages
+        self._inbox = Inbox(self._decoded)
         self._prefill_task: asyncio.Task[None] | None = None
         self._pending: deque[generation_pb2.OutputDelta] = deque()
         self._first_token_seen = self._decode_seen = self._finished = self._handoff_seen = False
@@ -187,6 +190,29 @@ class Attempt:
         if self._decode is not None and self._reserved and not ended_by_decode:
             no_writer = self._prefill_task is None or self._written_s is not None
             self._background.start(self._decode.abort(self.attempt_id, no_writer))
+
+    @property
+    def pair(self) -> tuple[WorkerKey, ...]:
+        """The prefill worker and, if the answer needs one, the decode worker."""
+        decode = () if self._decode is None else (self._decode.worker.key,)
+        return self._prefill.worker.key, *decode
+
+    @property
+    def took_part(self) -> list[tuple[WorkerKey, ...]]:
+        """Who has shown to work: workers, and the pair if KV went from one to the other."""
+        prefill = [] if self._is_local or not self._first_token_seen else [self.pair[:1]]
+        decode = [self.pair[1:]] if self._decode_seen else []
+        return [*prefill, *decode, *([self.pair] if prefill and decode else [])]
+
+    @property
+    def all_at_work(self) -> bool:
+        """Whether output of all its workers has come."""
+        return self._first_token_seen and (self._decode is None or self._decode_seen)
+
+    def _decoded(self) -> None:
+        """Its last output has come in, though the client may be far from it."""
+        for passage in self._passages:
+            passage.decoded()
 
     def _left_s(self) -> float:
         return max(1e-3, self._generation.deadline_s - time.monotonic())

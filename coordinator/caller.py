@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from fnmatch import fnmatchcase
+from typing import Literal, Protocol
+
+PriorityClass = Literal["interactive", "standard", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,20 @@ class Caller:
     """Separates prefix caches: callers share cached KV only where it is equal. Derived by the server, never sent."""
     is_admin: bool = False
     """Whether metadata of the cluster and changes to it are open to this caller."""
+    priority_class: PriorityClass = "standard"
+    """How urgent this tenant's requests are, before any priority that a request names."""
+    weight: float = 1.0
+    """This tenant's part of a crowded cluster, beside the weights of the others."""
+    models: tuple[str, ...] = ("*",)
+    """Patterns of the model names that exist for this caller."""
+    max_prompt_tokens: int | None = None
+    """Tokens of one prompt at most; None: as many as the context takes."""
+    max_output_tokens: int | None = None
+    """Output tokens of one request at most, and the default; None: as many as the context takes."""
+
+    def may_use(self, model: str) -> bool:
+        """Whether this model exists for the caller."""
+        return any(fnmatchcase(model, pattern) for pattern in self.models)
 
 
 ANYONE = Caller("default", is_admin=True)

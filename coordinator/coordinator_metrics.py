@@ -5,6 +5,7 @@ Read on the scraping thread: values are copied out once, and nothing here takes 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
@@ -12,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from coordinator.phase_counts import DurationCounts, Phase
 from coordinator.pools import PoolSnapshot
-from coordinator.signal_book import ModelBook, Stage
+from coordinator.signal_book import ModelBook
 from coordinator.worker_states import POOLS, state_counts
 from splitserve.latency_bounds import LATENCY_BOUNDS_S
 from splitserve.metrics import gauge, gauges
@@ -50,11 +51,24 @@ def coordinator_metrics(snapshot: PoolSnapshot, running_requests: int, books: Bo
         gauges("splitserve_requests", "Generations in progress", "state", {"running": running_requests}),
         gauges("splitserve_ready_workers", "Workers that can serve now", "pool", pools),
         gauge("splitserve_kv_slow_lanes", "Lanes below expectation", slow),
+        _circuits(snapshot),
         _replicas(snapshot),
         *_demand(books),
         *_progress(snapshot, books),
         *_latencies(books),
     ]
+
+
+def _circuits(snapshot: PoolSnapshot) -> Metric:
+    family = GaugeMetricFamily(
+        "splitserve_circuits", "Circuit breakers that are not closed", labels=["kind", "state"]
+    )
+    pools = Counter((w.pool, w.circuit.state) for w in snapshot.workers)
+    pairs = Counter(("pair", state) for w in snapshot.workers for _, state in w.circuit.pairs)
+    for kind in (*POOLS, "pair"):
+        for state in ("open", "half-open"):
+            family.add_metric([kind, state], pools[kind, state] + pairs[kind, state])  # type: ignore[index]
+    return family
 
 
 def _replicas(snapshot: PoolSnapshot) -> Metric:
@@ -99,9 +113,9 @@ def _progress(snapshot: PoolSnapshot, books: Books) -> Iterable[Metric]:
         "splitserve_decode_kv_usage_ratio", "KV blocks in use on decode workers in rotation", labels=["model"]
     )
     for model, book in books.items():
-        for stage in Stage:
-            stages.add_metric([model, stage.value], book.in_stage[stage])
-        backlog.add_metric([model], book.prefilling_tokens)
+        for stage, count in book.stages.items():
+            stages.add_metric([model, stage.value], count)
+        backlog.add_metric([model], book.backlog_tokens)
         loads = [worker.load for worker in snapshot.accepting(model, "decode")]
         if total := sum(load.total_blocks for load in loads):
             used.add_metric([model], 1 - sum(load.free_blocks for load in loads) / total)
@@ -124,15 +138,16 @@ def _latencies(books: Books) -> Iterable[Metric]:
             for cold, durations in (("false", counts.warm), ("true", counts.cold)):
                 match phase:
                     case scaling_pb2.PHASE_TTFT:
-                        _add(ttft, [model, cold], durations)
+                        add_durations(ttft, [model, cold], durations)
                     case scaling_pb2.PHASE_TPOT:
-                        _add(tpot, [model, cold], durations)
+                        add_durations(tpot, [model, cold], durations)
                     case _:
-                        _add(phases, [model, PHASE_LABELS[phase], cold], durations)
+                        add_durations(phases, [model, PHASE_LABELS[phase], cold], durations)
     return phases, ttft, tpot
 
 
-def _add(family: HistogramMetricFamily, labels: list[str], durations: DurationCounts) -> None:
+def add_durations(family: HistogramMetricFamily, labels: list[str], durations: DurationCounts) -> None:
+    """Adds one histogram, as coarse as all of them are shown."""
     reached = list(accumulate(durations.counts.copy()))
     buckets = [(f"{LATENCY_BOUNDS_S[index]:.6g}", float(reached[index])) for index in SHOWN]
     family.add_metric(labels, [*buckets, ("+Inf", float(reached[-1]))], sum_value=durations.sum_s)

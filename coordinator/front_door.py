@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 
 from coordinator.background import Background
 from coordinator.caller import Authenticator, Caller
+from coordinator.model_routes import ModelRoutes, Nameable
 from coordinator.pools import PoolSnapshot
 from coordinator.prompt import PromptTokenizers
 from coordinator.registry import Registry
 from coordinator.request_flow import RETRY_AFTER_S, RequestFlow, Send
 from coordinator.signal_book import SignalBook
 from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnavailableError
+from splitserve.tokenizer import Tokenizer
 from splitserve.v1 import inference_pb2
 
 
@@ -30,8 +32,10 @@ class FrontDoor:
         book: SignalBook,
         authenticator: Authenticator,
         max_running_requests: int,
+        routes: ModelRoutes,
     ) -> None:
         self.authenticator = authenticator
+        self._routes = routes
         self.draining = False
         self.idle = asyncio.Event()
         """Set while no generation runs."""
@@ -88,27 +92,46 @@ class FrontDoor:
 
     async def models(self, caller: Caller) -> list[inference_pb2.ModelInfo]:
         """What the caller can name as a model, in order of the names."""
-        snapshot = self._registry.snapshot()
-        found = []
-        for name, model in sorted(self._registry.known_models().items()):
-            tokenizer = await self._tokenizers.tokenizer(model.tokenizer_source)
-            found.append(
-                inference_pb2.ModelInfo(
-                    name=name,
-                    context_tokens=model.context_tokens,
-                    vocabulary_size=model.vocabulary_size,
-                    has_chat_template=tokenizer.has_chat_template,
-                    ready=any(snapshot.is_ready(w) for w in snapshot.accepting(name, "prefill")),
-                )
+        return [await self._model_info(nameable) for nameable in self._routes.nameable(caller)]
+
+    def model_name(self, name: str, caller: Caller) -> str:
+        """The name itself, or for an empty one that of the caller's only model; empty when there is none such."""
+        return self._routes.public_name(name, caller)
+
+    async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
+        """The tokenizer of a model by its name, as `generate` understands it.
+
+        Raises NotFoundError, or UnavailableError before any worker has registered.
+        """
+        known = self._registry.known_models()
+        if not known or (found := self._routes.find(name, "", caller)) is None:
+            raise UnavailableError(
+                "no worker has registered", reason="NO_WORKER", retry_after_s=RETRY_AFTER_S
             )
-        return found
+        return await self._tokenizers.tokenizer(found.model.tokenizer_source)
+
+    async def _model_info(self, nameable: Nameable) -> inference_pb2.ModelInfo:
+        models, ready = nameable.models, self._routes.ready_models
+        tokenizers = [await self._tokenizers.tokenizer(model.tokenizer_source) for model in models]
+        versions = [
+            inference_pb2.ModelVersion(name=name, weight=weight, ready=name in ready)
+            for name, weight in nameable.weights.items()
+        ]
+        return inference_pb2.ModelInfo(
+            name=nameable.name,
+            context_tokens=min(model.context_tokens for model in models),
+            vocabulary_size=min(model.vocabulary_size for model in models),
+            has_chat_template=all(tokenizer.has_chat_template for tokenizer in tokenizers),
+            ready=any(model.name in ready for model in models),
+            versions=versions,
+        )
 
     @asynccontextmanager
     async def _admitted(self, model: str) -> AsyncIterator[None]:
         if self.draining:
             raise _shutting_down()
         if self.running >= self._max_running_requests:
-            self._book.turned_away(model)
+            self._book.turned_away(self._routes.largest_share(model))
             raise ResourceExhaustedError(
                 f"{self.running} generations are running, which is the limit",
                 reason="TOO_MANY_REQUESTS",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from coordinator.credentials import credential_of
+from coordinator.access import Access
 from coordinator.front_door import FrontDoor, require_admin
 from coordinator.pools import PoolSnapshot, Worker
 from splitserve import __version__
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 class InferenceService(InferenceServiceServicer):
     """splitserve's own gRPC service, on top of the front door."""
 
-    def __init__(self, door: FrontDoor) -> None:
+    def __init__(self, door: FrontDoor, access: Access) -> None:
         self._door = door
+        self._access = access
 
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         """See InferenceService.Generate in the proto."""
-        caller = self._door.authenticator.caller(credential_of(context))
+        caller = self._access.caller(context)
         await self._door.generate(request, caller, context.write, context.time_remaining())
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Any
     ) -> inference_pb2.GetServerInfoResponse:
         """See InferenceService.GetServerInfo in the proto."""
-        require_admin(self._door.authenticator.caller(credential_of(context)))
+        require_admin(self._access.caller(context))
         snapshot = self._door.snapshot()
         return inference_pb2.GetServerInfoResponse(
             version=__version__,
@@ -48,12 +49,12 @@ class InferenceService(InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         """See InferenceService.ListModels in the proto."""
-        caller = self._door.authenticator.caller(credential_of(context))
+        caller = self._access.caller(context)
         return inference_pb2.ListModelsResponse(models=await self._door.models(caller))
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:
-    load, lanes = worker.load, snapshot.lanes_of(worker)
+    load, lanes, circuits = worker.load, snapshot.lanes_of(worker), dict(worker.circuit.pairs)
     return inference_pb2.WorkerInfo(
         worker_id=worker.worker_id,
         pool=worker.pool,
@@ -73,7 +74,9 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         transfers_in_flight=load.transfers_in_flight,
         waiting_reservations=load.waiting_reservations,
         rejected_handoffs=load.rejected_handoffs,
-        lanes=[_lane_info(peer, lane) for peer, lane in lanes],
+        lanes=[_lane_info(peer, lane, circuits.get(peer.agent_id, "closed")) for peer, lane in lanes],
+        circuit=worker.circuit.state,
+        tripped=worker.circuit.tripped,
     )
 
 
@@ -83,12 +86,14 @@ def _state(worker: Worker, snapshot: PoolSnapshot) -> str:
             return "draining"
         case scaling_pb2.WORKER_STATE_STANDBY:
             return "standby"
+    if worker.circuit.tripped:
+        return "circuit-open"
     if any(lane.problem for _, lane in snapshot.lanes_of(worker)):
         return "slow-lane"
     return "ready" if snapshot.is_ready(worker) else "connecting"
 
 
-def _lane_info(peer: Worker, lane: registry_pb2.LaneReport) -> inference_pb2.LaneInfo:
+def _lane_info(peer: Worker, lane: registry_pb2.LaneReport, circuit: str) -> inference_pb2.LaneInfo:
     return inference_pb2.LaneInfo(
         peer=peer.worker_id,
         gb_per_second=lane.gb_per_second,
@@ -96,4 +101,5 @@ def _lane_info(peer: Worker, lane: registry_pb2.LaneReport) -> inference_pb2.Lan
         lane=lane.lane,
         problem=lane.problem,
         refused=lane.refused,
+        circuit=circuit,
     )

@@ -11,6 +11,7 @@ PoolName = Literal["prefill", "decode"]
 WorkerKey = tuple[str, int]
 """(worker id, epoch): one boot of one worker."""
 WorkerState: TypeAlias = scaling_pb2.WorkerState.ValueType
+CircuitState = Literal["closed", "open", "half-open"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,24 @@ class Model:
     tokenizer_source: str
     context_tokens: int
     vocabulary_size: int
+    block_size_tokens: int = 0
+    """Tokens of one KV block, the same on all workers; 0: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circuit:
+    """What circuit breakers say of a worker; see `coordinator.circuits`."""
+
+    state: CircuitState = "closed"
+    tripped: bool = False
+    """Whether it takes no requests because of its breaker."""
+    pairs: tuple[tuple[str, CircuitState], ...] = ()
+    """Prefill only: breakers of pairs that are not closed, by the decode worker's agent id."""
+    cut_agents: frozenset[str] = frozenset()
+    """Prefill only: agent ids of the decode workers that it is not paired with because of them."""
+
+
+CLOSED_CIRCUIT = Circuit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,9 @@ class Worker:
     in_rotation: bool = True
     """False for a warm standby: connected, but sent no requests."""
     registered_standby: bool = False
+    circuit: Circuit = CLOSED_CIRCUIT
+    prefix_slot: int = -1
+    """Its number in the prefix index; -1: it has told nothing of its cache. See `coordinator.prefix_index`."""
     total_requests: int = 0
     """What this coordinator has sent to this boot."""
     sent_requests: int = 0
@@ -70,11 +92,17 @@ class Worker:
     @property
     def accepts(self) -> bool:
         """Whether it takes new requests, its peers aside."""
-        return self.in_rotation and self.joined and self.usable
+        return self.in_rotation and self.joined and self.usable and not self.circuit.tripped
+
+    @property
+    def reached_agents(self) -> frozenset[str]:
+        """Prefill only: agent ids of the decode workers that it may be paired with."""
+        cut = self.circuit.cut_agents
+        return self.connected_agents - cut if cut else self.connected_agents
 
     def reaches(self, decode: Worker) -> bool:
-        """Whether this prefill worker can write into that decode worker's pool."""
-        return decode.agent_id in self.connected_agents
+        """Whether this prefill worker can write into that decode worker's pool, and may."""
+        return decode.agent_id in self.reached_agents
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +134,20 @@ class PoolSnapshot:
     def _is_connected(self, worker: Worker) -> bool:
         peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
         if worker.pool == "prefill":
-            return any(worker.reaches(peer) for peer in peers if peer.pool == "decode")
-        return any(peer.reaches(worker) for peer in peers if peer.pool == "prefill")
+            return any(peer.agent_id in worker.connected_agents for peer in peers if peer.pool == "decode")
+        return any(worker.agent_id in peer.connected_agents for peer in peers if peer.pool == "prefill")
+
+    def ready_models(self) -> frozenset[str]:
+        """Models of which at least one complete pair takes requests."""
+        return frozenset(
+            name
+            for name in {worker.model.name for worker in self.workers}
+            if any(
+                prefill.reaches(decode)
+                for prefill in self.accepting(name, "prefill")
+                for decode in self.accepting(name, "decode")
+            )
+        )
 
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
         """A prefill worker's lanes to the decode workers that are still registered, in order of their ids."""

@@ -29,7 +29,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
     _require(request.pool in _POOLS, "pool", "POOL_PREFILL or POOL_DECODE")
     port = ADDRESS.match(request.address)
     _require(port is not None and 0 < int(port[1]) <= MAX_PORT, "address", '"host:port"')
-    model = _checked_model(request.model)
+    model = _checked_model(request.model, request.endpoint.layout.block_size_tokens)
     _check_endpoint(request.endpoint)
     _between("max_step_tokens", request.max_step_tokens, 1, 2**20)
     _between("max_running_requests", request.max_running_requests, 1, 65536)
@@ -77,12 +77,14 @@ def check_fits(
         )
 
 
-def _checked_model(model: registry_pb2.ServedModel) -> Model:
+def _checked_model(model: registry_pb2.ServedModel, block_size_tokens: int) -> Model:
     _between("model.name (characters)", len(model.name), 1, 128, field="model.name")
     _require(bool(model.tokenizer_source), "model.tokenizer_source", "not empty")
     _between("model.context_tokens", model.context_tokens, 1, 2**24)
     _between("model.vocabulary_size", model.vocabulary_size, 1, 2**24)
-    return Model(model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size)
+    return Model(
+        model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, block_size_tokens
+    )
 
 
 def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from coordinator.joining import may_join
-from coordinator.pools import Model, PoolSnapshot, Worker, WorkerKey
+from coordinator.pools import CLOSED_CIRCUIT, Circuit, Model, PoolSnapshot, Worker, WorkerKey
+from coordinator.prefix_index import PrefixIndex
 from coordinator.registration_checks import check_fits, checked_worker
 from coordinator.rotation import NO_PLAN, RotationPlan, after_plan
 from splitserve.errors import NotFoundError
@@ -19,19 +20,25 @@ from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 MAX_ENDED = 256
 """Ended boots told to decode workers. A decode worker that missed one waits for the ticket's end."""
+SWEPT_SHARDS = 64
+"""Of the prefix index, each time that silent workers are looked for."""
 
 
 class Registry:
     """The registered workers.
 
     `version` grows with every change that can alter who may serve whom (membership, readiness, draining,
-    connections); load reports alone do not move it.
+    connections); load reports alone do not move it. `prefixes` knows what the workers hold.
     """
 
-    def __init__(self, heartbeat_timeout_s: float) -> None:
+    def __init__(self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None) -> None:
         self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.prefixes = PrefixIndex() if prefixes is None else prefixes
         self.version = 0
         self._workers: dict[str, Worker] = {}
+        """In order of their ids, so that a snapshot is a copy."""
+        self._snapshot: PoolSnapshot | None = None
+        self._unjoined: set[str] = set()
         self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
         self._last_seen_s: dict[WorkerKey, float] = {}
         self._models: dict[str, Model] = {}
@@ -40,11 +47,17 @@ class Registry:
         self._plan = NO_PLAN
         self._usable_since_s: dict[WorkerKey, float] = {}
         self._now = 0.0
+        self._watchers: list[Callable[[Worker | None], None]] = []
 
     @property
     def plan(self) -> RotationPlan:
         """The plan in force, `NO_PLAN` when there is none."""
         return self._plan
+
+    def watch(self, heard: Callable[[Worker | None], None]) -> None:
+        """Calls `heard` from now on: with a worker after each of its load reports, with None when who may serve whom
+        has changed. It must be cheap and must not raise."""
+        self._watchers.append(heard)
 
     def apply_plan(self, plan: RotationPlan) -> None:
         """Replaces the plan in force."""
@@ -68,7 +81,8 @@ class Registry:
         if older is not None:
             self.drop(older.key, "replaced by a new boot")
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
-        self._workers[worker.worker_id] = worker
+        self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
+        self._unjoined.add(worker.worker_id)
         self._endpoints[worker.key] = request.endpoint
         self._last_seen_s[worker.key] = now
         self._bump()
@@ -82,8 +96,11 @@ class Registry:
             message = f"worker {request.worker_id!r} is not registered under this epoch"
             raise NotFoundError(message, reason="WORKER_NOT_REGISTERED", field="worker_id")
         self._last_seen_s[worker.key] = now
+        if request.HasField("cache_events"):
+            self.prefixes.apply(worker.key, request.cache_events)
         reported = dataclasses.replace(
             worker,
+            prefix_slot=self.prefixes.slot_of(worker.key),
             load=request.load,
             reported=True,
             connected_agents=frozenset(request.connected_agent_ids),
@@ -92,28 +109,45 @@ class Registry:
             sent_requests=0,
             sent_tokens=0,
         )
-        self._workers[worker.worker_id] = reported
+        self._put(reported)
         if self._join(now) or _standing(reported) != _standing(worker):
             self._bump()
-        return self._workers[worker.worker_id]
+        reported = self._workers[worker.worker_id]
+        for heard in self._watchers:
+            heard(reported)
+        return reported
 
     def set_output_open(self, key: WorkerKey, is_open: bool) -> None:
         """Notes whether a decode worker's output stream is open. Unknown workers are ignored."""
         worker = self.get(key)
         if worker is not None and worker.output_open != is_open:
-            self._workers[worker.worker_id] = dataclasses.replace(worker, output_open=is_open)
+            self._put(dataclasses.replace(worker, output_open=is_open))
             self._join(self._now)
+            self._bump()
+
+    def set_circuits(self, circuits: Mapping[WorkerKey, Circuit]) -> None:
+        """Notes what circuit breakers say of workers; those that are not named are closed all round."""
+        changed = [
+            dataclasses.replace(worker, circuit=circuits.get(worker.key, CLOSED_CIRCUIT))
+            for worker in self._workers.values()
+            if worker.circuit != circuits.get(worker.key, CLOSED_CIRCUIT)
+        ]
+        for worker in changed:
+            self._workers[worker.worker_id] = worker
+        if changed:
             self._bump()
 
     def note_sent(self, key: WorkerKey, tokens: int) -> None:
         """Counts a request of so many prompt tokens as sent, until the worker's next report."""
         worker = self.get(key)
         if worker is not None:
-            self._workers[worker.worker_id] = dataclasses.replace(
-                worker,
-                total_requests=worker.total_requests + 1,
-                sent_requests=worker.sent_requests + 1,
-                sent_tokens=worker.sent_tokens + tokens,
+            self._put(
+                dataclasses.replace(
+                    worker,
+                    total_requests=worker.total_requests + 1,
+                    sent_requests=worker.sent_requests + 1,
+                    sent_tokens=worker.sent_tokens + tokens,
+                )
             )
 
     def drop(self, key: WorkerKey, why: str) -> bool:
@@ -122,13 +156,16 @@ class Registry:
         if worker is None:
             return False
         del self._workers[worker.worker_id], self._endpoints[key], self._last_seen_s[key]
+        self._unjoined.discard(worker.worker_id)
         self._usable_since_s.pop(key, None)
+        self.prefixes.forget(key)
         self._bump()
         log_event("worker.dropped", worker_id=worker.worker_id, pool=worker.pool, why=why)
         return True
 
     def expire(self, now: float) -> None:
         """Drops every worker that was silent for longer than the heartbeat timeout; ends a plan whose time is up."""
+        self.prefixes.sweep(SWEPT_SHARDS)
         if now >= self._plan.expires_s:
             log_event("plan.expired", standby=len(self._plan.standby), lent=self._plan.lend)
             self._plan = NO_PLAN
@@ -154,8 +191,10 @@ class Registry:
         return worker if worker is not None and worker.epoch == key[1] else None
 
     def snapshot(self) -> PoolSnapshot:
-        """All workers as they are now."""
-        return PoolSnapshot(tuple(worker for _, worker in sorted(self._workers.items())))
+        """All workers as they are now. The same object until one of them changes."""
+        if self._snapshot is None:
+            self._snapshot = PoolSnapshot(tuple(self._workers.values()))
+        return self._snapshot
 
     def known_models(self) -> Mapping[str, Model]:
         """Every model that had a worker since the start, so that one whose workers are gone is still known."""
@@ -167,7 +206,7 @@ class Registry:
             return []
         return [
             self._endpoints[peer.key]
-            for _, peer in sorted(self._workers.items())
+            for peer in self._workers.values()
             if peer.pool == "decode" and peer.model.name == worker.model.name
         ]
 
@@ -180,6 +219,8 @@ class Registry:
     def _join(self, now: float) -> bool:
         """Lets those join that may; whether any did."""
         self._now = max(self._now, now)
+        if not self._unjoined:
+            return False
         workers = list(self._workers.values())
         joining = []
         for worker in workers:
@@ -189,7 +230,8 @@ class Registry:
                     joining.append(worker)
         for worker in joining:
             del self._usable_since_s[worker.key]
-            self._workers[worker.worker_id] = dataclasses.replace(worker, joined=True)
+            self._unjoined.discard(worker.worker_id)
+            self._put(dataclasses.replace(worker, joined=True))
             log_event("worker.joined", worker_id=worker.worker_id, pool=worker.pool)
         return bool(joining)
 
@@ -200,17 +242,24 @@ class Registry:
             if in_rotation(worker) != worker.in_rotation
         ]
         for worker in moved:
-            self._workers[worker.worker_id] = worker
+            self._put(worker)
             state = "active" if worker.in_rotation else "standby"
             log_event("worker.rotated", worker_id=worker.worker_id, pool=worker.pool, state=state)
         if moved:
             self._bump()
 
+    def _put(self, worker: Worker) -> None:
+        self._workers[worker.worker_id] = worker
+        self._snapshot = None
+
     def _bump(self) -> None:
         self.version += 1
+        self._snapshot = None
         self._models |= self.snapshot().models()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        for heard in self._watchers:
+            heard(None)
 
 
 def _standing(worker: Worker) -> tuple[object, ...]:

@@ -13,11 +13,14 @@ from coordinator.pools import Worker
 from coordinator.registration_checks import checked_worker
 from coordinator.registry import Registry
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.logs import log_event
 from splitserve.v1 import registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceServicer
 
 if TYPE_CHECKING:
     ReportContext = grpc.aio.ServicerContext[registry_pb2.ReportRequest, registry_pb2.ReportResponse]
+
+WRITE_ENDS_S = 1.0
 
 
 class RegistryService(RegistryServiceServicer):
@@ -57,31 +60,61 @@ class RegistryService(RegistryServiceServicer):
         if first is None:
             return
         worker = self._registry.report(first, time.monotonic())
+        writing = asyncio.Lock()
         try:
             async with asyncio.TaskGroup() as group:
-                telling = group.create_task(self._tell(worker, context))
-                await self._hear(worker, requests)
+                telling = group.create_task(self._tell(worker, context, writing))
+                await self._hear(worker, requests, context, writing)
                 telling.cancel()
         finally:
             self._registry.drop(worker.key, "its report stream ended")
 
-    async def _hear(self, worker: Worker, requests: AsyncIterator[registry_pb2.ReportRequest]) -> None:
+    async def _hear(
+        self,
+        worker: Worker,
+        requests: AsyncIterator[registry_pb2.ReportRequest],
+        context: ReportContext,
+        writing: asyncio.Lock,
+    ) -> None:
+        await self._ask_resync(worker, context, writing)
         async for request in requests:
             if (request.worker_id, request.epoch) != worker.key:
                 raise InvalidArgumentError("a report stream belongs to one worker", field="worker_id")
             self._registry.report(request, time.monotonic())
+            await self._ask_resync(worker, context, writing)
 
-    async def _tell(self, worker: Worker, context: ReportContext) -> None:
+    async def _ask_resync(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
+        if self._registry.prefixes.take_resync(worker.key):
+            log_event("worker.cache_lost", worker_id=worker.worker_id)
+            async with writing:
+                await _written(context, self._news(worker, resync_cache=True))
+
+    def _news(self, worker: Worker, resync_cache: bool = False) -> registry_pb2.ReportResponse:
+        return registry_pb2.ReportResponse(
+            peers=self._registry.peers_of(worker),
+            ended_agent_ids=self._registry.ended_writers_for(worker),
+            resync_cache=resync_cache,
+        )
+
+    async def _tell(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
         """Sends the whole lists first and after each change of them; ends when the worker was dropped."""
         told: registry_pb2.ReportResponse | None = None
         while self._registry.get(worker.key) is not None:
             version = self._registry.version
-            news = registry_pb2.ReportResponse(
-                peers=self._registry.peers_of(worker),
-                ended_agent_ids=self._registry.ended_writers_for(worker),
-            )
+            news = self._news(worker)
             if news != told:
-                await context.write(news)
+                async with writing:
+                    await _written(context, news)
                 told = news
             await self._registry.wait_change(version)
         raise NotFoundError(f"worker {worker.worker_id!r} was dropped", reason="WORKER_NOT_REGISTERED")
+
+
+async def _written(context: ReportContext, news: registry_pb2.ReportResponse) -> None:
+    """Sends to the end even when cancelled: gRPC takes no status while a message is on its way."""
+    write = asyncio.ensure_future(context.write(news))
+    try:
+        await asyncio.shield(write)
+    except asyncio.CancelledError:
+        await asyncio.wait([write], timeout=WRITE_ENDS_S)
+        raise

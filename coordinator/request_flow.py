@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import dataclasses
 import secrets
 import time
 import uuid
@@ -15,9 +15,11 @@ from coordinator.answer import Answer
 from coordinator.attempt import Attempt, is_retryable
 from coordinator.background import Background
 from coordinator.caller import Caller
+from coordinator.circuits import Circuits
 from coordinator.gates import Gate, Passage, passed
+from coordinator.grammar_check import GrammarCheck
 from coordinator.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, local_prefill_tokens
-from coordinator.pools import Model
+from coordinator.model_routes import Found, ModelRoutes
 from coordinator.prompt import PromptTokenizers
 from coordinator.registry import Registry
 from coordinator.request_record import RequestRecord
@@ -25,11 +27,11 @@ from coordinator.request_validation import (
     Generation,
     check_prompt,
     check_request,
-    find_model,
     resolved_sampling,
     resolved_stop,
     timeout_s,
 )
+from coordinator.route_planner import RoutePlanner
 from coordinator.routing import Pair, Router, RouteRequest, no_pair
 from coordinator.signal_book import SignalBook
 from coordinator.worker_links import WorkerLinks
@@ -60,18 +62,25 @@ class RequestFlow:
         tokenizers: PromptTokenizers,
         background: Background,
         book: SignalBook,
+        routes: ModelRoutes,
+        circuits: Circuits,
         gates: Sequence[Gate] = (),
+        quotas: Sequence[Gate] = (),
     ) -> None:
         self._config = config
+        self._routes = routes
+        self._circuits = circuits
         self._registry = registry
         self._router = router
         self._links = links
         self._tokenizers = tokenizers
         self._background = background
-        self._turns = itertools.count()
+        self._planner = RoutePlanner(registry)
         self._meter = HandoffMeter()
         self._book = book
         self._gates = gates
+        self._quotas = quotas
+        self._grammars = GrammarCheck()
 
     async def generate(
         self,
@@ -89,9 +98,10 @@ class RequestFlow:
                 async with asyncio.timeout(left_s) as timer:
                     deadline_s = received_s + left_s
                     generation = await self._receive(request, caller, request_id, received_s, deadline_s)
-                    record.arrived(generation)
-                    async with passed(self._gates, generation) as passages:
-                        await self._serve(generation, send, record, passages)
+                    async with passed(self._quotas, generation) as charged:
+                        record.arrived(generation)  # what is over a quota is no demand to scale for
+                        async with passed(self._gates, generation) as passages:
+                            await self._serve(generation, send, record, [*charged, *passages])
             except TimeoutError:
                 if not timer.expired():
                     raise
@@ -108,18 +118,22 @@ class RequestFlow:
         self, generation: Generation, send: Send, record: RequestRecord, passages: Sequence[Passage]
     ) -> None:
         answer = Answer(generation)
+        for passage in passages:
+            record.passed(passage.waits)
         while not answer.finished:
-            attempt = await self._next_attempt(answer, record)  # a complete pair, or UNAVAILABLE
+            attempt = await self._next_attempt(answer, record, passages)  # a complete pair, or UNAVAILABLE
             try:
-                await attempt.reserve()  # decode sets KV blocks aside: the ticket
-                attempt.start_prefill()  # KV is written from worker to worker under that ticket
-                while (delta := await attempt.next_delta()) is not None:
-                    answer.append(delta, time.monotonic())  # first token from prefill, the rest from decode
-                    record.sent(answer)
-                    for passage in passages:
-                        passage.sent(len(delta.token_ids))
-                    await send(inference_pb2.GenerateResponse(delta=delta))
-                await attempt.settle()
+                with self._circuits.judging(attempt) as judged:  # blames who failed, pauses who fails often
+                    await attempt.reserve()  # decode sets KV blocks aside: the ticket
+                    attempt.start_prefill()  # KV is written from worker to worker under that ticket
+                    while (delta := await attempt.next_delta()) is not None:
+                        answer.append(delta, time.monotonic())  # prefill's first token, the rest from decode
+                        judged.delta_came()
+                        record.sent(answer)
+                        for passage in passages:
+                            passage.sent(len(delta.token_ids))
+                        await send(inference_pb2.GenerateResponse(delta=delta))
+                    await attempt.settle()
             except SplitserveError as error:
                 self._resume_or_raise(answer, attempt, error)  # goes on with prompt + tokens sent so far
             finally:
@@ -127,6 +141,7 @@ class RequestFlow:
                 answer.note_attempt(attempt.report)
                 self._meter.record(attempt.report)
         record.completed(answer)
+        self._planner.ended(answer)
         await send(inference_pb2.GenerateResponse(done=answer.done()))
         _log_completed(answer)
 
@@ -139,44 +154,55 @@ class RequestFlow:
         deadline_s: float,
     ) -> Generation:
         """Checks and tokenizes."""
-        model = await self._find_model(request.model)
+        found = await self._find_model(request.model, request.session_id or request_id, caller)
+        model = found.model
         check_request(request, model)
-        token_ids = await self._tokenizers.encode(model.tokenizer_source, request)
-        check_prompt(token_ids, f"prompt.{request.WhichOneof('prompt')}", model)
+        await self._grammars.check(request.sampling)
+        block_size = model.block_size_tokens if self._config.routing == "prefix" else 0
+        token_ids, block_keys = await self._tokenizers.encode_named(
+            model.tokenizer_source, request, block_size, caller.cache_salt
+        )
+        prompt_field = f"prompt.{request.WhichOneof('prompt')}"
+        check_prompt(token_ids, prompt_field, model, caller.max_prompt_tokens)
         return Generation(
             request_id=request_id,
             model=model,
             prompt=tuple(token_ids),
             sampling=resolved_sampling(request.sampling, seed=secrets.randbits(SEED_BITS)),
-            stop=resolved_stop(request.stop, len(token_ids), model),
+            stop=resolved_stop(request.stop, len(token_ids), model, caller.max_output_tokens),
             priority=request.priority,
             deadline_s=deadline_s,
             received_s=received_s,
             caller=caller,
             session_id=request.session_id,
+            public_name=found.public_name,
+            block_keys=block_keys,
         )
 
-    async def _find_model(self, name: str) -> Model:
-        """The model of that name. Before any worker has registered, waits for one."""
+    async def _find_model(self, name: str, key: str, caller: Caller) -> Found:
+        """The model behind that name, for the caller and this key. Before any worker has registered, waits for one."""
         wait_s = self._config.no_worker_wait_s
-        models = await self._once_true(self._registry.known_models, wait_s)
-        if not models:
+        found: Found | None = None
+        if await self._once_true(self._registry.known_models, wait_s):
+            found = await self._once_true(lambda: self._routes.find(name, key, caller), wait_s)
+        if found is None:
             message = "no prefill and no decode worker has registered"
             raise UnavailableError(message, reason="NO_WORKER", retry_after_s=RETRY_AFTER_S)
-        return find_model(name, models)
+        return found
 
-    async def _next_attempt(self, answer: Answer, record: RequestRecord) -> Attempt:
+    async def _next_attempt(
+        self, answer: Answer, record: RequestRecord, passages: Sequence[Passage]
+    ) -> Attempt:
         pair = await self._route(answer)
         prefill = self._links.link_to(pair.prefill)
         decode = self._links.link_to(pair.decode) if pair.decode else None
         answer.attempts += 1
         record.chosen(pair.prefill, pair.decode)
-        for worker in (pair.prefill, pair.decode):
-            if worker is not None:
-                tokens = len(answer.generation.prompt) + len(answer.token_ids)
-                self._registry.note_sent(worker.key, tokens)
+        for passage in passages:
+            passage.routed(pair.prefill.key, pair.decode.key if pair.decode else None)
+        self._planner.sent(answer, pair)
         local_tokens = self._local_prefill_tokens(answer, pair)
-        return Attempt(answer, prefill, decode, self._background, record, local_tokens)
+        return Attempt(answer, prefill, decode, self._background, record, local_tokens, passages)
 
     def _local_prefill_tokens(self, answer: Answer, pair: Pair) -> int:
         """How many prompt tokens the decode worker may compute itself; see CoordinatorConfig. A plan may lend it."""
@@ -187,22 +213,16 @@ class RequestFlow:
             return 0
         if mode == "always":
             return NO_LIMIT
-        model = answer.generation.model.name
-        request = RouteRequest(model, len(answer.generation.prompt) + len(answer.token_ids))
-        decodes = len(self._registry.snapshot().accepting(model, "decode"))
+        tokens = len(answer.generation.prompt) + len(answer.token_ids) - pair.parts.cached_tokens
+        request = RouteRequest(answer.generation.model.name, tokens)
         return local_prefill_tokens(
-            facts_of_pair(pair.prefill, pair.decode, request, self._meter, decodes, now)
+            facts_of_pair(pair.prefill, pair.decode, request, self._meter, pair.decode_candidates, now)
         )
 
     async def _route(self, answer: Answer) -> Pair:
         """A pair for the next attempt, if possible without the workers that have failed this request."""
-        tokens = len(answer.generation.prompt) + len(answer.token_ids)
-        wanted = RouteRequest(
-            answer.generation.model.name, tokens, answer.needs_decode, turn=next(self._turns)
-        )
-        others = RouteRequest(
-            wanted.model, tokens, wanted.needs_decode, frozenset(answer.failed_workers), wanted.turn
-        )
+        wanted = self._planner.request_for(answer)
+        others = dataclasses.replace(wanted, exclude=frozenset(answer.failed_workers))
         wait_s = self._config.no_worker_wait_s
         pair: Pair | None = None
         if answer.failed_workers:

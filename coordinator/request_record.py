@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 
 from coordinator.answer import Answer
+from coordinator.gates import NO_WAITS, Waits
 from coordinator.pools import Worker
 from coordinator.request_validation import Generation
 from coordinator.signal_book import ModelBook, Outcome, SignalBook, Stage
@@ -33,6 +34,7 @@ class RequestRecord:
         self._uncached = 0.0
         self._prompt_tokens = 0
         self._attempts = 0
+        self._waits = NO_WAITS
         self._cold_prefill = self._cold_decode = False
         self._first_token_seen = self._completed = False
 
@@ -58,13 +60,18 @@ class RequestRecord:
         self._uncached = self._book.arrived(self._prompt_tokens, generation.max_tokens)
         self._enter(Stage.ADMITTING)
 
+    def passed(self, waits: Waits) -> None:
+        """A gate has let the request in. What it waited for counts in the phase of the pool that had no room."""
+        self._waits = self._waits + waits
+
     def chosen(self, prefill: Worker, decode: Worker | None) -> None:
         """An attempt has got its workers."""
         self._attempts += 1
         self._cold_prefill = prefill.total_requests < COLD_REQUESTS
         self._cold_decode = decode is not None and decode.total_requests < COLD_REQUESTS
         if self._attempts == 1:
-            self._add(scaling_pb2.PHASE_ADMIT, time.monotonic() - self._received_s, cold=False)
+            held_s = self._waits.prefill_s + self._waits.decode_s
+            self._add(scaling_pb2.PHASE_ADMIT, time.monotonic() - self._received_s - held_s, cold=False)
 
     def reserving(self) -> None:
         """The decode worker was asked for KV blocks."""
@@ -72,7 +79,8 @@ class RequestRecord:
 
     def reserve_waited(self, seconds: float) -> None:
         """So long it took until there were blocks, or until the request could wait no longer."""
-        self._add(scaling_pb2.PHASE_RESERVE, seconds, self._cold_decode)
+        held_s = self._waits.decode_s if self._attempts == 1 else 0.0
+        self._add(scaling_pb2.PHASE_RESERVE, seconds + held_s, self._cold_decode)
 
     def prefilling(self) -> None:
         """The prompt goes to the prefill worker."""
@@ -82,9 +90,10 @@ class RequestRecord:
         """The prefill worker has sent the first token."""
         self._enter(Stage.DECODING)
         cold = self._cold_prefill
-        self._add(scaling_pb2.PHASE_PREFILL_QUEUE, first.queue_ms / 1e3, cold)
+        queue_s = first.queue_ms / 1e3 + (self._waits.prefill_s if self._attempts == 1 else 0.0)
+        self._add(scaling_pb2.PHASE_PREFILL_QUEUE, queue_s, cold)
         self._add(scaling_pb2.PHASE_PREFILL_COMPUTE, first.compute_ms / 1e3, cold)
-        self._add(scaling_pb2.PHASE_PREFILL, (first.queue_ms + first.compute_ms) / 1e3, cold)
+        self._add(scaling_pb2.PHASE_PREFILL, queue_s + first.compute_ms / 1e3, cold)
         if self._book is not None and self._attempts == 1:
             self._book.cached_share.add(min(1.0, first.cached_tokens / max(1, self._prompt_tokens)))
 

@@ -40,6 +40,10 @@ class Generation:
     caller: Caller = ANYONE
     session_id: str = ""
     """Requests of one session belong together; empty: none."""
+    public_name: str = ""
+    """The model's name as clients use it; `model` may be one of several behind it."""
+    block_keys: tuple[int, ...] = ()
+    """Keys of the prompt's leading full blocks in the prefix index; empty where routing does not ask for them."""
 
     @property
     def max_tokens(self) -> int:
@@ -56,9 +60,8 @@ def find_model(name: str, models: Mapping[str, Model]) -> Model:
         return models[name]
     if not name and len(models) == 1:
         return next(iter(models.values()))
-    message = (
-        f"model {name[:128]!r} is not served here" if name else "model must be named: several are served"
-    )
+    several = "model must be named: several are served" if models else "no model is served here"
+    message = f"model {name[:128]!r} is not served here" if name else several
     raise NotFoundError(message, reason="MODEL_NOT_FOUND", field="model")
 
 
@@ -91,9 +94,13 @@ def timeout_s(request: inference_pb2.GenerateRequest, limit_s: float, call_left_
     return wanted if call_left_s is None else min(wanted, call_left_s)
 
 
-def check_prompt(token_ids: Sequence[int], field: str, model: Model) -> None:
-    """Checks a tokenized prompt: not empty, shorter than the context, ids of the vocabulary."""
+def check_prompt(token_ids: Sequence[int], field: str, model: Model, limit: int | None = None) -> None:
+    """Checks a tokenized prompt: not empty, shorter than the context, ids of the vocabulary, within the caller's
+    `limit`."""
     require(len(token_ids) > 0, field, "at least one token long")
+    if limit is not None and len(token_ids) > limit:
+        message = f"{field} has {len(token_ids)} tokens; this API key's prompts have at most {limit}"
+        raise InvalidArgumentError(message, reason="TENANT_LIMIT", field=field)
     room = model.context_tokens
     if len(token_ids) >= room:
         message = f"{field} has {len(token_ids)} tokens; the context of {room} must also hold the answer"
@@ -119,14 +126,18 @@ def resolved_sampling(sampling: generation_pb2.SamplingParams, seed: int) -> gen
 
 
 def resolved_stop(
-    stop: generation_pb2.StopParams, prompt_tokens: int, model: Model
+    stop: generation_pb2.StopParams, prompt_tokens: int, model: Model, limit: int | None = None
 ) -> generation_pb2.StopParams:
-    """A copy with `max_tokens` filled in: what is left of the context, unless the client named less."""
+    """A copy with `max_tokens` filled in: what is left of the context and of the caller's `limit`, unless the client
+    named less."""
     room = model.context_tokens - prompt_tokens
     resolved = generation_pb2.StopParams()
     resolved.CopyFrom(stop)
     if not stop.HasField("max_tokens"):
-        resolved.max_tokens = room
+        resolved.max_tokens = room if limit is None else min(room, limit)
+    elif limit is not None and stop.max_tokens > limit:
+        message = f"stop.max_tokens must be at most {limit} with this API key, not {stop.max_tokens}"
+        raise InvalidArgumentError(message, reason="TENANT_LIMIT", field="stop.max_tokens")
     elif stop.max_tokens > room:
         fail(
             "stop.max_tokens",
@@ -152,7 +163,8 @@ def _check_prompt_form(request: inference_pb2.GenerateRequest, model: Model) -> 
         between("prompt.chat.messages (count)", len(turns), 1, MAX_MESSAGES)
         for position, turn in enumerate(turns):
             require(bool(turn.role), f"prompt.chat.messages[{position}].role", "not empty")
-        characters = sum(len(turn.content) + len(turn.role) for turn in turns)
+        characters = len(request.chat.tools_json)
+        characters += sum(len(turn.content) + len(turn.role) + len(turn.tool_calls_json) for turn in turns)
     limit = model.context_tokens * MAX_CHARACTERS_PER_TOKEN
     if characters > limit:
         message = f"prompt.{form} has {characters} characters; a context of {model.context_tokens} tokens"

@@ -1,4 +1,7 @@
-"""Who serves a request: the connected pair with the least predicted wait. Pure: snapshot in, pair out."""
+"""Who serves a request: what every policy takes and gives, and the two that know nothing of caches. Pure.
+
+`coordinator.prefix_router` holds the policy that is used unless the settings name another.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.pools import PoolName, PoolSnapshot, Worker, WorkerKey
+from coordinator.prefix_hits import NO_HITS, PrefixHits
 from coordinator.route_scores import (
     DEFAULT_PREFILL_TOKENS_PER_S,
     DEFAULT_STEP_S,
+    TYPICAL_OUTPUT_TOKENS,
     decode_score_s,
     prefill_score_s,
 )
@@ -29,6 +34,35 @@ class RouteRequest:
     """Boots that failed this request."""
     turn: int = 0
     """A running number; it decides between equals, so that they take turns."""
+    hits: PrefixHits = NO_HITS
+    """How much of the prompt each worker is known to hold."""
+    expected_output_tokens: float = TYPICAL_OUTPUT_TOKENS
+    """How long the answer will be, as far as it is known."""
+    session_id: str = ""
+    """Requests of one session tend to the same workers; empty: none."""
+    priority: int = 0
+    """-100..100; higher ones overtake what waits at a worker, lower ones are overtaken."""
+
+
+def cached_tokens(worker: Worker, request: RouteRequest) -> int:
+    """Leading prompt tokens that a worker need not compute; the last one it always must, for its logits."""
+    return min(request.hits.blocks(worker.prefix_slot) * worker.block_size_tokens, request.prompt_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteParts:
+    """What a prediction is made of. Times in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    others_s: float = 0.0
+    """What computing the prompt costs the requests behind it; no part of this one's time."""
+    transfer_s: float = 0.0
+    decode_wait_s: float = 0.0
+    cached_tokens: int = 0
+    """Leading prompt tokens that the prefill worker should hold already."""
+    decode_cached_tokens: int = 0
+    """The same of the decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +72,10 @@ class Pair:
     prefill: Worker
     decode: Worker | None
     predicted_wait_s: float
+    parts: RouteParts = RouteParts()
+    """Of `predicted_wait_s`, where the policy tells them."""
+    decode_candidates: int = 1
+    """Decode workers that take new requests of the model."""
 
 
 class Router(Protocol):
@@ -67,8 +105,24 @@ class LeastWaitRouter:
                 break
             reached = next(((wait_s, d) for wait_s, d in targets if prefill.reaches(d)), None)
             if reached is not None and (best is None or prefill_s + reached[0] < best.predicted_wait_s):
-                best = Pair(prefill, reached[1], prefill_s + reached[0])
+                best = Pair(prefill, reached[1], prefill_s + reached[0], decode_candidates=len(decodes))
         return best
+
+
+class RoundRobinRouter:
+    """Each worker in turn, whatever its load: to compare with, and to rule the policies out when debugging."""
+
+    def choose_pair(self, snapshot: PoolSnapshot, request: RouteRequest, now: float) -> Pair | None:
+        """See Router."""
+        prefills = _turned(_candidates(snapshot, request, "prefill"), request.turn)
+        if not request.needs_decode:
+            return Pair(prefills[0], None, 0.0) if prefills else None
+        decodes = _turned(_candidates(snapshot, request, "decode"), request.turn)
+        for prefill in prefills:
+            for decode in decodes:
+                if prefill.reaches(decode):
+                    return Pair(prefill, decode, 0.0, decode_candidates=len(decodes))
+        return None
 
 
 def prefill_wait_s(worker: Worker, request: RouteRequest, default_rate: float) -> float:

@@ -6,6 +6,7 @@ import time
 from statistics import median
 from typing import Any
 
+from coordinator.access import Access
 from coordinator.phase_counts import PHASES
 from coordinator.pools import PoolSnapshot, Worker
 from coordinator.registry import Registry
@@ -23,8 +24,9 @@ _POOLS = {"prefill": registry_pb2.POOL_PREFILL, "decode": registry_pb2.POOL_DECO
 class ScalingService(ScalingServiceServicer):
     """Gives the signals away and takes plans."""
 
-    def __init__(self, registry: Registry, book: SignalBook, coordinator_id: str) -> None:
+    def __init__(self, registry: Registry, book: SignalBook, coordinator_id: str, access: Access) -> None:
         self._registry = registry
+        self._access = access
         self._book = book
         self._coordinator_id = coordinator_id
         self._states = WorkerStates()
@@ -41,6 +43,7 @@ class ScalingService(ScalingServiceServicer):
         self, request: scaling_pb2.GetSignalsRequest, context: Any
     ) -> scaling_pb2.GetSignalsResponse:
         """See ScalingService.GetSignals in the proto."""
+        self._access.require_operator(context)
         now = time.monotonic()
         self._registry.expire(now)
         snapshot = self._registry.snapshot()
@@ -59,6 +62,7 @@ class ScalingService(ScalingServiceServicer):
         self, request: scaling_pb2.ApplyPlanRequest, context: Any
     ) -> scaling_pb2.ApplyPlanResponse:
         """See ScalingService.ApplyPlan in the proto."""
+        self._access.require_operator(context)
         plan = checked_plan(request, time.monotonic())
         if plan.lend != self._registry.plan.lend:
             log_event("plan.lending", lent=plan.lend)
@@ -71,6 +75,7 @@ class ScalingService(ScalingServiceServicer):
 
     def _model(self, name: str, snapshot: PoolSnapshot, now: float) -> scaling_pb2.ModelSignals:
         book = self._book.of(name)
+        stages = book.stages
         workers = [worker for worker in snapshot.workers if worker.model.name == name]
         return scaling_pb2.ModelSignals(
             model=name,
@@ -86,11 +91,11 @@ class ScalingService(ScalingServiceServicer):
                 for outcome, count in book.outcomes.items()
             ],
             in_progress=scaling_pb2.InProgress(
-                admitting_requests=book.in_stage[Stage.ADMITTING],
-                reserving_requests=book.in_stage[Stage.RESERVING],
-                prefilling_requests=book.in_stage[Stage.PREFILLING],
-                prefilling_tokens=book.prefilling_tokens,
-                decoding_requests=book.in_stage[Stage.DECODING],
+                admitting_requests=stages[Stage.ADMITTING],
+                reserving_requests=stages[Stage.RESERVING],
+                prefilling_requests=stages[Stage.PREFILLING],
+                prefilling_tokens=book.backlog_tokens,
+                decoding_requests=stages[Stage.DECODING],
             ),
             workers=[self._worker(worker, snapshot, now) for worker in workers],
             expected_output_tokens=book.expected_output.value,

@@ -10,30 +10,46 @@ from contextlib import asynccontextmanager, suppress
 
 from prometheus_client.core import Metric
 
+from coordinator.access import Access
+from coordinator.admission.gate import AdmissionGate
+from coordinator.admission.metrics import admission_metrics
 from coordinator.background import Background
-from coordinator.caller import OpenDoor
+from coordinator.circuits import Circuits
+from coordinator.collector import relax_collector
 from coordinator.coordinator_metrics import coordinator_metrics
 from coordinator.ended_workers import EndedWorkers
 from coordinator.front_door import FrontDoor
 from coordinator.inference_service import InferenceService
+from coordinator.kserve.service import KserveService
+from coordinator.loop_lag import LoopLag
+from coordinator.model_routes import ModelRoutes, checked_route
+from coordinator.openai.app import make_app
+from coordinator.openai.http_server import serving_http
+from coordinator.prefix_index import PrefixIndex
 from coordinator.prompt import PromptTokenizers
+from coordinator.pulse import Pulse
 from coordinator.registry import Registry
 from coordinator.registry_service import RegistryService
 from coordinator.request_flow import RequestFlow
-from coordinator.routing import LeastWaitRouter, Router
+from coordinator.route_planner import make_router
+from coordinator.routes_service import RoutesService
+from coordinator.routing import Router
 from coordinator.scaling_service import ScalingService
 from coordinator.signal_book import SignalBook
 from coordinator.worker_links import WorkerLinks
 from splitserve.config import CoordinatorConfig
 from splitserve.hf_tokenizer import load_tokenizer
+from splitserve.kserve import open_inference_pb2
+from splitserve.kserve.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from splitserve.logs import log_event
-from splitserve.metrics import serving_metrics
+from splitserve.metrics import gauge, serving_metrics
 from splitserve.rpc import RpcServer, make_server
 from splitserve.stop_signal import stop_signal
 from splitserve.tokenizer import Tokenizer
-from splitserve.v1 import inference_pb2, registry_pb2, scaling_pb2
+from splitserve.v1 import inference_pb2, registry_pb2, routes_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
+from splitserve.v1.routes_pb2_grpc import add_RoutesServiceServicer_to_server
 from splitserve.v1.scaling_pb2_grpc import add_ScalingServiceServicer_to_server
 
 CLEANUP_GRACE_S = 3.0
@@ -41,6 +57,8 @@ SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name,
     scaling_pb2.DESCRIPTOR.services_by_name["ScalingService"].full_name,
+    routes_pb2.DESCRIPTOR.services_by_name["RoutesService"].full_name,
+    open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
 )
 
 
@@ -52,23 +70,44 @@ class Coordinator:
     ) -> None:
         self.coordinator_id = str(uuid.uuid4())
         self.port = 0
+        self.cluster_port: int | None = None
+        self.http_port: int | None = None
         self.config = config
+        self.access = Access(config)
         self.background = Background()
-        self.registry = Registry(config.heartbeat_timeout_s)
+        self.registry = Registry(config.heartbeat_timeout_s, PrefixIndex(config.max_indexed_blocks))
         self.ended = EndedWorkers(self.registry)
         self.tokenizers = PromptTokenizers(load, config.tokenizer_threads)
+        self.pulse = Pulse(config.max_coalesce_ms / 1e3)
         self.links = WorkerLinks(
-            self.registry, self.background, self.coordinator_id, config.max_message_bytes
+            self.registry,
+            self.background,
+            self.coordinator_id,
+            config.max_message_bytes,
+            self.access.security,
+            self.pulse,
         )
         self.book = SignalBook()
+        self.lag = LoopLag()
+        self.admission: AdmissionGate | None = None
+        if config.admission.mode == "queue":
+            self.admission = AdmissionGate(config, self.registry, self.book)
+        shares = config.model_routes.items()
+        routes = [checked_route(name, weights, f"model_routes.{name}") for name, weights in shares]
+        self.routes = ModelRoutes(self.registry, routes, config.direct_model_names == "allow")
+        self.circuits = Circuits(self.registry, config.circuit_breaker)
         flow = RequestFlow(
             config,
             self.registry,
-            router or LeastWaitRouter(),
+            router or make_router(config.routing),
             self.links,
             self.tokenizers,
             self.background,
             self.book,
+            gates=[] if self.admission is None else [self.admission],
+            quotas=self.access.gates,
+            routes=self.routes,
+            circuits=self.circuits,
         )
         self.door = FrontDoor(
             flow,
@@ -76,14 +115,22 @@ class Coordinator:
             self.tokenizers,
             self.background,
             self.book,
-            OpenDoor(),
+            self.access.authenticator,
             config.max_running_requests,
+            self.routes,
         )
-        self.server: RpcServer = make_server(max_message_bytes=config.max_message_bytes)
-        add_InferenceServiceServicer_to_server(InferenceService(self.door), self.server.grpc_server)
+        self.server: RpcServer = make_server(
+            max_message_bytes=config.max_message_bytes, guard=self.access.guard
+        )
+        inference = InferenceService(self.door, self.access)
+        add_InferenceServiceServicer_to_server(inference, self.server.grpc_server)
+        self.kserve = KserveService(self.door, self.access)
+        add_GRPCInferenceServiceServicer_to_server(self.kserve, self.server.grpc_server)
+        routing = RoutesService(self.routes, self.registry, self.access, self.coordinator_id)
+        add_RoutesServiceServicer_to_server(routing, self.server.grpc_server)
         members = RegistryService(self.registry, self.coordinator_id, self.tokenizers.tokenizer)
         add_RegistryServiceServicer_to_server(members, self.server.grpc_server)
-        self.scaling = ScalingService(self.registry, self.book, self.coordinator_id)
+        self.scaling = ScalingService(self.registry, self.book, self.coordinator_id, self.access)
         add_ScalingServiceServicer_to_server(self.scaling, self.server.grpc_server)
 
     async def expire_silent_workers(self) -> None:
@@ -94,7 +141,34 @@ class Coordinator:
 
     def metrics(self) -> list[Metric]:
         """What the Prometheus endpoint shows, at this moment."""
-        return coordinator_metrics(self.registry.snapshot(), self.door.running, self.book.models())
+        figures = coordinator_metrics(self.registry.snapshot(), self.door.running, self.book.models())
+        queue = admission_metrics(self.admission.counts()) if self.admission is not None else []
+        blocks = gauge(
+            "splitserve_prefix_index_blocks", "KV blocks known by their holders", len(self.registry.prefixes)
+        )
+        return [*figures, *queue, blocks, self.lag.metric(), *self.access.metrics()]
+
+    async def listen(self) -> None:
+        """Binds and starts serving; with TLS also at the port for the cluster's own parts."""
+        config, tls = self.config, self.access.security.tls
+        self.access.warn_if_open(config.host)
+        if tls is not None:
+            port = config.grpc_port + 1 if config.grpc_port else 0
+            port = port if config.cluster_port is None else config.cluster_port
+            self.cluster_port = self.server.listen(config.host, port, tls, mutual=True)
+        self.port = await self.server.start(config.host, config.grpc_port, SERVICES, tls=tls, mutual=False)
+
+    @asynccontextmanager
+    async def serving_http(self) -> AsyncIterator[None]:
+        """Serves the OpenAI-compatible API while the context is open, where a port for it is set."""
+        config = self.config
+        if config.http_port is None:
+            yield
+            return
+        app = make_app(self.door, self.metrics, config.max_message_bytes)
+        async with serving_http(app, config.host, config.http_port, self.access.security.tls) as port:
+            self.http_port = port
+            yield
 
     async def drain(self) -> None:
         """Refuses new generations and waits up to `drain_s` for the running ones.
@@ -132,7 +206,9 @@ async def running_coordinator(
     Raises UnavailableError when the port is taken.
     """
     coordinator = Coordinator(config, load, router)
-    with serving_metrics(coordinator.metrics, config.host, config.metrics_port):
+    with serving_metrics(
+        coordinator.metrics, config.host, config.metrics_port, coordinator.access.security.tls
+    ):
         async with _serving(coordinator, config):
             yield coordinator
 
@@ -140,13 +216,17 @@ async def running_coordinator(
 @asynccontextmanager
 async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> AsyncIterator[None]:
     try:
-        coordinator.port = await coordinator.server.start(config.host, config.grpc_port, SERVICES)
-        async with asyncio.TaskGroup() as group:
+        await coordinator.listen()
+        async with coordinator.serving_http(), asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(coordinator.links.run()),
                 group.create_task(coordinator.ended.run()),
+                group.create_task(coordinator.circuits.run()),
                 group.create_task(coordinator.expire_silent_workers()),
                 group.create_task(coordinator.scaling.watch_states()),
+                group.create_task(coordinator.access.follow_files()),
+                group.create_task(coordinator.lag.watch()),
+                group.create_task(coordinator.pulse.watch()),
             ]
             try:
                 yield
@@ -175,8 +255,11 @@ async def serve(
             "coordinator.ready",
             host=config.host,
             port=coordinator.port,
+            cluster_port=coordinator.cluster_port,
+            http_port=coordinator.http_port,
             coordinator_id=coordinator.coordinator_id,
         )
+        relax_collector()
         await stop.wait()
         await coordinator.drain()
     log_event("coordinator.stopped")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from coordinator.phase_counts import PHASES, Phase, PhaseCounts
 from splitserve.v1 import scaling_pb2
@@ -45,6 +45,16 @@ class LearnedMean:
         self.value += (value - self.value) / self.seen
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Requests that wait at the coordinator until workers have room; see `coordinator.admission`."""
+
+    requests: int = 0
+    uncached_tokens: float = 0.0
+    cause: Literal["prefill", "decode"] = "prefill"
+    """The pool that they wait for."""
+
+
 @dataclass(slots=True)
 class ModelBook:
     """The figures of one model."""
@@ -60,8 +70,25 @@ class ModelBook:
     in_stage: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     prefilling_tokens: float = 0.0
     """Uncached prompt tokens of the requests in stage PREFILLING."""
+    held: Held = Held()
+    """Part of those in stage ADMITTING."""
     expected_output: LearnedMean = field(default_factory=lambda: LearnedMean(DEFAULT_OUTPUT_TOKENS))
     cached_share: LearnedMean = field(default_factory=lambda: LearnedMean(0.0))
+
+    @property
+    def stages(self) -> dict[Stage, int]:
+        """Requests in progress by what they wait for: those held at the coordinator count for the pool without room."""
+        held = self.held
+        counts = self.in_stage.copy()
+        counts[Stage.ADMITTING] = max(0, counts[Stage.ADMITTING] - held.requests)
+        counts[Stage.PREFILLING if held.cause == "prefill" else Stage.RESERVING] += held.requests
+        return counts
+
+    @property
+    def backlog_tokens(self) -> float:
+        """Uncached prompt tokens that wait for prefill workers, there or here."""
+        held = self.held
+        return self.prefilling_tokens + (held.uncached_tokens if held.cause == "prefill" else 0.0)
 
     def arrived(self, prompt_tokens: int, max_tokens: int) -> float:
         """Counts demand; returns how many prompt tokens are expected to need computing."""
@@ -81,7 +108,10 @@ class SignalBook:
 
     def of(self, model: str) -> ModelBook:
         """The figures of a model that is known to the registry; new ones if it had none."""
-        return self._models.setdefault(model, ModelBook())
+        book = self._models.get(model)
+        if book is None:
+            book = self._models[model] = ModelBook()
+        return book
 
     def turned_away(self, model: str) -> None:
         """Counts a request that was refused at the door, before anything of it was looked at.

@@ -17,10 +17,13 @@ import grpc
 from coordinator.background import Background
 from coordinator.inbox import Inbox, WorkerFailed
 from coordinator.pools import Worker, WorkerKey
+from coordinator.pulse import Pulse
 from coordinator.registry import Registry
-from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.logs import log_event
-from splitserve.rpc import error_from_rpc, make_channel
+from splitserve.part_security import UNSECURED, PartSecurity
+from splitserve.rpc import error_from_rpc
+from splitserve.rpc_errors import failure_error
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceStub
@@ -29,6 +32,9 @@ ABORT_TIMEOUT_S = 2.0
 ARRIVE_S = 2.0
 """How long a call that is given up is waited for, if it has not reached its worker yet."""
 STREAM_OPEN_TIMEOUT_S = 5.0
+READ_AHEAD_BYTES = 32 * 1024
+"""What a worker may send before it is read: a few steps of a large batch. A coordinator that lags then has the worker
+merge what follows, instead of finding all of it, piece by piece and old, in its sockets."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 
@@ -38,11 +44,25 @@ T = TypeVar("T")
 class WorkerLink:
     """The connection to one boot of one worker."""
 
-    def __init__(self, worker: Worker, coordinator_id: str, max_message_bytes: int) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        coordinator_id: str,
+        max_message_bytes: int,
+        security: PartSecurity = UNSECURED,
+        pulse: Pulse | None = None,
+    ) -> None:
         self.worker = worker
+        self._pulse = pulse
         self.output_open = False
         self._coordinator_id = coordinator_id
-        self._channel = make_channel(worker.address, max_message_bytes=max_message_bytes)
+        self._metadata = security.metadata
+        self._channel = security.channel(
+            worker.address,
+            worker.pool,
+            max_message_bytes=max_message_bytes,
+            read_ahead_bytes=READ_AHEAD_BYTES,
+        )
         self._prefill = PrefillServiceStub(self._channel)
         self._decode = DecodeServiceStub(self._channel)
         self._inboxes: dict[str, Inbox] = {}
@@ -64,7 +84,7 @@ class WorkerLink:
     ) -> decode_pb2.ReserveResponse:
         """Calls Reserve. Raises UnavailableError (WORKER_LOST) at once when the worker is dropped meanwhile."""
         request.coordinator_id = self._coordinator_id
-        return await self._answer(self._decode.Reserve(request, timeout=timeout_s))
+        return await self._answer(self._decode.Reserve(request, timeout=timeout_s, metadata=self._metadata))
 
     async def prefill(self, request: prefill_pb2.PrefillRequest, timeout_s: float, inbox: Inbox) -> None:
         """Runs a Prefill call and puts what it says, its failure included, into `inbox`.
@@ -74,7 +94,7 @@ class WorkerLink:
         """
         try:
             self._require_live()
-            call = self._prefill.Prefill(request, timeout=timeout_s)
+            call = self._prefill.Prefill(request, timeout=timeout_s, metadata=self._metadata)
             arrived = asyncio.ensure_future(call.initial_metadata())
             try:
                 complete = False
@@ -111,7 +131,7 @@ class WorkerLink:
         if self._lost is not None:
             return
         try:
-            await self._answer(self._decode.Abort(request, timeout=ABORT_TIMEOUT_S))
+            await self._answer(self._decode.Abort(request, timeout=ABORT_TIMEOUT_S, metadata=self._metadata))
         except SplitserveError as error:
             log_event("abort.failed", worker_id=self.worker.worker_id, reason=error.reason)
 
@@ -145,7 +165,7 @@ class WorkerLink:
 
     async def _read_outputs(self, registry: Registry) -> None:
         request = decode_pb2.StreamOutputsRequest(coordinator_id=self._coordinator_id)
-        call = self._decode.StreamOutputs(request)
+        call = self._decode.StreamOutputs(request, metadata=self._metadata)
         messages = aiter(call)
         try:
             async with asyncio.timeout(STREAM_OPEN_TIMEOUT_S):
@@ -173,7 +193,7 @@ class WorkerLink:
         if output.HasField("failure") or output.delta.finish_reason == generation_pb2.FINISH_REASON_ABORT:
             inbox.put(WorkerFailed(self.worker.key, _failure(output, self._name)))
         else:
-            inbox.put(output)
+            inbox.put(output, self._pulse)
 
     def _set_output_open(self, registry: Registry, is_open: bool) -> None:
         self.output_open = is_open
@@ -213,12 +233,20 @@ class WorkerLinks:
     """A link to every registered worker, kept in step with the registry by `run`."""
 
     def __init__(
-        self, registry: Registry, background: Background, coordinator_id: str, max_message_bytes: int
+        self,
+        registry: Registry,
+        background: Background,
+        coordinator_id: str,
+        max_message_bytes: int,
+        security: PartSecurity = UNSECURED,
+        pulse: Pulse | None = None,
     ) -> None:
         self._registry = registry
+        self._pulse = pulse
         self._background = background
         self._coordinator_id = coordinator_id
         self._max_message_bytes = max_message_bytes
+        self._security = security
         self._links: dict[WorkerKey, WorkerLink] = {}
         self._watchers: dict[WorkerKey, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
@@ -252,7 +280,9 @@ class WorkerLinks:
             link.lose()
             self._background.start(link.close())
         for key in wanted.keys() - self._links.keys():
-            link = WorkerLink(wanted[key], self._coordinator_id, self._max_message_bytes)
+            link = WorkerLink(
+                wanted[key], self._coordinator_id, self._max_message_bytes, self._security, self._pulse
+            )
             self._links[key] = link
             link.connect()
             if link.worker.pool == "decode":
@@ -265,5 +295,4 @@ class WorkerLinks:
 def _failure(output: decode_pb2.SequenceOutput, who: str) -> SplitserveError:
     reason = output.failure.reason or "ABORTED"
     message = f"{who}: {output.failure.message or 'aborted the request'}"
-    kind = DeadlineExceededError if reason == DeadlineExceededError.default_reason else UnavailableError
-    return kind(message, reason=reason)
+    return failure_error(reason, message)

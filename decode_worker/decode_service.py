@@ -47,6 +47,8 @@ class DecodeService(DecodeServiceServicer):
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
         """See DecodeService.Reserve in the proto."""
+        # First, because the stream must not break unnoticed between the look at it and the reservation.
+        grammar = await self._worker.parts.grammars.compiled(request.sampling)
         self._worker.require_accepting()
         if not self._streams.is_open(request.coordinator_id):
             raise FailedPreconditionError(
@@ -56,7 +58,13 @@ class DecodeService(DecodeServiceServicer):
         now = time.monotonic()
         engine_id = _engine_id(request.coordinator_id, request.request_id)
         prompt = engine_request(
-            request, engine_id=engine_id, facts=self._worker.parts.runner.facts, now=now, prefill_only=False
+            request,
+            engine_id=engine_id,
+            facts=self._worker.parts.runner.facts,
+            now=now,
+            prefill_only=False,
+            grammar=grammar,
+            ceilings=self._worker.config.ceilings,
         )
         answer: asyncio.Future[Granted] = self._loop.create_future()
         entry = WaitingReservation(

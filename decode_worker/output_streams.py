@@ -5,26 +5,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
+from splitserve.output_merging import extend_output
 from splitserve.v1 import decode_pb2
 
 
 class OutputStream:
     """Outputs waiting to be sent to one coordinator.
 
-    What the engine produced since the last send goes out together, so a slow reader costs fewer, larger
-    messages. Memory is bounded by the `max_tokens` of the requests that are alive.
+    What the engine produced since the last send goes out together, what belongs to one request as one output, so a
+    slow reader costs fewer messages and fewer pieces. Memory is bounded by the `max_tokens` of the requests that are
+    alive.
     """
 
     def __init__(self) -> None:
         self._pending: list[decode_pb2.SequenceOutput] = []
+        self._latest: dict[str, decode_pb2.SequenceOutput] = {}
+        """The last pending output of each request."""
         self._wake = asyncio.Event()
         self._closed = False
 
     def put(self, outputs: list[decode_pb2.SequenceOutput]) -> None:
         """Queues outputs; dropped once the stream is closed, for nobody will read them."""
-        if not self._closed:
-            self._pending.extend(outputs)
-            self._wake.set()
+        if self._closed:
+            return
+        for output in outputs:
+            before = self._latest.get(output.request_id)
+            if before is None or not extend_output(before, output):
+                self._pending.append(output)
+                self._latest[output.request_id] = output
+        self._wake.set()
 
     def close(self) -> None:
         """Ends iteration, what is pending included."""
@@ -39,6 +48,7 @@ class OutputStream:
             self._wake.clear()
             if self._pending:
                 batch, self._pending = self._pending, []
+                self._latest.clear()
                 yield batch
 
 

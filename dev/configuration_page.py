@@ -13,6 +13,7 @@ from autoscaler.behavior import Behavior, ScalingRule, ScalingRules
 from autoscaler.policy_file import PredictivePool, Ratio, ScalingPolicy, SchedulePool, SloPool, TargetPool
 from autoscaler.schedule import ScheduleWindow
 from autoscaler.slo_tuning import SloTuning
+from coordinator.tenants.policy_file import TenantPolicy, TenantsFile
 from splitserve.config import (
     AutoscalerConfig,
     ClusterConfig,
@@ -23,6 +24,8 @@ from splitserve.config import (
     WorkerConfig,
 )
 from splitserve.fault_plan import FaultPlan, Trigger
+from splitserve.security_settings import CeilingConfig, TlsConfig
+from splitserve.traffic_settings import CircuitBreakerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -46,8 +49,13 @@ A wrong value ends the command with one line that names the setting and its boun
 SECTIONS: list[tuple[str, type[BaseModel]]] = [
     ("Cluster (`splitserve up`)", ClusterConfig),
     ("Coordinator", CoordinatorConfig),
+    ("Circuit breaker (section `circuit_breaker` of the coordinator)", CircuitBreakerConfig),
     ("Worker", WorkerConfig),
     ("Engine (section `engine`)", EngineConfig),
+    ("TLS (section `tls`)", TlsConfig),
+    ("Ceilings (section `ceilings` of a worker)", CeilingConfig),
+    ("File of tenants (see [security.md](security.md))", TenantsFile),
+    ("File of tenants: an entry of `tenants`", TenantPolicy),
     ("Autoscaler (`splitserve autoscaler`)", AutoscalerConfig),
     ("Docker (section `docker` of the autoscaler)", DockerConfig),
     ("Kubernetes (section `kubernetes` of the autoscaler)", KubernetesConfig),

@@ -38,6 +38,7 @@ def ask(target: str) -> dict[str, object]:
 def main() -> int:
     """Exit code 0 only if the answer is right and everything stopped cleanly."""
     command = [*SPLITSERVE, "up", "--prefill", "1", "--decode", "1", "--grpc-port", "0"]
+    command += ["--http-port", "0"]
     cluster = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     watchdog = threading.Timer(START_TIMEOUT_S, cluster.terminate)
     watchdog.start()

@@ -1,4 +1,4 @@
-"""Generates splitserve/v1 from protos/, or with `--check` proves that what is committed is current."""
+"""Generates splitserve/v1 and /kserve from protos/, or with `--check` proves that what is committed is current."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
-GENERATED = Path("splitserve") / "v1"
+GENERATED = (Path("splitserve") / "v1", Path("splitserve") / "kserve")
 
 
 def generate(into: Path) -> None:
     """Writes the generated modules and their type stubs below `into`."""
-    messages = sorted(PROTOS.glob("splitserve/v1/*.proto"))
+    messages = sorted(PROTOS.glob("splitserve/*/*.proto"))
     services = [path for path in messages if "\nservice " in path.read_text(encoding="utf-8")]
     scripts = Path(sys.executable).parent
     plugins = [
@@ -33,10 +33,15 @@ def stale_files() -> list[str]:
     """Names of generated files that are missing, left over or different from what protos/ gives now."""
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
-        fresh, committed = Path(scratch) / GENERATED, ROOT / GENERATED
-        names = {path.name for folder in (fresh, committed) for path in folder.glob("*_pb2*")}
+        fresh, committed = Path(scratch), ROOT
+        names = {
+            path.relative_to(base)
+            for base in (fresh, committed)
+            for folder in GENERATED
+            for path in (base / folder).glob("*_pb2*")
+        }
         return sorted(
-            name
+            str(name)
             for name in names
             if not (fresh / name).exists()
             or not (committed / name).exists()
@@ -55,7 +60,7 @@ def main() -> int:
         return 0
     stale = stale_files()
     for name in stale:
-        print(f"{GENERATED / name} is out of date: run `make proto`", file=sys.stderr)
+        print(f"{name} is out of date: run `make proto`", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.cache_log import CacheLog
 from engine.free_runs import FreeRuns
 
 _FREE, _REFERENCED, _QUARANTINED, _RESERVED = range(4)
@@ -34,11 +35,12 @@ class BlockPool:
     writer (a peer that may be writing into it). It is free again only when both have let go. A free
     block whose content is known stays in the prefix cache until its room is needed, least recently used
     first. Misuse (a double free, a hit on a foreign block) raises AssertionError: it is a bug of the
-    caller and must not go on.
+    caller and must not go on. What the prefix cache gains and loses is told to `log`.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, log: CacheLog | None = None) -> None:
         self._total = num_blocks
+        self._log = log or CacheLog()
         self._requests = array("i", bytes(4 * num_blocks))
         self._writer = bytearray(num_blocks)
         self._counts = [num_blocks, 0, 0, 0]
@@ -73,7 +75,9 @@ class BlockPool:
             raise AssertionError(f"{count} blocks asked for, {self.free} free")
         while len(self._unused) < count:
             block, _ = self._evictable.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
+            block_hash = self._hash_of.pop(block)
+            del self._block_of[block_hash]
+            self._log.removed(block_hash)
             self._unused.add(block)
         blocks = self._unused.take(count, after)
         for block in blocks:
@@ -114,6 +118,7 @@ class BlockPool:
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            self._log.stored(block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
         """A request lets go of its blocks, given in sequence order.

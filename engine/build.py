@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
 from engine.runner import ModelRunner
 from engine.simulated_runner import SimulatedRunner
 from engine.warm_up import warm_up
@@ -38,6 +39,8 @@ class EngineParts:
 
     runner: ModelRunner
     core: EngineCore
+    grammars: GrammarCompiler
+    """For the services; of all parts the one that does not belong to the thread."""
     transport: Transport
     endpoint: TransferEndpoint
     served: ServedAs
@@ -52,11 +55,14 @@ def build_engine(config: WorkerConfig) -> EngineParts:
     """
     runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
     tokenizer = load_tokenizer(served.tokenizer_source)
+    grammars = GrammarCompiler(tokenizer, runner.facts)
+    if config.engine.kind != SIMULATED:
+        grammars.prepare()
     warm_up(runner, config.engine.max_step_tokens)
     transport = _transport(config)
     endpoint = replace(transport.register_pool(runner.wire.memory), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
-    return EngineParts(runner, core, transport, endpoint, served, config)
+    return EngineParts(runner, core, grammars, transport, endpoint, served, config)
 
 
 def _transport(config: WorkerConfig) -> Transport:

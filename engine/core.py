@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from engine.block_pool import BlockPool
+from engine.cache_log import CacheLog
 from engine.kv_cache_manager import KVCacheManager
 from engine.lazy_heap import LazyHeap
 from engine.limits import RequestLimits
@@ -51,7 +52,9 @@ class EngineCore:
         self._max_waiting = config.max_waiting_requests
         self.max_step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[runner.pool_memory.memory_kind]
         block_size = runner.layout.block_size_tokens
-        self._pool = BlockPool(runner.num_blocks)
+        self.cache_log = CacheLog()
+        """What the prefix cache gains and loses; may be read on any thread."""
+        self._pool = BlockPool(runner.num_blocks, self.cache_log)
         self._kv = KVCacheManager(self._pool, block_size, prefix_cache=config.prefix_cache)
         self._scheduler = Scheduler(
             self._kv,
@@ -159,7 +162,7 @@ class EngineCore:
 
         The first token's text counts as emitted (by the one who sampled it). Returns the last output
         if the answer ends right here, else None. Raises NotFoundError for a reservation that is
-        not live (any more), InvalidArgumentError for a token outside the vocabulary.
+        not live (any more), InvalidArgumentError for a token outside the vocabulary or the request's grammar.
         """
         if not 0 <= first_token_id < self._limits.vocabulary_size:
             raise InvalidArgumentError(
@@ -310,7 +313,10 @@ class EngineCore:
             if sequence.request.prefill_only:
                 result.progress.append(sequence.take_progress(self._kv.block_size))
             if token is not None:
-                result.outputs.append(self._on_token(sequence, token))
+                try:
+                    result.outputs.append(self._on_token(sequence, token))
+                except InvalidArgumentError as error:  # its grammar
+                    self._fail(sequence, error.reason, error.message, result)
 
     def _on_token(self, sequence: Sequence, token: SampledToken) -> RequestOutput:
         output = RequestOutput(sequence.request_id, sequence.num_output, [token.token_id])

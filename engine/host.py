@@ -14,7 +14,9 @@ import grpc
 import psutil
 from prometheus_client.core import Metric
 
+from engine import watchdog
 from engine.build import EngineParts, build_engine
+from engine.cache_log import CacheSession
 from engine.core import EngineCore
 from engine.messages import lane_report, worker_load
 from engine.thread import EngineThread, StepListener
@@ -23,17 +25,26 @@ from engine.worker_metrics import worker_metrics
 from kv_transfer.lanes import JudgedLane
 from kv_transfer.select import idle_poll_s
 from kv_transfer.transport import TransferEndpoint
+from splitserve.call_guard import ANY_SERVICE
 from splitserve.config import WorkerConfig
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
 from splitserve.metrics import serving_metrics
+from splitserve.part_security import part_security, warn_if_open
 from splitserve.registry_client import RegistryClient
 from splitserve.rpc import OpenRpcs, make_server
 from splitserve.stop_signal import stop_signal
+from splitserve.tls import Role
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 IDLE_POLL_S = 0.05
 SERVER_GRACE_S = 2.0
+ROLES: Mapping[registry_pb2.Pool.ValueType, Role] = {
+    registry_pb2.POOL_PREFILL: "prefill",
+    registry_pb2.POOL_DECODE: "decode",
+}
+CALLERS: frozenset[Role] = frozenset({"coordinator"})
+"""Who may call a worker's services."""
 
 
 class RoleListener(StepListener, ABC):
@@ -108,6 +119,7 @@ class WorkerHost(Generic[L]):
             self._build, name=f"engine-{config.worker_id}", idle_poll_s=idle_poll_s(config.transport)
         )
         self._role = role
+        self._security = part_security(ROLES[role.pool], config.tls, config.cluster_token_file)
         self._registries: list[RegistryClient] = []
         self._process = psutil.Process()
 
@@ -127,17 +139,25 @@ class WorkerHost(Generic[L]):
         for registry in self._registries:
             registry.poke()
 
+    def _report_soon(self) -> None:
+        for registry in self._registries:
+            registry.poke_soon()
+
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises what broke the engine or the registration."""
         stop = stop_signal()
         await self.engine.start()
-        server = make_server(open_rpcs=self.open_rpcs)
+        guard = self._security.guard({ANY_SERVICE: CALLERS})
+        server = make_server(open_rpcs=self.open_rpcs, guard=guard)
         names = self._role.add_services(server.grpc_server, self)
-        port = await server.start(self.config.host, self.config.port, names)
+        warn_if_open("worker", self.config.host, guard.closed)
+        port = await server.start(self.config.host, self.config.port, names, tls=self._security.tls)
         log_event("worker.ready", worker_id=self.config.worker_id, port=port, model=self.parts.served.name)
         address = self.config.advertise_address or f"{self.config.host}:{port}"
         try:
-            with serving_metrics(self._metrics, self.config.host, self.config.metrics_port):
+            with serving_metrics(
+                self._metrics, self.config.host, self.config.metrics_port, self._security.tls
+            ):
                 await self._serve_until(stop, self._registration(address))
         finally:
             self._role.close()
@@ -147,6 +167,7 @@ class WorkerHost(Generic[L]):
             log_event("worker.stopped", worker_id=self.config.worker_id)
 
     async def _serve_until(self, stop: asyncio.Event, registration: registry_pb2.RegisterRequest) -> None:
+        cache_log, loop = self.parts.core.cache_log, asyncio.get_running_loop()
         self._registries = [
             RegistryClient(
                 address,
@@ -155,12 +176,17 @@ class WorkerHost(Generic[L]):
                 on_peers=self._on_peers,
                 heartbeat_s=self.config.heartbeat_s,
                 on_ended=self._role.on_ended_writers,
+                security=self._security,
+                read_cache=lambda: CacheSession(cache_log),
             )
             for address in self.config.coordinators
         ]
+        cache_log.tell(lambda: loop.call_soon_threadsafe(self._report_soon))
         async with asyncio.TaskGroup() as group:
             background = [group.create_task(registry.run()) for registry in self._registries]
             background.append(group.create_task(self._watch_engine()))
+            hanging_s = self.engine.between_steps_s
+            background.append(group.create_task(watchdog.watch(hanging_s, self.config.worker_id)))
             await stop.wait()
             await self._drain()
             for task in background:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.grammar import CompiledGrammar
 from engine.runner import ModelFacts
 from engine.types import (
     DecodeStepFit,
@@ -15,6 +16,7 @@ from engine.types import (
 from kv_transfer.lanes import JudgedLane
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation_checks import check_sampling, check_stop
+from splitserve.security_settings import CeilingConfig
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
 
 FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType] = {
@@ -23,8 +25,7 @@ FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType]
     FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
-MAX_TIMEOUT_S = 86_400.0
-MAX_SALT_BYTES = 64
+DEFAULT_CEILINGS = CeilingConfig()
 
 
 def engine_request(
@@ -34,21 +35,26 @@ def engine_request(
     facts: ModelFacts,
     now: float,
     prefill_only: bool,
+    grammar: CompiledGrammar | None = None,
+    ceilings: CeilingConfig = DEFAULT_CEILINGS,
 ) -> EngineRequest:
     """Checks and converts what both services receive. The engine itself checks the tokens.
 
     `engine_id` is the id inside this engine: clients may repeat theirs, an engine must not. `now` is
-    `time.monotonic()`. Raises InvalidArgumentError naming the field.
+    `time.monotonic()`, `grammar` what `GrammarCompiler.compiled` made of the sampling. Raises InvalidArgumentError
+    naming the field.
     """
     if not message.request_id:
         raise InvalidArgumentError("request_id must not be empty", field="request_id")
-    timeout_s = message.timeout.ToTimedelta().total_seconds()
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise InvalidArgumentError(f"timeout must be in (0, {MAX_TIMEOUT_S:.0f}] s", field="timeout")
-    if len(message.cache_salt) > MAX_SALT_BYTES:
-        raise InvalidArgumentError(f"cache_salt must have at most {MAX_SALT_BYTES} bytes", field="cache_salt")
+    timeout_s = message.timeout.seconds + message.timeout.nanos / 1e9
+    if not 0 < timeout_s <= ceilings.max_timeout_s:
+        raise InvalidArgumentError(f"timeout must be in (0, {ceilings.max_timeout_s:g}] s", field="timeout")
+    _check_salt(message.cache_salt, ceilings)
     if not message.stop.HasField("max_tokens") or message.stop.max_tokens < 1:
         raise InvalidArgumentError("stop.max_tokens must be at least 1", field="stop.max_tokens")
+    most = ceilings.max_output_tokens
+    if most is not None and message.stop.max_tokens > most:
+        raise InvalidArgumentError(f"stop.max_tokens must be at most {most} here", field="stop.max_tokens")
     check_sampling(message.sampling, facts.vocabulary_size)
     check_stop(message.stop, facts.vocabulary_size, facts.context_tokens)
     return EngineRequest(
@@ -60,8 +66,15 @@ def engine_request(
         priority=message.priority,
         cache_salt=message.cache_salt,
         deadline_s=now + timeout_s,
+        grammar=grammar,
         prefill_only=prefill_only,
     )
+
+
+def _check_salt(salt: bytes, ceilings: CeilingConfig) -> None:
+    least, most = int(ceilings.require_cache_salt), ceilings.max_cache_salt_bytes
+    if not least <= len(salt) <= most:
+        raise InvalidArgumentError(f"cache_salt must have {least}..{most} bytes", field="cache_salt")
 
 
 def sampling_params(message: generation_pb2.SamplingParams) -> SamplingParams:

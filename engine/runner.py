@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.types import SampledToken, SamplingParams
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport import PoolMemory
 from kv_transfer.wire import KvWire, PlainWire
 from splitserve.errors import SplitserveError
+
+if TYPE_CHECKING:
+    from engine.grammar import GrammarMatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class ScheduledSequence:
     sampling: SamplingParams
     banned_token_ids: frozenset[int] = frozenset()
     """Tokens that must not be chosen now (end-of-sequence before `min_tokens`)."""
+    matcher: GrammarMatcher | None = None
+    """Where the output stands in its grammar, if it is held to one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ A row's result never depends on the other rows: its one random number comes from
 over (seed, position), and its probabilities are summed in float64 in the order of token ids. So a sampled
 request gives the same tokens in any batch, on any worker, and after a resume.
 
-Order of operations: logit bias, repetition penalty, presence and frequency penalties, banned tokens,
+Order of operations: logit bias, repetition penalty, presence and frequency penalties, banned tokens and grammar,
 temperature, top-k, top-p, min-p. Equal logits are ranked by token id, lower first.
 """
 
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.grammar import GrammarFailedError, Mask
+from engine.grammar import allowed_tokens as grammar_tokens
 from engine.runner import RowsFailedError
 from engine.types import SampledToken, SamplingParams, TokenLogprob
 
@@ -45,6 +47,8 @@ class SamplingRow:
     prompt_tokens: int
     end: int
     banned_token_ids: frozenset[int] = frozenset()
+    mask: Mask | None = None
+    """What the row's grammar allows."""
 
     @property
     def position(self) -> int:
@@ -60,7 +64,8 @@ class SamplingRow:
     @property
     def adjusted(self) -> bool:
         """Whether the logits are changed before a token is chosen."""
-        return self.penalized or bool(self.sampling.logit_bias) or bool(self.banned_token_ids)
+        changed = self.penalized or bool(self.sampling.logit_bias) or bool(self.banned_token_ids)
+        return changed or self.mask is not None
 
 
 def uniform(seed: int, position: int) -> float:
@@ -82,7 +87,8 @@ def _mix(state: int) -> int:
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
     """Chooses one token a row. `logits` `[rows, vocabulary]`, any float dtype and device, left unchanged.
 
-    Raises NanLogitsError naming the rows whose logits are not finite at their maximum.
+    Raises NanLogitsError naming the rows whose logits are not finite at their maximum, GrammarFailedError naming
+    those whose grammar allows nothing that the model can choose.
     """
     best, greedy = logits.max(dim=-1)
     finite = torch.isfinite(best).tolist()
@@ -90,15 +96,28 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         failed = tuple(row for row, ok in enumerate(finite) if not ok)
         raise NanLogitsError(f"logits of {len(failed)} of {len(rows)} sequences are not finite", failed)
     likeliest: list[int] = greedy.tolist()
-    return [_sample_row(logits[index], row, likeliest[index]) for index, row in enumerate(rows)]
+    tokens: list[SampledToken] = []
+    stuck: list[int] = []
+    for index, row in enumerate(rows):
+        token = _sample_row(logits[index], row, likeliest[index])
+        if token is None:
+            stuck.append(index)
+        else:
+            tokens.append(token)
+    if stuck:
+        raise GrammarFailedError("the grammar allows no token that the model can choose", tuple(stuck))
+    return tokens
 
 
-def _sample_row(logits: torch.Tensor, row: SamplingRow, likeliest: int) -> SampledToken:
+def _sample_row(logits: torch.Tensor, row: SamplingRow, likeliest: int) -> SampledToken | None:
+    """The row's token, None when none can be chosen."""
     wants_logprobs = row.sampling.logprobs is not None
     if row.sampling.greedy and not row.adjusted and not wants_logprobs:
         return SampledToken(likeliest)
     raw = logits.to("cpu", torch.float32)
     adjusted = adjust(raw, row) if row.adjusted else raw
+    if row.mask is not None and not torch.isfinite(adjusted.max()):
+        return None
     token = int(adjusted.argmax()) if row.sampling.greedy else _draw(adjusted, row)
     return SampledToken(token, _logprobs(raw, token, row.sampling.logprobs) if wants_logprobs else None)
 
@@ -122,7 +141,10 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
         output = torch.tensor(row.token_ids[row.prompt_tokens : row.end], dtype=torch.long)
         tokens_seen, counts = output.unique(return_counts=True)
         logits[tokens_seen] -= s.presence_penalty + s.frequency_penalty * counts
-    if row.banned_token_ids:
+    if row.mask is not None:
+        allowed = torch.from_numpy(grammar_tokens(row.mask, logits.numel(), row.banned_token_ids))
+        logits.masked_fill_(~allowed, float("-inf"))
+    elif row.banned_token_ids:
         logits[list(row.banned_token_ids)] = float("-inf")
     return logits
 

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.detokenizer import IncrementalDetokenizer
+from engine.grammar import GrammarMatcher
 from engine.runner import ScheduledSequence
 from engine.stop import StopMatcher
 from engine.types import ChunkProgress, EngineRequest, FinishReason
@@ -79,6 +80,7 @@ class Sequence:
     """Leading tokens whose KV has been reported as final (`prefill_only`)."""
     reservation: int | None = None
     _text: OutputText | None = None
+    _matcher: GrammarMatcher | None = None
     _ending: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,8 +110,20 @@ class Sequence:
 
     @property
     def banned_token_ids(self) -> frozenset[int]:
-        """Tokens that may not be sampled next: those that would end the answer before `min_tokens`."""
-        return self._ending if self.num_output < self.request.stop.min_tokens else frozenset()
+        """Tokens that may not be sampled next: those that would end the answer before `min_tokens`.
+
+        Under a grammar the end is one of its tokens; `ignore_eos` then holds it off as long as anything can follow.
+        """
+        stop, matcher = self.request.stop, self.matcher
+        held_off = matcher.eos_token_ids if matcher is not None and stop.ignore_eos else frozenset()
+        return self._ending | held_off if self.num_output < stop.min_tokens else held_off
+
+    @property
+    def matcher(self) -> GrammarMatcher | None:
+        """Where the output stands in the request's grammar, if it has one; made when it is first needed."""
+        if self._matcher is None and self.request.grammar is not None:
+            self._matcher = self.request.grammar.matcher()
+        return self._matcher
 
     def append(
         self, token_id: int, tokenizer: Tokenizer, context_tokens: int
@@ -117,7 +131,8 @@ class Sequence:
         """Appends an output token; returns its text and, when the answer ends with it, why.
 
         A token that ends the answer adds no text of its own. Text still held back at the end is
-        for `flush`, except after a stop string, which is never emitted.
+        for `flush`, except after a stop string, which is never emitted. An answer that its grammar lets not go on
+        ends at once. Raises InvalidArgumentError (GRAMMAR_FAILED) for a token that the grammar does not allow.
         """
         if self._text is None:
             self._text = OutputText(tokenizer, self.request)
@@ -126,8 +141,13 @@ class Sequence:
         self.tokens.append(token_id)
         if may_stop and token_id in self._ending:
             return "", FinishReason.STOP
+        matcher = self.matcher
+        if matcher is not None:
+            if token_id in matcher.eos_token_ids:
+                return "", FinishReason.STOP
+            matcher.follow(self.tokens, self.request.prompt_tokens)
         text, stopped = self._text.push(token_id)
-        if stopped:
+        if stopped or (matcher is not None and matcher.complete):
             return text, FinishReason.STOP
         if self.num_output >= stop.max_tokens or len(self.tokens) >= context_tokens:
             return text, FinishReason.LENGTH
@@ -149,6 +169,7 @@ class Sequence:
             sample=self.remaining == num_new,
             sampling=self.request.sampling,
             banned_token_ids=self.banned_token_ids,
+            matcher=self.matcher,
         )
 
     def take_progress(self, block_size: int) -> ChunkProgress:

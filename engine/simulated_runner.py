@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.grammar import Mask, MaskFiller, allowed_tokens
 from engine.runner import ModelFacts, ModelRunner, ScheduledSequence
 from engine.types import SampledToken
 from kv_transfer.lane_probe import probe_blocks
@@ -57,7 +58,8 @@ class SimulatedRunner(ModelRunner):
     A step takes `simulated_step_s`, plus for every decode `simulated_sequence_s` and
     `simulated_context_token_s` for each token of its context, plus for every chunk from position s to e
     `simulated_prefill_token_s * (e - s) + simulated_prefill_token2_s * (e^2 - s^2)`, so that a prompt
-    costs the same however it is cut. Sampling parameters are ignored except for banned tokens.
+    costs the same however it is cut. Sampling parameters are ignored except for banned tokens and grammars; under a
+    grammar every allowed token is as likely as any other.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -80,6 +82,7 @@ class SimulatedRunner(ModelRunner):
         blocks[self._num_blocks :] = 1
         self.pool: NDArray[np.uint8] = blocks[: self._num_blocks]
         """KV bytes, uint8 `[num_blocks, block_bytes]`."""
+        self._mask_filler = MaskFiller(VOCABULARY_SIZE)
         self._words = self.pool.view(np.uint64).reshape(self._num_blocks, 2, config.block_size_tokens)
 
     @property
@@ -100,7 +103,8 @@ class SimulatedRunner(ModelRunner):
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See ModelRunner."""
         end = time.monotonic() + self._duration_s(batch)
-        sampled = [self._compute(sequence) for sequence in batch]
+        masks = self._mask_filler.masks(batch)
+        sampled = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(batch)]
         left = end - time.monotonic()
         if left > 0:
             time.sleep(left)
@@ -121,7 +125,7 @@ class SimulatedRunner(ModelRunner):
                 total += config.simulated_prefill_token2_s * (end**2 - start**2)
         return total
 
-    def _compute(self, sequence: ScheduledSequence) -> SampledToken | None:
+    def _compute(self, sequence: ScheduledSequence, mask: Mask | None) -> SampledToken | None:
         start, end = sequence.num_computed, sequence.num_computed + sequence.num_new
         size = self.layout.block_size_tokens
         blocks = np.asarray(sequence.block_ids, dtype=np.int64)
@@ -137,6 +141,9 @@ class SimulatedRunner(ModelRunner):
         if not sequence.sample:
             return None
         folded = self._fold(blocks[: -(-end // size)], end)
+        if mask is not None:
+            allowed = np.flatnonzero(allowed_tokens(mask, VOCABULARY_SIZE, sequence.banned_token_ids))
+            return SampledToken(int(allowed[_mix(key ^ folded) % len(allowed)]))
         return SampledToken(_next_token(key, folded, sequence.banned_token_ids, VOCABULARY_SIZE))
 
     def _fold(self, blocks: NDArray[np.int64], num_tokens: int) -> int:

@@ -89,6 +89,7 @@ class EngineThread(Generic[L]):
         self._lock = threading.Lock()
         self._closed = False
         self._stopping = False
+        self._between_steps_since_s: float | None = None
         self._started: Future[None] = Future()
         self._ended: Future[None] = Future()
         self._ended.set_running_or_notify_cancel()
@@ -114,6 +115,11 @@ class EngineThread(Generic[L]):
     def post(self, fn: Callable[[EngineCore, L], object]) -> None:
         """Runs `fn` between two steps. An exception of it ends the thread. Dropped after the end."""
         self._put(_Post(fn))
+
+    def between_steps_s(self) -> float:
+        """How long the thread has been at what it does between two steps; 0 while it computes or sleeps."""
+        since_s = self._between_steps_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     async def stop(self) -> None:
         """Ends the loop after what is queued already, closes listener and core on the thread, joins it.
@@ -149,6 +155,7 @@ class EngineThread(Generic[L]):
             except BaseException as error:
                 self._finish(error)  # Told before closing, which may hang on a broken device.
             finally:
+                self._between_steps_since_s = None
                 listener.close()
                 core.close()
         except BaseException as error:
@@ -158,11 +165,14 @@ class EngineThread(Generic[L]):
 
     def _loop(self, core: EngineCore, listener: L) -> None:
         while not self._stopping:
+            self._between_steps_since_s = time.monotonic()
             for _ in range(self._calls.qsize()):
                 self._calls.get_nowait().run(core, listener)
             polling = listener.before_step(core, time.monotonic())
             if core.has_work():
+                self._between_steps_since_s = None
                 result = core.step()
+                self._between_steps_since_s = time.monotonic()
                 listener.after_step(core, result, time.monotonic())
             elif not self._stopping:
                 self._sleep(core, listener, polling=polling)
@@ -173,10 +183,12 @@ class EngineThread(Generic[L]):
             timeout = min(timeout, self._poll_interval_s)
         if timeout <= 0:
             return
+        self._between_steps_since_s = None
         try:
             call = self._calls.get(timeout=timeout)
         except queue.Empty:
             return
+        self._between_steps_since_s = time.monotonic()
         call.run(core, listener)
 
     def _finish(self, error: BaseException | None) -> None:

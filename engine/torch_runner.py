@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from engine.fp8_wire import Fp8Wire
+from engine.grammar import GrammarFailedError, Mask, MaskFiller
 from engine.kv_pool import DTYPES, KvPool, choose_num_blocks
 from engine.model_attention import PagedBackend
 from engine.model_batch import build_step_batch
@@ -46,6 +47,7 @@ class TorchRunner(ModelRunner):
         self._pool = KvPool(self.layout, num_blocks, model.device)
         self._wire: KvWire = Fp8Wire(self._pool) if narrow else super().wire
         self._backend = model.context.backend = PagedBackend(self._pool)
+        self._mask_filler = MaskFiller(self.facts.vocabulary_size)
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +69,7 @@ class TorchRunner(ModelRunner):
         return self._wire
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
-        """See `ModelRunner.execute`. Raises NanLogitsError, whose `rows` are indices into `batch`.
+        """See `ModelRunner.execute`. Raises NanLogitsError and GrammarFailedError; their `rows` index `batch`.
 
         Running a step again, whole or without some of its sequences, is harmless.
         """
@@ -86,7 +88,9 @@ class TorchRunner(ModelRunner):
                 logits_to_keep=step.sample_rows,
             ).logits[0]
             self._backend.batch = None
-            rows = [_sampling_row(batch[index]) for index in step.sample_order]
+            # On a GPU the masks are computed while it is at work.
+            masks = self._mask_filler.masks(batch)
+            rows = [_sampling_row(batch[index], masks.get(index)) for index in step.sample_order]
             if not rows:
                 return tokens
             try:
@@ -95,6 +99,9 @@ class TorchRunner(ModelRunner):
                 failed = tuple(sorted(step.sample_order[row] for row in error.rows))
                 names = ", ".join(batch[index].request_id for index in failed)
                 raise NanLogitsError(f"logits are not finite: {names}", failed) from None
+            except GrammarFailedError as error:
+                failed = tuple(sorted(step.sample_order[row] for row in error.rows))
+                raise GrammarFailedError(error.message, failed) from None
         for index, token in zip(step.sample_order, sampled, strict=True):
             tokens[index] = token
         return tokens
@@ -106,13 +113,14 @@ class TorchRunner(ModelRunner):
             torch.cuda.empty_cache()
 
 
-def _sampling_row(sequence: ScheduledSequence) -> SamplingRow:
+def _sampling_row(sequence: ScheduledSequence, mask: Mask | None) -> SamplingRow:
     return SamplingRow(
         sampling=sequence.sampling,
         token_ids=sequence.token_ids,
         prompt_tokens=sequence.prompt_tokens,
         end=sequence.num_computed + sequence.num_new,
         banned_token_ids=sequence.banned_token_ids,
+        mask=mask,
     )
 
 

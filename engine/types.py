@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.grammar import CompiledGrammar
 
 
 class FinishReason(enum.Enum):
@@ -64,6 +68,8 @@ class EngineRequest:
     priority: int = 0
     cache_salt: bytes = b""
     deadline_s: float = float("inf")
+    grammar: CompiledGrammar | None = None
+    """What the output is held to."""
     prefill_only: bool = False
     """End here after one new token and keep the blocks until `EngineCore.release_held`.
 

@@ -60,7 +60,15 @@ class PrefillService(PrefillServiceServicer):
             await context.send_initial_metadata(())
             self._worker.require_accepting()
             facts = self._worker.parts.runner.facts
-            prompt = engine_request(request, engine_id=engine_id, facts=facts, now=now, prefill_only=True)
+            prompt = engine_request(
+                request,
+                engine_id=engine_id,
+                facts=facts,
+                now=now,
+                prefill_only=True,
+                grammar=await self._worker.parts.grammars.compiled(request.sampling),
+                ceilings=self._worker.config.ceilings,
+            )
             with self._counting_refusals():
                 await self._worker.engine.call(lambda core, pushes: pushes.start(core, prompt, ticket, now))
             while True:

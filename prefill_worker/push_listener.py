@@ -16,13 +16,9 @@ from kv_transfer.ticket import KvTicket
 from kv_transfer.transport import TransferEndpoint
 from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
 from prefill_worker.peer_lanes import PeerLanes
-from splitserve.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
-    SplitserveError,
-    UnavailableError,
-)
+from splitserve.errors import FailedPreconditionError, SplitserveError
 from splitserve.logs import log_event
+from splitserve.rpc_errors import failure_error
 
 TOKEN_FIRST_S = 100e-6
 """What a first token needs to get out of this process."""
@@ -191,7 +187,7 @@ class PushListener(RoleListener):
         if prefill is None or prefill.over:
             return
         if output.failure is not None:
-            self._events.append((output.request_id, Failed(_failure(output.failure))))
+            self._events.append((output.request_id, Failed(failure_error(*output.failure))))
             self._end(core, output.request_id, prefill)
             return
         last = prefill.ticket is None or output.finish_reason is not None
@@ -237,7 +233,7 @@ class PushListener(RoleListener):
                 **self.handoffs_rejected,
                 event.reason: self.handoffs_rejected.get(event.reason, 0) + 1,
             }
-            error = _failure((event.reason, event.message))
+            error = failure_error(event.reason, event.message)
             self._events.append((event.request_id, Failed(error)))
 
     def _end(self, core: EngineCore, request_id: str, prefill: _Prefill) -> None:
@@ -257,10 +253,3 @@ class PushListener(RoleListener):
         if self._events:
             events, self._events = self._events, []
             self._emit(events)
-
-
-def _failure(failure: tuple[str, str]) -> SplitserveError:
-    reason, message = failure
-    if reason == "DEADLINE_EXCEEDED":
-        return DeadlineExceededError(message)
-    return UnavailableError(message, reason=reason)

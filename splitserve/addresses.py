@@ -32,7 +32,7 @@ def reachable_host(host: str) -> str:
     return _ANY_HOST.get(host, host)
 
 
-def claim_port(host: str, port: int) -> int:
+def claim_port(host: str, port: int, setting: str = "grpc_port") -> int:
     """A port of `host` that can be listened on now: `port`, or a free one for 0.
 
     Raises FailedPreconditionError (PORT_IN_USE) or UnavailableError (BIND_FAILED). Nothing keeps another
@@ -46,17 +46,20 @@ def claim_port(host: str, port: int) -> int:
             # Binding succeeds beside a listener that shares its port; listening does not.
             probe.listen(1)
         except OSError as error:
-            raise _bind_error(host, port, error) from None
+            raise _bind_error(host, port, setting, error) from None
         bound: int = probe.getsockname()[1]
     return bound
 
 
-def _bind_error(host: str, port: int, error: OSError) -> FailedPreconditionError | UnavailableError:
+def _bind_error(
+    host: str, port: int, setting: str, error: OSError
+) -> FailedPreconditionError | UnavailableError:
     if error.errno == errno.EADDRINUSE:
+        option = f"--{setting.replace('_', '-')}"
         return FailedPreconditionError(
-            f"port {port} on {host} is already in use (choose another with --grpc-port; 0 takes a free one)",
+            f"port {port} on {host} is already in use (choose another with {option}; 0 takes a free one)",
             reason="PORT_IN_USE",
-            field="grpc_port",
+            field=setting,
         )
     return UnavailableError(
         f"cannot listen on {join_address(host, port)}: {error.strerror}", reason="BIND_FAILED"

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import splitserve.child_launch
@@ -38,11 +39,17 @@ OnLine = Callable[[ChildSpec, str, Event | None], None]
 
 
 class ChildProcess:
-    """Starts one child, again and again if asked to. Its standard output and error are read as one stream."""
+    """Starts one child, again and again if asked to. Its standard output and error are read as one stream.
 
-    def __init__(self, spec: ChildSpec, on_line: OnLine) -> None:
+    `environment` is added to this process's own.
+    """
+
+    def __init__(
+        self, spec: ChildSpec, on_line: OnLine, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.spec = spec
         self._on_line = on_line
+        self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._last_words = _LastWords()
@@ -74,6 +81,7 @@ class ChildProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, **self._environment},
         )
         assert self._process.stdout is not None
         self._reader = asyncio.create_task(self._read(self._process.stdout))

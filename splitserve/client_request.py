@@ -6,11 +6,13 @@ wire format, which has no negative counts, would garble them. The server checks 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitserve.client_types import ChatMessage, GenerateOptions, Prompt
 from splitserve.errors import InvalidArgumentError
+from splitserve.grammars import check_grammar
 from splitserve.v1 import inference_pb2
 
 _UINT32 = (0, 2**32 - 1)
@@ -27,6 +29,7 @@ _SAMPLING: Mapping[str, tuple[float, float]] = {
 }
 _ABOVE_ZERO = frozenset({"top_p", "repetition_penalty"})
 _STOP: Mapping[str, tuple[float, float]] = {"max_tokens": (1, _UINT32[1]), "min_tokens": _UINT32}
+_GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 _MAX_PRIORITY = 100
 
 
@@ -43,6 +46,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
             _check("sampling.logit_bias.token_id", token_id, *_UINT32)
             _check("sampling.logit_bias.bias", bias, -100, 100)
             request.sampling.logit_bias.add(token_id=token_id, bias=bias)
+        _set_grammar(request, given)
         _set_stop(request, given)
         request.priority = _checked("priority", given.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY)
     except UnicodeEncodeError as error:
@@ -75,6 +79,20 @@ def _set_items(request: inference_pb2.GenerateRequest, prompt: Sequence[int] | S
             request.chat.messages.add(role=turn.role, content=turn.content)
     else:
         raise InvalidArgumentError("prompt must be text, token ids or ChatMessages", field="prompt")
+
+
+def _set_grammar(request: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
+    forms = [name for name in _GRAMMARS if given.get(name, False) is not False]
+    if not forms:
+        return
+    if len(forms) > 1:
+        message = f"sampling.grammar must be one of {', '.join(forms)}, not several"
+        raise InvalidArgumentError(message, field="sampling.grammar")
+    value = given[forms[0]]
+    if isinstance(value, Mapping):
+        value = json.dumps(dict(value), ensure_ascii=False)
+    setattr(request.sampling.grammar, forms[0], value)
+    check_grammar(request.sampling.grammar)
 
 
 def _set_stop(request: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from splitserve.errors import SplitserveError
 from splitserve.v1 import generation_pb2, inference_pb2
@@ -62,6 +62,14 @@ class GenerateOptions(TypedDict, total=False):
     """No end before so many output tokens."""
     seed: int | None
     """0..2^64-1. Makes sampling reproducible. Default: drawn by the server."""
+    json_schema: str | Mapping[str, Any]
+    """The answer is one JSON value that satisfies this JSON Schema. At most one of these four may be given."""
+    json_object: bool
+    """The answer is a JSON object."""
+    regex: str
+    """The whole answer matches this regular expression."""
+    lark: str
+    """The answer is of this context-free grammar, in Lark's notation."""
     logprobs: int | None
     """Alternatives reported a token, 0..20. Default: no log-probabilities."""
     priority: int

@@ -10,11 +10,14 @@ from typing import Literal
 from splitserve.addresses import join_address, reachable_host
 from splitserve.child_process import ChildSpec, Role
 from splitserve.client import AsyncClient
-from splitserve.config import ClusterConfig, EngineConfig, WorkerConfig
+from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig, WorkerConfig
 from splitserve.core_layout import format_cores
 from splitserve.local_cluster import Probe
+from splitserve.part_security import PartSecurity, new_token, read_token
 from splitserve.placement import Inventory, Place, make_inventory
+from splitserve.security_settings import CeilingConfig, TlsConfig
 from splitserve.service_arguments import coordinator_arguments, worker_arguments
+from splitserve.tls import client_files
 from splitserve.v1 import inference_pb2
 
 Pool = Literal["prefill", "decode"]
@@ -38,14 +41,59 @@ def splitserve_command(role: Role, options: Sequence[str]) -> tuple[str, ...]:
 
 
 def cluster_target(config: ClusterConfig) -> str:
-    """The address at which clients and workers of this machine reach the coordinator. The port must be set."""
+    """The address at which clients on this machine reach the coordinator. The port must be set."""
     return join_address(reachable_host(config.coordinator.host), config.coordinator.grpc_port)
 
 
-def coordinator_spec(config: ClusterConfig, command: CommandFactory = splitserve_command) -> ChildSpec:
-    """The coordinator's process."""
-    options = coordinator_arguments(config.coordinator)
-    return ChildSpec("coordinator", "coordinator", command("coordinator", options))
+def parts_target(config: ClusterConfig) -> str:
+    """The address at which workers and the autoscaler reach it: with TLS a port of their own. Ports must be set."""
+    front = config.coordinator
+    if config.tls is None:
+        return cluster_target(config)
+    port = front.grpc_port + 1 if front.cluster_port is None else front.cluster_port
+    return join_address(reachable_host(front.host), port)
+
+
+def cluster_token(config: ClusterConfig) -> str:
+    """The token that all parts share: the settings', the environment's, or a new one. Raises ConfigError."""
+    return read_token(config.cluster_token_file) or new_token()
+
+
+def operator_security(config: ClusterConfig, token: str) -> PartSecurity:
+    """What whoever runs the cluster shows to its coordinator. Raises ConfigError."""
+    return PartSecurity(client_files(config.tls) if config.tls else None, token)
+
+
+def openai_url(config: ClusterConfig) -> str | None:
+    """Base URL for OpenAI's clients on this machine; None where there is none. The port must be set."""
+    front = config.coordinator
+    if front.http_port is None:
+        return None
+    scheme = "http" if config.tls is None and front.tls is None else "https"
+    return f"{scheme}://{join_address(reachable_host(front.host), front.http_port)}/v1"
+
+
+def each_coordinator(config: ClusterConfig) -> list[ClusterConfig]:
+    """The cluster as each of its coordinators sees it: the same settings, ports one after the other. They must be set.
+
+    With TLS every second port, for a coordinator then has two.
+    """
+    front, step = config.coordinator, 1 if config.tls is None else 2
+    return [
+        config.model_copy(update={"coordinator": front.model_copy(update=_ports(front, number, step))})
+        for number in range(config.coordinators)
+    ]
+
+
+def coordinator_specs(config: ClusterConfig, command: CommandFactory = splitserve_command) -> list[ChildSpec]:
+    """The coordinators' processes: `coordinator`, `coordinator-1`, …"""
+    shared = {"tls": _tls(config), "cluster_token_file": config.cluster_token_file}
+    specs = []
+    for number, seen in enumerate(each_coordinator(config)):
+        options = coordinator_arguments(seen.coordinator.model_copy(update=shared))
+        name = f"coordinator-{number}" if number else "coordinator"
+        specs.append(ChildSpec(name, "coordinator", command("coordinator", options)))
+    return specs
 
 
 def worker_spec(
@@ -72,7 +120,7 @@ def cluster_specs(
     workers = config.prefill + config.decode
     inventory = make_inventory(cores, workers, pin_cores=config.pin_cores, devices=devices)
     return [
-        coordinator_spec(config, command),
+        *coordinator_specs(config, command),
         *worker_specs(config, inventory, partial(worker_spec, config, command)),
     ]
 
@@ -117,7 +165,10 @@ def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float 
         worker_id=worker_id,
         model=config.model,
         served_model_name=config.served_model_name,
-        coordinators=(cluster_target(config),),
+        coordinators=tuple(parts_target(seen) for seen in each_coordinator(config)),
+        tls=_tls(config),
+        cluster_token_file=config.cluster_token_file,
+        ceilings=CeilingConfig(require_cache_salt=config.coordinator.tenants is not None),
         transport=config.transport,
         verify_kv=config.verify_kv,
         wire_dtype=config.wire_dtype,
@@ -125,6 +176,22 @@ def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float 
         cpus=place.share.cpus,
         engine=engine.model_copy(update=changes),
     )
+
+
+def _ports(front: CoordinatorConfig, number: int, step: int) -> dict[str, int]:
+    ports = {
+        "grpc_port": front.grpc_port,
+        "cluster_port": front.cluster_port,
+        "http_port": front.http_port,
+        "metrics_port": front.metrics_port,
+    }
+    return {
+        name: port + number * (step if name != "http_port" else 1) for name, port in ports.items() if port
+    }
+
+
+def _tls(config: ClusterConfig) -> TlsConfig | None:
+    return TlsConfig(directory=config.tls) if config.tls else None
 
 
 def _layout(worker: WorkerConfig, place: Place) -> str:

@@ -10,12 +10,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
+from splitserve.admission_settings import AdmissionConfig
 from splitserve.errors import ConfigError
 from splitserve.fault_plan import FaultPlan
+from splitserve.security_settings import CeilingConfig, SecuredPart
+from splitserve.traffic_settings import CircuitBreaker, CircuitBreakerConfig, ModelRouteWeights
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+HttpPort = Annotated[
+    Port | None,
+    BeforeValidator(lambda port: None if port == "off" else port),
+    PlainSerializer(lambda port: "off" if port is None else port),
+]
+"""`off` is the option's word for None, which is what is not given on a command line."""
+Routing = Literal["prefix", "least-wait", "round-robin"]
 Workload = Annotated[str, Field(pattern=r"^(deployment|statefulset)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
 
@@ -66,7 +76,7 @@ class EngineConfig(_Settings):
     """Simulated engine: seconds a decode step for each sequence in the batch."""
 
 
-class WorkerConfig(_Settings):
+class WorkerConfig(_Settings, SecuredPart):
     """One prefill or decode worker."""
 
     worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -117,17 +127,24 @@ class WorkerConfig(_Settings):
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
     cpus: tuple[int, ...] = ()
     """Cores to run on. Default: all that the process may use."""
+    ceilings: CeilingConfig = CeilingConfig()
+    """Section `ceilings`."""
     engine: EngineConfig = EngineConfig()
     """Section `engine`."""
 
 
-class CoordinatorConfig(_Settings):
+class CoordinatorConfig(_Settings, SecuredPart):
     """The front door."""
 
     host: str = "127.0.0.1"
-    """Interface to listen on. Anything but loopback is your decision: there is no authentication yet."""
+    """Interface to listen on. Beyond loopback use `tls` and `tenants`; see docs/security.md."""
     grpc_port: Port = 50051
     """0 takes a free port."""
+    cluster_port: Port | None = None
+    """With `tls` only: the port for workers and the autoscaler, where callers must show a certificate; 0 takes a free
+    one. Default: the one after `grpc_port`."""
+    http_port: HttpPort = 8000
+    """Port of the OpenAI-compatible API; 0 takes a free one, `off` serves none."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Upper limit and default of a generation's time."""
     max_running_requests: Annotated[int, Field(ge=1, le=10**6)] = 4096
@@ -139,14 +156,33 @@ class CoordinatorConfig(_Settings):
     no_worker_wait_s: Annotated[float, Field(ge=0, le=600)] = 2.0
     """How long a request waits for a missing pool before UNAVAILABLE."""
     max_message_bytes: Annotated[int, Field(ge=2**16, le=2**30)] = 16 * 2**20
-    """Largest gRPC message accepted."""
+    """Largest gRPC message, and largest body of an HTTP request."""
+    admission: AdmissionConfig = AdmissionConfig()
+    """Section `admission`."""
     local_prefill: Literal["never", "auto", "always"] = "never"
     """Whether decode workers compute prompts themselves. `auto`: where measured rates say that it is sooner than a
     handoff, running batch included."""
+    routing: Routing = "prefix"
+    """How workers are chosen. `prefix`: least predicted time to first token, cached prefixes considered; `least-wait`:
+    by load alone; `round-robin`: in turn, to compare with."""
+    max_indexed_blocks: Annotated[int, Field(ge=1, le=10**9)] = 10_000_000
+    """KV blocks of which the coordinator remembers who holds them; each takes about 70 bytes."""
+    max_coalesce_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
+    """How long an answer's later tokens may wait for each other, to leave as one message, when the coordinator's event
+    loop is busy; while it is not, and for the first and last token, nothing waits. 0 never waits."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads for templating and tokenizing."""
     metrics_port: Port | None = None
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
+    model_routes: ModelRouteWeights = {}
+    """Public model names, each with its served models and their weights, for example `smollm2: {smollm2-v1: 95,
+    smollm2-v2: 5}`; see docs/model-routes.md. Default: clients name served models."""
+    direct_model_names: Literal["allow", "hide"] = "allow"
+    """Whether clients may also name the served models that are behind a route."""
+    circuit_breaker: CircuitBreaker = CircuitBreakerConfig()
+    """Section `circuit_breaker`."""
+    tenants: Path | None = None
+    """File of tenants with their API keys, models, quotas and weights. Default: everybody is let in."""
 
 
 class ClusterConfig(_Settings):
@@ -160,6 +196,9 @@ class ClusterConfig(_Settings):
     """Prefill workers."""
     decode: Annotated[int, Field(ge=1, le=64)] = 1
     """Decode workers."""
+    coordinators: Annotated[int, Field(ge=1, le=64)] = 1
+    """Coordinators beside each other, all with all workers; each further one on the next ports. More than one not with
+    `autoscale`."""
     transport: Literal["nixl", "ucx"] = "nixl"
     """How KV travels. `ucx` needs `pip install 'splitserve[ucx]'`."""
     verify_kv: Literal["off", "sampled", "all"] = "off"
@@ -177,6 +216,10 @@ class ClusterConfig(_Settings):
     """Time between scaling decisions. Default: the policy's."""
     autoscale_window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     """Latencies of so long count in a scaling decision."""
+    tls: Path | None = None
+    """Folder as `splitserve certs` writes it, for all parts. Default: no encryption."""
+    cluster_token_file: Path | None = None
+    """File with the secret that coordinator and workers share. Default: a random one for each start."""
     engine: EngineConfig = EngineConfig()
     """Section `engine`, the same for all workers."""
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -212,7 +255,7 @@ class DockerConfig(_Settings):
     """Deadline of one request to the Engine."""
 
 
-class AutoscalerConfig(_Settings):
+class AutoscalerConfig(_Settings, SecuredPart):
     """The autoscaler, where it runs as a service of its own."""
 
     policy: Path
@@ -229,6 +272,8 @@ class AutoscalerConfig(_Settings):
     """Latencies of so long count in a decision."""
     model: str = ""
     """Only this model's traffic counts. Default: all that the coordinators serve."""
+    api_key_file: Path | None = None
+    """File with an admin key, for coordinators that have tenants and share neither `tls` nor a token. Default: none."""
     host: str = "127.0.0.1"
     """Interface of the Prometheus endpoint."""
     metrics_port: Port | None = None

@@ -18,7 +18,7 @@ MAX_STOP_TOKEN_IDS = 64
 
 
 def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int) -> None:
-    """Raises InvalidArgumentError naming the field and its bound."""
+    """Raises InvalidArgumentError naming the field and its bound. The grammar has its own: `splitserve.grammars`."""
     if sampling.HasField("temperature"):
         between("sampling.temperature", sampling.temperature, 0, 100)
     between("sampling.top_k", sampling.top_k, 0, 2**31 - 1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.models import SIMULATED, ModelSource, localize_model, resolve_model
-from splitserve.tokenizer import Tokenizer
+from splitserve.token_bytes import entry_bytes
+from splitserve.tokenizer import Tokenizer, Turn
+
+_TOOLS = re.compile(r"\btools\b")
 
 
 class HfTokenizer:
@@ -22,6 +27,9 @@ class HfTokenizer:
         self._backend = backend
         self._lock = threading.Lock()
         self._size = len(backend)
+        self._added = {int(i): str(t.content).encode() for i, t in backend.added_tokens_decoder.items()}
+        # The decoder's type is not told otherwise where it is one of a sequence.
+        self._byte_level = "ByteLevel(" in repr(backend.backend_tokenizer.decoder)
 
     @property
     def vocabulary_size(self) -> int:
@@ -37,10 +45,10 @@ class HfTokenizer:
         """Token ids of a raw text, with the model's special tokens."""
         return [int(token) for token in self._backend(text, verbose=False)["input_ids"]]
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, content) turns through the chat template, generation prompt appended.
+    def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of turns through the chat template, generation prompt appended.
 
-        Raises InvalidArgumentError when there is no template or it refuses the turns.
+        Raises InvalidArgumentError when there is no template, it refuses the turns, or it knows no tools.
         """
         # Imported here: transformers brings Jinja along.
         from jinja2 import TemplateError
@@ -48,10 +56,14 @@ class HfTokenizer:
         if not self.has_chat_template:
             message = "prompt.chat: this model has no chat template; send text or token ids"
             raise InvalidArgumentError(message, field="prompt.chat")
-        turns = [{"role": role, "content": content} for role, content in messages]
+        if tools:
+            self._require_tools_in_template()
+        turns = [_template_turn(turn) for turn in messages]
         try:
             with self._lock:
-                text = self._backend.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+                text = self._backend.apply_chat_template(
+                    turns, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+                )
         except (TemplateError, TypeError, ValueError) as error:
             message = f"prompt.chat: the chat template refuses these messages: {error}"
             raise InvalidArgumentError(message, field="prompt.chat") from None
@@ -59,12 +71,31 @@ class HfTokenizer:
         tokens = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
         return [int(token) for token in tokens]
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; of a special token its name. Empty for an id without a token."""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added
+        entry = self._backend.convert_ids_to_tokens(token_id)
+        return entry_bytes(entry, byte_level=self._byte_level) if entry else b""
+
+    def _require_tools_in_template(self) -> None:
+        # A template that does not read them would leave them out without a word.
+        if _TOOLS.search(self._backend.get_chat_template(tools=[{}])) is None:
+            field = "prompt.chat.tools_json"
+            message = f"{field}: this model's chat template knows no tools"
+            raise InvalidArgumentError(message, reason="TOOLS_UNSUPPORTED", field=field)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out. Incomplete UTF-8 shows as U+FFFD."""
         text = self._backend.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def definition(self) -> str:
+        """The whole tokenizer as the JSON of a `tokenizer.json`."""
+        return str(self._backend.backend_tokenizer.to_str())
 
 
 class ByteTokenizer:
@@ -86,10 +117,15 @@ class ByteTokenizer:
         """The text's bytes."""
         return list(text.encode("utf-8", errors="replace"))
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """One line a turn, then "assistant: "."""
-        lines = [f"{role}: {content}\n" for role, content in messages]
+    def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """A line of the tools, where there are any, one line a turn, then "assistant: "."""
+        lines = [f"tools: {json.dumps(tools)}\n"] if tools else []
+        lines += [f"{turn.role}: {turn.content}\n" for turn in messages]
         return self.encode("".join([*lines, "assistant: "]))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One byte, none for the end of sequence."""
+        return bytes([token_id]) if 0 <= token_id < self.EOS else b""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the bytes; ids from 256 on are left out."""
@@ -120,3 +156,15 @@ def _load(source: ModelSource) -> Any:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise NotFoundError(f"model {source.path} has no tokenizer.json (a fast tokenizer is needed)")
     return tokenizer
+
+
+def _template_turn(turn: Turn) -> dict[str, Any]:
+    """What templates read; many ask whether a field is there at all."""
+    shown: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.tool_calls:
+        shown["tool_calls"] = [dict(call) for call in turn.tool_calls]
+    if turn.tool_call_id:
+        shown["tool_call_id"] = turn.tool_call_id
+    if turn.name:
+        shown["name"] = turn.name
+    return shown

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -85,8 +85,10 @@ class LocalCluster:
         *,
         times: ClusterTimes | None = None,
         policy: RestartPolicy | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._members = {spec.name: Member(ChildProcess(spec, self._on_line)) for spec in specs}
+        self._environment = dict(environment or {})
+        self._members = {spec.name: Member(self._child(spec)) for spec in specs}
         self._group: asyncio.TaskGroup | None = None
         self._probe = probe
         self._observer = observer
@@ -142,7 +144,7 @@ class LocalCluster:
             raise UnavailableError("the cluster does not run", reason="STOPPING")
         if spec.name in self._members:
             raise FailedPreconditionError(f"{spec.name} exists already", reason="NAME_TAKEN")
-        member = Member(ChildProcess(spec, self._on_line), elastic=True)
+        member = Member(self._child(spec), elastic=True)
         self._members[spec.name] = member
         try:
             await self._start(member)
@@ -176,6 +178,9 @@ class LocalCluster:
         self._stop.set()
         for member in self.members:
             member.child.kill()
+
+    def _child(self, spec: ChildSpec) -> ChildProcess:
+        return ChildProcess(spec, self._on_line, self._environment)
 
     def _on_line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
         self._observer.line(spec, line, event)

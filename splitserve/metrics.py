@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector
 from splitserve.addresses import join_address
 from splitserve.errors import FailedPreconditionError
 from splitserve.logs import log_event
+from splitserve.tls import TlsFiles
 
 Samples = Mapping[str, float]
 """Label value to number."""
@@ -30,9 +32,10 @@ class Metrics(Collector):
 
 
 @contextmanager
-def serving_metrics(read: Read, host: str, port: int | None) -> Iterator[None]:
+def serving_metrics(read: Read, host: str, port: int | None, tls: TlsFiles | None = None) -> Iterator[None]:
     """Serves `/metrics` while the context is open; does nothing when `port` is None. 0 takes a free port.
 
+    With `tls` it speaks HTTPS, and who asks must show a certificate of the authority.
     Raises FailedPreconditionError (BIND_FAILED) naming `metrics_port`.
     """
     if port is None:
@@ -40,8 +43,16 @@ def serving_metrics(read: Read, host: str, port: int | None) -> Iterator[None]:
         return
     registry = CollectorRegistry()
     registry.register(Metrics(read))
+    secure: dict[str, Any] = {}
+    if tls is not None:
+        secure = {
+            "certfile": str(tls.certificate),
+            "keyfile": str(tls.key),
+            "client_cafile": str(tls.authority),
+            "client_auth_required": True,
+        }
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
+        server, thread = start_http_server(port, addr=host, registry=registry, **secure)
     except OSError as error:
         message = f"metrics_port: cannot listen on {join_address(host, port)}: {error.strerror}"
         raise FailedPreconditionError(message, reason="BIND_FAILED", field="metrics_port") from None

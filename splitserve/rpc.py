@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import inspect
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,8 +19,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from splitserve.call_guard import OPEN_GUARD, CallGuard
 from splitserve.errors import InvalidArgumentError, UnavailableError
 from splitserve.rpc_errors import abort_with, error_from_rpc
+from splitserve.tls import Role, TlsFiles, channel_credentials, role_name, server_credentials
 
 __all__ = [
     "OpenRpcs",
@@ -79,9 +82,28 @@ def _common_options(max_message_bytes: int) -> Options:
     ]
 
 
-def make_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel to "host:port". It connects at the first call; use it on one event loop only."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+def make_channel(
+    address: str,
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    tls: TlsFiles | None = None,
+    peer: Role | None = None,
+    read_ahead_bytes: int | None = None,
+) -> grpc.aio.Channel:
+    """A channel to "host:port". It connects at the first call; use it on one event loop only.
+
+    `read_ahead_bytes` bounds what each stream may send before it is read; by default gRPC sizes that by itself.
+
+    With `tls` the server must prove the host's name, or, where `peer` is given, its role in the cluster.
+    """
+    options = channel_options(max_message_bytes)
+    if read_ahead_bytes is not None:
+        options += [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", read_ahead_bytes)]
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    if peer is not None:
+        options.append(("grpc.ssl_target_name_override", role_name(peer)))
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
 
 
 class OpenRpcs:
@@ -107,24 +129,33 @@ class RpcServer:
     Add servicers to `grpc_server`, then `start`. Health answers for "" and for every service named there.
     """
 
-    def __init__(self, max_message_bytes: int, open_rpcs: OpenRpcs) -> None:
+    def __init__(self, max_message_bytes: int, open_rpcs: OpenRpcs, guard: CallGuard = OPEN_GUARD) -> None:
         self.open_rpcs = open_rpcs
         self.grpc_server = grpc.aio.server(
-            interceptors=[_Boundary(open_rpcs)], options=server_options(max_message_bytes)
+            interceptors=[_Boundary(open_rpcs, guard)], options=server_options(max_message_bytes)
         )
         self._health = health.aio.HealthServicer()
         self._names: Sequence[str] = ()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
 
-    async def start(self, host: str, port: int, service_names: Sequence[str]) -> int:
+    async def start(
+        self,
+        host: str,
+        port: int,
+        service_names: Sequence[str],
+        *,
+        tls: TlsFiles | None = None,
+        mutual: bool = True,
+    ) -> int:
         """Binds, starts and reports SERVING; returns the bound port (`port` 0 takes a free one).
 
-        Raises UnavailableError (PORT_IN_USE or BIND_FAILED) with one line for people.
+        `mutual`: with TLS, callers must show a certificate. Raises UnavailableError (PORT_IN_USE or BIND_FAILED)
+        with one line for people.
         """
         self._names = ("", *service_names)
         shown = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(shown, self.grpc_server)
-        bound = await self._bind(host, port)
+        bound = self.listen(host, port, tls, mutual=mutual)
         await self.grpc_server.start()
         await self.set_serving(True)
         return bound
@@ -140,19 +171,25 @@ class RpcServer:
         await self.set_serving(False)
         await self.grpc_server.stop(grace_s)
 
-    async def _bind(self, host: str, port: int) -> int:
+    def listen(self, host: str, port: int, tls: TlsFiles | None, *, mutual: bool) -> int:
+        """Binds one more port, before `start`; see there."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            return self.grpc_server.add_insecure_port(address)
+            if tls is None:
+                return self.grpc_server.add_insecure_port(address)
+            return self.grpc_server.add_secure_port(address, server_credentials(tls, mutual=mutual))
         except RuntimeError:  # gRPC says no more than that it failed, so ask the system why
             raise _bind_error(host, port) from None
 
 
 def make_server(
-    *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, open_rpcs: OpenRpcs | None = None
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    open_rpcs: OpenRpcs | None = None,
+    guard: CallGuard = OPEN_GUARD,
 ) -> RpcServer:
-    """A server to add services to. `open_rpcs` counts its running handlers."""
-    return RpcServer(max_message_bytes, open_rpcs or OpenRpcs())
+    """A server to add services to. `open_rpcs` counts its running handlers; `guard` says who may call them."""
+    return RpcServer(max_message_bytes, open_rpcs or OpenRpcs(), guard)
 
 
 def _bind_error(host: str, port: int) -> UnavailableError:
@@ -170,10 +207,11 @@ def _bind_error(host: str, port: int) -> UnavailableError:
 
 
 class _Boundary(grpc.aio.ServerInterceptor):
-    """Counts handlers, turns their errors into status, and closes their generators when they end."""
+    """Counts handlers, turns strangers away and errors into status, closes generators when they end."""
 
-    def __init__(self, open_rpcs: OpenRpcs) -> None:
+    def __init__(self, open_rpcs: OpenRpcs, guard: CallGuard) -> None:
         self._open_rpcs = open_rpcs
+        self._guard = guard
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """Wraps the handler of one call; gRPC's own services pass unchanged."""
@@ -182,20 +220,27 @@ class _Boundary(grpc.aio.ServerInterceptor):
         if handler is None or method.startswith("/grpc."):
             return handler
         inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
-        # Single requests are decoded inside the boundary: left to gRPC, bad bytes end as INTERNAL.
-        decode = None if handler.request_streaming else handler.request_deserializer
+        # Requests are decoded inside the boundary: left to gRPC, bad bytes end as INTERNAL.
+        decode = handler.request_deserializer
+        if handler.request_streaming:
+            decode = partial(_decoded_stream, decode)
+        elif decode is not None:
+            decode = partial(_decoded, decode)
         make = _HANDLER_MAKERS[handler.request_streaming, handler.response_streaming]
         return make(
             self._guarded(method, inner, decode),
-            request_deserializer=None if decode else handler.request_deserializer,
+            request_deserializer=None,
             response_serializer=handler.response_serializer,
         )
 
     def _guarded(self, method: str, inner: Any, decode: Any) -> Any:
+        service = method.split("/")[1]
+
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             with self._open_rpcs.track(method):
                 try:
-                    message = _decoded(decode, request) if decode else request
+                    self._guard.check(service, context)
+                    message = decode(request) if decode else request
                     result = inner(message, context)
                     if not inspect.isasyncgen(result):
                         return await result
@@ -217,6 +262,11 @@ def _decoded(decode: Any, data: bytes) -> Any:
     except DecodeError as error:
         # The parser's text names the field where it can, for example one with bad UTF-8.
         raise InvalidArgumentError(f"message cannot be parsed: {error}", reason="MALFORMED_MESSAGE") from None
+
+
+async def _decoded_stream(decode: Any, requests: AsyncIterable[bytes]) -> AsyncIterator[Any]:
+    async for data in requests:
+        yield _decoded(decode, data)
 
 
 _HANDLER_MAKERS: dict[tuple[bool, bool], Any] = {

@@ -29,6 +29,10 @@ from splitserve.errors import (
 from splitserve.logs import log_exception
 
 ERROR_DOMAIN = "splitserve"
+GRAMMAR_FAILED = "GRAMMAR_FAILED"
+"""An answer could not go on within its grammar, on this worker as on any other."""
+TLS_SIGNS = ("handshake failed", "verification check failed", "VERIFY_FAILED")
+"""What gRPC's own words hold where a connection was given up for its certificates."""
 MAX_MESSAGE_BYTES = 1000
 MAX_FIELD_BYTES = 200
 """Bounds in UTF-8 bytes. A status travels in HTTP/2 trailers, of which gRPC takes 8 KiB in all (above that it refuses
@@ -65,7 +69,13 @@ def status_of(error: SplitserveError) -> status_pb2.Status:
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> Never:
-    """Ends an RPC with an error; always raises. Call it from an `except` block.
+    """Ends an RPC with an error as `shown_error` gives it; always raises. Call it from an `except` block."""
+    status = rpc_status.to_status(status_of(shown_error(error)))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+
+
+def shown_error(error: Exception) -> SplitserveError:
+    """What a client may see of an error. Call it from an `except` block.
 
     What is no SplitserveError becomes INTERNAL with an incident id; the traceback goes to the log under
     that id and nothing of it to the client.
@@ -75,8 +85,7 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: Excepti
         incident = uuid.uuid4().hex[:12]
         log_exception("rpc.internal_error", error, incident=incident)
         known = SplitserveError(f"internal error, incident {incident}")
-    status = rpc_status.to_status(status_of(known))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    return known
 
 
 def known_error(error: BaseException) -> SplitserveError | None:
@@ -99,6 +108,8 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitserveError:
     reason = None if code in _KINDS else code.name
     field: str | None = None
     retry_after_s: float | None = None
+    if code == grpc.StatusCode.UNAVAILABLE and any(sign in message for sign in TLS_SIGNS):
+        reason = "TLS_FAILED"
     for detail in _details(error):
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
@@ -107,6 +118,15 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitserveError:
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     return kind(message, reason=reason, field=field, retry_after_s=retry_after_s)
+
+
+def failure_error(reason: str, message: str) -> SplitserveError:
+    """The error for a request that an engine gave up. Only what another worker might do better is UNAVAILABLE."""
+    if reason == DeadlineExceededError.default_reason:
+        return DeadlineExceededError(message, reason=reason)
+    if reason == GRAMMAR_FAILED:
+        return InvalidArgumentError(message, reason=reason, field="sampling.grammar")
+    return UnavailableError(message, reason=reason)
 
 
 def _cut(text: str, limit_bytes: int) -> str:

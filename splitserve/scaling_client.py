@@ -7,7 +7,9 @@ from types import TracebackType
 
 import grpc
 
-from splitserve.rpc import error_from_rpc, make_channel
+from splitserve.api_keys import key_metadata
+from splitserve.part_security import UNSECURED, Metadata, PartSecurity
+from splitserve.rpc import error_from_rpc
 from splitserve.v1 import scaling_pb2
 from splitserve.v1.scaling_pb2_grpc import ScalingServiceStub
 
@@ -16,12 +18,23 @@ DEFAULT_VALID_S = 30.0
 
 
 class ScalingClient:
-    """One coordinator, "host:port". Use it on one event loop; every call has a deadline of `timeout_s`."""
+    """One coordinator, "host:port". Use it on one event loop; every call has a deadline of `timeout_s`.
 
-    def __init__(self, target: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    `api_key`: an admin's, where neither a certificate nor the cluster token opens the service.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        security: PartSecurity = UNSECURED,
+        api_key: str | None = None,
+    ) -> None:
         self.target = target
         self._timeout_s = timeout_s
-        self._channel = make_channel(target)
+        self._channel = security.channel(target, "coordinator")
+        self._metadata: Metadata = (*security.metadata, *key_metadata(api_key))
         self._stub = ScalingServiceStub(self._channel)
 
     async def __aenter__(self) -> ScalingClient:
@@ -36,7 +49,7 @@ class ScalingClient:
         """What arrived, how long it took, how the workers are. Raises SplitserveError."""
         request = scaling_pb2.GetSignalsRequest(model=model)
         try:
-            return await self._stub.GetSignals(request, timeout=self._timeout_s)
+            return await self._stub.GetSignals(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
 
@@ -56,7 +69,7 @@ class ScalingClient:
         )
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
         try:
-            return await self._stub.ApplyPlan(request, timeout=self._timeout_s)
+            return await self._stub.ApplyPlan(request, timeout=self._timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
 

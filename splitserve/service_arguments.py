@@ -11,6 +11,7 @@ from typing import Any
 
 from splitserve.config import CoordinatorConfig, WorkerConfig
 from splitserve.core_layout import format_cores
+from splitserve.route_text import format_route
 
 Options = Mapping[str, str]
 """Option name (with underscores) to the dotted path of its setting."""
@@ -56,11 +57,26 @@ WORKER_OPTIONS: Options = {
     "wire_dtype": "wire_dtype",
     "metrics_port": "metrics_port",
     "cpus": "cpus",
+    "tls": "tls.directory",
+    "cluster_token_file": "cluster_token_file",
+    "max_output_tokens": "ceilings.max_output_tokens",
+    "require_cache_salt": "ceilings.require_cache_salt",
     **ENGINE_OPTIONS,
+}
+ADMISSION_OPTIONS: Options = {
+    "admission": "admission.mode",
+    "max_queued_requests": "admission.max_queued_requests",
+    "max_queued_prompt_tokens": "admission.max_queued_prompt_tokens",
+    "max_queue": "admission.max_queue_s",
+    "ttft_slo": "admission.ttft_slo_s",
+    "tpot_slo": "admission.tpot_slo_s",
+    "prefill_horizon": "admission.prefill_horizon_s",
+    "decode_headroom": "admission.decode_headroom",
 }
 COORDINATOR_OPTIONS: Options = {
     "host": "host",
     "grpc_port": "grpc_port",
+    "http_port": "http_port",
     "request_timeout": "request_timeout_s",
     "max_running_requests": "max_running_requests",
     "heartbeat_timeout": "heartbeat_timeout_s",
@@ -68,11 +84,23 @@ COORDINATOR_OPTIONS: Options = {
     "no_worker_wait": "no_worker_wait_s",
     "max_message_bytes": "max_message_bytes",
     "local_prefill": "local_prefill",
+    **ADMISSION_OPTIONS,
+    "routing": "routing",
+    "max_indexed_blocks": "max_indexed_blocks",
+    "max_coalesce_ms": "max_coalesce_ms",
     "tokenizer_threads": "tokenizer_threads",
     "metrics_port": "metrics_port",
+    "cluster_port": "cluster_port",
+    "tls": "tls.directory",
+    "cluster_token_file": "cluster_token_file",
+    "tenants": "tenants",
+    "model_route": "model_routes",
+    "direct_model_names": "direct_model_names",
+    "circuit_breaker": "circuit_breaker",
 }
 CLUSTER_OPTIONS: Options = {
     "model": "model",
+    "coordinators": "coordinators",
     "served_model_name": "served_model_name",
     "prefill": "prefill",
     "decode": "decode",
@@ -83,8 +111,13 @@ CLUSTER_OPTIONS: Options = {
     "autoscale_window": "autoscale_window_s",
     "verify_kv": "verify_kv",
     "wire_dtype": "wire_dtype",
+    "tls": "tls",
+    "cluster_token_file": "cluster_token_file",
+    "tenants": "coordinator.tenants",
+    "cluster_port": "coordinator.cluster_port",
     "host": "coordinator.host",
     "grpc_port": "coordinator.grpc_port",
+    "http_port": "coordinator.http_port",
     "drain": "coordinator.drain_s",
     "engine": "engine.kind",
     "dtype": "engine.dtype",
@@ -104,6 +137,9 @@ AUTOSCALER_OPTIONS: Options = {
     "window": "window_s",
     "host": "host",
     "metrics_port": "metrics_port",
+    "tls": "tls.directory",
+    "cluster_token_file": "cluster_token_file",
+    "api_key_file": "api_key_file",
     "project": "docker.project",
     "gpus": "docker.gpus",
     "namespace": "kubernetes.namespace",
@@ -151,6 +187,10 @@ def _argument(flag: str, value: Any) -> list[str]:
             return []
         case bool():
             return [f"--{flag}" if value else f"--no-{flag}"]
+        case Mapping() if flag == "circuit-breaker":
+            return [f"--{flag}", ",".join(f"{setting}={given}" for setting, given in value.items())]
+        case Mapping():
+            return [argument for route in value.items() for argument in (f"--{flag}", format_route(*route))]
         case tuple() if flag == "cpus":
             return ["--cpus", format_cores(value)] if value else []
         case tuple():

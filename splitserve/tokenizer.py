@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+
+class Turn(NamedTuple):
+    """One message of a conversation, as a chat template sees it."""
+
+    role: str
+    content: str
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    """Calls that the assistant made, as in OpenAI's `tool_calls`; arguments are objects, not strings of JSON."""
+    tool_call_id: str = ""
+    """Which call a turn of role "tool" answers."""
+    name: str = ""
+    """Of the speaker or the tool."""
 
 
 class Tokenizer(Protocol):
@@ -20,11 +33,14 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw text, with the model's special tokens (as `transformers` adds them)."""
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, content) turns through the chat template, generation prompt appended.
+    def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Token ids of turns through the chat template, generation prompt appended; `tools` as in OpenAI's `tools`.
 
-        Raises InvalidArgumentError when there is no template or it refuses the roles.
+        Raises InvalidArgumentError when there is no template, it refuses the turns, or it knows no tools.
         """
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for; of a special token its name. Empty for an id without a token."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out. Incomplete UTF-8 shows as U+FFFD."""

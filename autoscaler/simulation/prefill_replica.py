@@ -29,7 +29,7 @@ class PrefillReplica(SimulatedReplica):
         super().__init__(name, ordered_s)
         self._engine = engine
         self._agenda = agenda
-        self._cache = cache
+        self.cache = cache
         self._done = done
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -56,8 +56,8 @@ class PrefillReplica(SimulatedReplica):
 
     def enqueue(self, job: Job, now_s: float) -> None:
         """Takes a prompt whose blocks decode has reserved."""
-        if self._cache is not None:
-            job.cached = job.computed = self._cache.cached_tokens(job.block_ids, job.prompt_tokens)
+        if self.cache is not None:
+            job.cached = job.computed = self.cache.cached_tokens(job.block_ids, job.prompt_tokens)
         self.queued_tokens += job.remaining
         self._waiting.append(job)
         if self._step is None:
@@ -111,8 +111,8 @@ class PrefillReplica(SimulatedReplica):
         if self._running or self._waiting:
             self._begin(now_s)
         for job in complete:
-            if self._cache is not None:
-                self._cache.keep(job.block_ids)
+            if self.cache is not None:
+                self.cache.keep(job.block_ids)
             self._done(job, now_s, self._link_free_s)
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -28,12 +29,17 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
-def doctor(target: options.Target = options.DEFAULT_TARGET, as_json: options.AsJson = False) -> None:
+def doctor(
+    target: options.Target = options.DEFAULT_TARGET,
+    as_json: options.AsJson = False,
+    api_key: options.ApiKey = None,
+    tls: options.TlsClient = None,
+) -> None:
     """Explain the lanes between workers, and this machine's part in them. Exit code 1 when a pair is slow."""
     from splitserve.doctor import host_verdicts, is_slow, pair_verdicts
     from splitserve.host_facts import read_host_facts
 
-    info = asyncio.run(_ask(target))
+    info = asyncio.run(_ask(target, api_key, tls))
     host = read_host_facts()
     pairs, facts = pair_verdicts(info.workers, host), host_verdicts(host)
     if as_json:
@@ -45,10 +51,12 @@ def doctor(target: options.Target = options.DEFAULT_TARGET, as_json: options.AsJ
         raise typer.Exit(EXIT_SLOW)
 
 
-async def _ask(target: str) -> inference_pb2.GetServerInfoResponse:
+async def _ask(target: str, api_key: str | None, tls: Path | None) -> inference_pb2.GetServerInfoResponse:
     from splitserve.client import AsyncClient
+    from splitserve.tls import client_files
 
-    async with AsyncClient(target) as client:
+    files = client_files(tls) if tls else None
+    async with AsyncClient(target, api_key=api_key, tls=files) as client:
         return await client.server_info()
 
 

@@ -8,6 +8,7 @@ import re
 import sys
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from splitserve.v1 import inference_pb2
 
 PANEL = "Sampling"
+GRAMMAR_PANEL = "Form of the answer"
 
 
 def register(app: typer.Typer) -> None:
@@ -38,6 +40,8 @@ class Request:
     raw: bool
     token_ids: bool
     timeout_s: float
+    api_key: str | None
+    tls: Path | None
     options: GenerateOptions
 
 
@@ -59,6 +63,25 @@ def generate(
         int | None, typer.Option(help="Makes sampling reproducible.", rich_help_panel=PANEL)
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given again.")] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|TEXT", help="Answer with JSON of this JSON Schema.", rich_help_panel=GRAMMAR_PANEL
+        ),
+    ] = None,
+    json_object: Annotated[
+        bool, typer.Option("--json-object", help="Answer with a JSON object.", rich_help_panel=GRAMMAR_PANEL)
+    ] = False,
+    regex: Annotated[
+        str | None,
+        typer.Option(help="Answer with what this expression matches.", rich_help_panel=GRAMMAR_PANEL),
+    ] = None,
+    lark: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|TEXT", help="Answer within this Lark grammar.", rich_help_panel=GRAMMAR_PANEL
+        ),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message before the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Send the text as it is, not as a chat turn.")] = False,
     token_ids: Annotated[
@@ -67,6 +90,8 @@ def generate(
     as_json: options.AsJson = False,
     timings: Annotated[bool, typer.Option("--timings", help="Show where the time went, on stderr.")] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Time for the whole answer.")] = 120.0,
+    api_key: options.ApiKey = None,
+    tls: options.TlsClient = None,
 ) -> None:
     """Stream one answer. The prompt is a chat turn where the model has a chat template."""
     chosen: GenerateOptions = {
@@ -78,10 +103,17 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "stop": stop or (),
+        "json_object": json_object,
     }
+    if json_schema is not None:
+        chosen["json_schema"] = _file_or_text(json_schema, "json-schema")
+    if regex is not None:
+        chosen["regex"] = regex
+    if lark is not None:
+        chosen["lark"] = _file_or_text(lark, "lark")
     text = _read_stdin() if prompt == "-" else prompt
     completion = asyncio.run(
-        _ask(Request(text, target, system, raw, token_ids, timeout, chosen), stream=not as_json)
+        _ask(Request(text, target, system, raw, token_ids, timeout, api_key, tls, chosen), stream=not as_json)
     )
     if as_json:
         write(json.dumps(_document(completion), ensure_ascii=False) + "\n")
@@ -89,6 +121,16 @@ def generate(
         _show_timings(completion)
     if completion.finish_reason == "abort":
         raise UnavailableError("the server gave the answer up before its end", reason="ABORTED")
+
+
+def _file_or_text(given: str, option: str) -> str:
+    """The text itself, or the content of the file of that name: no file's name has a brace or a colon in it."""
+    if "{" in given or ":" in given:
+        return given
+    try:
+        return Path(given).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{option}: file {given} cannot be read: {error}", field=option) from None
 
 
 def _read_stdin() -> str:
@@ -101,11 +143,15 @@ def _read_stdin() -> str:
 async def _ask(request: Request, *, stream: bool) -> Completion:
     from splitserve.client import AsyncClient, Completion
     from splitserve.client_request import build_request
+    from splitserve.tls import client_files
 
     # Wrong values are told of even when no server runs.
     build_request([0], request.options)
     shown = False
-    async with AsyncClient(request.target, timeout_s=request.timeout_s) as client:
+    files = client_files(request.tls) if request.tls else None
+    async with AsyncClient(
+        request.target, timeout_s=request.timeout_s, api_key=request.api_key, tls=files
+    ) as client:
         model = await _find_model(client, request.options["model"])
         chosen: GenerateOptions = {**request.options, "model": model.name}
         try:

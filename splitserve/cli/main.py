@@ -14,7 +14,19 @@ import typer
 from typer.exceptions import TyperException
 
 from splitserve import __version__
-from splitserve.cli import doctor, generate, health, model, services, simulate, status, up
+from splitserve.cli import (
+    certs,
+    doctor,
+    generate,
+    health,
+    keys,
+    model,
+    routes,
+    services,
+    simulate,
+    status,
+    up,
+)
 from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, SplitserveError
 
@@ -58,6 +70,9 @@ status.register(app)
 doctor.register(app)
 health.register(app)
 model.register(app)
+routes.register(app)
+certs.register(app)
+keys.register(app)
 services.register(app)
 simulate.register(app)
 

@@ -72,6 +72,11 @@ def autoscaler(
         ),
     ] = None,
     namespace: Annotated[str | None, typer.Option(help="Kubernetes namespace. Default: one's own.")] = None,
+    tls: options.Tls = None,
+    cluster_token_file: options.ClusterTokenFile = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Admin key, for coordinators that ask for one.")
+    ] = None,
 ) -> None:
     """Run the autoscaler: as many workers in each pool as its policy asks for."""
     from splitserve.config import AutoscalerConfig, load_settings
@@ -93,6 +98,7 @@ def coordinator(
     config: options.Config = None,
     host: options.Host = None,
     grpc_port: options.GrpcPort = None,
+    http_port: options.HttpPort = None,
     request_timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="A generation's time at most. Default: 600.")
     ] = None,
@@ -115,10 +121,37 @@ def coordinator(
             metavar="never|auto|always", help="Decode workers compute prompts themselves. Default: never."
         ),
     ] = None,
+    admission: options.Admission = None,
+    max_queued_requests: options.MaxQueuedRequests = None,
+    max_queued_prompt_tokens: options.MaxQueuedPromptTokens = None,
+    max_queue: options.MaxQueue = None,
+    ttft_slo: options.TtftSlo = None,
+    tpot_slo: options.TpotSlo = None,
+    prefill_horizon: options.PrefillHorizon = None,
+    decode_headroom: options.DecodeHeadroom = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="prefix|least-wait|round-robin", help="How workers are chosen. Default: prefix."
+        ),
+    ] = None,
+    max_indexed_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks known by their holders, at most. Default: 10000000.")
+    ] = None,
+    max_coalesce_ms: Annotated[
+        float | None, typer.Option(help="How long tokens may wait for each other under load. Default: 10.")
+    ] = None,
     tokenizer_threads: Annotated[
         int | None, typer.Option(help="Threads for templating and tokenizing. Default: 2.")
     ] = None,
     metrics_port: options.MetricsPort = None,
+    cluster_port: options.ClusterPort = None,
+    tls: options.Tls = None,
+    cluster_token_file: options.ClusterTokenFile = None,
+    tenants: options.Tenants = None,
+    model_route: options.ModelRoute = None,
+    direct_model_names: options.DirectModelNames = None,
+    circuit_breaker: options.CircuitBreaker = None,
 ) -> None:
     """Run the coordinator: the front door that routes requests to workers."""
     from splitserve.config import CoordinatorConfig, load_settings
@@ -183,6 +216,18 @@ def _worker_command(
     metrics_port: options.MetricsPort = None,
     cpus: Annotated[
         str | None, typer.Option(metavar="CORES", help='Cores to run on, as "0,1" or "0-3".')
+    ] = None,
+    tls: options.Tls = None,
+    cluster_token_file: options.ClusterTokenFile = None,
+    max_output_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens of one request at most. Default: the context's.")
+    ] = None,
+    require_cache_salt: Annotated[
+        bool | None,
+        typer.Option(
+            "--require-cache-salt/--no-require-cache-salt",
+            help="Refuse requests that would share their KV with everybody's. Default: no.",
+        ),
     ] = None,
     engine: options.Engine = None,
     dtype: options.Dtype = None,
@@ -255,11 +300,16 @@ def _configure_logging(part: str) -> None:
 
 
 def _run(service: Coroutine[Any, Any, None]) -> None:
+    import faulthandler
+    import signal
+
     import uvloop
 
     from splitserve.logs import log_exception
     from splitserve.rpc_errors import known_error
 
+    # kill -USR2 shows what every thread is doing.
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     try:
         uvloop.run(service)
     except Exception as error:

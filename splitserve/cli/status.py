@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -24,6 +25,7 @@ STATE_STYLES = {
     "draining": "magenta",
     "standby": "cyan",
     "slow-lane": "red",
+    "circuit-open": "red",
 }
 
 
@@ -32,9 +34,14 @@ def register(app: typer.Typer) -> None:
     app.command("status")(status)
 
 
-def status(target: options.Target = options.DEFAULT_TARGET, as_json: options.AsJson = False) -> None:
+def status(
+    target: options.Target = options.DEFAULT_TARGET,
+    as_json: options.AsJson = False,
+    api_key: options.ApiKey = None,
+    tls: options.TlsClient = None,
+) -> None:
     """Show workers and models of a running cluster."""
-    info, models = asyncio.run(_ask(target))
+    info, models = asyncio.run(_ask(target, api_key, tls))
     if as_json:
         _print_json(info, models)
     else:
@@ -42,11 +49,13 @@ def status(target: options.Target = options.DEFAULT_TARGET, as_json: options.AsJ
 
 
 async def _ask(
-    target: str,
+    target: str, api_key: str | None, tls: Path | None
 ) -> tuple[inference_pb2.GetServerInfoResponse, list[inference_pb2.ModelInfo]]:
     from splitserve.client import AsyncClient
+    from splitserve.tls import client_files
 
-    async with AsyncClient(target) as client:
+    files = client_files(tls) if tls else None
+    async with AsyncClient(target, api_key=api_key, tls=files) as client:
         return await client.server_info(), await client.models()
 
 
@@ -55,7 +64,9 @@ def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inferenc
     document["workers"] = [
         _fields(worker) | {"lanes": [_fields(lane) for lane in worker.lanes]} for worker in info.workers
     ]
-    document["models"] = [_fields(model) for model in models]
+    document["models"] = [
+        _fields(model) | {"versions": [_fields(version) for version in model.versions]} for model in models
+    ]
     write(json.dumps(document, ensure_ascii=False) + "\n")
 
 

@@ -14,13 +14,14 @@ import typer
 
 from splitserve.addresses import claim_port
 from splitserve.cli import options
-from splitserve.errors import NotFoundError
+from splitserve.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from autoscaler.local_scaling import LocalScaling
     from splitserve.cluster_setup import CommandFactory
     from splitserve.config import ClusterConfig
     from splitserve.local_cluster import LocalCluster
+    from splitserve.part_security import PartSecurity
     from splitserve.restart_policy import RestartPolicy
 
 EXIT_KILLED = 130
@@ -41,8 +42,12 @@ def up(
     decode: Annotated[
         int | None, typer.Option(help="Decode workers. Default: 1, or the policy's least.")
     ] = None,
+    coordinators: Annotated[
+        int | None, typer.Option(help="Coordinators, on consecutive ports. Default: 1.")
+    ] = None,
     host: options.Host = None,
     grpc_port: options.GrpcPort = None,
+    http_port: options.HttpPort = None,
     config: options.Config = None,
     served_model_name: options.ServedModelName = None,
     ready_timeout: Annotated[
@@ -61,6 +66,10 @@ def up(
     ] = None,
     autoscale_interval: options.ScalingInterval = None,
     autoscale_window: options.ScalingWindow = None,
+    tls: options.Tls = None,
+    cluster_port: options.ClusterPort = None,
+    cluster_token_file: options.ClusterTokenFile = None,
+    tenants: options.Tenants = None,
     verify_kv: options.VerifyKv = None,
     wire_dtype: options.WireDtype = None,
     engine: options.Engine = None,
@@ -78,11 +87,31 @@ def up(
 
     settings = load_settings(ClusterConfig, config, **to_settings(ctx.params, CLUSTER_OPTIONS))
     front = settings.coordinator
-    port = claim_port(front.host, front.grpc_port)
-    settings = settings.model_copy(update={"coordinator": front.model_copy(update={"grpc_port": port})})
+    ports = {"grpc_port": claim_port(front.host, front.grpc_port)}
+    if front.http_port is not None:
+        ports["http_port"] = claim_port(front.host, front.http_port, "http_port")
+    if settings.tls is not None:
+        after = front.grpc_port + 1 if front.grpc_port else 0
+        wanted = after if front.cluster_port is None else front.cluster_port
+        ports["cluster_port"] = claim_port(front.host, wanted)
+    settings = settings.model_copy(update={"coordinator": front.model_copy(update=ports)})
+    _claim_further_ports(settings)
     _provide_model(settings)
     if asyncio.run(run_cluster(settings, log_dir)):
         raise typer.Exit(EXIT_KILLED)
+
+
+def _claim_further_ports(config: ClusterConfig) -> None:
+    """Makes sure that every further coordinator can have its ports. Raises UnavailableError naming the taken one."""
+    from splitserve.cluster_setup import each_coordinator
+
+    if config.coordinators > 1 and config.autoscale is not None:
+        raise ConfigError("coordinators: an autoscaled local cluster has one", field="coordinators")
+    for seen in each_coordinator(config)[1:]:
+        front = seen.coordinator
+        claim_port(front.host, front.grpc_port)
+        if front.http_port is not None:
+            claim_port(front.host, front.http_port, "http_port")
 
 
 async def run_cluster(
@@ -98,16 +127,22 @@ async def run_cluster(
     from splitserve.cluster_setup import (
         cluster_probe,
         cluster_target,
-        coordinator_spec,
+        cluster_token,
+        coordinator_specs,
+        operator_security,
+        parts_target,
         splitserve_command,
         worker_spec,
         worker_specs,
     )
     from splitserve.core_layout import available_cores
     from splitserve.local_cluster import ClusterTimes, LocalCluster
+    from splitserve.part_security import TOKEN_VARIABLE
     from splitserve.placement import cuda_devices, make_inventory
 
-    scaling = _scaling(config)
+    token = cluster_token(config)
+    security = operator_security(config, token)
+    scaling = _scaling(config, security)
     if scaling is not None:
         config = scaling.config
     start = command or splitserve_command
@@ -115,13 +150,14 @@ async def run_cluster(
     workers = config.prefill + config.decode if scaling is None else scaling.most_workers
     inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, devices=devices)
     make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
-    specs = [coordinator_spec(config, start), *worker_specs(config, inventory, make)]
+    specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make)]
     target = cluster_target(config)
     times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
     with ClusterDisplay(specs, _ready_line(config, target), log_dir) as display:
-        async with AsyncClient(target) as client:
+        async with AsyncClient(parts_target(config), security=security) as client:
             probe = cluster_probe(client, config)
-            cluster = LocalCluster(specs, probe, display, times=times, policy=policy)
+            shared = {TOKEN_VARIABLE: token}
+            cluster = LocalCluster(specs, probe, display, times=times, policy=policy, environment=shared)
             _steer_by_signals(cluster, display.message)
             if scaling is None:
                 await cluster.run()
@@ -130,14 +166,14 @@ async def run_cluster(
     return cluster.was_killed
 
 
-def _scaling(config: ClusterConfig) -> LocalScaling | None:
+def _scaling(config: ClusterConfig, security: PartSecurity) -> LocalScaling | None:
     if config.autoscale is None:
         return None
     from autoscaler.local_scaling import LocalScaling
     from splitserve.logs import configure_logging
 
     configure_logging("autoscaler")
-    return LocalScaling.of(config, config.autoscale)
+    return LocalScaling.of(config, config.autoscale, security)
 
 
 def _provide_model(config: ClusterConfig) -> None:
@@ -179,5 +215,11 @@ def _steer_by_signals(cluster: LocalCluster, tell: Callable[[str], None]) -> Non
 
 def _ready_line(config: ClusterConfig, target: str) -> str:
     elsewhere = "" if target == options.DEFAULT_TARGET else f" --target {target}"
+    if config.tls is not None:
+        elsewhere += f" --tls {config.tls}"
     pools = f"{config.prefill} prefill + {config.decode} decode"
-    return f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{elsewhere}'
+    line = f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{elsewhere}'
+    from splitserve.cluster_setup import openai_url
+
+    url = openai_url(config)
+    return line if url is None else f"{line}\nOpenAI-compatible API: {url}"

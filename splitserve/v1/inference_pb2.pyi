@@ -226,12 +226,15 @@ class GenerationDone(_message.Message):
     SERVED_BY_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     finish_reason: _generation_pb2.FinishReason.ValueType
     """Why it ended; never unspecified."""
     request_id: _builtins.str
     """The request's id, for logs."""
     seed: _builtins.int
     """The seed that sampling used, so that the answer can be reproduced."""
+    model: _builtins.str
+    """The model's name as clients use it, also where the request named none."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens counted."""
@@ -253,10 +256,11 @@ class GenerationDone(_message.Message):
         served_by: Global___ServedBy | None = ...,
         request_id: _builtins.str = ...,
         seed: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["served_by", b"served_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "request_id", b"request_id", "seed", b"seed", "served_by", b"served_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "model", b"model", "request_id", b"request_id", "seed", b"seed", "served_by", b"served_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -356,6 +360,7 @@ class ServedBy(_message.Message):
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """Worker id of the prefill worker."""
     decode_worker: _builtins.str
@@ -364,6 +369,8 @@ class ServedBy(_message.Message):
     """Transport that carried the KV, for example "nixl". Empty when nothing was shipped."""
     attempts: _builtins.int
     """Attempts made, 1 when nothing failed."""
+    model: _builtins.str
+    """The served model that answered; it differs from the name that was asked for where a model route stands between."""
     def __init__(
         self,
         *,
@@ -371,10 +378,11 @@ class ServedBy(_message.Message):
         decode_worker: _builtins.str = ...,
         transport: _builtins.str = ...,
         attempts: _builtins.int = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_worker", b"decode_worker", "prefill_worker", b"prefill_worker", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decode_worker", b"decode_worker", "model", b"model", "prefill_worker", b"prefill_worker", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,6 +470,8 @@ class WorkerInfo(_message.Message):
     WAITING_RESERVATIONS_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
+    CIRCUIT_FIELD_NUMBER: _builtins.int
+    TRIPPED_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     pool: _builtins.str
@@ -471,8 +481,9 @@ class WorkerInfo(_message.Message):
     model: _builtins.str
     """Model name."""
     state: _builtins.str
-    """"ready", "connecting", "draining", "standby" (connected, out of rotation), or "slow-lane": ready, but a lane to a
-    decode worker is slower than expected.
+    """"ready", "connecting", "draining", "standby" (connected, out of rotation), "circuit-open" (out of use for a while,
+    because too many requests failed there), or "slow-lane": ready, but a lane to a decode worker is slower than
+    expected.
     """
     running_requests: _builtins.int
     """Sequences in running batches."""
@@ -500,6 +511,10 @@ class WorkerInfo(_message.Message):
     """Reservations waiting for blocks."""
     rejected_handoffs: _builtins.int
     """Tickets and completions it has refused since its boot."""
+    circuit: _builtins.str
+    """Circuit breaker: "closed", "open" (too many failures lately) or "half-open" (one request decides)."""
+    tripped: _builtins.bool
+    """Whether it gets no requests because of its circuit breaker. One that is open serves on where nobody else could."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
         """Lanes to decode workers (prefill workers only), in order of their ids."""
@@ -526,10 +541,12 @@ class WorkerInfo(_message.Message):
         waiting_reservations: _builtins.int = ...,
         rejected_handoffs: _builtins.int = ...,
         lanes: _abc.Iterable[Global___LaneInfo] | None = ...,
+        circuit: _builtins.str = ...,
+        tripped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,6 +564,7 @@ class LaneInfo(_message.Message):
     LANE_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    CIRCUIT_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
     """Worker id of the decode worker."""
     gb_per_second: _builtins.float
@@ -559,6 +577,8 @@ class LaneInfo(_message.Message):
     """Why it is slower than expected. Empty when it is as expected."""
     refused: _builtins.bool
     """Whether the pair is not used because of it."""
+    circuit: _builtins.str
+    """Circuit breaker of the pair: "closed", "open" or "half-open"; transfers that fail count."""
     def __init__(
         self,
         *,
@@ -568,10 +588,11 @@ class LaneInfo(_message.Message):
         lane: _builtins.str = ...,
         problem: _builtins.str = ...,
         refused: _builtins.bool = ...,
+        circuit: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_second", b"gb_per_second", "lane", b"lane", "latency_ms", b"latency_ms", "peer", b"peer", "problem", b"problem", "refused", b"refused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["circuit", b"circuit", "gb_per_second", b"gb_per_second", "lane", b"lane", "latency_ms", b"latency_ms", "peer", b"peer", "problem", b"problem", "refused", b"refused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -629,6 +650,7 @@ class ModelInfo(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for GenerateRequest.model."""
     context_tokens: _builtins.int
@@ -639,6 +661,10 @@ class ModelInfo(_message.Message):
     """Whether chat messages are accepted."""
     ready: _builtins.bool
     """Whether a prefill and a decode worker that can reach each other are ready for it."""
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]:
+        """The served models behind it, where the name is that of a model route; else none."""
+
     def __init__(
         self,
         *,
@@ -647,11 +673,42 @@ class ModelInfo(_message.Message):
         vocabulary_size: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         ready: _builtins.bool = ...,
+        versions: _abc.Iterable[Global___ModelVersion] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "has_chat_template", b"has_chat_template", "name", b"name", "ready", b"ready", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "has_chat_template", b"has_chat_template", "name", b"name", "ready", b"ready", "versions", b"versions", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class ModelVersion(_message.Message):
+    """One served model behind a public name; see RoutesService."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the served model."""
+    weight: _builtins.float
+    """Its weight in the route."""
+    ready: _builtins.bool
+    """As in ModelInfo."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        weight: _builtins.float = ...,
+        ready: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "ready", b"ready", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelVersion: _TypeAlias = ModelVersion  # noqa: Y015

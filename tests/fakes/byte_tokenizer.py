@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from splitserve.errors import InvalidArgumentError
+from splitserve.tokenizer import Turn
 
 EOS_TOKEN_ID = 256
 
@@ -26,8 +28,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         raise InvalidArgumentError("no chat template", field="messages")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return b"".join(self._table[token] for token in token_ids).decode(errors="replace")

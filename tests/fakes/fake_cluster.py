@@ -129,7 +129,8 @@ async def read(call: Any, answer: Collected, tokens: int) -> None:
 @asynccontextmanager
 async def fake_cluster(prefill: int = 1, decode: int = 1, **config: Any) -> AsyncIterator[FakeCluster]:
     before = asyncio.all_tasks()
-    settings = CoordinatorConfig(**({"grpc_port": 0, "no_worker_wait_s": 0.5, "drain_s": 5.0} | config))
+    defaults = {"grpc_port": 0, "http_port": None, "no_worker_wait_s": 0.5, "drain_s": 5.0}
+    settings = CoordinatorConfig(**(defaults | config))
     async with (
         running_coordinator(settings, load=load_word_tokenizer) as coordinator,
         make_channel(f"127.0.0.1:{coordinator.port}") as channel,

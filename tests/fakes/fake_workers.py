@@ -11,7 +11,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from splitserve.errors import SplitserveError, UnavailableError
+from engine.cache_log import CacheLog, CacheSession
+from splitserve.errors import SplitserveError, TransferError, UnavailableError
 from splitserve.registry_client import RegistryClient
 from splitserve.rpc import OpenRpcs, make_server
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
@@ -51,6 +52,11 @@ class FakeWorker:
         self.open_rpcs = OpenRpcs()
         self.draining = False
         self.stop_at: int | None = None
+        self.load: dict[str, Any] = {}
+        """Put into each load report in place of what is there."""
+        self.cache_log = CacheLog()
+        """What a test has said that this worker caches."""
+        self.cache_sessions: Journal[CacheSession] = Journal()
         self.tasks: set[asyncio.Task[None]] = set()
         self.peers: list[kv_transfer_pb2.TransferEndpoint] = []
         self.peer_lists: Journal[list[str]] = Journal()
@@ -69,6 +75,7 @@ class FakeWorker:
             report=self._report,
             on_peers=self._on_peers,
             heartbeat_s=HEARTBEAT_S,
+            read_cache=self._read_cache,
         )
         self._membership = self.spawn(self._stay_registered())
 
@@ -103,11 +110,18 @@ class FakeWorker:
         except SplitserveError as error:
             self.refused.add(error)
 
+    def _read_cache(self) -> CacheSession:
+        session = CacheSession(self.cache_log)
+        self.cache_sessions.add(session)
+        return session
+
     def _report(self) -> registry_pb2.ReportRequest:
         return registry_pb2.ReportRequest(
             worker_id=self.worker_id,
             epoch=self.epoch,
-            load=registry_pb2.WorkerLoad(total_blocks=128, free_blocks=128, open_rpcs=self.open_rpcs.count),
+            load=registry_pb2.WorkerLoad(
+                **({"total_blocks": 128, "free_blocks": 128, "open_rpcs": self.open_rpcs.count} | self.load)
+            ),
             connected_agent_ids=[peer.agent_id for peer in self.peers],
             draining=self.draining,
         )
@@ -237,6 +251,8 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         self.first_token_gate, self.handoff_gate = Gate(), Gate()
         self.failures: list[Exception] = []
         self.handoff_failures: list[Exception] = []
+        self.broken_lanes: set[str] = set()
+        """Agent ids of the decode workers that no handoff reaches."""
         self.decode_goes_first = False
         self._find_decode = find_decode
         add_PrefillServiceServicer_to_server(self, self.server.grpc_server)
@@ -267,6 +283,8 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
             await self.handoff_gate.passed()
             if self.handoff_failures:
                 raise self.handoff_failures.pop(0)
+            if request.ticket.decode_agent_id in self.broken_lanes:
+                raise TransferError("scripted: a write failed")
             if not self.decode_goes_first:
                 self._find_decode(request.ticket.decode_agent_id).complete(request.ticket.reservation)
             complete = True

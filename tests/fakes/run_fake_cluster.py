@@ -25,6 +25,7 @@ def main() -> int:
     def action() -> int:
         settings = json.loads(sys.argv[2])
         settings.setdefault("coordinator", {})["grpc_port"] = claim_port("127.0.0.1", 0)
+        settings["coordinator"]["http_port"] = None
         config = load_settings(ClusterConfig, None, model="simulated", **settings)
         policy = RestartPolicy(first_delay_s=0.05, last_delay_s=0.1)
         return 130 if asyncio.run(run_cluster(config, folder / "logs", command=command, policy=policy)) else 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from splitserve.errors import InvalidArgumentError
+from splitserve.tokenizer import Turn
 
 VOCABULARY_SIZE = 1000
 
@@ -19,10 +21,14 @@ class WordTokenizer:
     def encode(self, text: str) -> list[int]:
         return [_id(word) for word in text.split()]
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         if not self.has_chat_template:
             raise InvalidArgumentError("prompt.chat: this model has no chat template", field="prompt.chat")
-        return [token for role, content in messages for token in (2, *self.encode(content))] + [3]
+        head = [4] * len(tools)
+        return head + [token for turn in messages for token in (2, *self.encode(turn.content))] + [3]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f" w{token_id}".encode()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(f"w{token}" for token in token_ids)

@@ -140,7 +140,14 @@ async def running(folder: Path, *options: str) -> AsyncIterator[Scaled]:
     ]
     with (folder / "up.log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            *command, *options, "--grpc-port", "0", stdout=asyncio.subprocess.PIPE, stderr=log
+            *command,
+            *options,
+            "--grpc-port",
+            "0",
+            "--http-port",
+            "off",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
         )
         try:
             assert process.stdout is not None

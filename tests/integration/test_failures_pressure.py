@@ -10,11 +10,14 @@ from splitserve.client import AsyncClient
 from tests.support.cluster import Cluster, running
 from tests.support.streams import Reading, tokens, until, worker
 
+AT_WORKERS = ("--admission", "off")
+"""Requests wait at the workers; test_failures_overload.py has those that wait at the coordinator."""
+
 
 async def test_a_hundred_cancelled_prompts_leave_no_work_behind(log_dir: Path) -> None:
     options = ["--max-step-tokens", "64", "--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1"]
     async with (
-        running(Cluster(log_dir, worker_options=options)) as cluster,
+        running(Cluster(log_dir, worker_options=options, coordinator_options=AT_WORKERS)) as cluster,
         AsyncClient(cluster.target) as client,
     ):
         idle = await client.generate(tokens(500, 0), max_tokens=2)
@@ -31,7 +34,7 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(log_dir: Path) -
 async def test_a_full_decode_pool_stops_admission_and_nothing_else(log_dir: Path) -> None:
     options = ["--num-blocks", "40", "--no-prefix-cache", "--simulated-step-s", "0.02", "--heartbeat", "0.1"]
     async with (
-        running(Cluster(log_dir, worker_options=options)) as cluster,
+        running(Cluster(log_dir, worker_options=options, coordinator_options=AT_WORKERS)) as cluster,
         AsyncClient(cluster.target) as client,
     ):
         readings = [Reading(client, tokens(160, n), max_tokens=40) for n in range(12)]

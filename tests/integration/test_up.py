@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 def cluster() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running command and the address of its ready line."""
     command = [*SPLITSERVE, "up", "--engine", "simulated", "--decode", "2", "--grpc-port", "0"]
+    command += ["--http-port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert process.stdout is not None

@@ -114,14 +114,18 @@ def test_wrong_values_on_the_command_line(cluster: Cluster) -> None:
 
 def test_a_taken_port(cluster: Cluster) -> None:
     port = cluster.target.rpartition(":")[2]
-    run = cli("coordinator", "--grpc-port", port)
+    run = cli("coordinator", "--grpc-port", port, "--http-port", "off")
     assert run.returncode != 0
     assert "Traceback" not in run.stderr
     assert f"port {port}" in run.stderr
 
 
 def test_a_model_that_does_not_exist() -> None:
-    for command in (("prefill-worker",), ("decode-worker",), ("up", "--grpc-port", "0")):
+    for command in (
+        ("prefill-worker",),
+        ("decode-worker",),
+        ("up", "--grpc-port", "0", "--http-port", "off"),
+    ):
         run = cli(*command, "--model", "/no/such/folder")
         assert run.returncode != 0
         assert "Traceback" not in run.stderr

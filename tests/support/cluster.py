@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from splitserve.client import AsyncClient
 from splitserve.cluster_setup import SERVING_STATES
+from splitserve.tls import TlsFiles
 from splitserve.v1 import inference_pb2
 from tests.support.processes import ServiceProcess
 
@@ -31,6 +33,9 @@ class Cluster:
         worker_options: Sequence[str] = (),
         coordinator_options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        http: bool = False,
+        tls: Path | None = None,
+        api_key: str | None = None,
     ) -> None:
         self.log_dir = log_dir
         self.members: dict[str, ServiceProcess] = {}
@@ -38,14 +43,30 @@ class Cluster:
         self._counts = {"prefill": prefill, "decode": decode}
         self._environment = dict(environment or {})
         self._coordinator_options = list(coordinator_options)
-        self.target = ""
+        self._tls, self._api_key = tls, api_key
+        self._http = http
+        self.target = self.parts_target = ""
+        self.base_url = ""
+
+    def client(self, **options: Any) -> AsyncClient:
+        """A client with the key and the authority that fit this cluster."""
+        files = TlsFiles(self._tls / "ca.pem") if self._tls else None
+        return AsyncClient(self.target, **{"api_key": self._api_key, "tls": files, **options})
 
     async def start(self, *, wait_ready: bool = True) -> None:
         """Starts everything and, normally, waits until all pairs are connected."""
-        options = ["coordinator", "--grpc-port", "0", *self._coordinator_options]
-        coordinator = self.members["coordinator"] = ServiceProcess("coordinator", options, self.log_dir)
+        options = ["coordinator", "--grpc-port", "0", "--http-port", "0" if self._http else "off"]
+        options += self._coordinator_options
+        if self._tls:
+            options += ["--tls", str(self._tls), "--cluster-port", "0"]
+            self._common += ["--tls", str(self._tls)]
+        coordinator = ServiceProcess("coordinator", options, self.log_dir, self._environment)
+        self.members["coordinator"] = coordinator
         coordinator.start()
-        self.target = f"127.0.0.1:{coordinator.wait_event('coordinator.ready')['port']}"
+        ready = coordinator.wait_event("coordinator.ready")
+        self.target = f"127.0.0.1:{ready['port']}"
+        self.parts_target = f"127.0.0.1:{ready['cluster_port']}" if self._tls else self.target
+        self.base_url = f"http://127.0.0.1:{ready['http_port']}/v1"
         for pool, count in self._counts.items():
             for number in range(count):
                 self.add_worker(pool, f"{pool}-{number}")
@@ -54,7 +75,7 @@ class Cluster:
 
     def add_worker(self, pool: str, name: str, *options: str) -> ServiceProcess:
         """Starts one more worker; does not wait for it."""
-        arguments = [f"{pool}-worker", "--worker-id", name, "--coordinator", self.target]
+        arguments = [f"{pool}-worker", "--worker-id", name, "--coordinator", self.parts_target]
         arguments += [*self._common, *options]
         worker = ServiceProcess(name, arguments, self.log_dir, self._environment)
         self.members[name] = worker
@@ -65,7 +86,7 @@ class Cluster:
         """Waits until so many workers (default: as many as configured) are ready."""
         wanted = {"prefill": prefill or self._counts["prefill"], "decode": decode or self._counts["decode"]}
         deadline = time.monotonic() + READY_TIMEOUT_S
-        async with AsyncClient(self.target) as client:
+        async with self.client() as client:
             while True:
                 info = await client.server_info()
                 ready = {
@@ -76,6 +97,8 @@ class Cluster:
                     return
                 ended = [m.name for m in self.members.values() if m.process.poll() not in (None, -9)]
                 if ended or time.monotonic() > deadline:
+                    for member in self.members.values():
+                        member.dump_stacks()
                     logs = "\n".join(f"--- {m.name}\n{m.log_tail()}" for m in self.members.values())
                     raise AssertionError(f"not ready: {ready} of {wanted}, ended: {ended}\n{logs}")
                 await asyncio.sleep(0.05)
@@ -90,7 +113,7 @@ class Cluster:
     async def assert_no_leaks(self) -> None:
         """The leak oracle: within a while every count of blocks, calls and sequences is back at zero."""
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
-        async with AsyncClient(self.target) as client:
+        async with self.client() as client:
             while True:
                 info = await client.server_info()
                 held = held_resources(info)

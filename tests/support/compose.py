@@ -40,12 +40,13 @@ class Compose:
     def __init__(self, project: str, settings: Mapping[str, str]) -> None:
         self.docker = docker_client()
         self.project = project
-        self.port = free_port()
+        self.port, self.http_port = free_port(), free_port()
         hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
         self._environment = os.environ | {
             "COMPOSE_PROJECT_NAME": project,
             "IMAGE": os.environ[IMAGE_VARIABLE],
             "GRPC_PORT": str(self.port),
+            "HTTP_PORT": str(self.http_port),
             # An Engine that may not raise its own limit cannot raise a container's either.
             "MEMLOCK": str(hard),
             **settings,

@@ -58,6 +58,16 @@ class ServiceProcess:
         """Sends a signal to this process alone."""
         self.process.send_signal(number)
 
+    def dump_stacks(self) -> None:
+        """Lets the process write what its threads are doing to its log, if it still runs."""
+        if self.process.poll() is not None:
+            return
+        size = self.log_path.stat().st_size
+        self.signal(signal.SIGUSR2)
+        deadline = time.monotonic() + 1.0
+        while self.log_path.stat().st_size == size and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
     def kill(self) -> None:
         """SIGKILL, and waits until it is gone."""
         self.process.kill()
@@ -93,6 +103,6 @@ class ServiceProcess:
             lines = log.read().decode(errors="replace").splitlines()
         return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
 
-    def log_tail(self, lines: int = 30) -> str:
+    def log_tail(self, lines: int = 100) -> str:
         """The end of the log, for messages."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])

@@ -86,7 +86,8 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    code, line = failure(capsys, "up", "--grpc-port", "0", "--model", "./no/such/folder")
+    ports = ("--grpc-port", "0", "--http-port", "off")
+    code, line = failure(capsys, "up", *ports, "--model", "./no/such/folder")
     assert code == 1
     assert "no such folder" in line
     code, line = failure(capsys, "model", "fetch", "gpt-17")

@@ -9,11 +9,12 @@ import pytest
 
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.hf_tokenizer import ByteTokenizer, HfTokenizer, load_tokenizer
-from splitserve.tokenizer import Tokenizer
+from splitserve.token_bytes import entry_bytes
+from splitserve.tokenizer import Tokenizer, Turn
 from tests.fakes.tiny_models import CHAT_TEMPLATE, EOS, VOCABULARY, tiny_tokenizer
 
 TEXTS = ["", "hello", "Grüße, 世界 🎉", "a\nb\tc", " leading and trailing  "]
-TURNS = [("system", "Be brief."), ("user", "Hi 👋")]
+TURNS = [Turn("system", "Be brief."), Turn("user", "Hi 👋")]
 
 
 @pytest.fixture(params=["bytes", "transformers"])
@@ -65,7 +66,7 @@ def test_lone_surrogates_do_not_crash() -> None:
 def test_threads_may_share_a_tokenizer(tokenizer: Tokenizer) -> None:
     def work(number: int) -> bool:
         text = f"request {number} " * 20
-        rendered = tokenizer.decode(tokenizer.render_chat([("user", text)]))
+        rendered = tokenizer.decode(tokenizer.render_chat([Turn("user", text)]))
         return tokenizer.decode(tokenizer.encode(text)) == text and text in rendered
 
     with ThreadPoolExecutor(8) as pool:
@@ -87,3 +88,51 @@ def test_a_folder_without_tokenizer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(NotFoundError, match="tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}|{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.arguments | tojson }}]{% endfor %}"
+    "{% if message.tool_call_id is defined %}#{{ message.tool_call_id }}{% endif %};{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_tools_and_calls_reach_the_template() -> None:
+    backend = tiny_tokenizer()
+    backend.chat_template = TOOLS_TEMPLATE
+    tokenizer = HfTokenizer(backend)
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [Turn("user", "u"), Turn("assistant", "", [call]), Turn("tool", "7", tool_call_id="c1")]
+    assert tokenizer.decode(tokenizer.render_chat(turns, TOOLS)) == 'f|user:u;assistant:[{"a": 1}];tool:7#c1;'
+    assert tokenizer.decode(tokenizer.render_chat(turns[:1])) == "user:u;"
+
+
+def test_a_template_without_tools_says_so() -> None:
+    with pytest.raises(InvalidArgumentError, match="knows no tools") as error:
+        HfTokenizer(tiny_tokenizer()).render_chat(TURNS, TOOLS)
+    assert (error.value.field, error.value.reason) == ("prompt.chat.tools_json", "TOOLS_UNSUPPORTED")
+
+
+def test_the_bytes_of_single_tokens(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize(
+    ("entry", "byte_level", "expected"),
+    [
+        ("Ġthe", True, b" the"),
+        ("Ã©Ċ", True, "é\n".encode()),
+        ("Ãł", True, b"\xc3\xa0"),
+        ("世", True, "世".encode()),
+        ("\u2581the", False, b" the"),
+        ("<0x0A>", False, b"\n"),
+        ("<0xE4>", False, b"\xe4"),
+        ("é", False, "é".encode()),
+    ],
+)
+def test_both_spellings_of_a_vocabulary(entry: str, byte_level: bool, expected: bytes) -> None:
+    assert entry_bytes(entry, byte_level=byte_level) == expected

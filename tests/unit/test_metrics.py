@@ -65,6 +65,7 @@ def test_a_coordinator_s_metrics() -> None:
         "splitserve_requests",
         "splitserve_ready_workers",
         "splitserve_kv_slow_lanes",
+        "splitserve_circuits",
         "splitserve_replicas",
         "splitserve_requests_ended",
         "splitserve_arrived_requests",

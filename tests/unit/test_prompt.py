@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from coordinator.prompt import PromptTokenizers
 from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.tokenizer import Turn
 from splitserve.v1 import inference_pb2
 from tests.fakes.word_tokenizer import WordTokenizer, load_word_tokenizer
 
@@ -25,9 +27,9 @@ class Witness(WordTokenizer):
         self.threads.add(threading.get_ident())
         return super().encode(text)
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+    def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         self.threads.add(threading.get_ident())
-        return super().render_chat(messages)
+        return super().render_chat(messages, tools)
 
 
 class Loader:
@@ -89,4 +91,60 @@ async def test_chat_without_a_template() -> None:
     request = inference_pb2.GenerateRequest(chat={"messages": [{"role": "user"}]})  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError):
         await tokenizers.encode("words-without-template", request)
+    tokenizers.close()
+
+
+class Listener(WordTokenizer):
+    """Keeps what it is asked to render."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[Turn] = []
+        self.tools: list[Mapping[str, Any]] = []
+
+    def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        self.turns, self.tools = list(messages), list(tools)
+        return super().render_chat(messages, tools)
+
+
+def chat_of(tools_json: str = "", **message: str) -> inference_pb2.GenerateRequest:
+    turn = inference_pb2.ChatMessage(**({"role": "user", "content": "w1"} | message))  # type: ignore[arg-type]
+    return inference_pb2.GenerateRequest(
+        chat=inference_pb2.ChatMessages(messages=[turn], tools_json=tools_json)
+    )
+
+
+async def test_tools_and_calls_are_given_to_the_template() -> None:
+    listener = Listener()
+    tokenizers = PromptTokenizers(lambda _: listener, threads=1)
+    call = '[{"id": "c", "function": {"name": "f", "arguments": "{\\"a\\": [1]}"}}]'
+    request = chat_of('[{"function": {"name": "f"}}]', role="assistant", tool_calls_json=call, name="n")
+    assert await tokenizers.encode("s", request) == [4, 2, 1, 3]
+    assert listener.tools == [{"function": {"name": "f"}}]
+    (turn,) = listener.turns
+    assert turn.tool_calls == [{"id": "c", "function": {"name": "f", "arguments": {"a": [1]}}}]
+    assert (turn.role, turn.name) == ("assistant", "n")
+    broken = chat_of(tool_calls_json='[{"function": {"name": "f", "arguments": "{cut o"}}]')
+    await tokenizers.encode("s", broken)
+    assert listener.turns[0].tool_calls == [{"function": {"name": "f", "arguments": "{cut o"}}]
+    tokenizers.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (chat_of("{"), "prompt.chat.tools_json"),
+        (chat_of("{}"), "prompt.chat.tools_json"),
+        (chat_of("[1]"), "prompt.chat.tools_json"),
+        (chat_of("[NaN]"), "prompt.chat.tools_json"),
+        (chat_of("[" * 10_000), "prompt.chat.tools_json"),
+        (chat_of(tool_calls_json="x"), "prompt.chat.messages[0].tool_calls_json"),
+        (chat_of(tool_calls_json="[{}]"), "prompt.chat.messages[0].tool_calls_json"),
+    ],
+)
+async def test_broken_tools(request_: inference_pb2.GenerateRequest, field: str) -> None:
+    tokenizers = PromptTokenizers(load_word_tokenizer, threads=1)
+    with pytest.raises(InvalidArgumentError) as caught:
+        await tokenizers.encode("words", request_)
+    assert caught.value.field == field
     tokenizers.close()

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from coordinator.answer import Answer
+from coordinator.gates import Waits
 from coordinator.pools import Model, Worker
 from coordinator.registration_checks import checked_worker
 from coordinator.request_record import COLD_REQUESTS, RequestRecord
 from coordinator.request_validation import Generation
-from coordinator.signal_book import DEFAULT_OUTPUT_TOKENS, SignalBook, Stage
+from coordinator.signal_book import DEFAULT_OUTPUT_TOKENS, Held, SignalBook, Stage
 from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2, scaling_pb2
 from tests.fakes.registrations import registration
@@ -61,6 +62,33 @@ def run(book: SignalBook, prefill: Worker = PREFILL, decode: Worker = DECODE, at
             answer.append(delta, request.received_s + 0.1 + position * 0.02)
             record.sent(answer)
         record.completed(answer)
+
+
+def test_what_a_request_waited_for_counts_in_the_phase_of_that_pool() -> None:
+    book = SignalBook()
+    request = generation()
+    with RequestRecord(book, request.received_s) as record:
+        record.arrived(request)
+        record.passed(Waits(prefill_s=100.0, decode_s=200.0))
+        record.chosen(PREFILL, DECODE)
+        record.reserve_waited(0.1)
+        record.prefilled(first())
+    phases = book.of(request.model.name).phases
+    assert phases[scaling_pb2.PHASE_PREFILL].warm.sum_s > 100
+    assert phases[scaling_pb2.PHASE_PREFILL_QUEUE].warm.sum_s > 100
+    assert phases[scaling_pb2.PHASE_RESERVE].warm.sum_s > 200
+    assert phases[scaling_pb2.PHASE_ADMIT].warm.sum_s == 0
+
+
+def test_who_is_held_counts_for_the_pool_without_room() -> None:
+    book = SignalBook().of("m")
+    book.in_stage[Stage.ADMITTING], book.prefilling_tokens = 5, 10.0
+    book.held = Held(3, 300.0, "prefill")
+    assert (book.stages[Stage.ADMITTING], book.stages[Stage.PREFILLING]) == (2, 3)
+    assert book.backlog_tokens == 310
+    book.held = Held(3, 300.0, "decode")
+    assert (book.stages[Stage.ADMITTING], book.stages[Stage.RESERVING]) == (2, 3)
+    assert book.backlog_tokens == 10
 
 
 def samples(book: SignalBook, phase: scaling_pb2.Phase.ValueType) -> tuple[int, int]:

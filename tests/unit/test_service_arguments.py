@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.admission_settings import AdmissionConfig
 from splitserve.cli import services, up
 from splitserve.cluster_setup import cluster_specs, ready_model
 from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig, WorkerConfig, load_settings
 from splitserve.restart_policy import RestartPolicy
+from splitserve.security_settings import CeilingConfig, TlsConfig
 from splitserve.service_arguments import (
     AUTOSCALER_OPTIONS,
     CLUSTER_OPTIONS,
@@ -22,6 +24,7 @@ from splitserve.service_arguments import (
     to_settings,
     worker_arguments,
 )
+from splitserve.traffic_settings import CircuitBreakerConfig
 from splitserve.v1 import inference_pb2
 
 ENGINE = EngineConfig(
@@ -65,6 +68,9 @@ WORKER = WorkerConfig(
     wire_dtype="fp8_e4m3",
     metrics_port=9100,
     cpus=(0, 1, 2, 5),
+    tls=TlsConfig(directory=Path("certs")),
+    cluster_token_file=Path("token"),
+    ceilings=CeilingConfig(max_output_tokens=77, require_cache_salt=True),
     engine=ENGINE,
 )
 
@@ -94,15 +100,44 @@ def test_every_coordinator_setting_has_its_option() -> None:
     settings = CoordinatorConfig(
         host="::1",
         grpc_port=1,
+        http_port=8,
+        admission=AdmissionConfig(
+            mode="off",
+            max_queued_requests=11,
+            max_queued_prompt_tokens=12,
+            max_queue_s=13,
+            ttft_slo_s=1.5,
+            tpot_slo_s=0.5,
+            prefill_horizon_s=0.75,
+            decode_headroom=0.25,
+        ),
         request_timeout_s=2,
         max_running_requests=3,
         heartbeat_timeout_s=4,
         drain_s=5,
         no_worker_wait_s=6,
         max_message_bytes=2**17,
+        routing="least-wait",
+        max_indexed_blocks=5000,
         tokenizer_threads=7,
+        max_coalesce_ms=7.5,
         local_prefill="auto",
         metrics_port=9101,
+        cluster_port=9102,
+        tls=TlsConfig(directory=Path("certs")),
+        cluster_token_file=Path("token"),
+        tenants=Path("tenants.yaml"),
+        model_routes={"words": {"words-v1": 95, "words-v2": 5}},
+        direct_model_names="hide",
+        circuit_breaker=CircuitBreakerConfig(
+            enabled=False,
+            consecutive_failures=1,
+            failure_rate=0.25,
+            min_requests=3,
+            window_s=4,
+            open_s=5,
+            max_open_s=6,
+        ),
     )
     assert changed_everywhere(settings)
     arguments = coordinator_arguments(settings)

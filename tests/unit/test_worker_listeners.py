@@ -11,6 +11,7 @@ from decode_worker.receive_listener import Outputs, ReceiveListener
 from decode_worker.waiting_room import Granted, WaitingReservation
 from engine.build import EngineParts, ServedAs
 from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
 from engine.simulated_runner import SimulatedRunner, expected_tokens
 from engine.types import EngineRequest, SamplingParams, StopParams
 from kv_transfer.memory_transport import MemoryHub, MemoryTransport
@@ -74,7 +75,9 @@ class Pair:
         transport = MemoryTransport(hub)
         endpoint = transport.register_pool(runner.wire.memory)
         core = EngineCore(runner, engine, load_tokenizer("simulated"), self.clock)
-        return EngineParts(runner, core, transport, endpoint, ServedAs("simulated", "simulated"), config)
+        grammars = GrammarCompiler(load_tokenizer("simulated"), runner.facts)
+        served = ServedAs("simulated", "simulated")
+        return EngineParts(runner, core, grammars, transport, endpoint, served, config)
 
     def _on_prefill(self, events: list[tuple[str, PrefillEvent]]) -> None:
         for request_id, event in events:

@@ -1,0 +1,1 @@
+"""The coordinator alone under load: scripted workers, a load generator, and the CPU time of the process between."""

@@ -1,0 +1,1 @@
+"""Generated from protos/splitserve/kserve: the Open Inference Protocol, package `inference`."""
