@@ -11,6 +11,7 @@ from splitserve.client import AsyncClient, ChatMessage
 from splitserve.models import models_dir
 from tests.support.compose import Compose
 
+MODEL = "smollm2-135m-instruct"
 QUESTION = "What is the capital of France?"
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(400)]
 
@@ -35,7 +36,7 @@ async def test_one_answer_from_two_containers() -> None:
         assert answer.served_by.decode_worker.startswith("decode-")
         async with AsyncOpenAI(base_url=f"http://127.0.0.1:{stack.http_port}/v1", api_key="none") as http:
             said = await http.chat.completions.create(
-                model="", messages=[{"role": "user", "content": QUESTION}], max_tokens=16, temperature=0
+                model=MODEL, messages=[{"role": "user", "content": QUESTION}], max_tokens=16, temperature=0
             )
         assert said.choices[0].message.content == answer.text
     except BaseException:
