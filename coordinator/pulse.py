@@ -2,7 +2,7 @@
 
 A message to a client costs far more than a token in it. So under load the outputs of decode workers stay in their
 inboxes until the next beat, and what has gathered for one client goes out as one message. The time between beats grows
-and shrinks with the load; see docs/decisions/0015-tokens-leave-in-beats.md.
+and shrinks with the load; see docs/decisions/0011-tokens-leave-in-beats.md.
 """
 
 from __future__ import annotations

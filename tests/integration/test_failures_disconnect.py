@@ -43,7 +43,11 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         "--heartbeat",
         "0.1",
     ]
-    async with running(Cluster(tmp_path_factory.mktemp("logs"), worker_options=options)) as cluster:
+    # The queues tested here are the workers' own; that of the coordinator's admission has tests of its own.
+    cluster = Cluster(
+        tmp_path_factory.mktemp("logs"), worker_options=options, coordinator_options=["--admission", "off"]
+    )
+    async with running(cluster):
         yield cluster
 
 
