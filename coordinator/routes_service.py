@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.access import Access
-from coordinator.front_door import require_admin
 from coordinator.model_routes import ModelRoutes, Route, Weights, checked_route
 from coordinator.registry import Registry
 from splitserve.errors import InvalidArgumentError
@@ -26,7 +25,7 @@ class RoutesService(RoutesServiceServicer):
         self, request: routes_pb2.GetRoutesRequest, context: Any
     ) -> routes_pb2.GetRoutesResponse:
         """See RoutesService.GetRoutes in the proto."""
-        require_admin(self._access.caller(context))
+        self._access.require_operator(context)
         return routes_pb2.GetRoutesResponse(
             coordinator_id=self._coordinator_id,
             routes=[self._in_force(route) for route in self._routes.in_force],
@@ -36,7 +35,7 @@ class RoutesService(RoutesServiceServicer):
         self, request: routes_pb2.SetRoutesRequest, context: Any
     ) -> routes_pb2.SetRoutesResponse:
         """See RoutesService.SetRoutes in the proto."""
-        require_admin(self._access.caller(context))
+        self._access.require_operator(context)
         routes = checked_routes(request)
         self._routes.replace(routes)
         named = {model for route in routes for model in route.weights}

@@ -12,6 +12,7 @@ import grpc
 from splitserve.addresses import check_address
 from splitserve.api_keys import checked_key, key_metadata
 from splitserve.errors import FailedPreconditionError, SplitserveError
+from splitserve.part_security import Metadata, PartSecurity
 from splitserve.rpc import error_from_rpc, make_channel
 from splitserve.tls import TlsFiles
 from splitserve.v1 import routes_pb2
@@ -46,14 +47,22 @@ class RouteState:
 
 
 class RoutesClient:
-    """Several coordinators, "host:port" each, that should have the same routes. Every call has a deadline."""
+    """Several coordinators, "host:port" each, that should have the same routes. Every call has a deadline.
+
+    `api_key`: an admin's, where there are tenants; `token`: the cluster's, where there are none but a token.
+    """
 
     def __init__(
-        self, targets: Sequence[str], *, api_key: str | None = None, tls: TlsFiles | None = None
+        self,
+        targets: Sequence[str],
+        *,
+        api_key: str | None = None,
+        tls: TlsFiles | None = None,
+        token: str | None = None,
     ) -> None:
         self.targets = [check_address(target, "target") for target in targets]
-        self._metadata = key_metadata(checked_key(api_key))
-        self._tls = tls
+        self._security = PartSecurity(tls, token)
+        self._metadata: Metadata = (*self._security.metadata, *key_metadata(checked_key(api_key)))
 
     async def routes(self) -> dict[str, list[RouteState] | SplitserveError]:
         """The routes of each coordinator, or why it does not tell them."""
@@ -108,7 +117,7 @@ class RoutesClient:
     async def _one(
         self, target: str, call: Callable[[RoutesServiceAsyncStub], Awaitable[T]]
     ) -> T | SplitserveError:
-        async with make_channel(target, tls=self._tls) as channel:
+        async with make_channel(target, tls=self._security.tls) as channel:
             try:
                 return await call(RoutesServiceStub(channel))
             except grpc.aio.AioRpcError as error:

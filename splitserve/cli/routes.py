@@ -44,9 +44,10 @@ def show(
     as_json: options.AsJson = False,
     api_key: options.ApiKey = None,
     tls: options.TlsClient = None,
+    cluster_token_file: options.ClusterTokenFile = None,
 ) -> None:
     """Show the routes in force and the part of new requests that each model gets."""
-    results = asyncio.run(_client(target, api_key, tls).routes())
+    results = asyncio.run(_client(target, api_key, tls, cluster_token_file).routes())
     found = {where: routes for where, routes in results.items() if not isinstance(routes, SplitserveError)}
     if as_json:
         document = {where: [_fields(route) for route in routes] for where, routes in found.items()}
@@ -67,6 +68,7 @@ def set_route(
     target: Targets = None,
     api_key: options.ApiKey = None,
     tls: options.TlsClient = None,
+    cluster_token_file: options.ClusterTokenFile = None,
 ) -> None:
     """Replace a route at once: `splitserve routes set smollm2 smollm2-v1=95 smollm2-v2=5`."""
     from splitserve.route_text import parse_weights
@@ -75,30 +77,42 @@ def set_route(
         weights = parse_weights([share.rpartition("=")[::2] for share in shares])
     except ValueError as error:
         raise InvalidArgumentError(f"shares are written MODEL=WEIGHT: {error}", field="shares") from None
-    _set(_client(target, api_key, tls), name, weights)
+    _set(_client(target, api_key, tls, cluster_token_file), name, weights)
 
 
 def rollback(
-    name: Name, target: Targets = None, api_key: options.ApiKey = None, tls: options.TlsClient = None
+    name: Name,
+    target: Targets = None,
+    api_key: options.ApiKey = None,
+    tls: options.TlsClient = None,
+    cluster_token_file: options.ClusterTokenFile = None,
 ) -> None:
     """Put back what a route was before its last change; again: forward again."""
-    client = _client(target, api_key, tls)
+    client = _client(target, api_key, tls, cluster_token_file)
     _set(client, name, asyncio.run(client.previous(name)))
 
 
 def remove(
-    name: Name, target: Targets = None, api_key: options.ApiKey = None, tls: options.TlsClient = None
+    name: Name,
+    target: Targets = None,
+    api_key: options.ApiKey = None,
+    tls: options.TlsClient = None,
+    cluster_token_file: options.ClusterTokenFile = None,
 ) -> None:
     """Remove a route; its served models stay."""
-    _set(_client(target, api_key, tls), name, {})
+    _set(_client(target, api_key, tls, cluster_token_file), name, {})
 
 
-def _client(targets: list[str] | None, api_key: str | None, tls: Path | None) -> RoutesClient:
+def _client(
+    targets: list[str] | None, api_key: str | None, tls: Path | None, token_file: Path | None
+) -> RoutesClient:
+    from splitserve.part_security import read_token
     from splitserve.routes_client import RoutesClient
     from splitserve.tls import client_files
 
     files = client_files(tls) if tls else None
-    return RoutesClient(targets or [options.DEFAULT_TARGET], api_key=api_key, tls=files)
+    token = read_token(token_file)
+    return RoutesClient(targets or [options.DEFAULT_TARGET], api_key=api_key, tls=files, token=token)
 
 
 def _set(client: RoutesClient, name: str, weights: Weights) -> None:

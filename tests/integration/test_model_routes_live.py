@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from coordinator.model_routes import Route
 from coordinator.service import running_coordinator
 from splitserve.cli.main import main
 from splitserve.config import CoordinatorConfig
-from splitserve.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from splitserve.errors import FailedPreconditionError, NotFoundError, UnauthenticatedError, UnavailableError
+from splitserve.part_security import new_token
 from splitserve.routes_client import RoutesClient, RouteState
 from splitserve.v1 import inference_pb2
 from tests.fakes.fake_cluster import Collected, FakeCluster, ask, expected, fake_cluster, finish, read
@@ -183,3 +185,20 @@ async def test_the_command_line_sets_several_coordinators(capsys: pytest.Capture
         found = (await RoutesClient([one.address]).routes())[one.address]
         assert isinstance(found, list)
         assert not any(isinstance(state, RouteState) for state in found)
+
+
+async def test_with_a_cluster_token_strangers_change_nothing(tmp_path: Path) -> None:
+    token = new_token()
+    secret = tmp_path / "token"
+    secret.write_text(token)
+    settings = CoordinatorConfig(
+        grpc_port=0, http_port=None, cluster_token_file=secret, model_routes={"words": CANARY}
+    )
+    async with running_coordinator(settings, load=load_word_tokenizer) as one:
+        address = f"127.0.0.1:{one.port}"
+        for stranger in (RoutesClient([address]), RoutesClient([address], token="x" * 32)):
+            assert isinstance((await stranger.set("words", {V2: 1}))[address], UnauthenticatedError)
+            assert isinstance((await stranger.routes())[address], UnauthenticatedError)
+        assert [route.weights for route in one.routes.in_force] == [CANARY]
+        await RoutesClient([address], token=token).set("words", {V2: 1})
+        assert [route.weights for route in one.routes.in_force] == [{V2: 1.0}]

@@ -25,7 +25,8 @@ from splitserve.errors import (
     UnauthenticatedError,
 )
 from splitserve.rpc import error_from_rpc
-from splitserve.v1 import generation_pb2, inference_pb2, scaling_pb2
+from splitserve.v1 import generation_pb2, inference_pb2, routes_pb2, scaling_pb2
+from splitserve.v1.routes_pb2_grpc import RoutesServiceStub
 from splitserve.v1.scaling_pb2_grpc import ScalingServiceStub
 from tests.fakes.fake_cluster import Collected, FakeCluster, ask, collect, fake_cluster, finish, read
 from tests.fakes.gates import settled
@@ -190,7 +191,7 @@ async def test_the_cluster_is_for_admins(tmp_path: Path) -> None:
         tenants_cluster(tmp_path, alice={}, root={"admin": True}) as cluster,
         grpc.aio.insecure_channel(cluster.address) as channel,
     ):
-        scaling = ScalingServiceStub(channel)
+        scaling, routes = ScalingServiceStub(channel), RoutesServiceStub(channel)
         for name, code in (
             ("alice", grpc.StatusCode.PERMISSION_DENIED),
             (None, grpc.StatusCode.UNAUTHENTICATED),
@@ -200,6 +201,8 @@ async def test_the_cluster_is_for_admins(tmp_path: Path) -> None:
                 cluster.client.GetServerInfo(inference_pb2.GetServerInfoRequest(), metadata=metadata),
                 scaling.GetSignals(scaling_pb2.GetSignalsRequest(), metadata=metadata),
                 scaling.ApplyPlan(scaling_pb2.ApplyPlanRequest(), metadata=metadata),
+                routes.GetRoutes(routes_pb2.GetRoutesRequest(), metadata=metadata),
+                routes.SetRoutes(routes_pb2.SetRoutesRequest(), metadata=metadata),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call
@@ -208,6 +211,7 @@ async def test_the_cluster_is_for_admins(tmp_path: Path) -> None:
         metadata = key_metadata(KEYS["root"])
         await cluster.client.GetServerInfo(inference_pb2.GetServerInfoRequest(), metadata=metadata)
         await scaling.GetSignals(scaling_pb2.GetSignalsRequest(), metadata=metadata)
+        await routes.SetRoutes(routes_pb2.SetRoutesRequest(), metadata=metadata)
 
 
 async def test_a_reload_drops_no_stream(tmp_path: Path) -> None:
