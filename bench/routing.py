@@ -1,11 +1,13 @@
 """What a routing decision costs: `python -m bench.routing`.
 
 Each decision is what a request pays on the coordinator's event loop, a prompt of 2,048 tokens: the index is asked for
-its 128 blocks, a pair is chosen, both workers are noted as sent to, the prompt's blocks as expected. Between two
-decisions some workers report, as many as would at this size. Half of the prompts are held by a few workers to some
-depth, the others by nobody; every prompt begins with two blocks that all workers hold.
+its 128 blocks, a pair is chosen, both workers are noted as sent to, the prompt's blocks as expected. Each worker
+reports twice a second and 1,000 requests come a second, so that at 1,000 workers two have reported between two
+decisions; a decision takes their figures in too. Half of the prompts are held by a few workers to some depth, the
+others by nobody; every prompt begins with two blocks that all workers hold. Half of the requests name a session.
 
-Prints JSON: microseconds by number of workers and of indexed blocks, and bytes of memory for each indexed block.
+Prints JSON: microseconds by number of workers and of indexed blocks, by the wall clock and by the thread's CPU time,
+which other processes on the machine disturb less; and bytes of memory for each indexed block, as `bytes_a_block` says.
 """
 
 from __future__ import annotations
@@ -24,20 +26,24 @@ from dataclasses import asdict, dataclass
 import psutil
 
 from bench.machine import report, this_machine
-from coordinator.pools import Model, PoolName, PoolSnapshot, Worker
+from coordinator.collector import relax_collector
+from coordinator.pools import ChangeLog, Model, PoolName, PoolSnapshot, Worker
 from coordinator.prefix_index import PrefixIndex
 from coordinator.prefix_router import PrefixRouter
 from coordinator.routing import RouteRequest
+from splitserve.block_hashes import NAME_BYTES
 from splitserve.v1 import registry_pb2
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 2048
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 COMMON_BLOCKS = 2
-REPORTS_A_DECISION = 4
-"""At 1,000 workers: each reports twice a second, 500 requests come a second."""
+REPORTS_A_SECOND = 2
+"""Of each worker."""
+DECISIONS_A_SECOND = 1000
+WARM_UP = 200
 WORKERS = (10, 100, 1000)
-BLOCKS = (10_000, 100_000, 1_000_000, 10_000_000)
+BLOCKS = (10_000, 1_000_000)
 MODEL = Model("m", "m", 100_000, 50_000, BLOCK_TOKENS)
 KEY_BITS = 60
 CHUNK = 2**12
@@ -45,12 +51,14 @@ CHUNK = 2**12
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds. `query_us` is the index's part."""
+    """Microseconds: by the wall clock, by the thread's CPU time, and of that the index's query."""
 
     workers: int
     indexed_blocks: int
     p50_us: float
     p99_us: float
+    cpu_p50_us: float
+    cpu_p99_us: float
     query_p50_us: float
     query_p99_us: float
 
@@ -60,6 +68,7 @@ class Pools:
 
     def __init__(self, workers: int, chance: random.Random) -> None:
         self._chance, count = chance, workers // 2
+        self._changes: list[str] = []
         agents = [f"agent-{n}" for n in range(count)]
         lanes = tuple(registry_pb2.LaneReport(agent_id=agent, gb_per_second=20.0) for agent in agents)
         connected = frozenset(agents)
@@ -104,15 +113,17 @@ class Pools:
         self.workers[at] = dataclasses.replace(
             self.workers[at], load=self._load(), sent_tokens=0, sent_requests=0, prefix_slot=slot
         )
+        self._changes.append(self.workers[at].worker_id)
 
     def sent(self, worker: Worker, tokens: int) -> None:
         """A request went to this worker."""
         at = self.place[worker.key]
-        self.workers[at] = dataclasses.replace(
-            self.workers[at],
-            sent_tokens=self.workers[at].sent_tokens + tokens,
-            sent_requests=self.workers[at].sent_requests + 1,
-        )
+        self.workers[at] = self.workers[at].with_sent(tokens)
+        self._changes.append(worker.worker_id)
+
+    def snapshot(self) -> PoolSnapshot:
+        """As `Registry.snapshot`."""
+        return PoolSnapshot(tuple(self.workers), ChangeLog(self._changes, len(self._changes)))
 
 
 def filled(pools: Pools, blocks: int, chance: random.Random) -> tuple[PrefixIndex, list[list[int]]]:
@@ -145,54 +156,74 @@ def filled(pools: Pools, blocks: int, chance: random.Random) -> tuple[PrefixInde
     return index, prompts
 
 
-def measured(workers: int, blocks: int, decisions: int, seed: int = 0) -> Row:
-    """Times of so many decisions."""
-    chance = random.Random(seed)
+def measured(workers: int, blocks: int, decisions: int, repeats: int = 1) -> Row:
+    """Times of so many decisions; of a decision that was repeated, the least."""
+    runs = [_run(workers, blocks, decisions) for _ in range(repeats)]
+    times = [[min(same) for same in zip(*kind, strict=True)] for kind in zip(*runs, strict=True)]
+    return Row(workers, blocks, *(_micros(kind, share) for kind in times for share in (0.5, 0.99)))
+
+
+def _run(workers: int, blocks: int, decisions: int) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of each decision: wall clock, CPU time, and of that the query. Each run makes the same decisions."""
+    chance = random.Random(0)
     pools = Pools(workers, chance)
     index, prompts = filled(pools, blocks, chance)
-    router, whole, queries = PrefixRouter(), [], []
-    reports = max(1, REPORTS_A_DECISION * workers // max(WORKERS))
-    gc.collect()
-    gc.freeze()
-    for turn in range(decisions + 1):
-        for _ in range(reports):
-            at = chance.randrange(workers)
+    router = PrefixRouter()
+    wall: list[float] = []
+    cpu: list[float] = []
+    queries: list[float] = []
+    reports = 0.0
+    relax_collector()  # as in a coordinator's process
+    # The first ones make the columns of a cluster never seen before, and grow the tables.
+    for turn in range(-WARM_UP, decisions):
+        reports += workers * REPORTS_A_SECOND / DECISIONS_A_SECOND
+        while reports >= 1:
+            at, reports = chance.randrange(workers), reports - 1
             pools.reported(at, index.slot_of(pools.workers[at].key))
-        keys, now = chance.choice(prompts), turn / 500
-        began = time.perf_counter()
+        keys, now = chance.choice(prompts), turn / DECISIONS_A_SECOND
+        session = f"s{turn % 997}" if turn % 2 else ""
+        began, began_cpu = time.perf_counter(), time.thread_time()
         hits = index.hits(keys, now)
-        asked = time.perf_counter()
-        request = RouteRequest(MODEL.name, PROMPT_TOKENS, turn=turn, hits=hits, session_id=f"s{turn % 997}")
-        pair = router.choose_pair(PoolSnapshot(tuple(pools.workers)), request, now)
+        asked = time.thread_time()
+        request = RouteRequest(MODEL.name, PROMPT_TOKENS, turn=turn, hits=hits, session_id=session)
+        pair = router.choose_pair(pools.snapshot(), request, now)
         if pair is None or pair.decode is None:
             raise AssertionError("every pair is connected")
         pools.sent(pair.prefill, PROMPT_TOKENS - pair.parts.cached_tokens)
         pools.sent(pair.decode, PROMPT_TOKENS)
         index.expect((pair.prefill.key, pair.decode.key), keys, now)
-        whole.append(time.perf_counter() - began)
-        queries.append(asked - began)
-    # The first one makes the columns of a cluster never seen before.
-    whole, queries = sorted(whole[1:]), sorted(queries[1:])
-    middle, late = decisions // 2, decisions * 99 // 100
-    micros = (
-        round(seconds * 1e6, 1) for seconds in (whole[middle], whole[late], queries[middle], queries[late])
-    )
-    gc.unfreeze()
-    return Row(workers, blocks, *micros)
+        cpu.append(time.thread_time() - began_cpu)
+        wall.append(time.perf_counter() - began)
+        queries.append(asked - began_cpu)
+    return wall[WARM_UP:], cpu[WARM_UP:], queries[WARM_UP:]
 
 
-def bytes_a_block(blocks: int = max(BLOCKS)) -> float:
-    """Resident memory that an index of this size takes, for each of its blocks."""
+def _micros(times: list[float], share: float) -> float:
+    return round(sorted(times)[int(len(times) * share)] * 1e6, 1)
+
+
+def bytes_a_block(blocks: int, workers: int = max(WORKERS)) -> tuple[float, float]:
+    """Resident memory that a full index takes for each block: once filled, and after as many again have displaced all.
+
+    The blocks are those of prompts of 128, each held by one to three workers.
+    """
     chance, process, index = random.Random(1), psutil.Process(), PrefixIndex(blocks)
+    sequence = dict.fromkeys(range(workers), 0)
     gc.collect()
     before = process.memory_info().rss
-    told = 0
-    while told < blocks:
-        told += CHUNK
-        names = array("Q", [chance.getrandbits(64) for _ in range(CHUNK)]).tobytes()
-        events = registry_pb2.CacheEvents(sequence=told // CHUNK, cleared=told == CHUNK, stored=names)
-        index.apply(("w", 1), events)
-    return (process.memory_info().rss - before) / len(index)
+    taken, told = [], 0
+    for until in (blocks, 2 * blocks):
+        while told < until:
+            names = chance.randbytes(PROMPT_BLOCKS * NAME_BYTES)
+            told += PROMPT_BLOCKS
+            for worker in chance.sample(range(workers), chance.randint(1, 3)):
+                sequence[worker] += 1
+                events = registry_pb2.CacheEvents(
+                    sequence=sequence[worker], cleared=sequence[worker] == 1, stored=names
+                )
+                index.apply((f"w{worker}", 1), events)
+        taken.append(round((process.memory_info().rss - before) / len(index), 1))
+    return taken[0], taken[1]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,12 +231,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.routing", description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=list(WORKERS))
     parser.add_argument("--blocks", type=int, nargs="+", default=list(BLOCKS))
-    parser.add_argument("--decisions", type=int, default=3000)
+    parser.add_argument("--decisions", type=int, default=5000)
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs; a decision counts with the least of its times"
+    )
+    parser.add_argument("--memory-blocks", type=int, default=0, help="measures memory instead, of so many")
     given = parser.parse_args(arguments)
-    memory = round(bytes_a_block(max(given.blocks)), 1)
-    rows = [measured(count, blocks, given.decisions) for blocks in given.blocks for count in given.workers]
+    content: dict[str, object] = {}
+    if given.memory_blocks:
+        filled_bytes, used_bytes = bytes_a_block(given.memory_blocks)
+        content = {"bytes_a_block_once_filled": filled_bytes, "bytes_a_block_in_use": used_bytes}
+    else:
+        rows = [
+            measured(count, size, given.decisions, given.repeats)
+            for size in given.blocks
+            for count in given.workers
+        ]
+        content["rows"] = [asdict(row) for row in rows]
     command = "python -m bench.routing " + " ".join(arguments or sys.argv[1:])
-    content = {"bytes_per_indexed_block": memory, "rows": [asdict(row) for row in rows]}
     print(json.dumps(report("routing", command.strip(), this_machine(), **content), indent=1))
     return 0
 

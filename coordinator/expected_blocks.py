@@ -1,4 +1,8 @@
-"""Blocks that prompts on their way will fill, so that equal prompts that come at once go to one worker."""
+"""Blocks that prompts on their way will fill, so that equal prompts that come at once go to one worker.
+
+Prompts are kept as a tree of what they have in common. A key stands for all of a prompt up to its block, so that two
+prompts that agree in one key agree in all before it: what they share is found by halving, without a look at each key.
+"""
 
 from __future__ import annotations
 
@@ -6,45 +10,84 @@ from collections.abc import Sequence
 
 LIFETIME_S = 10.0
 """An expectation counts for once to twice as long; by then the worker has told of the block, or never will."""
-MAX_KEYS = 2**16
+MAX_KEYS = 2**18
 """Of one generation; when there are more, the older one goes early."""
 
 
+class _Node:
+    """A part of a prompt that ends before block `end`, and the slots of those who will hold it."""
+
+    __slots__ = ("bits", "children", "end", "keys")
+
+    def __init__(self, keys: Sequence[int], end: int, bits: int) -> None:
+        self.keys, self.end, self.bits = keys, end, bits
+        self.children: dict[int, _Node] = {}
+
+
 class ExpectedBlocks:
-    """Sets of slots by key, in two generations: dropping the older one forgets in O(1) what was not confirmed."""
+    """Prompts and sets of slots, in two generations: dropping the older one forgets what was not confirmed."""
 
     def __init__(self) -> None:
-        self._young: dict[int, int] = {}
-        self._old: dict[int, int] = {}
+        self._young, self._old = _Node((), 0, 0), _Node((), 0, 0)
+        self._keys = 0
         self._since_s = 0.0
 
     def add(self, keys: Sequence[int], bits: int, now: float) -> None:
-        """The workers of these bits will hold these blocks of one prompt, in its order."""
+        """The workers of these bits will hold these blocks of one prompt. The keys are kept and must not change."""
         self.expire(now)
-        if len(self._young) > MAX_KEYS:
-            self._old, self._young, self._since_s = self._young, {}, now
-        young = self._young
-        if not keys or young.get(keys[-1], 0) & bits == bits:
-            return
-        known = next((at for at, key in enumerate(keys) if key not in young), len(keys))
-        for key in keys[:known]:
-            young[key] |= bits
-        fresh = dict.fromkeys(keys[known:], bits)
-        if not young.keys().isdisjoint(fresh):
-            fresh = {key: bits | young.get(key, 0) for key in fresh}
-        young.update(fresh)
+        if self._keys > MAX_KEYS:
+            self._begin(self._young, now)
+        node, at, count = self._young, 0, len(keys)
+        while at < count:
+            child = node.children.get(keys[at])
+            if child is None:
+                node.children[keys[at]] = _Node(keys, count, bits)
+                self._keys += count
+                return
+            shared = _shared(child.keys, keys, at, min(child.end, count))
+            if shared < child.end:
+                upper = _Node(child.keys, shared, child.bits)
+                upper.children[child.keys[shared]] = child
+                node.children[keys[at]] = child = upper
+            child.bits |= bits
+            node, at = child, shared
 
     def expire(self, now: float) -> None:
         """Forgets what has had its time."""
         age_s = now - self._since_s
         if age_s >= LIFETIME_S:
-            self._old = self._young if age_s < 2 * LIFETIME_S else {}
-            self._young, self._since_s = {}, now
+            self._begin(self._young if age_s < 2 * LIFETIME_S else _Node((), 0, 0), now)
 
-    def generations(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Sets of slots by key; both count. Not to be changed."""
-        return self._young, self._old
+    def levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """(leading blocks, slots of those expected to hold them) of a prompt; slots may stand in several levels."""
+        found: list[tuple[int, int]] = []
+        for node in (self._young, self._old):
+            at, count = 0, len(keys)
+            while at < count and (child := node.children.get(keys[at])) is not None:
+                at = _shared(child.keys, keys, at, min(child.end, count))
+                found.append((at, child.bits))
+                if at < child.end:
+                    break
+                node = child  # noqa: PLW2901
+        return found
 
     def clear(self) -> None:
         """Expects nothing any more."""
-        self._young, self._old = {}, {}
+        self._begin(_Node((), 0, 0), self._since_s)
+
+    def _begin(self, old: _Node, now: float) -> None:
+        self._old, self._young, self._keys, self._since_s = old, _Node((), 0, 0), 0, now
+
+
+def _shared(one: Sequence[int], other: Sequence[int], at: int, stop: int) -> int:
+    """Where two prompts part, which agree in block `at`; `stop` if they agree in all before it."""
+    if one[stop - 1] == other[stop - 1]:
+        return stop
+    low, high = at + 1, stop - 1
+    while low < high:
+        middle = (low + high) // 2
+        if one[middle] == other[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from splitserve.v1 import registry_pb2, scaling_pb2
@@ -100,9 +102,36 @@ class Worker:
         cut = self.circuit.cut_agents
         return self.connected_agents - cut if cut else self.connected_agents
 
+    def with_sent(self, tokens: int) -> Worker:
+        """The worker after one more request of so many prompt tokens went to it."""
+        # Several times faster than `dataclasses.replace`, and part of every request's time.
+        values = list(_VALUES(self))
+        values[_TOTAL_REQUESTS] += 1
+        values[_SENT_REQUESTS] += 1
+        values[_SENT_TOKENS] += tokens
+        return Worker(*values)
+
     def reaches(self, decode: Worker) -> bool:
         """Whether this prefill worker can write into that decode worker's pool, and may."""
         return decode.agent_id in self.reached_agents
+
+
+_FIELDS = [one.name for one in fields(Worker)]
+_VALUES = attrgetter(*_FIELDS)
+_TOTAL_REQUESTS, _SENT_REQUESTS, _SENT_TOKENS = map(
+    _FIELDS.index, ("total_requests", "sent_requests", "sent_tokens")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLog:
+    """Which workers have changed since some moment: the first `length` of `worker_ids`, to which more may be added.
+
+    Of two snapshots with the same list, the later one differs from the other at most in the workers in between.
+    """
+
+    worker_ids: Sequence[str]
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +139,8 @@ class PoolSnapshot:
     """All registered workers, in order of their ids."""
 
     workers: tuple[Worker, ...] = ()
+    changes: ChangeLog | None = field(default=None, compare=False)
+    """Saves those who compare snapshots a look at each worker."""
 
     def accepting(self, model: str, pool: PoolName) -> list[Worker]:
         """The workers of one pool that take new requests."""

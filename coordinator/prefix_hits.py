@@ -53,7 +53,8 @@ class PrefixHits:
                 continue
             width = min(slots.bit_length(), count)
             raw = np.frombuffer(slots.to_bytes(slots.bit_length() // 8 + 1, "little"), np.uint8)
-            found[:width][np.unpackbits(raw, count=width, bitorder="little").view(np.bool_)] = depth
+            held = np.unpackbits(raw, count=width, bitorder="little").view(np.bool_)
+            np.copyto(found[:width], depth, where=held)
         return found
 
 
@@ -71,8 +72,21 @@ def limited(levels: list[tuple[int, int]]) -> PrefixHits:
     return PrefixHits(tuple(levels))
 
 
+def deepest(levels: list[tuple[int, int]], live: int) -> list[tuple[int, int]]:
+    """Levels in which each of the `live` slots stands once, at its greatest depth; the shallowest first."""
+    found: list[tuple[int, int]] = []
+    for depth, slots in sorted(levels, reverse=True):
+        if fresh := slots & live:
+            live ^= fresh
+            if found and found[-1][0] == depth:
+                fresh |= found.pop()[1]
+            found.append((depth, fresh))
+    found.reverse()
+    return found
+
+
 def _bits(slots: int) -> Iterator[int]:
     while slots:
-        lowest = slots & -slots
-        yield lowest.bit_length() - 1
-        slots ^= lowest
+        highest = slots.bit_length() - 1
+        yield highest
+        slots ^= 1 << highest

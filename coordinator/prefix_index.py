@@ -8,13 +8,14 @@ is swept away later, a little at a time, before the slot is given to another. No
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from coordinator.expected_blocks import ExpectedBlocks
 from coordinator.pools import WorkerKey
-from coordinator.prefix_hits import NO_HITS, PrefixHits, limited
+from coordinator.prefix_hits import NO_HITS, PrefixHits, deepest, limited
 from splitserve.block_hashes import NAME_BYTES, keys_of
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import registry_pb2
@@ -26,6 +27,9 @@ _BLOCKS_A_SHARD = 2048
 """About; a dict of this size grows, and is swept, in well under a millisecond."""
 _EVICTED_SHARE = 8
 _MAX_SHARED_SETS = 2**14
+_STRIDE = 4
+_MAX_FOUND = 64
+_FOUND_A_MESSAGE = 4
 
 
 @dataclass(slots=True)
@@ -58,6 +62,8 @@ class PrefixIndex:
         self._sets: dict[int, int] = {}
         self._expected = ExpectedBlocks()
         self._crowded = False
+        self._found: deque[tuple[Sequence[int], int]] = deque(maxlen=_MAX_FOUND)
+        """Prompts that were found since the last message, and to which depth: in use, so not to be evicted."""
 
     def __len__(self) -> int:
         """Keys held now, those of workers that have gone included until they are swept. O(shards)."""
@@ -87,6 +93,9 @@ class PrefixIndex:
         elif not told.lost and (not follows or events.sequence == 1):
             told.lost = True
             self._resync.add(worker)
+        for _ in range(min(len(self._found), _FOUND_A_MESSAGE)):
+            keys, depth = self._found.popleft()
+            self._touch(keys[:depth])
         if not told.lost:
             self._remove(told.slot, removed)
             self._store(told.slot, stored)
@@ -121,37 +130,38 @@ class PrefixIndex:
         """How many of a prompt's leading blocks each worker holds.
 
         Who holds a block holds those before it, as caches lose a prefix from its end. So the walk goes in growing
-        strides while nobody falls back, and halves a stride in which somebody does: O(log) looks for each depth.
+        strides until nobody is left, and halves each stride in which somebody falls back: O(log) looks for each depth.
         """
         self._expected.expire(now)
-        shards, mask = self._shards, self._mask
-        young, old = self._expected.generations()
-
-        def holders(key: int) -> int:
-            return shards[key & mask].get(key, 0) | young.get(key, 0) | old.get(key, 0)
-
+        shards, mask, count = self._shards, self._mask, len(keys)
+        ahead: list[tuple[int, int]] = []
+        holding, end = self._live, 1
+        while holding and count:
+            holding &= shards[(key := keys[end - 1]) & mask].get(key, 0)
+            ahead.append((end, holding))
+            if end == count:
+                break
+            end = min(_STRIDE * end, count)
+        ahead.reverse()
         levels: list[tuple[int, int]] = []
-        holding, depth, stride = self._live, 0, 1
-        while holding and depth < len(keys):
-            end = min(depth + stride, len(keys))
-            if holding & holders(keys[end - 1]) == holding:
-                depth, stride = end, 2 * stride
+        depth, holding = 0, self._live
+        while ahead:
+            end, still = ahead[-1]
+            if still != holding and end - depth > 1:
+                middle = (depth + end) // 2
+                key = keys[middle - 1]
+                ahead.append((middle, holding & shards[key & mask].get(key, 0) | still))
                 continue
-            low, high = depth, end - 1  # the first block that not all of them hold is in between
-            while low < high:
-                middle = (low + high) // 2
-                if holding & holders(keys[middle]) == holding:
-                    low = middle + 1
-                else:
-                    high = middle
-            still = holding & holders(keys[low])
-            if low:
-                levels.append((low, holding ^ still))
-            holding, depth, stride = still, low, 1
-        if depth and holding:
+            if still != holding and depth:
+                levels.append((depth, holding ^ still))
+            depth, holding = end, still
+            ahead.pop()
+        if holding and depth:
             levels.append((depth, holding))
-        if self._crowded:
-            self._touch(keys[:depth])
+        if self._crowded and levels:
+            self._found.append((keys, levels[-1][0]))
+        if expected := self._expected.levels(keys):
+            levels = deepest(levels + expected, self._live)
         return limited(levels) if levels else NO_HITS
 
     def sweep(self, shards: int) -> None:
@@ -197,7 +207,7 @@ class PrefixIndex:
             holders = shard.get(key)
             if holders is None:
                 if len(shard) >= limit:
-                    self._evict(shard)
+                    shard = self._evicted(key & mask)
                 shard[key] = bit
             elif not holders & bit:
                 shard[key] = self._shared(holders & self._live | bit)
@@ -214,9 +224,11 @@ class PrefixIndex:
             else:
                 del shard[key]
 
-    def _evict(self, shard: dict[int, int]) -> None:
-        for key in list(islice(shard, len(shard) // _EVICTED_SHARE + 1)):
-            del shard[key]
+    def _evicted(self, number: int) -> dict[int, int]:
+        # A new dict: one from which much was deleted takes half as much memory again.
+        shard = self._shards[number]
+        self._shards[number] = left = dict(islice(shard.items(), len(shard) // _EVICTED_SHARE + 1, None))
+        return left
 
     def _touch(self, keys: Sequence[int]) -> None:
         # A dict keeps the order of insertion: what is put in again is evicted last.

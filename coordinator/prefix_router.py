@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import xxhash
 
 from coordinator.pools import PoolSnapshot, Worker
 from coordinator.route_rows import Column, DecodeRows, ModelRows, Pool, PrefillRows
@@ -34,8 +33,6 @@ PRIORITY_HALVES = 50.0
 MAX_ROWS = 64
 """Prefill workers whose pairs are looked at, once there is a pair; mostly one or two suffice for the exact answer."""
 MAX_MODELS = 64
-_MIX = np.uint64(0x9E3779B97F4A7C15)
-_SHIFT = np.uint64(32)
 
 
 def queue_weight(priority: int) -> float:
@@ -59,14 +56,11 @@ def pair_cost(
     """
     queued = prefill.load.waiting_tokens + prefill.sent_tokens
     cached = cached_tokens(prefill, request)
-    parts = RouteParts(
-        queue_s=prefill_score_s(queued, 0, rate) * queue_weight(request.priority),
-        prefill_s=prefill_score_s(0, request.prompt_tokens - cached, rate),
-        others_s=(request.prompt_tokens - cached) * others_token_s,
-        cached_tokens=cached,
-    )
+    queue_s = prefill_score_s(queued, 0, rate) * queue_weight(request.priority)
+    prefill_s = prefill_score_s(0, request.prompt_tokens - cached, rate)
+    others_s = (request.prompt_tokens - cached) * others_token_s
     if decode is None:
-        return parts
+        return RouteParts(queue_s, prefill_s, others_s, cached_tokens=cached)
     load, size = decode.load, decode.block_size_tokens
     blocks = -(-request.prompt_tokens // size)
     held = min(request.hits.blocks(decode.prefix_slot), blocks)
@@ -83,9 +77,9 @@ def pair_cost(
         steps_left=request.expected_output_tokens,
     )
     return RouteParts(
-        parts.queue_s,
-        parts.prefill_s,
-        parts.others_s,
+        queue_s,
+        prefill_s,
+        others_s,
         transfer_s=(blocks - held) * decode.block_bytes * byte_s,
         decode_wait_s=wait_s,
         cached_tokens=cached,
@@ -117,7 +111,7 @@ class PrefixRouter:
     def choose_pair(self, snapshot: PoolSnapshot, request: RouteRequest, now: float) -> Pair | None:
         """See `coordinator.routing.Router`."""
         rows = self._rows(request.model)
-        rows.refresh(snapshot.workers)
+        rows.refresh(snapshot)
         prefill, decode = rows.prefill, rows.decode
         if not prefill.workers or (request.needs_decode and not decode.workers):
             return None
@@ -145,11 +139,16 @@ def _prefill_scores(pool: PrefillRows, request: RouteRequest, depths: Column | N
     scores: Column = pool.token_s * request.prompt_tokens
     scores += pool.queue_s if not request.priority else pool.queue_s * queue_weight(request.priority)
     if depths is not None:
-        tokens = depths[pool.slots] * pool.workers[0].block_size_tokens
+        size = pool.workers[0].block_size_tokens
+        blocks = depths.take(pool.slots, mode="wrap")
+        np.minimum(blocks, (request.prompt_tokens - 1) / size, out=blocks)
         # What others save is measured from the whole prompt down, which moves all scores alike.
-        scores -= np.minimum(tokens, request.prompt_tokens - 1) * (pool.token_s + _others_token_s(pool))
+        saved_s = pool.token_s + _others_token_s(pool)
+        saved_s *= size
+        saved_s *= blocks
+        scores -= saved_s
     if request.session_id:
-        home = _home(pool, request)
+        home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * request.prompt_tokens * pool.token_s[home]
     return _without_excluded(scores, pool, request)
 
@@ -161,13 +160,18 @@ def _others_token_s(pool: PrefillRows) -> float:
 
 def _decode_scores(pool: DecodeRows, request: RouteRequest) -> Column:
     """Wait and batch of each worker, in seconds; infinite for who must not be used."""
-    scores: Column = needed_blocks(request, pool.workers[0].block_size_tokens) - pool.free
-    np.maximum(scores, 0.0, out=scores)
-    scores *= pool.block_s
-    scores *= request.expected_output_tokens
-    scores += pool.batch_s
+    needed = needed_blocks(request, pool.workers[0].block_size_tokens)
+    scores: Column
+    if needed <= pool.free[pool.free.argmin()]:
+        scores = pool.batch_s.copy()
+    else:
+        scores = needed - pool.free
+        np.maximum(scores, 0.0, out=scores)
+        scores *= pool.block_s
+        scores *= request.expected_output_tokens
+        scores += pool.batch_s
     if request.session_id:
-        home = _home(pool, request)
+        home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * pool.step_s[home]
     return _without_excluded(scores, pool, request)
 
@@ -178,8 +182,11 @@ def _bytes_lacking(pool: DecodeRows, request: RouteRequest, depths: Column | Non
     blocks = -(-request.prompt_tokens // one.block_size_tokens)
     if depths is None:
         return float(blocks * one.block_bytes)
-    held: Column = np.minimum(depths[pool.slots], blocks)
-    return (blocks - held) * one.block_bytes
+    lacking: Column = depths.take(pool.slots, mode="wrap")
+    np.subtract(blocks, lacking, out=lacking)
+    np.maximum(lacking, 0.0, out=lacking)
+    lacking *= one.block_bytes
+    return lacking
 
 
 def _without_excluded(scores: Column, pool: Pool, request: RouteRequest) -> Column:
@@ -193,7 +200,9 @@ def _least_pair(
     p_score: Column, d_score: Column, bytes_lacking: Column | float, prefill: PrefillRows, turn: int
 ) -> _Best:
     """Looks at all pairs of one prefill worker after the other, the best one first, until none can do better."""
-    least_decode_s = float((d_score + bytes_lacking * prefill.least_byte_s).min())
+    bounds = prefill.least_byte_s * bytes_lacking
+    bounds += d_score
+    least_decode_s = float(bounds[bounds.argmin()])
     best = _Best()
     for looked_at in range(len(p_score)):
         row = _first_least(p_score, turn)
@@ -204,35 +213,23 @@ def _least_pair(
             break
         totals = prefill.byte_s[row] * bytes_lacking
         totals += d_score
-        totals += prefill.unreached[row]
+        if not prefill.reaches_all[row]:
+            totals += prefill.unreached[row]
         column = _first_least(totals, turn)
-        if p_s + totals[column] < best.total_s:
-            best = _Best(float(p_s + totals[column]), row, column)
+        total_s = p_s + float(totals[column])
+        if total_s < best.total_s:
+            best = _Best(total_s, row, column)
         p_score[row] = np.inf
     return best
 
 
 def _first_least(scores: Column, turn: int) -> int:
     """Where the least is; of several equals, the first from position `turn` on, around the end."""
-    start = turn % len(scores)
+    first, start = int(scores.argmin()), turn % len(scores)
+    if first >= start:
+        return first
     later = start + int(scores[start:].argmin())
-    if not start:
-        return later
-    earlier = int(scores[:start].argmin())
-    return earlier if scores[earlier] < scores[later] else later
-
-
-def _home(pool: Pool, request: RouteRequest) -> int:
-    """The session's home among those that take requests, by highest random weight (Thaler and Ravishankar, 1998):
-
-    of the other sessions' homes none moves when a worker comes or goes.
-    """
-    session = np.uint64(xxhash.xxh3_64_intdigest(request.session_id.encode()))
-    mixed = (pool.names ^ session) * _MIX
-    mixed ^= mixed >> _SHIFT
-    mixed *= _MIX
-    mixed[~pool.ready] = 0
-    return int(mixed.argmax())
+    return later if scores[later] == scores[first] else first
 
 
 def _pair(
@@ -246,4 +243,4 @@ def _pair(
     byte_s, step_s = float(prefills.byte_s[row, column]), float(decodes.step_s[column])
     parts = pair_cost(prefill, decode, request, rate, step_s, byte_s, _others_token_s(prefills))
     total_s = parts.queue_s + parts.prefill_s + parts.transfer_s + parts.decode_wait_s
-    return Pair(prefill, decode, total_s, parts, int(decodes.ready.sum()))
+    return Pair(prefill, decode, total_s, parts, decodes.ready_count)

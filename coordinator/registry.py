@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from coordinator.joining import may_join
-from coordinator.pools import CLOSED_CIRCUIT, Circuit, Model, PoolSnapshot, Worker, WorkerKey
+from coordinator.pools import CLOSED_CIRCUIT, ChangeLog, Circuit, Model, PoolSnapshot, Worker, WorkerKey
 from coordinator.prefix_index import PrefixIndex
 from coordinator.registration_checks import check_fits, checked_worker
 from coordinator.rotation import NO_PLAN, RotationPlan, after_plan
@@ -20,6 +20,8 @@ from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 MAX_ENDED = 256
 """Ended boots told to decode workers. A decode worker that missed one waits for the ticket's end."""
+MAX_CHANGES = 2**14
+"""Of one change log."""
 SWEPT_SHARDS = 64
 """Of the prefix index, each time that silent workers are looked for."""
 
@@ -38,6 +40,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         """In order of their ids, so that a snapshot is a copy."""
         self._snapshot: PoolSnapshot | None = None
+        self._changes: list[str] = []
         self._unjoined: set[str] = set()
         self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
         self._last_seen_s: dict[WorkerKey, float] = {}
@@ -141,14 +144,7 @@ class Registry:
         """Counts a request of so many prompt tokens as sent, until the worker's next report."""
         worker = self.get(key)
         if worker is not None:
-            self._put(
-                dataclasses.replace(
-                    worker,
-                    total_requests=worker.total_requests + 1,
-                    sent_requests=worker.sent_requests + 1,
-                    sent_tokens=worker.sent_tokens + tokens,
-                )
-            )
+            self._put(worker.with_sent(tokens))
 
     def drop(self, key: WorkerKey, why: str) -> bool:
         """Forgets a worker; False when this boot was not registered."""
@@ -193,7 +189,8 @@ class Registry:
     def snapshot(self) -> PoolSnapshot:
         """All workers as they are now. The same object until one of them changes."""
         if self._snapshot is None:
-            self._snapshot = PoolSnapshot(tuple(self._workers.values()))
+            changes = ChangeLog(self._changes, len(self._changes))
+            self._snapshot = PoolSnapshot(tuple(self._workers.values()), changes)
         return self._snapshot
 
     def known_models(self) -> Mapping[str, Model]:
@@ -251,10 +248,14 @@ class Registry:
     def _put(self, worker: Worker) -> None:
         self._workers[worker.worker_id] = worker
         self._snapshot = None
+        if len(self._changes) >= MAX_CHANGES:
+            self._changes = []
+        self._changes.append(worker.worker_id)
 
     def _bump(self) -> None:
         self.version += 1
         self._snapshot = None
+        self._changes = []
         self._models |= self.snapshot().models()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

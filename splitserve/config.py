@@ -166,7 +166,7 @@ class CoordinatorConfig(_Settings, SecuredPart):
     """How workers are chosen. `prefix`: least predicted time to first token, cached prefixes considered; `least-wait`:
     by load alone; `round-robin`: in turn, to compare with."""
     max_indexed_blocks: Annotated[int, Field(ge=1, le=10**9)] = 10_000_000
-    """KV blocks of which the coordinator remembers who holds them; each takes about 70 bytes."""
+    """KV blocks of which the coordinator remembers who holds them; each takes about 67 bytes."""
     max_coalesce_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
     """How long an answer's later tokens may wait for each other, to leave as one message, when the coordinator's event
     loop is busy; while it is not, and for the first and last token, nothing waits. 0 never waits."""

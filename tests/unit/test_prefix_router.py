@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator import prefix_router
-from coordinator.pools import Model, PoolName, PoolSnapshot, Worker
+from coordinator.pools import ChangeLog, Model, PoolName, PoolSnapshot, Worker
 from coordinator.prefix_hits import PrefixHits
 from coordinator.prefix_router import PrefixRouter, pair_cost
 from coordinator.route_scores import crowding
@@ -281,15 +281,22 @@ def mean(values: list[float], default: float) -> float:
     return sum(values) / len(values) if values else default
 
 
-@given(prefills_st, decodes_st, st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2000)), max_size=8))
+@given(
+    prefills_st,
+    decodes_st,
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2000)), max_size=8),
+    st.booleans(),
+)
 def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
-    prefills: Prefills, decodes: Decodes, changes: list[tuple[int, int]]
+    prefills: Prefills, decodes: Decodes, changes: list[tuple[int, int]], keeps_log: bool
 ) -> None:
     ps, ds, held = pools(prefills, decodes)
     workers, seasoned = [*ds, *ps], PrefixRouter()
-    request = dataclasses.replace(REQUEST, hits=held)
+    request = dataclasses.replace(REQUEST, hits=held, session_id="s" if keeps_log else "")
+    log: list[str] = []
     for place, amount in [(0, 0), *changes]:
         at = place % len(workers)
+        log.append(workers[at].worker_id)
         changed = worker(
             workers[at].worker_id,
             workers[at].pool,
@@ -305,8 +312,10 @@ def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
             changed, sent_tokens=amount // 2, draining=amount % 7 == 1, lanes=lanes, connected_agents=agents
         )
         if place == 7:
-            workers = workers[1:] or workers
-        snapshot = PoolSnapshot(tuple(workers))
+            workers, log = workers[1:] or workers, []
+        if amount % 11 == 0:
+            continue  # several changes between two decisions
+        snapshot = PoolSnapshot(tuple(workers), ChangeLog(log, len(log)) if keeps_log else None)
         assert seasoned.choose_pair(snapshot, request, 0.0) == PrefixRouter().choose_pair(
             snapshot, request, 0.0
         )
