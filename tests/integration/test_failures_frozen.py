@@ -27,9 +27,9 @@ async def test_a_thawed_prefill_worker_writes_nothing_into_the_blocks_new_owners
     options = ["--num-blocks", str(BLOCKS), "--max-step-tokens", "64", "--no-prefix-cache"]
     options += ["--simulated-prefill-token-s", "0.0007", "--simulated-step-s", "0.02"]
     options += ["--ticket", str(TICKET_S), "--quarantine", "1", "--lease", "1", "--heartbeat", "0.1"]
-    cluster = Cluster(
-        log_dir, prefill=2, worker_options=options, coordinator_options=["--heartbeat-timeout", "1"]
-    )
+    # Without admission, which would not fill the pool to the brim.
+    at_coordinator = ["--heartbeat-timeout", "1", "--admission", "off"]
+    cluster = Cluster(log_dir, prefill=2, worker_options=options, coordinator_options=at_coordinator)
     async with running(cluster), AsyncClient(cluster.target) as client:
         reading = Reading(client, tokens(1000, 1), max_tokens=4)
         info = await chunks_written(cluster)

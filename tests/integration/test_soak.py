@@ -11,7 +11,9 @@ import random
 import time
 import urllib.request
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,7 +90,8 @@ async def test_nothing_grows(log_dir: Path) -> None:
         await cluster.assert_no_leaks()
         after = await look(cluster, port)
         left = sum(one.answer is None and one.error is None for one in outcomes)
-        lag_s = lag_p99_s(before, after)
+        # The median over the parts: what else the machine does in one of them decides nothing.
+        lag_s = median(lag_p99_s(*pair) for pair in pairwise(looks))
         print(
             f"{len(outcomes)} requests, {left} of them left; memory {before.rss_mb} -> {after.rss_mb} MB, "
             f"files {before.files} -> {after.files}, {after.series} series, "

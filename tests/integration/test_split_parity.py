@@ -82,7 +82,7 @@ async def test_batches_of_mixed_lengths(
 async def test_full_prefix_hits(
     cluster: Cluster, prompts: dict[int, list[int]], expected: dict[int, list[int]], length: int
 ) -> None:
-    async with AsyncClient(cluster.target, timeout_s=60) as client:
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
         await _complete(client, prompts[length])
         again = await _complete(client, prompts[length])
     assert list(again.token_ids) == expected[length]
@@ -98,7 +98,7 @@ async def test_partial_prefix_hits(
     base = prompts[2 * CHUNK]
     prompt = base[:shared] + prompts[200][:90]
     expected = Reference(smollm2).greedy(prompt, MAX_TOKENS)
-    async with AsyncClient(cluster.target, timeout_s=60) as client:
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
         await _complete(client, base)
         answer = await _complete(client, prompt)
     assert list(answer.token_ids) == expected
