@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from coordinator.background import Background
 from coordinator.gates import Passage
 from coordinator.inbox import Inbox, WorkerEvent, WorkerFailed
 from coordinator.pools import WorkerKey
+from coordinator.random_pool import random_hex
 from coordinator.request_record import RequestRecord
 from coordinator.worker_links import WorkerLink
 from splitserve.errors import (
@@ -58,7 +58,7 @@ class Attempt:
     ) -> None:
         generation = answer.generation
         # Unique among all attempts, for two clients may choose the same request id.
-        self.attempt_id = f"{generation.request_id[:LONGEST_NAME]}.{answer.attempts}.{uuid.uuid4().hex[:12]}"
+        self.attempt_id = f"{generation.request_id[:LONGEST_NAME]}.{answer.attempts}.{random_hex(12)}"
         self.report = AttemptReport(prefill.worker.worker_id)
         self.culprit: WorkerKey = prefill.worker.key
         self._generation = generation
@@ -171,7 +171,7 @@ class Attempt:
 
     async def settle(self) -> None:
         """After the last piece: waits a moment for the report on the transfer, if it is still to come."""
-        if not self._decode_seen:
+        if not self._decode_seen or self._handoff_seen or self._failure is not None:
             return
         try:
             async with asyncio.timeout(HANDOFF_REPORT_WAIT_S):
@@ -234,6 +234,8 @@ class Attempt:
     def _accept(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:
             match event:
+                case decode_pb2.SequenceOutput():  # first, for it is nearly always that
+                    self._accept_output(event)
                 case prefill_pb2.FirstToken():
                     self._first_token_seen = True
                     self._record.prefilled(event)
@@ -249,24 +251,23 @@ class Attempt:
                         self.report.transport = self._prefill.worker.transport
                     self.report.transfer_ms = event.transfer_ms
                     self.report.transfer_bytes = event.written_bytes
-                case decode_pb2.SequenceOutput(admitted=True):
-                    self._admitted = True
-                case decode_pb2.SequenceOutput():
-                    self._note_decode()
-                    self._pending.append(event.delta)
-                    if event.HasField("admit_ms"):
-                        self._record.admitted(event.admit_ms)
-                        self.report.decode_admit_ms = event.admit_ms
-                    if event.HasField("local_prefill"):
-                        self._record.prefilled_locally(event.local_prefill)
-                        self.report.note_local_prefill(event.local_prefill)
                 case WorkerFailed():
                     self._note_failure(event)
 
-    def _note_decode(self) -> None:
-        self._decode_seen = self._admitted = True
-        if self._decode is not None:
+    def _accept_output(self, output: decode_pb2.SequenceOutput) -> None:
+        self._admitted = True
+        if output.admitted:
+            return
+        if not self._decode_seen and self._decode is not None:
             self.report.decode_worker = self._decode.worker.worker_id
+        self._decode_seen = True
+        self._pending.append(output.delta)
+        if output.HasField("admit_ms"):
+            self._record.admitted(output.admit_ms)
+            self.report.decode_admit_ms = output.admit_ms
+        if output.HasField("local_prefill"):
+            self._record.prefilled_locally(output.local_prefill)
+            self.report.note_local_prefill(output.local_prefill)
 
     def _note_failure(self, event: WorkerFailed) -> None:
         # Once its token is here and decode has all KV, as its word or the report shows, prefill is over.

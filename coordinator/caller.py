@@ -32,7 +32,7 @@ class Caller:
 
     def may_use(self, model: str) -> bool:
         """Whether this model exists for the caller."""
-        return any(fnmatchcase(model, pattern) for pattern in self.models)
+        return "*" in self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
 
 
 ANYONE = Caller("default", is_admin=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,8 +56,6 @@ class Gate(Protocol):
         or PermissionDeniedError. Leaving gives back what the request held, whatever way it ended."""
 
 
-@asynccontextmanager
-async def passed(gates: Sequence[Gate], generation: Generation) -> AsyncIterator[Sequence[Passage]]:
-    """Passes all gates in order; leaves them in the reverse."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(gate.entered(generation)) for gate in gates]
+async def pass_gates(stay: AsyncExitStack, gates: Sequence[Gate], generation: Generation) -> list[Passage]:
+    """Passes all gates in order. `stay` leaves them, in the reverse."""
+    return [await stay.enter_async_context(gate.entered(generation)) for gate in gates]

@@ -35,7 +35,9 @@ class Inbox:
 
     def __init__(self, on_finished: Callable[[], None] = lambda: None) -> None:
         self._events: list[WorkerEvent] = []
-        self._wake = asyncio.Event()
+        self._is_shown = False
+        """Whether what has come may be taken."""
+        self._waiter: asyncio.Future[None] | None = None
         self._on_finished = on_finished
 
     def put(self, event: WorkerEvent, pulse: Pulse | None = None) -> None:
@@ -51,9 +53,9 @@ class Inbox:
         else:
             self._events.append(event)
         if pulse is not None and isinstance(event, decode_pb2.SequenceOutput) and _is_plain(event):
-            pulse.wake(self._wake.set)
+            pulse.wake(self._show)
         else:
-            self._wake.set()
+            self._show()
 
     def _merged(self, event: decode_pb2.SequenceOutput) -> bool:
         if len(self._events) < MERGE_FROM:
@@ -63,15 +65,22 @@ class Inbox:
 
     def take_all(self) -> list[WorkerEvent]:
         """Everything that has come since the last time, oldest first; nothing while it is held for the next beat."""
-        if not self._wake.is_set():
+        if not self._is_shown:
             return []
         events, self._events = self._events, []
-        self._wake.clear()
+        self._is_shown = False
         return events
 
     async def wait(self) -> None:
-        """Returns as soon as there is something to take."""
-        await self._wake.wait()
+        """Returns as soon as there is something to take. One task may wait at a time."""
+        if not self._is_shown:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def _show(self) -> None:
+        self._is_shown = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 def _is_plain(event: decode_pb2.SequenceOutput) -> bool:

@@ -124,6 +124,8 @@ class ModelRoutes:
         route = self._routes.get(name)
         known = self._registry.known_models()
         if route is None or not caller.may_use(name):
+            if name in known and self._is_direct(name) and caller.may_use(name):
+                return Found(name, known[name])
             direct = {n: known[n] for n in known if self._is_direct(n) and caller.may_use(n)}
             model = find_model(name, direct)
             return Found(model.name, model)

@@ -1,4 +1,4 @@
-"""Prompts to token ids, on threads of their own: tokenization must never hold up the event loop."""
+"""Prompts to token ids, long ones on threads of their own: tokenization must never hold up the event loop."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ MAX_NAMED_BLOCKS = 2048
 """Leading blocks of a prompt that routing asks for: 32,768 tokens at 16 each. Longer hits seem to end here."""
 FEW_BLOCKS = 4
 """Named on the event loop, which takes less time than a hop to a thread and back."""
+SHORT_BYTES = 512
+"""A request of no more is tokenized there too: about 0.2 ms at most, where the hop costs nearly as much."""
 
 
 class PromptTokenizers:
@@ -27,6 +29,8 @@ class PromptTokenizers:
         self._load = load
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
+        self._warm: set[tuple[str, str]] = set()
+        """Sources and forms of prompt that have been tokenized before: the first time compiles the chat template."""
 
     async def tokenizer(self, source: str) -> Tokenizer:
         """The tokenizer of a source. What loading raised is raised here; the next call tries again."""
@@ -35,6 +39,8 @@ class PromptTokenizers:
             task = self._loading[source] = asyncio.create_task(self._loaded(source))
             # Whoever waited may have gone by then; a failure nobody sees is no error of the loop.
             task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        if task.done():
+            return task.result()
         # Shielded: one caller that goes away must not take the others' tokenizer with it.
         return await asyncio.shield(task)
 
@@ -43,26 +49,27 @@ class PromptTokenizers:
 
         Raises InvalidArgumentError where the model has no chat template or it refuses the turns.
         """
-        if request.WhichOneof("prompt") == "token_ids":
-            return list(request.token_ids.ids)
-        tokenizer = await self.tokenizer(source)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, _encode, tokenizer, request)
+        return (await self.encode_named(source, request, 0, b""))[0]
 
     async def encode_named(
         self, source: str, request: inference_pb2.GenerateRequest, block_size: int, cache_salt: bytes
     ) -> tuple[list[int], tuple[int, ...]]:
         """As `encode`, and the keys of the prompt's first full blocks, `MAX_NAMED_BLOCKS` at most; with a block size
         of 0 none."""
-        if not block_size or (
-            request.WhichOneof("prompt") == "token_ids"
-            and len(request.token_ids.ids) <= FEW_BLOCKS * block_size
-        ):
-            token_ids = await self.encode(source, request)
-            return token_ids, _keys(token_ids, block_size, cache_salt)
-        tokenizer = None if request.WhichOneof("prompt") == "token_ids" else await self.tokenizer(source)
-        return await asyncio.get_running_loop().run_in_executor(
+        form = request.WhichOneof("prompt") or ""
+        if form == "token_ids":
+            tokenizer = None
+            is_short = not block_size or len(request.token_ids.ids) <= FEW_BLOCKS * block_size
+        else:
+            tokenizer = await self.tokenizer(source)
+            is_short = (source, form) in self._warm and request.ByteSize() <= SHORT_BYTES
+        if is_short:
+            return _encode_named(tokenizer, request, block_size, cache_salt)
+        found = await asyncio.get_running_loop().run_in_executor(
             self._threads, _encode_named, tokenizer, request, block_size, cache_salt
         )
+        self._warm.add((source, form))
+        return found
 
     def close(self) -> None:
         """Ends the threads without waiting for a load that is still under way."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import TypeVar
 
 from coordinator.answer import Answer
@@ -16,11 +14,12 @@ from coordinator.attempt import Attempt, is_retryable
 from coordinator.background import Background
 from coordinator.caller import Caller
 from coordinator.circuits import Circuits
-from coordinator.gates import Gate, Passage, passed
+from coordinator.gates import Gate, Passage, pass_gates
 from coordinator.grammar_check import GrammarCheck
 from coordinator.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, local_prefill_tokens
 from coordinator.model_routes import Found, ModelRoutes
 from coordinator.prompt import PromptTokenizers
+from coordinator.random_pool import random_bits, random_hex
 from coordinator.registry import Registry
 from coordinator.request_record import RequestRecord
 from coordinator.request_validation import (
@@ -91,17 +90,18 @@ class RequestFlow:
     ) -> None:
         """See `FrontDoor.generate`."""
         received_s = time.monotonic()
-        request_id = request.request_id or uuid.uuid4().hex
+        request_id = request.request_id or random_hex()
         with request_context(request_id), RequestRecord(self._book, received_s) as record:
             try:
                 left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
                 async with asyncio.timeout(left_s) as timer:
                     deadline_s = received_s + left_s
                     generation = await self._receive(request, caller, request_id, received_s, deadline_s)
-                    async with passed(self._quotas, generation) as charged:
+                    async with AsyncExitStack() as stay:
+                        charged = await pass_gates(stay, self._quotas, generation)
                         record.arrived(generation)  # what is over a quota is no demand to scale for
-                        async with passed(self._gates, generation) as passages:
-                            await self._serve(generation, send, record, [*charged, *passages])
+                        passages = await pass_gates(stay, self._gates, generation)
+                        await self._serve(generation, send, record, [*charged, *passages])
             except TimeoutError:
                 if not timer.expired():
                     raise
@@ -142,8 +142,9 @@ class RequestFlow:
                 self._meter.record(attempt.report)
         record.completed(answer)
         self._planner.ended(answer)
-        await send(inference_pb2.GenerateResponse(done=answer.done()))
-        _log_completed(answer)
+        done = answer.done()
+        await send(inference_pb2.GenerateResponse(done=done))
+        _log_completed(done)
 
     async def _receive(
         self,
@@ -168,7 +169,7 @@ class RequestFlow:
             request_id=request_id,
             model=model,
             prompt=tuple(token_ids),
-            sampling=resolved_sampling(request.sampling, seed=secrets.randbits(SEED_BITS)),
+            sampling=resolved_sampling(request.sampling, seed=random_bits(SEED_BITS)),
             stop=resolved_stop(request.stop, len(token_ids), model, caller.max_output_tokens),
             priority=request.priority,
             deadline_s=deadline_s,
@@ -222,10 +223,10 @@ class RequestFlow:
     async def _route(self, answer: Answer) -> Pair:
         """A pair for the next attempt, if possible without the workers that have failed this request."""
         wanted = self._planner.request_for(answer)
-        others = dataclasses.replace(wanted, exclude=frozenset(answer.failed_workers))
         wait_s = self._config.no_worker_wait_s
         pair: Pair | None = None
         if answer.failed_workers:
+            others = dataclasses.replace(wanted, exclude=frozenset(answer.failed_workers))
             settle_s = min(SAME_WORKER_AGAIN_S, wait_s)
             pair = await self._once_true(lambda: self._choose(others), settle_s)
         pair = pair or await self._once_true(lambda: self._choose(wanted), wait_s)
@@ -268,11 +269,10 @@ class RequestFlow:
         )
 
 
-def _log_completed(answer: Answer) -> None:
-    done = answer.done()
+def _log_completed(done: inference_pb2.GenerationDone) -> None:
     log_event(
         "request.completed",
-        model=answer.generation.model.name,
+        model=done.served_by.model,
         finish_reason=generation_pb2.FinishReason.Name(done.finish_reason),
         prompt_tokens=done.usage.prompt_tokens,
         completion_tokens=done.usage.completion_tokens,

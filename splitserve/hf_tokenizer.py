@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,17 +18,21 @@ _TOOLS = re.compile(r"\btools\b")
 class HfTokenizer:
     """A fast `transformers` tokenizer behind the protocol. Loads no weights.
 
-    Thread-safe: encoding and decoding work on an immutable Rust object; the chat template is rendered
-    under a lock, because compiling it fills a cache.
+    Thread-safe: encoding and decoding work on a Rust object that nothing changes; compiled chat templates are kept
+    in a `functools.lru_cache`.
     """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._lock = threading.Lock()
+        # Asked directly: what `transformers` puts around it takes longer than a short text does.
+        self._rust = backend.backend_tokenizer
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self._rust.encode_special_tokens = backend.split_special_tokens
         self._size = len(backend)
         self._added = {int(i): str(t.content).encode() for i, t in backend.added_tokens_decoder.items()}
         # The decoder's type is not told otherwise where it is one of a sequence.
-        self._byte_level = "ByteLevel(" in repr(backend.backend_tokenizer.decoder)
+        self._byte_level = "ByteLevel(" in repr(self._rust.decoder)
 
     @property
     def vocabulary_size(self) -> int:
@@ -43,7 +46,8 @@ class HfTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a raw text, with the model's special tokens."""
-        return [int(token) for token in self._backend(text, verbose=False)["input_ids"]]
+        ids: list[int] = self._rust.encode(text).ids
+        return ids
 
     def render_chat(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of turns through the chat template, generation prompt appended.
@@ -60,16 +64,15 @@ class HfTokenizer:
             self._require_tools_in_template()
         turns = [_template_turn(turn) for turn in messages]
         try:
-            with self._lock:
-                text = self._backend.apply_chat_template(
-                    turns, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
-                )
+            text = self._backend.apply_chat_template(
+                turns, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+            )
         except (TemplateError, TypeError, ValueError) as error:
             message = f"prompt.chat: the chat template refuses these messages: {error}"
             raise InvalidArgumentError(message, field="prompt.chat") from None
         # The template writes special tokens itself.
-        tokens = self._backend(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return [int(token) for token in tokens]
+        ids: list[int] = self._rust.encode(text, add_special_tokens=False).ids
+        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for; of a special token its name. Empty for an id without a token."""
@@ -95,7 +98,7 @@ class HfTokenizer:
 
     def definition(self) -> str:
         """The whole tokenizer as the JSON of a `tokenizer.json`."""
-        return str(self._backend.backend_tokenizer.to_str())
+        return str(self._rust.to_str())
 
 
 class ByteTokenizer:

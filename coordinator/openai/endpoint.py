@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from coordinator.caller import Caller
 from coordinator.front_door import FrontDoor
 from coordinator.openai.errors import NO_NAMES, FieldNames, HttpRefusal, error_answer
 from coordinator.openai.exchange import JSON_TYPE, ClientGoneError, Exchange
+from coordinator.random_pool import random_hex
 from coordinator.request_validation import REQUEST_ID
 
 CHOICE_DIGITS = 5
@@ -28,7 +28,7 @@ class Call:
         wanted = exchange.header(b"x-request-id") or ""
         # Room is left for the number of a choice.
         fits = len(wanted) < 128 - CHOICE_DIGITS and REQUEST_ID.match(wanted)
-        self.request_id = wanted if fits else uuid.uuid4().hex
+        self.request_id = wanted if fits else random_hex()
         exchange.answer_headers.append((b"x-request-id", self.request_id.encode()))
 
 
