@@ -29,8 +29,8 @@ class PromptTokenizers:
         self._load = load
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
-        self._warm: set[tuple[str, str]] = set()
-        """Sources and forms of prompt that have been tokenized before: the first time compiles the chat template."""
+        self._warm: set[tuple[str, str, bool]] = set()
+        """Sources, forms of prompt, and whether with tools, seen before: the first time compiles a chat template."""
 
     async def tokenizer(self, source: str) -> Tokenizer:
         """The tokenizer of a source. What loading raised is raised here; the next call tries again."""
@@ -57,18 +57,19 @@ class PromptTokenizers:
         """As `encode`, and the keys of the prompt's first full blocks, `MAX_NAMED_BLOCKS` at most; with a block size
         of 0 none."""
         form = request.WhichOneof("prompt") or ""
+        kind = source, form, bool(request.chat.tools_json)
         if form == "token_ids":
             tokenizer = None
             is_short = not block_size or len(request.token_ids.ids) <= FEW_BLOCKS * block_size
         else:
             tokenizer = await self.tokenizer(source)
-            is_short = (source, form) in self._warm and request.ByteSize() <= SHORT_BYTES
+            is_short = kind in self._warm and request.ByteSize() <= SHORT_BYTES
         if is_short:
             return _encode_named(tokenizer, request, block_size, cache_salt)
         found = await asyncio.get_running_loop().run_in_executor(
             self._threads, _encode_named, tokenizer, request, block_size, cache_salt
         )
-        self._warm.add((source, form))
+        self._warm.add(kind)
         return found
 
     def close(self) -> None:

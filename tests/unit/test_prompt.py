@@ -1,4 +1,4 @@
-"""Tokenizers of the coordinator: loaded once, used off the event loop."""
+"""Tokenizers of the coordinator: loaded once, used off the event loop unless the prompt is short."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.prompt import PromptTokenizers
+from coordinator.prompt import SHORT_BYTES, PromptTokenizers
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.tokenizer import Turn
 from splitserve.v1 import inference_pb2
@@ -66,6 +66,24 @@ async def test_every_form_of_prompt_off_the_loop(tokenizers: PromptTokenizers, l
     assert await tokenizers.encode("s", request(chat=chat)) == [2, 7, 3]  # type: ignore[arg-type]
     assert await tokenizers.encode("s", request(token_ids={"ids": [8]})) == [8]  # type: ignore[arg-type]
     assert threading.get_ident() not in loader.tokenizer.threads
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+async def test_a_short_prompt_stays_on_the_loop_from_the_second_of_its_kind_on(
+    tokenizers: PromptTokenizers, loader: Loader, block_size: int
+) -> None:
+    here, threads = threading.get_ident(), loader.tokenizer.threads
+    short, long = "w5 w6", " ".join(["w5"] * SHORT_BYTES)
+    for text, on_loop in ((short, False), (long, False), (short, True), (long, False)):
+        threads.clear()
+        request = inference_pb2.GenerateRequest(text=text)
+        tokens, _ = await tokenizers.encode_named("s", request, block_size, b"")
+        assert tokens[0] == 5
+        assert (here in threads) == on_loop
+    threads.clear()
+    await tokenizers.encode_named("s", chat_of(), block_size, b"")
+    await tokenizers.encode_named("s", chat_of('[{"type": "function"}]'), block_size, b"")
+    assert here not in threads
 
 
 async def test_one_load_for_many_callers(tokenizers: PromptTokenizers, loader: Loader) -> None:
