@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     ReportContext = grpc.aio.ServicerContext[registry_pb2.ReportRequest, registry_pb2.ReportResponse]
 
 WRITE_ENDS_S = 1.0
+TELL_AGAIN_S = 5.0
+"""A prefill worker that is not connected to all its peers by then gets their list anew: a first try may have failed."""
 
 
 class RegistryService(RegistryServiceServicer):
@@ -96,8 +99,16 @@ class RegistryService(RegistryServiceServicer):
             resync_cache=resync_cache,
         )
 
+    def _lacks_peers(self, worker: Worker) -> bool:
+        now = self._registry.get(worker.key)
+        if now is None:
+            return False
+        settled = now.connected_agents | {lane.agent_id for lane in now.lanes if lane.refused}
+        return any(peer.agent_id not in settled for peer in self._registry.peers_of(now))
+
     async def _tell(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
-        """Sends the whole lists first and after each change of them; ends when the worker was dropped."""
+        """Sends the whole lists first and after each change of them, and again while a peer is not connected; ends
+        when the worker was dropped."""
         told: registry_pb2.ReportResponse | None = None
         while self._registry.get(worker.key) is not None:
             version = self._registry.version
@@ -106,7 +117,12 @@ class RegistryService(RegistryServiceServicer):
                 async with writing:
                     await _written(context, news)
                 told = news
-            await self._registry.wait_change(version)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TELL_AGAIN_S):
+                    await self._registry.wait_change(version)
+                    continue
+            if self._lacks_peers(worker):
+                told = None
         raise NotFoundError(f"worker {worker.worker_id!r} was dropped", reason="WORKER_NOT_REGISTERED")
 
 

@@ -60,6 +60,8 @@ class FakeWorker:
         self.tasks: set[asyncio.Task[None]] = set()
         self.peers: list[kv_transfer_pb2.TransferEndpoint] = []
         self.peer_lists: Journal[list[str]] = Journal()
+        self.deaf = False
+        """Whether it does nothing about the lists of peers that it gets."""
         self.refused: Journal[SplitserveError] = Journal()
         self.server = make_server(open_rpcs=self.open_rpcs)
 
@@ -127,7 +129,8 @@ class FakeWorker:
         )
 
     def _on_peers(self, _coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
-        self.peers = peers
+        if not self.deaf:
+            self.peers = peers
         self.peer_lists.add([peer.agent_id for peer in peers])
         self.registry.poke()
 

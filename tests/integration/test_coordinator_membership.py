@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from coordinator import registry_service
 from splitserve.errors import ResourceExhaustedError, UnavailableError
 from splitserve.rpc import error_from_rpc
 from splitserve.v1 import inference_pb2
@@ -19,6 +20,7 @@ from tests.fakes.fake_cluster import (
     finish,
     read,
 )
+from tests.fakes.fake_workers import FakePrefill
 from tests.fakes.gates import settled
 
 pytestmark = pytest.mark.timeout(30)
@@ -85,6 +87,20 @@ async def test_prefill_workers_learn_of_every_decode_worker() -> None:
         await late.stop()
         await settled(lambda: late.agent_id not in cluster.prefills[0].peer_lists.entries[-1])
         cluster.decodes.remove(late)
+
+
+async def test_a_worker_that_did_not_connect_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_service, "TELL_AGAIN_S", 0.05)
+    async with fake_cluster(decode=1, prefill=1) as cluster:
+        late = FakePrefill("late", cluster.address, cluster.decode_of)
+        late.deaf = True
+        cluster.prefills.append(late)
+        await late.start()
+        await late.peer_lists.wait(3)
+        assert not late.peers
+        late.deaf = False
+        await cluster.all_ready()
+        assert late.peers
 
 
 async def test_draining_workers_get_nothing_new() -> None:
