@@ -25,6 +25,8 @@ class Forecast:
 
     wait_s: float | None
     """Until a worker begins with the prompt."""
+    queue_s: float
+    """How much of it is spent in the queue, not on the worker."""
     compute_s: float
     """What the prompt then takes alone."""
 
@@ -45,12 +47,14 @@ def forecast(
     """
     rate = prefill.rate
     if rate is None:
-        return Forecast(None, 0.0)
+        return Forecast(None, 0.0, 0.0)
     compute_s = entry.uncached_tokens * len(prefill.lanes) / rate
     wait_s = prefill.backlog_s(now) + ahead.uncached_tokens / rate
+    queue_s = max(0.0, wait_s - prefill.horizon_s)
     if entry.needs_decode:
-        wait_s = max(wait_s, _decode_wait_s(entry, ahead, decode))
-    return Forecast(wait_s * bias, compute_s)
+        decode_s = _decode_wait_s(entry, ahead, decode)
+        wait_s, queue_s = max(wait_s, decode_s), max(queue_s, decode_s)
+    return Forecast(wait_s * bias, queue_s * bias, compute_s)
 
 
 def _decode_wait_s(entry: Entry, ahead: Ahead, decode: DecodeRoom) -> float:
@@ -84,6 +88,11 @@ class Bias:
         if predicted_s > 0:
             ratio = min(max(actual_s / predicted_s, 1 / _MOST_BIAS), _MOST_BIAS)
             self.value += _NEW_SHARE * (ratio - self.value)
+
+    def learn_at_least(self, predicted_s: float, waited_s: float) -> None:
+        """A request gave up waiting: its forecast was too low by this factor or more."""
+        if predicted_s > 0 and waited_s / predicted_s > self.value:
+            self.learn(predicted_s, waited_s)
 
     def relax(self) -> None:
         """A request did not have to wait, or was refused: nothing was learned, and the bias fades."""

@@ -253,10 +253,7 @@ class ModelAdmission:
         self._hold(self.held_by, now)
         entry.marks = self._held_s["prefill"], self._held_s["decode"]
         entry.predicted_ttft_s = (seen.ttft_s or 0.0) / self._bias.value
-        slo_s = self._slo_wait_s(entry, seen.compute_s)
-        # What has left the queue may still wait on its worker, for as long as the horizon.
-        slo_s = max(slo_s - self._settings.prefill_horizon_s, slo_s / 2)
-        entry.start_by_s = now + min(self._settings.max_queue_s, slo_s)
+        entry.start_by_s = now + self._queue_limit_s(entry, seen.compute_s)
         heapq.heappush(self._late, (entry.start_by_s, entry.number, entry))
 
     def _slo_wait_s(self, entry: Entry, compute_s: float) -> float:
@@ -266,20 +263,26 @@ class ModelAdmission:
             return float("inf")
         return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
 
+    def _queue_limit_s(self, entry: Entry, compute_s: float) -> float:
+        """How long it may stay in the queue: on its worker it may wait again, for as long as the horizon."""
+        slo_s = self._slo_wait_s(entry, compute_s)
+        return min(self._settings.max_queue_s, max(slo_s - self._settings.prefill_horizon_s, slo_s / 2))
+
     def _refusal(self, entry: Entry, seen: Forecast, now: float) -> Refusal | None:
         if seen.wait_s is None:
             return None
         left_s = entry.deadline_s - now
-        slo_s = min(self._settings.max_queue_s, self._slo_wait_s(entry, seen.compute_s))
+        slo_s = _CAUTION * min(self._settings.max_queue_s, self._slo_wait_s(entry, seen.compute_s))
+        queue_s = _CAUTION * self._queue_limit_s(entry, seen.compute_s)
         if seen.wait_s + seen.compute_s > left_s:
-            reason: RefusalReason = "WOULD_MISS_DEADLINE"
-            limit_s = max(0.0, left_s - seen.compute_s)
-        elif seen.wait_s > _CAUTION * slo_s:
-            reason, limit_s = "WOULD_MISS_SLO", _CAUTION * slo_s
-        else:
-            return None
-        message = f"a prompt would begin in {seen.wait_s:.3g} s; at most {limit_s:.3g} s are allowed"
-        return Refusal(entry, reason, message, retry_after_s(entry.request_id, seen.wait_s, limit_s))
+            return _too_late(
+                entry, "WOULD_MISS_DEADLINE", "begin", seen.wait_s, max(0.0, left_s - seen.compute_s)
+            )
+        if seen.wait_s > slo_s:
+            return _too_late(entry, "WOULD_MISS_SLO", "begin", seen.wait_s, slo_s)
+        if seen.queue_s > queue_s:
+            return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", seen.queue_s, queue_s)
+        return None
 
     def _full(self, entry: Entry, seen: Forecast) -> Refusal:
         message = f"{self.queue.requests} requests with {self.queue.prompt_tokens} prompt tokens are waiting"
@@ -294,7 +297,14 @@ class ModelAdmission:
             if not self._waits(entry):
                 continue
             self.ended(entry)
+            # Those that were served would alone show too bright a picture.
+            self._bias.learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
             message = f"no worker could begin with the prompt within {now - entry.arrived_s:.3g} s"
             hint_s = retry_after_s(entry.request_id, now - entry.arrived_s, 0.0)
             refused.append(Refusal(entry, "WAITED_TOO_LONG", message, hint_s))
         return refused
+
+
+def _too_late(entry: Entry, reason: RefusalReason, what: str, wait_s: float, limit_s: float) -> Refusal:
+    message = f"a prompt would {what} in {wait_s:.3g} s; at most {limit_s:.3g} s are allowed"
+    return Refusal(entry, reason, message, retry_after_s(entry.request_id, wait_s, limit_s))

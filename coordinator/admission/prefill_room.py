@@ -82,7 +82,7 @@ class PrefillRoom:
 
     def __init__(self, horizon_s: float) -> None:
         self.lanes: dict[WorkerKey, PrefillLane] = {}
-        self._horizon_s = horizon_s
+        self.horizon_s = horizon_s
         self.stretch = 1.0
         self.held_by_long = False
         """Whether the last `fit` failed only because long prompts go one by one."""
@@ -128,7 +128,7 @@ class PrefillRoom:
 
     def is_long(self, lane: PrefillLane, entry: Entry) -> bool:
         """Whether the prompt is a long one for that worker."""
-        return entry.uncached_tokens > lane.rate * self._horizon_s / 2
+        return entry.uncached_tokens > lane.rate * self.horizon_s / 2
 
     def next_long_s(self, now: float) -> float:
         """When a further long prompt may be sent, unless an earlier one ends before that."""
@@ -142,6 +142,6 @@ class PrefillRoom:
             return False
         if is_long:
             return not lane.long or (len(lane.long) == 1 and now >= lane.long_until_s - NEARLY_DONE_S)
-        horizon = lane.rate * self._horizon_s * self.stretch
+        horizon = lane.rate * self.horizon_s * self.stretch
         room = horizon / 2 if lane.long else horizon
         return lane.short_tokens + lane.others + entry.uncached_tokens <= room

@@ -104,6 +104,35 @@ def test_a_full_batch_is_predicted_too() -> None:
     assert 6 <= len(refused) <= 12
 
 
+def test_nobody_is_queued_who_is_predicted_to_be_sent_away_from_the_queue() -> None:
+    fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1)
+    workers = (worker("p0", "prefill"), worker("d0", "decode", decode_step_ms=20, step_fit=fit))
+    # Ten at a time keep the pace and end after 1 s; in the queue one may stay for 1.08 s.
+    model = admission(workers, ttft_slo_s=1.5, tpot_slo_s=0.02, prefill_horizon_s=0.4)
+    arrivals = [model.arrive(entry(20, 50), 0.0) for _ in range(30)]
+    assert sum(arrival.started for arrival in arrivals) == 10
+    refused = [arrival.refused for arrival in arrivals if arrival.refused]
+    assert len(refused) == 20
+    assert "leave the queue in" in refused[0].message
+    assert model.next_look_s(0.0) == float("inf")
+
+
+def test_who_waited_in_vain_makes_forecasts_more_careful() -> None:
+    model = small(slots=1, max_queue_s=10.0)
+    model.arrive(entry(output=200), 0.0)
+
+    def refused(at: float) -> float:
+        """How many may wait at this time."""
+        for count in range(1000):
+            if model.arrive(entry(output=20), at).refused is not None:
+                return count
+        raise AssertionError("nobody is refused")
+
+    before = refused(0.0)
+    assert len(model.release(11.0).refused) == before
+    assert refused(11.0) < before
+
+
 def test_a_prompt_longer_than_the_target_is_served_when_there_is_room() -> None:
     model = admission(ttft_slo_s=0.5)
     assert model.arrive(entry(30_000, 2), 0.0).started
