@@ -1,5 +1,8 @@
 """The engine against the machine's limits, and against peers: `python -m bench.engine [--peer vllm] [--json]`.
 
+On a GPU: `python -m bench.engine --device cuda --random-weights llama-3.1-8b`, a model of these shapes that needs no
+files (`bench/models`). Its limits are the rates of copying in the GPU's memory and of bf16 matrix products there.
+
 Every engine runs in a process of its own with as many threads and is asked the same questions in turns, so that what
 else the machine does meets all alike; while one works the others wait. A decode row is the median time of a step in
 which every sequence of the batch gets a token; a prefill row that of a whole prompt, first token included. Times hold
@@ -42,17 +45,20 @@ STEPS = 12
 FEW_STEPS = 3
 MANY_TOKENS = 64 * 1024
 """A case with more tokens of context in all is left out: computing its prompts takes minutes on a few cores."""
+MANY_TOKENS_ON_GPU = 256 * 1024
 TURNS = 3
 PEERS = ("vllm", "transformers")
+MODELS = Path(__file__).parent / "models"
+"""Configurations for `--random-weights`."""
 SETTLE_S = 0.2
 
 
-def cases(context_tokens: int) -> list[Case]:
+def cases(context_tokens: int, many_tokens: int) -> list[Case]:
     """What is timed of a model with that context."""
     decode = [
         Case("decode", batch, context, STEPS)
         for batch, context in DECODE
-        if context + STEPS + 8 < context_tokens and batch * context <= MANY_TOKENS
+        if context + STEPS + 8 < context_tokens and batch * context <= many_tokens
     ]
     prefill = [Case("prefill", 1, tokens, FEW_STEPS) for tokens in PROMPTS if tokens + 1 < context_tokens]
     return decode + prefill
@@ -96,13 +102,15 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process(name: str, folder: str, threads: int, logs: Path) -> Iterator[EngineProcess]:
-    """Starts an engine on the first `threads` cores; ends it after use."""
+def engine_process(
+    name: str, folder: str, threads: int, logs: Path, options: Sequence[str] = ()
+) -> Iterator[EngineProcess]:
+    """Starts an engine on the first `threads` cores; ends it after use. `options` are for our own."""
     cores = available_cores()[:threads]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "bench.engines.own", folder, str(threads)]
+    command = [sys.executable, "-m", "bench.engines.own", folder, str(threads), *options]
     if name == "transformers":
-        command[2] = "bench.engines.transformers_loop"
+        command = [sys.executable, "-m", "bench.engines.transformers_loop", folder, str(threads)]
     elif name == "vllm":
         home = Path(".peers/vllm").resolve()
         command = [
@@ -136,12 +144,20 @@ def engine_process(name: str, folder: str, threads: int, logs: Path) -> Iterator
 
 
 def measure(
-    asked: Sequence[Case], folder: str, threads: int, peers: Sequence[str], logs: Path, tell: Console
+    asked: Sequence[Case],
+    folder: str,
+    threads: int,
+    peers: Sequence[str],
+    logs: Path,
+    tell: Console,
+    options: Sequence[str] = (),
 ) -> tuple[list[Row], dict[str, Any]]:
     """All cases with so many threads; the machine's limits are those seen at the beginning."""
     work, rows = work_of(folder), []
     with ExitStack() as stack:
-        engines = [stack.enter_context(engine_process(n, folder, threads, logs)) for n in (OWN, *peers)]
+        engines = [
+            stack.enter_context(engine_process(n, folder, threads, logs, options)) for n in (OWN, *peers)
+        ]
         limits = engines[0].ask({"phase": "limits"})
         for case in asked:
             steps: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -172,7 +188,15 @@ def main() -> int:
     """Progress goes to stderr; the table, or one JSON object with `--json`, to stdout."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=ClusterConfig().model)
-    parser.add_argument("--threads", type=int, nargs="+", default=[len(available_cores()), 1])
+    parser.add_argument(
+        "--device", default="cpu", help="cpu (default) or cuda[:N]; peers compute on cpu only"
+    )
+    parser.add_argument(
+        "--random-weights",
+        choices=sorted(folder.name for folder in MODELS.iterdir()),
+        help="a model of these shapes, made up",
+    )
+    parser.add_argument("--threads", type=int, nargs="+", help="default: all cores, and on cpu one as well")
     parser.add_argument("--peer", choices=PEERS, action="append", default=[])
     parser.add_argument("--phase", choices=("decode", "prefill"), help="only this one")
     parser.add_argument("--batch", type=int, nargs="+", help="only these batches of decode")
@@ -183,19 +207,28 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     machine, tell = this_machine(), Console(stderr=True)
-    folder = str(resolve_model(options.model).path)
+    on_cpu = options.device == "cpu"
+    if options.peer and (not on_cpu or options.random_weights):
+        parser.error("peers need --device cpu and a model with weights")
+    own = ["--device", options.device]
+    if options.random_weights:
+        folder = str(MODELS / options.random_weights)
+        own.append("--random-weights")
+    else:
+        folder = str(resolve_model(options.model).path)
     limit: int = AutoConfig.from_pretrained(folder).max_position_embeddings
     asked = [
         case
-        for case in cases(limit)
+        for case in cases(limit, MANY_TOKENS if on_cpu else MANY_TOKENS_ON_GPU)
         if (options.phase in (None, case.phase))
         and (not options.batch or case.phase == "prefill" or case.batch in options.batch)
         and (not options.context or case.context in options.context)
     ]
     rows: list[Row] = []
     limits: dict[int, dict[str, Any]] = {}
-    for threads in options.threads:
-        more, limits[threads] = measure(asked, folder, threads, options.peer, options.logs, tell)
+    all_cores = len(available_cores())
+    for threads in options.threads or ([all_cores, 1] if on_cpu else [all_cores]):
+        more, limits[threads] = measure(asked, folder, threads, options.peer, options.logs, tell, own)
         rows += more
     if options.json:
         command = shlex.join(["python", "-m", "bench.engine", *sys.argv[1:]])

@@ -26,12 +26,12 @@ from dataclasses import asdict, dataclass
 import psutil
 
 from bench.machine import report, this_machine
-from coordinator.collector import relax_collector
 from coordinator.pools import ChangeLog, Model, PoolName, PoolSnapshot, Worker
 from coordinator.prefix_index import PrefixIndex
 from coordinator.prefix_router import PrefixRouter
 from coordinator.routing import RouteRequest
 from splitserve.block_hashes import NAME_BYTES
+from splitserve.collector import relax_collector
 from splitserve.v1 import registry_pb2
 
 BLOCK_TOKENS = 16

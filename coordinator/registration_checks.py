@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from coordinator.pools import Model, PoolName, Worker
-from kv_transfer.layout import DTYPE_BYTES, WIRE_DTYPES, KvLayout
+from kv_transfer.layout import DTYPE_BYTES, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
@@ -109,6 +109,8 @@ def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
     _require(bool(layout.engine_version), "endpoint.layout.engine_version", "not empty")
     wire = "endpoint.layout.wire_dtype"
     _require(layout.wire_dtype in WIRE_DTYPES, wire, f"one of {', '.join(WIRE_DTYPES)}")
+    quantization = "endpoint.layout.quantization"
+    _require(layout.quantization in QUANTIZATIONS, quantization, f"one of {', '.join(QUANTIZATIONS)}")
     size = KvLayout.from_proto(layout).block_bytes
     _require(endpoint.block_bytes == size, "endpoint.block_bytes", f"{size}, the size that the layout gives")
 

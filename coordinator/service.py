@@ -15,7 +15,6 @@ from coordinator.admission.gate import AdmissionGate
 from coordinator.admission.metrics import admission_metrics
 from coordinator.background import Background
 from coordinator.circuits import Circuits
-from coordinator.collector import relax_collector
 from coordinator.coordinator_metrics import coordinator_metrics
 from coordinator.ended_workers import EndedWorkers
 from coordinator.front_door import FrontDoor
@@ -37,6 +36,7 @@ from coordinator.routing import Router
 from coordinator.scaling_service import ScalingService
 from coordinator.signal_book import SignalBook
 from coordinator.worker_links import WorkerLinks
+from splitserve.collector import relax_collector
 from splitserve.config import CoordinatorConfig
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.kserve import open_inference_pb2

@@ -93,7 +93,8 @@ class BlockPool:
 
     def unowned(self, blocks: Iterable[int]) -> int:
         """How many of these blocks count as free now."""
-        return sum(1 for block in blocks if self._kind(block) == _FREE)
+        requests, writer = self._requests, self._writer
+        return sum([not (requests[block] or writer[block]) for block in blocks])
 
     def share(self, blocks: Iterable[int]) -> None:
         """Makes a further request an owner of cached blocks."""

@@ -71,7 +71,8 @@ class CacheLog:
             if missed > len(self._changes):
                 return None
             self._unread = False
-            return dict(islice(self._changes, len(self._changes) - missed, None)), self._end
+            latest = list(islice(reversed(self._changes), missed))  # from its end: costs O(missed)
+            return dict(reversed(latest)), self._end
 
 
 class CacheSession:
@@ -81,7 +82,7 @@ class CacheSession:
         self._log = log
         self._sequence = 0
         self._place = -1
-        self._untold: dict[bytes, bool] = {}
+        self._untold: deque[tuple[bytes, bool]] = deque()
         self._resync = True
 
     @property
@@ -101,18 +102,13 @@ class CacheSession:
             if news is None:
                 cleared = True
             else:
-                self._untold, self._place = news
+                self._untold, self._place = deque(news[0].items()), news[1]
         if cleared:
-            self._untold, self._place = self._log.snapshot()
-            self._resync = False
+            names, self._place = self._log.snapshot()
+            self._untold, self._resync = deque(names.items()), False
         elif not self._untold:
             return None
-        told = list(islice(self._untold.items(), MAX_NAMES_A_MESSAGE))
-        if len(told) == len(self._untold):
-            self._untold = {}
-        else:
-            for name, _ in told:
-                del self._untold[name]
+        told = [self._untold.popleft() for _ in range(min(len(self._untold), MAX_NAMES_A_MESSAGE))]
         self._sequence += 1
         return registry_pb2.CacheEvents(
             sequence=self._sequence,

@@ -9,6 +9,9 @@ from splitserve.tokenizer import Tokenizer
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 8
 _MAX_WINDOW_TOKENS = 16
+# A window of whole characters is cut beyond so many tokens. Each of them is decoded again with every new one, out of
+# tables that the model has driven out of the caches; a cut costs one more decode.
+_CUT_AT_TOKENS = 4
 # A UTF-8 character has at most 4 bytes, so at most 4 byte tokens; twice that without a whole character
 # means that the bytes are no UTF-8 at all, or that the model really writes U+FFFD.
 _MAX_PENDING_TOKENS = 8
@@ -72,7 +75,7 @@ class IncrementalDetokenizer:
 
     def _advance(self) -> None:
         previous, self._boundary = self._boundary, len(self._window)
-        if len(self._window) > _MAX_WINDOW_TOKENS:
+        if len(self._window) > _CUT_AT_TOKENS:
             self._cut(previous)
 
     def _cut(self, start: int) -> None:

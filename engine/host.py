@@ -26,6 +26,7 @@ from kv_transfer.lanes import JudgedLane
 from kv_transfer.select import idle_poll_s
 from kv_transfer.transport import TransferEndpoint
 from splitserve.call_guard import ANY_SERVICE
+from splitserve.collector import relax_collector
 from splitserve.config import WorkerConfig
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
@@ -147,6 +148,7 @@ class WorkerHost(Generic[L]):
         """Serves until SIGTERM or SIGINT, then drains. Raises what broke the engine or the registration."""
         stop = stop_signal()
         await self.engine.start()
+        relax_collector()  # a look at all that torch brings along would stop the engine for a fifth of a second
         guard = self._security.guard({ANY_SERVICE: CALLERS})
         server = make_server(open_rpcs=self.open_rpcs, guard=guard)
         names = self._role.add_services(server.grpc_server, self)

@@ -22,15 +22,16 @@ class KVCacheManager:
     def computed_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """Cached blocks that hold the beginning of the sequence, at most `max_tokens` of it.
 
-        Full blocks only. Gives no ownership.
+        Full blocks only. Gives no ownership. Costs O(hits): nothing behind the first miss is hashed yet.
         """
-        if not self._prefix_cache:
-            return []
-        wanted = max_tokens // self.block_size
-        self._extend_hashes(sequence, wanted)
         hits: list[int] = []
-        for block_hash in sequence.block_hashes[:wanted]:
-            block = self.pool.lookup(block_hash)
+        if not self._prefix_cache:
+            return hits
+        hashes = sequence.block_hashes
+        for index in range(max_tokens // self.block_size):
+            if index == len(hashes):
+                self._extend_hashes(sequence, index + 1)
+            block = self.pool.lookup(hashes[index])
             if block is None:
                 break
             hits.append(block)
@@ -53,6 +54,8 @@ class KVCacheManager:
         sequence.block_ids = hits + fresh
         sequence.cached_blocks = len(hits)
         sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
+        if writer and self._prefix_cache:  # now, while the peer computes, rather than when its KV is there
+            self._extend_hashes(sequence, total // self.block_size)
         return fresh
 
     def grow(self, sequence: Sequence) -> bool:
@@ -68,13 +71,13 @@ class KVCacheManager:
 
     def cache_computed(self, sequence: Sequence) -> None:
         """Gives the prefix cache every block that is full of computed tokens by now."""
-        if not self._prefix_cache:
-            return
         full = sequence.num_computed // self.block_size
+        if not self._prefix_cache or full <= sequence.cached_blocks:
+            return
         self._extend_hashes(sequence, full)
         for index in range(sequence.cached_blocks, full):
             self.pool.cache(sequence.block_ids[index], sequence.block_hashes[index])
-        sequence.cached_blocks = max(sequence.cached_blocks, full)
+        sequence.cached_blocks = full
 
     def free(self, sequence: Sequence) -> None:
         """The request lets go of all its blocks."""

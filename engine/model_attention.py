@@ -1,4 +1,10 @@
-"""Paged attention in plain torch, for cpu and cuda: new KV into the pool, then attention over it."""
+"""Paged attention in plain torch, for cpu and cuda: new KV into the pool, then attention over it.
+
+Scores are batched matrix products of all heads and rows at once. On cpu they are several times faster than torch's
+fused attention, whose kernel multiplies each head's few rows by themselves; that one is used only where next to nothing
+is to be computed. As in `transformers`' own plain attention, scores in bfloat16 are rounded before the softmax (the
+distance of its logits from those in float32, KL 0.00127, is that of fused attention, 0.00124, on 1,000 tokens).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,11 @@ from engine.attention import LayerState
 from engine.kv_pool import KvPool
 from engine.model_batch import DecodeGroup, PrefillChunk, StepBatch
 
+GATHERED_BYTES = 4 << 20
+"""KV of one layer that a decode group reads at once on cpu. It is copied together first and must stay in a cache."""
+FUSED_POSITIONS = 512
+"""Up to so many keys, of all rows together, a decode group costs less in torch's fused attention."""
+
 
 class PagedBackend:
     """Attention over a KV pool. `batch` is the current step's; the runner sets it before each pass."""
@@ -16,6 +27,12 @@ class PagedBackend:
     def __init__(self, pool: KvPool) -> None:
         self.batch: StepBatch | None = None
         self._views = [pool.view(layer) for layer in range(pool.layout.num_layers)]
+        one = self._views[0][:, :, :1]
+        self._scratch = one.new_empty(0)
+        self.group_blocks = (
+            GATHERED_BYTES // (one.numel() * one.itemsize) if one.device.type == "cpu" else None
+        )
+        """How many blocks a decode group has at most, as `build_step_batch` wants it."""
 
     def attend(
         self,
@@ -32,85 +49,100 @@ class PagedBackend:
         pool = self._views[layer.index]
         pool[0].transpose(0, 1)[batch.slot_blocks, :, batch.slot_offsets] = key.transpose(0, 1)
         pool[1].transpose(0, 1)[batch.slot_blocks, :, batch.slot_offsets] = value.transpose(0, 1)
-        plan = batch.plan(layer.window, tiled=softcap is not None)
-        parts = [_decode(group, query, pool, scale, softcap) for group in plan.decode]
-        parts += [_prefill(chunk, query, key, value, pool, scale, softcap) for chunk in plan.prefill]
+        plan = batch.plan(layer.window)
+        parts = [self._decode(group, query, pool, scale, softcap) for group in plan.decode]
+        for chunk in plan.prefill:
+            begin, end = chunk.rows
+            if chunk.blocks is None:
+                keys, values = key[:, begin:end], value[:, begin:end]
+            else:
+                keys, values = self._gather(pool, chunk.blocks)
+            parts.append(_prefill(chunk, query[:, begin:end], keys, values, scale, softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys and values of blocks, `[2, kv_heads, positions, head_dim]`; valid until the next call."""
+        _, kv_heads, _, block_size, head_dim = pool.shape
+        shape = (2, kv_heads, len(blocks), block_size, head_dim)
+        size = 2 * kv_heads * len(blocks) * block_size * head_dim
+        if size > self._scratch.numel():
+            self._scratch = pool.new_empty(size)
+        gathered = self._scratch[:size].view(shape)
+        torch.index_select(pool, 2, blocks, out=gathered)
+        return gathered.view(2, kv_heads, -1, head_dim)
 
-def _decode(
-    group: DecodeGroup, query: torch.Tensor, pool: torch.Tensor, scale: float, softcap: float | None
-) -> torch.Tensor:
-    """One new token a sequence: all rows of the group at once. Returns `[rows, heads, head_dim]`."""
-    begin, end = group.rows
-    heads, _, head_dim = query.shape
-    count, kv_heads = end - begin, pool.shape[1]
-    gathered = pool.index_select(2, group.blocks).view(2, kv_heads, -1, head_dim)
-    if group.stale is not None:
-        gathered.index_fill_(2, group.stale, 0.0)
-    keys, values = gathered.view(2, kv_heads, count, -1, head_dim).transpose(1, 2)
-    # The query heads that share a KV head become rows of one product, instead of the KV being repeated.
-    rows = query[:, begin:end].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, head_dim)
-    output = _attention(rows, keys, values, group.mask, causal=False, scale=scale, softcap=softcap)
-    return output.reshape(count, heads, head_dim)
+    def _decode(
+        self,
+        group: DecodeGroup,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """One new token a sequence: all rows of the group at once. Returns `[rows, heads, head_dim]`."""
+        begin, end = group.rows
+        heads, _, head_dim = query.shape
+        count, kv_heads = end - begin, pool.shape[1]
+        gathered = self._gather(pool, group.blocks)
+        if group.stale is not None:
+            gathered.index_fill_(2, group.stale, 0.0)
+        positions = gathered.shape[2]
+        # The query heads that share a KV head become rows of one product, instead of the KV being repeated.
+        rows = query.view(kv_heads, heads // kv_heads, -1, head_dim)[:, :, begin:end].transpose(1, 2)
+        if softcap is None and positions <= FUSED_POSITIONS:
+            keys, values = gathered.view(2, kv_heads, count, -1, head_dim).transpose(1, 2)
+            output = functional.scaled_dot_product_attention(
+                rows.transpose(0, 1), keys, values, attn_mask=group.mask, scale=scale
+            )
+            return output.reshape(count, heads, head_dim)
+        keys, values = gathered.view(2, kv_heads * count, -1, head_dim)
+        rows = rows.reshape(kv_heads * count, -1, head_dim)
+        scores = _scores(rows, keys, scale)
+        mask = None if group.mask is None else group.mask.view(1, count, 1, -1)
+        split = scores.view(kv_heads, count, heads // kv_heads, -1)
+        output = torch.bmm(_weights(split, mask, softcap).view_as(scores), values)
+        return output.view(kv_heads, count, -1, head_dim).transpose(0, 1).reshape(count, heads, head_dim)
 
 
 def _prefill(
     chunk: PrefillChunk,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pool: torch.Tensor,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """A chunk of one sequence. Returns `[tokens, heads, head_dim]`."""
-    begin, end = chunk.rows
-    heads, _, head_dim = query.shape
-    kv_heads = key.shape[0]
-    if chunk.blocks is None:
-        keys, values = key[:, begin:end], value[:, begin:end]
-    else:
-        keys, values = pool.index_select(2, chunk.blocks).view(2, kv_heads, -1, head_dim)
-    # KV heads are the batch, the query heads that share one see it through a stride of zero.
-    shared = (kv_heads, heads // kv_heads, -1, head_dim)
-    rows = query[:, begin:end].reshape(shared)
-    parts = []
-    for tile in chunk.tiles:
-        tile_keys = keys[:, None, tile.keys[0] : tile.keys[1]].expand(shared)
-        tile_values = values[:, None, tile.keys[0] : tile.keys[1]].expand(shared)
-        tile_rows = rows[:, :, tile.query[0] : tile.query[1]]
-        causal = tile.mask is None
-        parts.append(
-            _attention(
-                tile_rows, tile_keys, tile_values, tile.mask, causal=causal, scale=scale, softcap=softcap
-            )
-        )
-    output = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return output.permute(2, 0, 1, 3).reshape(end - begin, heads, head_dim)
-
-
-def _attention(
-    query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    causal: bool,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """`[batch, heads, queries, head_dim]` against `[batch, heads, keys, head_dim]`; `mask` is additive.
+    """A chunk of one sequence, query `[heads, tokens, head_dim]`. Returns `[tokens, heads, head_dim]`."""
+    heads, tokens, head_dim = query.shape
+    kv_heads = keys.shape[0]
+    rows = query.view(kv_heads, heads // kv_heads, tokens, head_dim)
+    output = query.new_empty(tokens, kv_heads, heads // kv_heads, head_dim)
+    for tile in chunk.tiles:
+        (first, last), (low, high) = tile.query, tile.keys
+        tile_rows = rows[:, :, first:last].reshape(kv_heads, -1, head_dim)
+        scores = _scores(tile_rows, keys[:, low:high], scale)
+        split = scores.view(kv_heads, -1, last - first, high - low)
+        weights = _weights(split, tile.mask, softcap).view_as(scores)
+        result = torch.bmm(weights, values[:, low:high])
+        output[first:last] = result.view(kv_heads, -1, last - first, head_dim).permute(2, 0, 1, 3)
+    return output.view(tokens, heads, head_dim)
 
-    Soft-capped scores are `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
+
+def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """`[batch, rows, head_dim]` against `[batch, keys, head_dim]`: `[batch, rows, keys]`, scaled before rounding."""
+    nothing = rows.new_zeros(1, 1, 1)
+    return torch.baddbmm(nothing, rows, keys.transpose(1, 2), beta=0, alpha=scale)
+
+
+def _weights(scores: torch.Tensor, mask: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
+    """`[..., queries, keys]` to weights of the same shape and dtype. Changes `scores`.
+
+    `mask` is additive, for the last keys. Soft-capped scores are `softcap * tanh(score / softcap)` (Gemma 2,
+    arXiv:2408.00118, section 2).
     """
-    if softcap is None:
-        return functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, is_causal=causal, scale=scale
-        )
-    scores = torch.matmul(query, keys.transpose(-1, -2)) * scale
-    scores = torch.tanh(scores / softcap) * softcap
+    dtype = scores.dtype
+    if softcap is not None:
+        scores = torch.tanh(scores.float() / softcap) * softcap
     if mask is not None:
-        scores = scores + mask
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return torch.matmul(weights, values)
+        scores[..., -mask.shape[-1] :] += mask
+    return torch.softmax(scores, dim=-1).to(dtype)

@@ -19,8 +19,9 @@ from engine.runner import ScheduledSequence
 
 Ints = npt.NDArray[np.int64]
 
-TILE_TOKENS = 256
-"""Query rows of a prefill chunk that are masked together; bounds the mask's memory."""
+TILE_TOKENS = 128
+"""Query rows of a prefill chunk that are computed together: few enough for their scores to stay in a cache, and for
+little to be computed that causality hides; enough for a matrix product to be fast."""
 SAME_LENGTH_BLOCKS = 8
 """Contexts up to so many blocks are always padded to a common length."""
 MIN_FILL = 0.75
@@ -47,12 +48,12 @@ class DecodeGroup:
 class Tile:
     """Queries `query[0]`..`query[1]` of a chunk against its keys `keys[0]`..`keys[1]`.
 
-    `mask` `[queries, keys]` is 0 or -inf; None means causal from position 0 on.
+    `mask` `[queries, masked keys]` is 0 or -inf, for the last keys; every query sees all keys before them.
     """
 
     query: tuple[int, int]
     keys: tuple[int, int]
-    mask: torch.Tensor | None
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +89,26 @@ class StepBatch:
     sample_rows: torch.Tensor
     sample_order: list[int]
     _planner: _Planner
-    _plans: dict[tuple[int | None, bool], AttentionPlan] = field(default_factory=dict)
+    _plans: dict[int | None, AttentionPlan] = field(default_factory=dict)
 
-    def plan(self, window: int | None, tiled: bool) -> AttentionPlan:
-        """The plan for layers with this window; `tiled`: masks wanted even where causality says it all."""
-        key = (window, tiled)
-        if key not in self._plans:
-            self._plans[key] = self._planner.plan(window, tiled)
-        return self._plans[key]
+    def plan(self, window: int | None) -> AttentionPlan:
+        """The plan for layers with this window."""
+        if window not in self._plans:
+            self._plans[window] = self._planner.plan(window)
+        return self._plans[window]
 
 
 def build_step_batch(
-    batch: Sequence[ScheduledSequence], block_size: int, dtype: torch.dtype, device: torch.device
+    batch: Sequence[ScheduledSequence],
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    group_blocks: int | None = None,
 ) -> StepBatch:
-    """Flattens scheduled sequences. `dtype` is the model's, for the masks."""
+    """Flattens scheduled sequences. `dtype` is the model's, for the masks.
+
+    A decode group of several rows has at most `group_blocks` blocks, padding included; None: any number.
+    """
     decode = [index for index, sequence in enumerate(batch) if sequence.num_new == 1]
     decode.sort(key=lambda index: -batch[index].num_computed)
     order = [*decode, *(index for index, sequence in enumerate(batch) if sequence.num_new != 1)]
@@ -129,7 +136,7 @@ def build_step_batch(
         slot_offsets=tensor(flat % block_size),
         sample_rows=tensor([starts[row + 1] - 1 for row in sampled]),
         sample_order=[order[row] for row in sampled],
-        _planner=_Planner(sequences, starts, len(decode), block_size, dtype, device),
+        _planner=_Planner(sequences, starts, len(decode), block_size, dtype, device, group_blocks),
     )
 
 
@@ -141,11 +148,12 @@ class _Planner:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    group_blocks: int | None
 
-    def plan(self, window: int | None, tiled: bool) -> AttentionPlan:
+    def plan(self, window: int | None) -> AttentionPlan:
         groups = tuple(self._decode_group(first, last, window) for first, last in self._groups(window))
         chunks = range(self.num_decode, len(self.sequences))
-        return AttentionPlan(groups, tuple(self._prefill(index, window, tiled) for index in chunks))
+        return AttentionPlan(groups, tuple(self._prefill(index, window) for index in chunks))
 
     def _groups(self, window: int | None) -> list[tuple[int, int]]:
         """Cuts the decode rows, sorted by length, where padding would waste too much."""
@@ -153,7 +161,11 @@ class _Planner:
         begin, widest = 0, 0
         for row in range(self.num_decode):
             width = self._blocks(row, window)[1]
-            if row > begin and widest > SAME_LENGTH_BLOCKS and width < MIN_FILL * widest:
+            uneven = widest > SAME_LENGTH_BLOCKS and width < MIN_FILL * widest
+            full = (
+                self.group_blocks is not None and (row + 1 - begin) * max(width, widest) > self.group_blocks
+            )
+            if row > begin and (uneven or full):
                 groups.append((begin, row))
                 begin, widest = row, 0
             widest = max(widest, width)
@@ -189,12 +201,9 @@ class _Planner:
             stale=torch.from_numpy(stale).to(self.device) if stale.size else None,
         )
 
-    def _prefill(self, row: int, window: int | None, tiled: bool) -> PrefillChunk:
+    def _prefill(self, row: int, window: int | None) -> PrefillChunk:
         sequence = self.sequences[row]
         begin, count = sequence.num_computed, sequence.num_new
-        rows = (int(self.starts[row]), int(self.starts[row + 1]))
-        if begin == 0 and not tiled and (window is None or count <= window):
-            return PrefillChunk(rows, None, (Tile((0, count), (0, count), None),))
         first, width = (0, 0) if begin == 0 else self._blocks(row, window)
         origin = first * self.block_size
         tiles = []
@@ -202,16 +211,17 @@ class _Planner:
             stop = min(start + TILE_TOKENS, count)
             query = np.arange(begin + start, begin + stop)[:, None]
             low = origin if window is None else max(origin, begin + start + 1 - window)
-            keys = np.arange(low, begin + stop)
-            hidden = keys > query
+            # Without a window, all queries see what is before the tile.
+            masked = np.arange(begin + start if window is None else low, begin + stop)
+            hidden = masked > query
             if window is not None:
-                hidden |= keys <= query - window
+                hidden |= masked <= query - window
             tiles.append(Tile((start, stop), (low - origin, begin + stop - origin), self._mask(hidden)))
         blocks = None
         if begin:
             table = np.asarray(sequence.block_ids[first : first + width], dtype=np.int64)
             blocks = torch.from_numpy(table).to(self.device)
-        return PrefillChunk(rows, blocks, tuple(tiles))
+        return PrefillChunk((int(self.starts[row]), int(self.starts[row + 1])), blocks, tuple(tiles))
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.dtype)

@@ -1,4 +1,4 @@
-"""Faster linear layers on cpu: weights packed for oneDNN, sibling layers computed as one.
+"""Other linear layers in place of a model's own: weights packed for oneDNN here, int8 in `engine.int8_linears`.
 
 A layer that sits in its parent under a known name next to its siblings (query, key, value; gate, up) shares
 one product with them. Nothing of the model's own code changes: each sibling stays a module of its own and
@@ -17,6 +17,8 @@ from torch import nn
 
 from splitserve.logs import log_event
 
+MakeLayer = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
+"""From a weight `[outputs, inputs]` and a bias `[outputs]`, both in bfloat16, to the layer that computes with them."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 """Names of children that get the same input in one forward pass, in the order in which they are called."""
 MAX_DIFFERENCE = 0.02
@@ -41,10 +43,10 @@ class PackedLinear(nn.Module):
 class _SharedProduct:
     """One product for several siblings, computed when the first of them is called."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
+    def __init__(self, layers: list[nn.Linear], make: MakeLayer) -> None:
         biases = [layer.bias for layer in layers if layer.bias is not None]
         bias = torch.cat([b.detach() for b in biases]) if biases else None
-        self._linear = PackedLinear(torch.cat([layer.weight.detach() for layer in layers]), bias)
+        self._linear = make(torch.cat([layer.weight.detach() for layer in layers]), bias)
         self._sizes = [layer.out_features for layer in layers]
         self._input: torch.Tensor | None = None
         self._slices: list[torch.Tensor] = []
@@ -81,12 +83,12 @@ def pack_linears(model: nn.Module, probe: Callable[[], torch.Tensor]) -> bool:
         return False
     before = probe().float()
     originals: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent, name, replacement in _replacements(model):
+    for parent, name, replacement in replacements(model, PackedLinear):
         originals.append((parent, name, getattr(parent, name)))
         setattr(parent, name, replacement)
     try:
         after = probe().float()
-        difference = float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before))
+        difference = relative_difference(after, before)
         why = None if difference <= MAX_DIFFERENCE else f"logits differ by {difference:.3g}"
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         why = str(error).partition("\n")[0]
@@ -98,18 +100,35 @@ def pack_linears(model: nn.Module, probe: Callable[[], torch.Tensor]) -> bool:
     return False
 
 
-def _replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, child name, new module) for every linear layer in bfloat16."""
+def relative_difference(after: torch.Tensor, before: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `before`; NaN where one is not finite."""
+    return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before))
+
+
+def replacements(
+    model: nn.Module, make: MakeLayer, kept: nn.Module | None = None
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, child name, new module) for every linear layer in bfloat16 but `kept`, siblings one after the other.
+
+    Between two parents nothing of the layers is held here, so that whoever puts the new modules in place at once
+    has the weights of one parent twice, not those of the model.
+    """
     for parent in list(model.modules()):
-        children = {name: child for name, child in parent.named_children() if _fits(child)}
+        children = {
+            name: child for name, child in parent.named_children() if _fits(child) and child is not kept
+        }
         for names in SIBLINGS:
             layers = [children[name] for name in names if name in children]
             if len(layers) == len(names) and _alike(layers):
-                shared = _SharedProduct(layers)
+                shared = _SharedProduct(layers, make)
                 for index, name in enumerate(names):
                     yield parent, name, LinearSlice(shared, index, children.pop(name))
         for name, layer in children.items():
-            yield parent, name, PackedLinear(layer.weight, layer.bias)
+            yield (
+                parent,
+                name,
+                make(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()),
+            )
 
 
 def _fits(module: nn.Module) -> Any:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention import ATTENTION_NAME, AttentionContext, bind_layers
+from engine.int8_linears import quantize_linears
 from engine.kv_pool import DTYPES
 from engine.model_linears import pack_linears
 from engine.model_probe import AttentionShape, probe_logits, probe_model
@@ -51,9 +52,14 @@ def resolve_dtype(dtype: str) -> str:
 
 
 def load_model(
-    source: ModelSource, dtype: str, device: torch.device, progress: Callable[[float], None]
+    source: ModelSource,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[float], None],
+    quantization: str = "none",
 ) -> LoadedModel:
-    """Loads a model in evaluation mode. `dtype` is "auto" (bfloat16), "float32" or "bfloat16".
+    """Loads a model in evaluation mode. `dtype` is "auto" (bfloat16), "float32" or "bfloat16"; `quantization` "none",
+    or "int8" where `check_quantization` has let it pass.
 
     `progress` is called with 0..1 as weights arrive. Raises UnsupportedModelError for a family or option
     that the engine refuses (before weights are read where that can be told), NotFoundError and
@@ -71,8 +77,11 @@ def load_model(
     attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), _eos_token_ids(module))
     fingerprint = model_fingerprint(settings, module.state_dict())
+    if quantization == "int8":
+        quantize_linears(module, module.get_output_embeddings(), lambda: probe_logits(module, context))
     if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
         pack_linears(module, lambda: probe_logits(module, context))
+        _leave_file(module)
     return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)
 
 
@@ -137,6 +146,12 @@ def _load_weights(
         raise UnsupportedModelError(message, reason="MODEL_INCOMPLETE")
     progress(1.0)
     return module.eval()
+
+
+def _leave_file(module: Any) -> None:
+    """Copies what is left of the weights out of the mapped file, or it would stay in memory as a whole for them."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:

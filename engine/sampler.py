@@ -10,21 +10,30 @@ temperature, top-k, top-p, min-p. Equal logits are ranked by token id, lower fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from engine.cuda.draw import draw_tokens
 from engine.grammar import GrammarFailedError, Mask
 from engine.grammar import allowed_tokens as grammar_tokens
 from engine.runner import RowsFailedError
 from engine.types import SampledToken, SamplingParams, TokenLogprob
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 _U64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _NUCLEUS_GUESS = 1024
 """Candidates sorted at first; nearly always enough for top-p or min-p, and much cheaper than all."""
 
+_ROWS_AT_ONCE = 8
+"""Rows that are widened to float32 together; few enough to stay in a core's cache."""
 _ROUNDING = 1e-12
 """What sums of float64 probabilities may be off by; a sum this close to top-p has reached it."""
 
@@ -35,8 +44,7 @@ class NanLogitsError(RowsFailedError):
     default_reason = "NAN_LOGITS"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """One row to sample. `token_ids[:prompt_tokens]` is the prompt, the rest up to `end` is output.
 
     `position`, which counts output tokens from 0, is `end - prompt_tokens`.
@@ -67,6 +75,16 @@ class SamplingRow:
         changed = self.penalized or bool(self.sampling.logit_bias) or bool(self.banned_token_ids)
         return changed or self.mask is not None
 
+    @property
+    def plain(self) -> bool:
+        """Whether nothing but the place of the largest logit is wanted."""
+        return self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
+
+    @property
+    def drawable(self) -> bool:
+        """Whether nothing but a token drawn from the logits as they are is wanted."""
+        return not self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
+
 
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) with 53 random bits, a function of its arguments only.
@@ -84,42 +102,83 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    find_likeliest: Callable[[], list[int]] | None = None,
+) -> list[SampledToken]:
     """Chooses one token a row. `logits` `[rows, vocabulary]`, any float dtype and device, left unchanged.
 
+    `find_likeliest` waits for the place of each row's largest logit, -1 where that is not finite; None: look here.
     Raises NanLogitsError naming the rows whose logits are not finite at their maximum, GrammarFailedError naming
     those whose grammar allows nothing that the model can choose.
     """
-    best, greedy = logits.max(dim=-1)
-    finite = torch.isfinite(best).tolist()
-    if not all(finite):
-        failed = tuple(row for row, ok in enumerate(finite) if not ok)
+    likeliest = _likeliest(logits) if find_likeliest is None else find_likeliest()
+    if failed := tuple(row for row, token in enumerate(likeliest) if token < 0):
         raise NanLogitsError(f"logits of {len(failed)} of {len(rows)} sequences are not finite", failed)
-    likeliest: list[int] = greedy.tolist()
-    tokens: list[SampledToken] = []
+    tokens = [SampledToken(token) for token in likeliest]
+    others = [index for index, row in enumerate(rows) if not row.plain]
+    if not logits.is_cpu:
+        others = _draw_there(logits, rows, others, tokens)
     stuck: list[int] = []
-    for index, row in enumerate(rows):
-        token = _sample_row(logits[index], row, likeliest[index])
+    for index, source in zip(others, _on_host(logits, others), strict=True):
+        token = _sample_row(source.float(), rows[index])
         if token is None:
             stuck.append(index)
         else:
-            tokens.append(token)
+            tokens[index] = token
     if stuck:
         raise GrammarFailedError("the grammar allows no token that the model can choose", tuple(stuck))
     return tokens
 
 
-def _sample_row(logits: torch.Tensor, row: SamplingRow, likeliest: int) -> SampledToken | None:
-    """The row's token, None when none can be chosen."""
-    wants_logprobs = row.sampling.logprobs is not None
-    if row.sampling.greedy and not row.adjusted and not wants_logprobs:
-        return SampledToken(likeliest)
-    raw = logits.to("cpu", torch.float32)
-    adjusted = adjust(raw, row) if row.adjusted else raw
-    if row.mask is not None and not torch.isfinite(adjusted.max()):
+def _draw_there(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], wanted: list[int], tokens: list[SampledToken]
+) -> list[int]:
+    """Draws those of the wanted rows that nothing else is asked of, all at once on the logits' device.
+
+    Replaces their tokens; returns the rows that are left.
+    """
+    drawn = [index for index in wanted if rows[index].drawable]
+    if drawn:
+        numbers = [uniform(rows[index].sampling.seed, rows[index].position) for index in drawn]
+        found = draw_tokens(logits[drawn], [rows[index].sampling for index in drawn], numbers)
+        for index, token in zip(drawn, found, strict=True):
+            tokens[index] = SampledToken(token)
+    return [index for index in wanted if not rows[index].drawable]
+
+
+def _likeliest(logits: torch.Tensor) -> list[int]:
+    """The first of each row's largest logits; -1 where that is not finite, which it is not in a row with a NaN."""
+    found: list[int] = []
+    if not logits.is_cpu:
+        best, places = logits.max(dim=-1)
+        found += torch.where(torch.isfinite(best), places, -1).tolist()
+        return found
+    # NumPy looks for the place of a maximum in many numbers at once, torch in one after the other.
+    for part in logits.split(_ROWS_AT_ONCE):
+        values = part.float().numpy()
+        tokens = values.argmax(axis=1)
+        finite = np.isfinite(values[np.arange(len(tokens)), tokens])
+        found += np.where(finite, tokens, -1).tolist()
+    return found
+
+
+def _on_host(logits: torch.Tensor, rows: list[int]) -> Iterable[torch.Tensor]:
+    """These rows one by one, from a GPU in one transfer."""
+    return (logits[row] for row in rows) if logits.is_cpu or not rows else logits[rows].cpu()
+
+
+def _sample_row(raw: torch.Tensor, row: SamplingRow) -> SampledToken | None:
+    """The token of one row of float32 logits `[vocabulary]`, None when none can be chosen."""
+    values = (adjust(raw, row) if row.adjusted else raw).numpy()
+    token = int(values.argmax())
+    if row.mask is not None and not math.isfinite(values[token]):
         return None
-    token = int(adjusted.argmax()) if row.sampling.greedy else _draw(adjusted, row)
-    return SampledToken(token, _logprobs(raw, token, row.sampling.logprobs) if wants_logprobs else None)
+    if not row.sampling.greedy:
+        token = _draw(values, row)
+    top = row.sampling.logprobs
+    return SampledToken(token, None if top is None else _logprobs(raw.numpy(), token, top))
 
 
 def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
@@ -149,69 +208,81 @@ def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     return logits
 
 
-def _draw(logits: torch.Tensor, row: SamplingRow) -> int:
+def _draw(logits: NDArray[np.float32], row: SamplingRow) -> int:
     """Inverse transform sampling over the allowed tokens, in float64."""
-    scaled = logits.double() / row.sampling.temperature
+    scaled = logits.astype(np.float64) / row.sampling.temperature
     allowed = allowed_tokens(scaled, row.sampling)
     kept = scaled if allowed is None else scaled[allowed]
-    cumulative = torch.exp(kept - kept.max()).cumsum(0)
-    target = uniform(row.sampling.seed, row.position) * cumulative[-1:]
+    cumulative = torch.from_numpy(np.exp(kept - kept.max())).cumsum(0).numpy()
+    target = uniform(row.sampling.seed, row.position) * cumulative[-1]
     # First index whose sum exceeds the target; tokens of probability zero are passed over. Rounding could
     # bring the target up to the last sum: then the last token that adds to it is meant.
-    last = torch.searchsorted(cumulative, cumulative[-1:])
-    index = int(torch.minimum(torch.searchsorted(cumulative, target, right=True), last).item())
+    last = int(np.searchsorted(cumulative, cumulative[-1]))
+    index = min(int(np.searchsorted(cumulative, target, side="right")), last)
     return index if allowed is None else int(allowed[index])
 
 
-def allowed_tokens(scaled: torch.Tensor, sampling: SamplingParams) -> torch.Tensor | None:
+def allowed_tokens(scaled: Floats, sampling: SamplingParams) -> Ints | None:
     """Token ids, ascending, that top-k, top-p and min-p leave; None means all.
 
     `scaled`: float64 logits `[vocabulary]`, temperature applied. Each filter keeps a prefix of the ranking,
     so it is enough to count: top-p keeps the smallest prefix whose probability, among what top-k left, is
     at least p; min-p (arXiv:2407.01082) those at least min_p times as likely as the first.
     """
-    size = scaled.numel()
+    size = scaled.size
     top_k = min(sampling.top_k or size, size)
     if top_k == size and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
         return None
-    if top_k == size:
-        total = torch.logsumexp(scaled, 0)
-        width = min(_NUCLEUS_GUESS, size)
-        count = _count(torch.topk(scaled, width).values, total, sampling)
-        if count == width < size:  # the prefix may be longer
-            count = _count(torch.sort(scaled, descending=True).values, total, sampling)
-    else:
-        values = torch.topk(scaled, top_k).values
-        count = _count(values, torch.logsumexp(values, 0), sampling)
-    return _first_ranked(scaled, count)
+    width = min(top_k, _NUCLEUS_GUESS) if top_k == size else top_k
+    ranked = _largest(scaled, width)
+    total = _log_sum_exp(scaled if top_k == size else ranked)
+    count = _count(ranked, total, sampling)
+    if count == width < top_k:  # the prefix may be longer
+        ranked = _largest(scaled, top_k)
+        count = _count(ranked, total, sampling)
+    return _first_ranked(scaled, ranked[:count])
 
 
-def _count(values: torch.Tensor, total: torch.Tensor, sampling: SamplingParams) -> int:
+def _count(values: Floats, total: float, sampling: SamplingParams) -> int:
     """Length of the prefix that top-p and min-p keep of descending logits; at least 1."""
-    probabilities = torch.exp(values - total)
-    count = int(values.numel())
+    probabilities = np.exp(values - total)
+    count = int(values.size)
     if sampling.top_p < 1.0:
-        before = probabilities.cumsum(0) - probabilities
+        before = probabilities.cumsum() - probabilities
         count = min(count, int((before < sampling.top_p - _ROUNDING).sum()))
     if sampling.min_p > 0.0:
         count = min(count, int((probabilities >= sampling.min_p * probabilities[0]).sum()))
     return max(count, 1)
 
 
-def _first_ranked(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices, ascending, of the `count` largest values; of equal ones the first."""
-    threshold = torch.topk(values, count).values[-1]
-    above = (values > threshold).nonzero().squeeze(1)
-    equal = (values == threshold).nonzero().squeeze(1)[: count - above.numel()]
-    return torch.cat([above, equal]).sort().values
+def _log_sum_exp(values: Floats) -> float:
+    largest = values.max()
+    return float(largest + np.log(np.exp(values - largest).sum()))
 
 
-def _logprobs(logits: torch.Tensor, token: int, top: int | None) -> TokenLogprob:
+def _largest(values: Floats, count: int) -> Floats:
+    """The `count` largest values, descending."""
+    rest = values.size - count
+    return np.sort(np.partition(values, rest)[rest:] if rest else values)[::-1]
+
+
+def _first_ranked(values: Floats, largest: Floats) -> Ints:
+    """Indices, ascending, of the `largest` of these values, which descend; of equal ones the first."""
+    places = np.flatnonzero(values >= largest[-1])
+    surplus = places.size - largest.size
+    if surplus:
+        equal = np.flatnonzero(values[places] == largest[-1])
+        places = np.delete(places, equal[-surplus:])
+    return places
+
+
+def _logprobs(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
     """Natural log-probabilities from raw logits: of the chosen token and of the `top` likeliest."""
-    logprobs = torch.log_softmax(logits.double(), 0)
+    logprobs = logits.astype(np.float64)
+    logprobs -= _log_sum_exp(logprobs)
     alternatives: list[tuple[int, float]] = []
     if top:
-        tokens = _first_ranked(logprobs, min(top, logprobs.numel())).tolist()
+        tokens = _first_ranked(logprobs, _largest(logprobs, min(top, logprobs.size))).tolist()
         alternatives = [(candidate, float(logprobs[candidate])) for candidate in tokens]
         alternatives.sort(key=lambda pair: (-pair[1], pair[0]))
     return TokenLogprob(token, float(logprobs[token]), tuple(alternatives))

@@ -8,8 +8,10 @@ from engine.kv_cache_manager import KVCacheManager
 from engine.lazy_heap import LazyHeap
 from engine.sequence import Sequence, SequenceStatus
 
-# Misfits that are tried again each step before the search gives up; bounds the work of a step.
+# Misfits that are tried again each step before the search gives up, and their blocks that the cache is asked for,
+# but for the last one's; bounds the work of a step.
 _MAX_MISFITS_A_STEP = 8
+_MAX_MISFIT_BLOCKS_A_STEP = 512
 # A chunk below this is not worth its step.
 _MIN_CHUNK_TOKENS = 16
 # Of every eight tokens, decodes leave one to waiting prompts when they could fill the budget alone.
@@ -107,8 +109,10 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Chooses the next step and gives its sequences their blocks."""
         step = SchedulerOutput(budget=self._max_step_tokens)
-        decodes = [sequence for sequence in self.running if sequence.remaining == 1]
-        prefills = [sequence for sequence in self.running if sequence.remaining > 1]
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (decodes if sequence.remaining == 1 else prefills).append(sequence)
         prefills.sort(key=lambda sequence: sequence.queue_key)
         self._schedule_decodes(step, decodes, others=bool(prefills or len(self.waiting)))
         for sequence in prefills:
@@ -118,10 +122,11 @@ class Scheduler:
                 step.give(sequence, _chunk(sequence.remaining, step.budget))
         if step.preempted == 0:
             self._admit(step)
-        for sequence, tokens in list(step.num_new.items()):
+        cut = [sequence for sequence, tokens in step.num_new.items() if tokens < sequence.remaining]
+        for sequence in cut:
             if step.budget == 0:
                 break
-            step.give(sequence, min(sequence.remaining - tokens, step.budget))
+            step.give(sequence, min(sequence.remaining - step.num_new[sequence], step.budget))
         return step
 
     def _schedule_decodes(self, step: SchedulerOutput, decodes: list[Sequence], *, others: bool) -> None:
@@ -150,6 +155,7 @@ class Scheduler:
 
     def _admit(self, step: SchedulerOutput) -> None:
         skipped: list[Sequence] = []
+        asked = 0
         while step.budget > 0 and self.has_slot and len(skipped) < _MAX_MISFITS_A_STEP:
             sequence = self.waiting.pop()
             if sequence is None:
@@ -158,6 +164,7 @@ class Scheduler:
             if self._kv.start(sequence, spare=self.spare_blocks) is None:
                 sequence.misfit = True
                 skipped.append(sequence)
+                asked += len(sequence.block_hashes)
             else:
                 self.waiting_tokens -= before
                 sequence.misfit, sequence.bypasses = False, 0
@@ -165,7 +172,8 @@ class Scheduler:
                     overtaken.bypasses += 1
                 self.run(sequence)
                 step.give(sequence, _chunk(sequence.remaining, step.budget))
-            if any(misfit.bypasses >= self._max_bypasses for misfit in skipped):
+            blocked = any(misfit.bypasses >= self._max_bypasses for misfit in skipped)
+            if blocked or asked >= _MAX_MISFIT_BLOCKS_A_STEP:
                 break
         for sequence in skipped:
             self.waiting.push(sequence.queue_key, sequence)

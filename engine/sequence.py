@@ -64,6 +64,7 @@ class Sequence:
     request: EngineRequest
     arrival: int
     tokens: list[int] = field(init=False)
+    prompt_tokens: int = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     cached_tokens: int = 0
@@ -85,6 +86,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
+        self.prompt_tokens = self.request.prompt_tokens
         stop = self.request.stop
         self._ending = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
 
@@ -101,7 +103,7 @@ class Sequence:
     @property
     def num_output(self) -> int:
         """Output tokens so far, those of earlier attempts included."""
-        return len(self.tokens) - self.request.prompt_tokens
+        return len(self.tokens) - self.prompt_tokens
 
     @property
     def queue_key(self) -> tuple[int, int]:
@@ -145,7 +147,7 @@ class Sequence:
         if matcher is not None:
             if token_id in matcher.eos_token_ids:
                 return "", FinishReason.STOP
-            matcher.follow(self.tokens, self.request.prompt_tokens)
+            matcher.follow(self.tokens, self.prompt_tokens)
         text, stopped = self._text.push(token_id)
         if stopped or (matcher is not None and matcher.complete):
             return text, FinishReason.STOP
@@ -162,7 +164,7 @@ class Sequence:
         return ScheduledSequence(
             request_id=self.request_id,
             token_ids=self.tokens,
-            prompt_tokens=self.request.prompt_tokens,
+            prompt_tokens=self.prompt_tokens,
             num_computed=self.num_computed,
             num_new=num_new,
             block_ids=self.block_ids,

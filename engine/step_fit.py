@@ -8,7 +8,6 @@ a line through one point would extrapolate nonsense.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,17 +25,33 @@ _OUTLIER = 3.0
 """A step counts as at most so many times as slow as its like: a process may be stopped in the middle of one."""
 
 
-@dataclass(slots=True)
 class _Moments:
-    """Decayed sums over steps: products of (1, sequences, context tokens) with each other and with the duration."""
+    """Decayed sums over steps: products of (1, sequences, context tokens) with each other and with the duration.
 
-    weight: float
-    inputs: NDArray[np.float64]
-    outputs: NDArray[np.float64]
+    Plain numbers: of nine, arrays would cost a step more than all else that is measured of it.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 9
+
+    def add(self, sequences: int, context: int, duration_s: float) -> None:
+        keep = 1 - 1 / _MEMORY_STEPS
+        squares = (sequences * sequences, sequences * context, context * context)
+        new = (1.0, sequences, context, *squares, duration_s, sequences * duration_s, context * duration_s)
+        self._sums = [old * keep + term for old, term in zip(self._sums, new, strict=True)]
 
     @property
     def mean_s(self) -> float:
-        return float(self.outputs[0]) / self.weight if self.weight else 0.0
+        return self._sums[6] / self._sums[0] if self._sums[0] else 0.0
+
+    @property
+    def inputs(self) -> NDArray[np.float64]:
+        one, s, c, ss, sc, cc = self._sums[:6]
+        return np.array(((one, s, c), (s, ss, sc), (c, sc, cc)))
+
+    @property
+    def outputs(self) -> NDArray[np.float64]:
+        return np.array(self._sums[6:])
 
 
 class StepFit:
@@ -54,14 +69,10 @@ class StepFit:
             return
         moments = self._by_size.get(sequences.bit_length())
         if moments is None:
-            moments = self._by_size[sequences.bit_length()] = _Moments(0.0, np.zeros((3, 3)), np.zeros(3))
+            moments = self._by_size[sequences.bit_length()] = _Moments()
         elif moments.mean_s:
             duration_s = min(duration_s, _OUTLIER * moments.mean_s)
-        row = np.array((1.0, sequences, context_tokens))
-        keep = 1 - 1 / _MEMORY_STEPS
-        moments.weight = moments.weight * keep + 1.0
-        moments.inputs = moments.inputs * keep + np.outer(row, row)
-        moments.outputs = moments.outputs * keep + row * duration_s
+        moments.add(sequences, context_tokens, duration_s)
         self._steps += 1
         if self._steps % _FIT_EVERY == 0:
             self.latest = self._fit()

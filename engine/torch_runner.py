@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import torch
 
+from engine.cuda.device import prepare_device
+from engine.forward import StepLogits, choose_backend, make_forward
 from engine.fp8_wire import Fp8Wire
 from engine.grammar import GrammarFailedError, Mask, MaskFiller
-from engine.kv_pool import DTYPES, KvPool, choose_num_blocks
-from engine.model_attention import PagedBackend
-from engine.model_batch import build_step_batch
+from engine.int8_linears import check_quantization
+from engine.kv_pool import KvPool, choose_num_blocks
 from engine.model_loading import LoadedModel, load_model, resolve_dtype
 from engine.runner import ModelFacts, ModelRunner, ScheduledSequence
 from engine.sampler import NanLogitsError, SamplingRow, sample
@@ -37,16 +38,15 @@ class TorchRunner(ModelRunner):
             num_layers=model.attention.num_layers,
             num_kv_heads=model.attention.num_kv_heads,
             head_dim=model.attention.head_dim,
+            quantization=config.quantization,
         )
-        self._module = model.module
-        self._dtype = DTYPES[model.dtype]
         self._device = model.device
         narrow = wire_dtype == FP8_E4M3
         wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
         num_blocks = choose_num_blocks(config, self.layout, model.device, wire_bytes)
         self._pool = KvPool(self.layout, num_blocks, model.device)
         self._wire: KvWire = Fp8Wire(self._pool) if narrow else super().wire
-        self._backend = model.context.backend = PagedBackend(self._pool)
+        self._forward = make_forward(model, self._pool, config, self.facts.context_tokens)
         self._mask_filler = MaskFiller(self.facts.vocabulary_size)
 
     @property
@@ -77,40 +77,38 @@ class TorchRunner(ModelRunner):
         if not batch:
             return tokens
         with torch.inference_mode():
-            step = build_step_batch(batch, self.layout.block_size_tokens, self._dtype, self._device)
-            self._backend.batch = step
-            # Only rows that are sampled go through the output layer. The model's own forward pass does it,
-            # because some families scale or cap logits there.
-            logits = self._module(
-                input_ids=step.token_ids,
-                position_ids=step.positions,
-                use_cache=False,
-                logits_to_keep=step.sample_rows,
-            ).logits[0]
-            self._backend.batch = None
-            # On a GPU the masks are computed while it is at work.
-            masks = self._mask_filler.masks(batch)
-            rows = [_sampling_row(batch[index], masks.get(index)) for index in step.sample_order]
-            if not rows:
-                return tokens
+            logits = self._forward.logits(batch)
             try:
-                sampled = sample(logits, rows)
-            except NanLogitsError as error:
-                failed = tuple(sorted(step.sample_order[row] for row in error.rows))
-                names = ", ".join(batch[index].request_id for index in failed)
-                raise NanLogitsError(f"logits are not finite: {names}", failed) from None
-            except GrammarFailedError as error:
-                failed = tuple(sorted(step.sample_order[row] for row in error.rows))
-                raise GrammarFailedError(error.message, failed) from None
-        for index, token in zip(step.sample_order, sampled, strict=True):
+                # On a GPU the masks are computed while it is at work.
+                masks = self._mask_filler.masks(batch)
+                rows = [_sampling_row(batch[index], masks.get(index)) for index in logits.order]
+                sampled = _sample(logits, rows, batch) if rows else []
+            finally:
+                self._forward.finish()
+        for index, token in zip(logits.order, sampled, strict=True):
             tokens[index] = token
         return tokens
 
     def close(self) -> None:
         """Releases the pool and the weights."""
-        del self._backend, self._wire, self._pool, self._module
+        del self._forward, self._wire, self._pool
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _sample(
+    logits: StepLogits, rows: list[SamplingRow], batch: Sequence[ScheduledSequence]
+) -> list[SampledToken]:
+    """Tokens of the sampled sequences; errors name rows of the batch."""
+    try:
+        return sample(logits.values, rows, logits.likeliest)
+    except NanLogitsError as error:
+        failed = tuple(sorted(logits.order[row] for row in error.rows))
+        names = ", ".join(batch[index].request_id for index in failed)
+        raise NanLogitsError(f"logits are not finite: {names}", failed) from None
+    except GrammarFailedError as error:
+        failed = tuple(sorted(logits.order[row] for row in error.rows))
+        raise GrammarFailedError(error.message, failed) from None
 
 
 def _sampling_row(sequence: ScheduledSequence, mask: Mask | None) -> SamplingRow:
@@ -154,9 +152,15 @@ def build_torch_runner(
     """Loads a model and its pool; sets the number of compute threads of the process.
 
     Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`,
-    `choose_num_blocks` and `check_wire_dtype`, the last before anything is loaded.
+    `choose_num_blocks`, `check_wire_dtype`, `choose_backend` and `check_quantization`, the last three before anything
+    is loaded.
     """
-    check_wire_dtype(wire_dtype, resolve_dtype(config.dtype))
+    dtype = resolve_dtype(config.dtype)
+    check_wire_dtype(wire_dtype, dtype)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.device)
-    return TorchRunner(load_model(source, config.dtype, device, progress), config, wire_dtype)
+    choose_backend(config.attention_backend, device, dtype)
+    if device.type == "cuda":
+        prepare_device(device)
+    check_quantization(config, dtype, device)
+    return TorchRunner(load_model(source, dtype, device, progress, config.quantization), config, wire_dtype)

@@ -12,6 +12,9 @@ ENGINE_VERSION = "1"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SAME, FP8_E4M3 = "same", "fp8_e4m3"
 WIRE_DTYPES = (SAME, FP8_E4M3)
+NO_QUANTIZATION = "none"
+QUANTIZATIONS = (NO_QUANTIZATION, "int8")
+"""How the weights that make the KV are kept. KV of others is not what this worker would have computed."""
 SCALE_BYTES = 2
 """A bfloat16 scale for each vector that travels as fp8."""
 
@@ -36,6 +39,7 @@ class KvLayout:
     tensor_parallel_size: int = 1
     engine_version: str = ENGINE_VERSION
     wire_dtype: str = SAME
+    quantization: str = NO_QUANTIZATION
 
     @property
     def block_vectors(self) -> int:

@@ -14,6 +14,7 @@ before each call. The rules it keeps:
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -87,6 +88,12 @@ class _Push:
     def stopped(self) -> bool:
         return self.aborted or self.failure is not None
 
+    @property
+    def resting(self) -> bool:
+        """Whether nothing can come of a look at it before more of it is computed or its time is up."""
+        waits = self.last_at_s is None and self.posted == self.ready
+        return waits and not self.handles and not self.stopped
+
 
 class KvPusher:
     """All pushes of one worker over one transport.
@@ -99,6 +106,9 @@ class KvPusher:
         self._transport = transport
         self._wire = wire
         self._pushes: dict[str, _Push] = {}
+        self._moving: dict[str, _Push] = {}
+        """Those of them that are not resting, and perhaps some that are; so a poll does not look at a long queue."""
+        self._deadlines: list[tuple[float, str]] = []
         self._owner: dict[int, _Push] = {}
         self._spent = SpentTickets()
 
@@ -130,7 +140,8 @@ class KvPusher:
             message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
             raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
         push = _Push(request_id, ticket, endpoint.pool.layout.block_size_tokens)
-        self._pushes[request_id] = push
+        self._pushes[request_id] = self._moving[request_id] = push
+        heapq.heappush(self._deadlines, (ticket.deadline_s, request_id))
         self._stop_if_late(push, now)
 
     def decline(self, ticket: KvTicket, now: float) -> None:
@@ -158,6 +169,7 @@ class KvPusher:
             return
         wanted, cached = len(push.ticket.block_indices), push.ticket.cached_tokens // push.block_size
         final = -(-end_tokens // push.block_size) if is_last else end_tokens // push.block_size
+        self._moving[request_id] = push
         push.table = tuple(block_ids[cached : cached + wanted])
         known, push.ready = push.ready, max(0, min(final - cached, wanted))
         if len(push.table) < push.ready or (is_last and final - cached != wanted):
@@ -182,6 +194,7 @@ class KvPusher:
         """
         if push := self._pushes.get(request_id):
             push.aborted = True
+            self._moving[request_id] = push
 
     def peer_lost(self, agent_id: str) -> None:
         """A decode worker is gone: disconnects it; the next `poll` fails its requests with PEER_LOST."""
@@ -189,12 +202,14 @@ class KvPusher:
         for push in self._pushes.values():
             if push.ticket.decode_agent_id == agent_id and push.failure is None:
                 push.failure = TransferError(f"decode agent {agent_id} is gone", reason="PEER_LOST")
+                self._moving[push.request_id] = push
 
     def poll(self, now: float, polled: PollResult | None = None) -> list[PushEvent]:
         """Collects finished writes, posts what waited for them, reports the requests that are over.
 
         `polled` is what the transport's owner polled itself, for one that also receives; without it the
-        transport is polled here and notifications, which nobody then waits for, are dropped.
+        transport is polled here and notifications, which nobody then waits for, are dropped. Costs O(1) for each
+        request that is being computed or written, nothing for those that still wait.
         """
         result = polled if polled is not None else self._transport.poll()
         for write in result.writes:
@@ -204,12 +219,18 @@ class KvPusher:
             push.handles.discard(write.handle)
             if write.error is not None and push.failure is None:
                 push.failure = TransferError(f"a write of {push.request_id} failed: {write.error}")
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            if push := self._pushes.get(request_id):
+                self._moving[request_id] = push
         events: list[PushEvent] = []
-        for push in list(self._pushes.values()):
+        for push in list(self._moving.values()):
             self._advance(push, now)
             if event := self._ending(push, now):
                 del self._pushes[push.request_id]
                 events.append(event)
+            if event or push.resting:
+                del self._moving[push.request_id]
         return events
 
     def _advance(self, push: _Push, now: float) -> None:

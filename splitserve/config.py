@@ -40,8 +40,17 @@ class EngineConfig(_Settings):
     """`simulated` takes predictable time and needs no weights; for tests of everything around the engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 (the simulated engine ignores it)."""
+    quantization: Literal["none", "int8"] = "none"
+    """`int8`, on cpu only: weights in int8 and activations quantized token by token, the output layer left in bfloat16.
+    Faster, less memory, changes answers a little. The same on all workers of a model; see docs/quantization.md."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """`auto`: cuda when there is one, else cpu."""
+    attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
+    """What computes attention. `auto`: triton on cuda where it is installed, which it is with torch's CUDA builds, else
+    torch. `flashinfer`: on cuda, bfloat16 only, with `pip install 'splitserve[flashinfer]'`."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """`auto`: steps that only decode are replayed as CUDA graphs, on cuda with triton attention; makes the start a few
+    seconds longer."""
     block_size_tokens: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in one KV block. Must be equal on all workers of a model."""
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None

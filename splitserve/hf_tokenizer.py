@@ -29,6 +29,11 @@ class HfTokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self._rust.encode_special_tokens = backend.split_special_tokens
+        from transformers import PreTrainedTokenizerFast as Plain
+
+        # A few families add something of their own when they decode.
+        kind = type(backend)
+        self._decodes_plainly = kind.decode is Plain.decode and kind._decode is Plain._decode
         self._size = len(backend)
         self._added = {int(i): str(t.content).encode() for i, t in backend.added_tokens_decoder.items()}
         # The decoder's type is not told otherwise where it is one of a sequence.
@@ -91,6 +96,9 @@ class HfTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out. Incomplete UTF-8 shows as U+FFFD."""
+        if self._decodes_plainly:
+            shown: str = self._rust.decode(list(token_ids), skip_special_tokens=True)
+            return shown
         text = self._backend.decode(
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )

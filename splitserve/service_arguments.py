@@ -19,7 +19,10 @@ Options = Mapping[str, str]
 ENGINE_OPTIONS: Options = {
     "engine": "engine.kind",
     "dtype": "engine.dtype",
+    "quantization": "engine.quantization",
     "device": "engine.device",
+    "attention_backend": "engine.attention_backend",
+    "cuda_graphs": "engine.cuda_graphs",
     "block_size": "engine.block_size_tokens",
     "num_blocks": "engine.num_blocks",
     "kv_memory_bytes": "engine.kv_memory_bytes",
@@ -121,6 +124,7 @@ CLUSTER_OPTIONS: Options = {
     "drain": "coordinator.drain_s",
     "engine": "engine.kind",
     "dtype": "engine.dtype",
+    "quantization": "engine.quantization",
     "device": "engine.device",
     "block_size": "engine.block_size_tokens",
     "num_blocks": "engine.num_blocks",

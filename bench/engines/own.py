@@ -1,24 +1,28 @@
-"""splitserve's engine on questions: `python -m bench.engines.own MODEL THREADS`."""
+"""splitserve's engine on questions: `python -m bench.engines.own MODEL THREADS [--device D] [--random-weights]`."""
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.engines.cuda_limits import cuda_limits
 from bench.engines.limits import machine_limits
 from bench.engines.questions import Answer, Question, serve
+from bench.engines.random_model import random_runner
 from engine.core import EngineCore
 from engine.runner import ModelRunner, ScheduledSequence
-from engine.torch_runner import build_torch_runner
+from engine.torch_runner import build_torch_runner, choose_device
 from engine.types import EngineRequest, SampledToken, SamplingParams, StopParams
+from engine.warm_up import warm_up
 from splitserve.config import EngineConfig
 from splitserve.hf_tokenizer import load_tokenizer
-from splitserve.models import resolve_model
+from splitserve.models import SIMULATED, resolve_model
 
 STEP_TOKENS = 512
+KV_BYTES = 8 * 2**30
 MAX_SEQUENCES = 64
 WARM_UP_STEPS = 2
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
@@ -46,25 +50,45 @@ class TimedRunner:
 class OwnEngine:
     """One engine core. Every question starts with an empty cache of prefixes, for all prompts are random."""
 
-    def __init__(self, model: str, threads: int) -> None:
-        source = resolve_model(model)
+    def __init__(
+        self,
+        model: str,
+        threads: int,
+        device: str,
+        random_weights: bool,
+        quantization: str = "none",
+        kv_bytes: int = KV_BYTES,
+    ) -> None:
+        on_cpu = device == "cpu"
+        # A GPU's first, while it has room for that.
+        self._limits = None if on_cpu else cuda_limits(choose_device(device))
         config = EngineConfig(
             dtype="bfloat16",
+            quantization="int8" if quantization == "int8" else "none",
+            device=device,
             threads=threads,
-            kv_memory_bytes=8 * 2**30,
-            max_step_tokens=STEP_TOKENS,
+            kv_memory_bytes=kv_bytes if on_cpu else None,
+            max_step_tokens=STEP_TOKENS if on_cpu else None,
             max_running_requests=MAX_SEQUENCES,
             prefix_cache=False,
         )
-        self._runner = TimedRunner(build_torch_runner(config, source, lambda _fraction: None))
-        self._core = EngineCore(self._runner, config, load_tokenizer(source.tokenizer_source))  # type: ignore[arg-type]
+        if random_weights:
+            runner, tokenizer = random_runner(model, config), SIMULATED
+        else:
+            source = resolve_model(model)
+            runner = build_torch_runner(config, source, lambda _fraction: None)
+            tokenizer = source.tokenizer_source
+        self._runner = TimedRunner(runner)
+        if not on_cpu:
+            warm_up(runner, None)
+        self._core = EngineCore(self._runner, config, load_tokenizer(tokenizer))  # type: ignore[arg-type]
         self._threads, self._numbers, self._asked = threads, random.Random(0), 0
 
     def answer(self, question: Question) -> Answer:
         """See `bench.engines.questions`."""
         match question["phase"]:
             case "limits":
-                return machine_limits(self._threads)
+                return self._limits or machine_limits(self._threads)
             case "prefill":
                 return {"step_s": [self._prefill(question["context"]) for _ in range(question["steps"])]}
             case _:
@@ -105,4 +129,23 @@ class OwnEngine:
 
 
 if __name__ == "__main__":
-    serve(OwnEngine(sys.argv[1], int(sys.argv[2])).answer)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("threads", type=int)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--quantization", choices=("none", "int8"), default="none")
+    parser.add_argument("--kv-bytes", type=int, default=KV_BYTES, help="of the pool on cpu")
+    asked = parser.parse_args()
+    serve(
+        lambda: (
+            OwnEngine(
+                asked.model,
+                asked.threads,
+                asked.device,
+                asked.random_weights,
+                asked.quantization,
+                asked.kv_bytes,
+            ).answer
+        )
+    )

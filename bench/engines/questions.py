@@ -19,11 +19,12 @@ Answer = dict[str, Any]
 Question = dict[str, Any]
 
 
-def serve(answer: Callable[[Question], Answer]) -> None:
-    """Answers until the input ends. What libraries print goes to stderr, so that it cannot mix with answers."""
+def serve(start: Callable[[], Callable[[Question], Answer]]) -> None:
+    """Starts an engine and answers until the input ends. What libraries print goes to stderr, not between answers."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
+    answer = start()
     out.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         out.write(json.dumps(answer(json.loads(line))) + "\n")

@@ -56,4 +56,4 @@ class TransformersLoop:
 
 
 if __name__ == "__main__":
-    serve(TransformersLoop(sys.argv[1], int(sys.argv[2])).answer)
+    serve(lambda: TransformersLoop(sys.argv[1], int(sys.argv[2])).answer)

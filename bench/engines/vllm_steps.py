@@ -80,4 +80,4 @@ class VllmSteps:
 
 
 if __name__ == "__main__":
-    serve(VllmSteps(sys.argv[1]).answer)
+    serve(lambda: VllmSteps(sys.argv[1]).answer)

@@ -109,7 +109,20 @@ Engine = Annotated[
 Dtype = Annotated[
     str | None, typer.Option(help="auto (bfloat16), float32 or bfloat16.", rich_help_panel=ENGINE_PANEL)
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        metavar="none|int8",
+        help="int8: weights in int8, on cpu; the same on all workers. Default: none.",
+        rich_help_panel=ENGINE_PANEL,
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].", rich_help_panel=ENGINE_PANEL)]
+AttentionBackend = Annotated[
+    str | None,
+    typer.Option(help="auto (default), torch, triton or flashinfer.", rich_help_panel=ENGINE_PANEL),
+]
+CudaGraphs = Annotated[str | None, typer.Option(help="auto (default) or off.", rich_help_panel=ENGINE_PANEL)]
 BlockSize = Annotated[
     int | None, typer.Option(help="Tokens in one KV block. Default: 16.", rich_help_panel=ENGINE_PANEL)
 ]

@@ -74,6 +74,7 @@ def up(
     wire_dtype: options.WireDtype = None,
     engine: options.Engine = None,
     dtype: options.Dtype = None,
+    quantization: options.Quantization = None,
     device: options.Device = None,
     block_size: options.BlockSize = None,
     num_blocks: options.NumBlocks = None,

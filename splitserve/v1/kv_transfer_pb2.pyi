@@ -39,6 +39,7 @@ class KvLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     model_fingerprint: _builtins.str
     """SHA-256 (hex, 64 characters) over the model's configuration and weight tensors' names, shapes and
     a sample of their bytes. Required. Failure: FAILED_PRECONDITION LAYOUT_MISMATCH.
@@ -63,6 +64,8 @@ class KvLayout(_message.Message):
     """Element type that travels: "same" as dtype, or "fp8_e4m3" with one scale a vector of head_dim elements. Required.
     The registered pool, block_bytes and total_bytes are then of that type.
     """
+    quantization: _builtins.str
+    """How the weights that filled the blocks are kept: "none" (as dtype) or "int8". Required."""
     def __init__(
         self,
         *,
@@ -76,10 +79,11 @@ class KvLayout(_message.Message):
         head_dim: _builtins.int = ...,
         engine_version: _builtins.str = ...,
         wire_dtype: _builtins.str = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "tensor_parallel_size", b"tensor_parallel_size", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "engine_version", b"engine_version", "head_dim", b"head_dim", "model_fingerprint", b"model_fingerprint", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "quantization", b"quantization", "tensor_parallel_size", b"tensor_parallel_size", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.model_batch import TILE_TOKENS
-from engine.runner import ScheduledSequence
 from engine.sampler import NanLogitsError
-from engine.torch_runner import TorchRunner, build_torch_runner
-from engine.types import SampledToken, SamplingParams
+from engine.torch_runner import build_torch_runner
+from engine.types import SamplingParams
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError, NotFoundError, SplitserveError, UnsupportedModelError
 from splitserve.models import resolve_model
 from tests.fakes.tiny_models import CONTEXT, EOS, FAMILIES, REFUSED, VOCABULARY, WINDOW, make_tiny_model
+from tests.support.runner_driver import (
+    BLOCK,
+    NUM_BLOCKS,
+    drive,
+    make_sequences,
+    prompt_of,
+    reference,
+    runner_of,
+    tokens_of,
+)
 
-BLOCK = 8
-NUM_BLOCKS = 256
 MAX_TOKENS = 12
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 100]
 CHUNKS = [BLOCK - 1, BLOCK, BLOCK + 1, CONTEXT]
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -41,98 +44,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / "tiny"
-
-
-def runner_of(folder: Path, family: str, dtype: str = "float32", **settings: int) -> TorchRunner:
-    source = resolve_model(str(make_tiny_model(family, folder)))
-    blocks = {"num_blocks": NUM_BLOCKS} | settings
-    config = EngineConfig.model_validate(
-        {"dtype": dtype, "device": "cpu", "threads": 1, "block_size_tokens": BLOCK, **blocks}
-    )
-    return build_torch_runner(config, source, lambda _: None)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    pick = random.Random(1000 * seed + length)
-    return [pick.randrange(EOS) for _ in range(length)]
-
-
-def reference(folder: Path, family: str, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-    """What `transformers` generates with its eager attention, end-of-sequence ignored."""
-    model = AutoModelForCausalLM.from_pretrained(
-        make_tiny_model(family, folder), dtype=torch.float32, attn_implementation="eager"
-    )
-    model.generation_config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids))  # the prompt may hold the pad token
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs
-
-
-@dataclass
-class Sequence_:
-    """One sequence of the driver, with a block table in no order."""
-
-    name: str
-    tokens: list[int]
-    prompt_tokens: int
-    blocks: list[int]
-    starts_at: int
-    sampling: SamplingParams
-    computed: int = 0
-    banned: frozenset[int] = field(default_factory=frozenset)
-
-    def scheduled(self, chunk: int) -> ScheduledSequence:
-        new = min(chunk, len(self.tokens) - self.computed)
-        sample = self.computed + new == len(self.tokens)
-        return ScheduledSequence(
-            self.name,
-            self.tokens,
-            self.prompt_tokens,
-            self.computed,
-            new,
-            self.blocks,
-            sample,
-            self.sampling,
-            self.banned,
-        )
-
-
-def make_sequences(
-    prompts: Sequence[list[int]], max_tokens: int, stagger: int = 1, sampling: SamplingParams = GREEDY
-) -> list[Sequence_]:
-    free = random.Random(3).sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    sequences = []
-    for index, prompt in enumerate(prompts):
-        count = -(-(len(prompt) + max_tokens) // BLOCK)
-        blocks = [free.pop() for _ in range(count)]
-        sequences.append(Sequence_(str(index), list(prompt), len(prompt), blocks, stagger * index, sampling))
-    return sequences
-
-
-def drive(
-    runner: TorchRunner, sequences: Sequence[Sequence_], max_tokens: int, chunk: int
-) -> list[list[SampledToken]]:
-    """Runs all to `max_tokens`; each joins at its step, so that chunks and single tokens mix in batches."""
-    answers: dict[str, list[SampledToken]] = {sequence.name: [] for sequence in sequences}
-    step = 0
-    while any(len(answer) < max_tokens for answer in answers.values()):
-        live = [s for s in sequences if s.starts_at <= step and len(answers[s.name]) < max_tokens]
-        batch = [sequence.scheduled(chunk) for sequence in live]
-        for sequence, item, token in zip(live, batch, runner.execute(batch), strict=True):
-            sequence.computed += item.num_new
-            assert (token is not None) == item.sample
-            if token is not None:
-                sequence.tokens.append(token.token_id)
-                answers[sequence.name].append(token)
-        step += 1
-    return list(answers.values())
-
-
-def tokens_of(answers: list[list[SampledToken]]) -> list[list[int]]:
-    return [[token.token_id for token in answer] for answer in answers]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

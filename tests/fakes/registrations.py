@@ -24,6 +24,7 @@ def layout(**changed: Any) -> kv_transfer_pb2.KvLayout:
         "head_dim": 8,
         "engine_version": "1",
         "wire_dtype": "same",
+        "quantization": "none",
     }
     return kv_transfer_pb2.KvLayout(**(fields | changed))
 

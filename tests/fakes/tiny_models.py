@@ -87,6 +87,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mixtral": _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
 }
 
+# Served as well, for what the others are too small for.
+OTHERS: dict[str, Callable[[], Any]] = {"llama_wide": _config("LlamaConfig", head_dim=64)}
+
 # What the engine must refuse, and a word of the reason it must give.
 REFUSED: dict[str, Callable[[], Any]] = {
     # attention sinks
@@ -131,7 +134,7 @@ def make_tiny_model(family: str, folder: Path) -> Path:
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(20240)
-        model = AutoModelForCausalLM.from_config((FAMILIES | REFUSED)[family](), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config((FAMILIES | OTHERS | REFUSED)[family](), dtype=torch.float32)
     finally:
         torch.random.set_rng_state(state)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=EOS)

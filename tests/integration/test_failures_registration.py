@@ -40,6 +40,7 @@ LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
     ("head_dim", {"head_dim": 16}, 512),
     ("engine_version", {"engine_version": "0"}, 256),
     ("wire_dtype", {"wire_dtype": "fp8_e4m3"}, 320),
+    ("quantization", {"quantization": "int8"}, 256),
 ]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.hf_tokenizer import ByteTokenizer, HfTokenizer, load_tokenizer
@@ -39,6 +41,21 @@ def test_chat_is_rendered_with_a_generation_prompt(tokenizer: Tokenizer) -> None
     assert tokenizer.has_chat_template
     text = tokenizer.decode(tokenizer.render_chat(TURNS))
     assert text == "system: Be brief.\nuser: Hi 👋\nassistant: "
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A family that decodes in a way of its own."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+def test_a_family_that_decodes_by_itself_is_asked() -> None:
+    backend = tiny_tokenizer()
+    tokens = backend.encode("loud")
+    assert HfTokenizer(backend).decode(tokens) == "loud"
+    backend.__class__ = Shouting
+    assert HfTokenizer(backend).decode(tokens) == "LOUD"
 
 
 def test_a_tokenizer_without_template_says_so() -> None:

@@ -91,6 +91,7 @@ def test_a_change_log_names_all_who_differ() -> None:
         ("tensor_parallel_size", 2),
         ("engine_version", "2"),
         ("wire_dtype", "fp8_e4m3"),
+        ("quantization", "int8"),
     ],
 )
 def test_another_layout_is_refused_by_name(field: str, value: object) -> None:
@@ -170,6 +171,7 @@ def _set(path: str, value: object) -> Damage:
         ("endpoint.layout.head_dim", 5000),
         ("endpoint.layout.engine_version", ""),
         ("endpoint.layout.wire_dtype", "fp4"),
+        ("endpoint.layout.quantization", "int3"),
         ("max_step_tokens", 0),
         ("max_running_requests", 65537),
     ],

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -54,14 +55,13 @@ def naive_allowed(logits: list[float], s: SamplingParams) -> set[int]:
 
 @given(LOGITS, PARAMS)
 def test_filters_keep_what_a_naive_ranking_keeps(logits: list[float], s: SamplingParams) -> None:
-    allowed = allowed_tokens(torch.tensor(logits, dtype=torch.float64), s)
+    allowed = allowed_tokens(np.array(logits, dtype=np.float64), s)
     kept = set(range(len(logits))) if allowed is None else set(allowed.tolist())
     assert kept == naive_allowed(logits, s)
 
 
 def test_nucleus_wider_than_the_first_guess() -> None:
-    logits = torch.zeros(5000, dtype=torch.float64)
-    allowed = allowed_tokens(logits, SamplingParams(top_p=0.5))
+    allowed = allowed_tokens(np.zeros(5000), SamplingParams(top_p=0.5))
     assert allowed is not None
     assert allowed.tolist() == list(range(2500))
 
@@ -188,6 +188,26 @@ def test_rows_that_are_not_finite_are_named(bad: float) -> None:
     with pytest.raises(NanLogitsError) as failure:
         sample(logits, rows)
     assert failure.value.rows == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_many_greedy_rows_take_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    pick = random.Random(0)
+    values = [[pick.randrange(-40, -3) / 4 for _ in range(200)] for _ in range(21)]
+    chosen = sample(torch.tensor(values, dtype=dtype), [row(SamplingParams(temperature=0.0))] * 21)
+    assert [token.token_id for token in chosen] == [each.index(max(each)) for each in values]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_nan_of_either_sign_is_found_in_any_of_many_rows(dtype: torch.dtype) -> None:
+    logits = torch.ones(21, 50, dtype=dtype)
+    logits[3, 40] = math.nan
+    logits[20, 49] = -math.nan
+    logits[9] = -math.inf
+    logits[10, 1:] = -math.inf
+    with pytest.raises(NanLogitsError) as failure:
+        sample(logits, [row(SamplingParams(temperature=0.0))] * 21)
+    assert failure.value.rows == (3, 9, 20)
 
 
 def test_logits_are_left_unchanged() -> None:

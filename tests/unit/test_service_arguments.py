@@ -30,7 +30,10 @@ from splitserve.v1 import inference_pb2
 ENGINE = EngineConfig(
     kind="simulated",
     dtype="float32",
+    quantization="int8",
     device="cuda:1",
+    attention_backend="torch",
+    cuda_graphs="off",
     block_size_tokens=8,
     num_blocks=64,
     kv_memory_bytes=2**20,

@@ -1,0 +1,127 @@
+"""Linear layers with int8 weights on cpu, and activations quantized token by token as they come.
+
+A weight has one scale for each output, symmetric. An activation `[..., inputs]` is divided by the largest magnitude of
+its own token and so quantized with one scale for all of them: what a token gives does not depend on its neighbours in
+the batch. Products are summed in int32, exactly; what is rounded is the two operands. The product is FBGEMM's; why that
+one stands in docs/quantization.md.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.model_linears import relative_difference, replacements
+from splitserve.config import EngineConfig
+from splitserve.errors import ConfigError, UnsupportedModelError
+from splitserve.logs import log_event
+
+FIELD = "engine.quantization"
+MAX_DIFFERENCE = 0.5
+"""Of the whole model's logits, relative norm. Quantization stays below 0.1; a layer that is used in another way does
+not."""
+_LEVELS = 127
+_ZERO_POINT = 128
+"""Activations are unsigned in the product: -1 is 1, 0 is 128 and 1 is 255."""
+_ROWS_AT_ONCE = 4096
+"""Outputs whose weights are widened to float32 together while they are quantized."""
+_LEAST_SCALE = 1e-30
+"""In place of the scale of a token that is all zeros."""
+
+
+class Int8Linear(nn.Module):
+    """`y = x W^T + b` with `W` in int8. `x` `[..., inputs]` in bfloat16, `y` `[..., outputs]` likewise."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+        self._packed = _pack(weight)
+        self._bias = None if bias is None else bias.float()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        wide = x.float()
+        scale = wide.abs().amax(-1, keepdim=True).clamp_min_(_LEAST_SCALE)
+        product = self._product(wide / scale, 1 / _LEVELS, _ZERO_POINT, self._packed)
+        y: torch.Tensor = product.mul_(scale) if self._bias is None else product.mul_(scale).add_(self._bias)
+        return y.to(x.dtype)
+
+
+def check_quantization(config: EngineConfig, dtype: str, device: torch.device) -> None:
+    """Raises ConfigError (`engine.quantization`) when this engine cannot compute as asked; says why."""
+    if config.quantization == "none":
+        return
+    why = None
+    if device.type != "cpu":
+        why = f"is for cpu; this engine runs on {device.type}"
+    elif dtype != "bfloat16":
+        why = f"goes with bfloat16; this engine's dtype is {dtype}"
+    elif not is_exact():
+        why = "needs a processor with int8 products (AVX-512 VNNI) and a torch with FBGEMM"
+    if why is not None:
+        raise ConfigError(f"{FIELD}: {config.quantization} {why}", field=FIELD)
+
+
+def quantize_linears(model: nn.Module, output: nn.Module | None, probe: Callable[[], torch.Tensor]) -> None:
+    """Replaces a bfloat16 cpu model's linear layers but `output`; their own weights are let go one by one.
+
+    The output layer stays as it is: no layer after it evens its errors out; see docs/quantization.md.
+
+    `probe` runs the model and returns its logits `[..., vocabulary]`. Raises UnsupportedModelError when the model has
+    none that can be quantized, fails with them, or answers something else.
+    """
+    before = probe().float()
+    quantized = 0
+    for parent, name, replacement in replacements(model, Int8Linear, kept=output):
+        quantized += replacement.in_features * replacement.out_features
+        setattr(parent, name, replacement)
+    why = (
+        _refusal(before, probe) if quantized else "it has no linear layers of its own that could be quantized"
+    )
+    if why is not None:
+        raise UnsupportedModelError(f"{FIELD}: int8 does not fit this model: {why}")
+    others = sum(parameter.numel() for parameter in model.parameters())
+    log_event("engine.linears_quantized", int8_weights=quantized, other_weights=others)
+
+
+def _refusal(before: torch.Tensor, probe: Callable[[], torch.Tensor]) -> str | None:
+    try:
+        difference = relative_difference(probe().float(), before)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        return str(error).partition("\n")[0]
+    return None if difference <= MAX_DIFFERENCE else f"its logits differ by {difference:.3g}, relative"
+
+
+def _pack(weight: torch.Tensor) -> Any:
+    """FBGEMM's form of a weight `[outputs, inputs]`."""
+    parts = [_quantize(part) for part in weight.split(_ROWS_AT_ONCE)]
+    values, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    zeros = torch.zeros(len(scales), dtype=torch.int64)
+    with warnings.catch_warnings():
+        # Tensors of quantized types are deprecated; this product takes its weight in no other form.
+        warnings.filterwarnings(
+            "ignore", message=".*quantized tensor creation functions", category=UserWarning
+        )
+        tensor = torch._make_per_channel_quantized_tensor(values, scales, zeros, 0)
+    return torch.ops.quantized.linear_prepack(tensor, None)
+
+
+def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 values and float64 scales; weight = values * scales, about."""
+    wide = weight.float()
+    scales = wide.abs().amax(1).clamp_min_(_LEAST_SCALE) / _LEVELS
+    return (wide / scales[:, None]).round_().to(torch.int8), scales.double()
+
+
+def is_exact() -> bool:
+    """Whether a product of the largest values is right here. Without VNNI, pairs of products are summed in 16 bits."""
+    ones = torch.ones(1, 64, dtype=torch.bfloat16)
+    try:
+        return bool((Int8Linear(ones, None)(ones) == ones.shape[1]).all())
+    except (RuntimeError, AttributeError):
+        return False

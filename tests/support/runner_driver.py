@@ -1,0 +1,112 @@
+"""Drives a TorchRunner over tiny models step by step, without a scheduler: any chunking, block tables in no order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from engine.runner import ScheduledSequence
+from engine.torch_runner import TorchRunner, build_torch_runner
+from engine.types import SampledToken, SamplingParams
+from splitserve.config import EngineConfig
+from splitserve.models import resolve_model
+from tests.fakes.tiny_models import EOS, make_tiny_model
+
+BLOCK = 8
+NUM_BLOCKS = 256
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def runner_of(folder: Path, family: str, dtype: str = "float32", **settings: int | str) -> TorchRunner:
+    source = resolve_model(str(make_tiny_model(family, folder)))
+    given = {"device": "cpu", "threads": 1, "block_size_tokens": BLOCK, "num_blocks": NUM_BLOCKS} | settings
+    config = EngineConfig.model_validate({"dtype": dtype, **given})
+    return build_torch_runner(config, source, lambda _: None)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    pick = random.Random(1000 * seed + length)
+    return [pick.randrange(EOS) for _ in range(length)]
+
+
+def reference(folder: Path, family: str, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
+    """What `transformers` generates with its eager attention, end-of-sequence ignored."""
+    model = AutoModelForCausalLM.from_pretrained(
+        make_tiny_model(family, folder), dtype=torch.float32, attn_implementation="eager"
+    )
+    model.generation_config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids))  # the prompt may hold the pad token
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+@dataclass
+class Sequence_:
+    """One sequence of the driver, with a block table in no order."""
+
+    name: str
+    tokens: list[int]
+    prompt_tokens: int
+    blocks: list[int]
+    starts_at: int
+    sampling: SamplingParams
+    computed: int = 0
+    banned: frozenset[int] = field(default_factory=frozenset)
+
+    def scheduled(self, chunk: int) -> ScheduledSequence:
+        new = min(chunk, len(self.tokens) - self.computed)
+        sample = self.computed + new == len(self.tokens)
+        return ScheduledSequence(
+            self.name,
+            self.tokens,
+            self.prompt_tokens,
+            self.computed,
+            new,
+            self.blocks,
+            sample,
+            self.sampling,
+            self.banned,
+        )
+
+
+def make_sequences(
+    prompts: Sequence[list[int]], max_tokens: int, stagger: int = 1, sampling: SamplingParams = GREEDY
+) -> list[Sequence_]:
+    free = random.Random(3).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    sequences = []
+    for index, prompt in enumerate(prompts):
+        count = -(-(len(prompt) + max_tokens) // BLOCK)
+        blocks = [free.pop() for _ in range(count)]
+        sequences.append(Sequence_(str(index), list(prompt), len(prompt), blocks, stagger * index, sampling))
+    return sequences
+
+
+def drive(
+    runner: TorchRunner, sequences: Sequence[Sequence_], max_tokens: int, chunk: int
+) -> list[list[SampledToken]]:
+    """Runs all to `max_tokens`; each joins at its step, so that chunks and single tokens mix in batches."""
+    answers: dict[str, list[SampledToken]] = {sequence.name: [] for sequence in sequences}
+    step = 0
+    while any(len(answer) < max_tokens for answer in answers.values()):
+        live = [s for s in sequences if s.starts_at <= step and len(answers[s.name]) < max_tokens]
+        batch = [sequence.scheduled(chunk) for sequence in live]
+        for sequence, item, token in zip(live, batch, runner.execute(batch), strict=True):
+            sequence.computed += item.num_new
+            assert (token is not None) == item.sample
+            if token is not None:
+                sequence.tokens.append(token.token_id)
+                answers[sequence.name].append(token)
+        step += 1
+    return list(answers.values())
+
+
+def tokens_of(answers: list[list[SampledToken]]) -> list[list[int]]:
+    return [[token.token_id for token in answer] for answer in answers]
