@@ -85,9 +85,10 @@ async def test_a_stream_with_a_callback() -> None:
         assert [piece["parameters"]["triton_final_response"] for piece in seen] == [False] * (
             len(seen) - 1
         ) + [True]
-        assert [piece["outputs"]["finish_reason"] for piece in seen[-2:]] == [[""], ["length"]]
+        # How many there are is up to the load: what is there at once travels together.
+        reasons = [piece["outputs"]["finish_reason"] for piece in seen]
+        assert reasons == [[""]] * (len(seen) - 1) + [["length"]]
         assert seen[-1]["parameters"]["completion_tokens"] == 6
-        assert len(seen) > 1
 
 
 async def test_an_empty_final_response_where_it_is_asked_for() -> None:
