@@ -49,10 +49,10 @@ class PagedBackend:
         batch = self.batch
         assert batch is not None, "a forward pass outside of a step"
         pool = self._views[layer.index]
-        pool[0].transpose(0, 1)[batch.slot_blocks, :, batch.slot_offsets] = key.transpose(0, 1)
-        pool[1].transpose(0, 1)[batch.slot_blocks, :, batch.slot_offsets] = value.transpose(0, 1)
+        new = torch.stack((key, value))
+        pool[:, :, batch.slot_blocks, batch.slot_offsets] = new
         plan = batch.plan(layer.window)
-        parts = [_dense(group, layer.index, query, key, value, scale, softcap) for group in plan.dense]
+        parts = [_dense(group, layer.index, query, new, scale, softcap) for group in plan.dense]
         parts += [self._decode(group, query, pool, scale, softcap) for group in plan.decode]
         for chunk in plan.prefill:
             begin, end = chunk.rows
@@ -101,19 +101,17 @@ def _dense(
     group: DenseGroup,
     layer: int,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    new: torch.Tensor,
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """As `PagedBackend._decode`, for rows whose KV lies in one piece."""
+    """As `PagedBackend._decode`, for rows whose KV lies in one piece; `new` is the KV of all of the step's tokens."""
     begin, end = group.rows
     heads, _, head_dim = query.shape
-    keys, values = group.memory[layer]
+    memory = group.memory[layer]
+    memory.transpose(1, 2)[:, :, group.order, group.places] = new[:, :, begin:end]
+    keys, values = memory
     count, kv_heads = keys.shape[:2]
-    row = torch.arange(count)
-    keys[row, :, group.places] = key[:, begin:end].transpose(0, 1)
-    values[row, :, group.places] = value[:, begin:end].transpose(0, 1)
     rows = query[:, begin:end].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, head_dim)
     return _one_token(rows, keys, values, group.mask, scale, softcap).reshape(count, heads, head_dim)
 

@@ -49,12 +49,13 @@ class DecodeGroup:
 class DenseGroup:
     """Decode rows `rows[0]`..`rows[1]` whose KV lies in the rows of one shelf.
 
-    `memory` `[num_layers, 2, n, num_kv_heads, capacity, head_dim]`; `places` `[n]`: where each new token's KV goes;
-    `mask` `[n, 1, 1, capacity]`: 0 or -inf, None when every position counts.
+    `memory` `[num_layers, 2, n, num_kv_heads, capacity, head_dim]`; `order` `[n]`: 0, 1, ...; `places` `[n]`: where
+    in its row each new token's KV goes; `mask` `[n, 1, 1, capacity]`: 0 or -inf, None when every position counts.
     """
 
     rows: tuple[int, int]
     memory: torch.Tensor
+    order: torch.Tensor
     places: torch.Tensor
     mask: torch.Tensor | None
 
@@ -190,7 +191,9 @@ class _Planner:
             if window is not None:
                 hidden |= local <= last - window
             mask = self._mask(hidden)[:, None, None] if hidden.any() else None
-            yield DenseGroup((begin, end), shelf.memory, torch.from_numpy(places), mask)
+            yield DenseGroup(
+                (begin, end), shelf.memory, torch.arange(end - begin), torch.from_numpy(places), mask
+            )
 
     def _groups(self, window: int | None) -> list[tuple[int, int]]:
         """Cuts the decode rows, sorted by length, where padding would waste too much."""
