@@ -48,17 +48,18 @@ class Forward(ABC):
 class TorchForward(Forward):
     """Attention in plain torch; on any device."""
 
-    def __init__(self, model: LoadedModel, pool: KvPool) -> None:
+    def __init__(self, model: LoadedModel, pool: KvPool, dense_bytes: int) -> None:
         self._module, self._device, self._dtype = model.module, model.device, DTYPES[model.dtype]
         self._block_size = pool.layout.block_size_tokens
-        self._backend = model.context.backend = PagedBackend(pool)
+        self._backend = model.context.backend = PagedBackend(pool, dense_bytes)
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """See `Forward.logits`."""
+        backend = self._backend
         step = build_step_batch(
-            batch, self._block_size, self._dtype, self._device, self._backend.group_blocks
+            batch, self._block_size, self._dtype, self._device, backend.group_blocks, backend.dense_rows
         )
-        self._backend.batch = step
+        backend.batch = step
         # Only rows that are sampled go through the output layer. The model's own forward pass does it,
         # because some families scale or cap logits there.
         logits: torch.Tensor = self._module(
@@ -67,7 +68,7 @@ class TorchForward(Forward):
             use_cache=False,
             logits_to_keep=step.sample_rows,
         ).logits[0]
-        self._backend.batch = None
+        backend.batch = None
         return StepLogits(logits, step.sample_order)
 
     def finish(self) -> None:
@@ -81,7 +82,10 @@ def make_forward(model: LoadedModel, pool: KvPool, config: EngineConfig, context
     chosen = choose_backend(config.attention_backend, model.device, model.dtype)
     log_event("engine.attention", backend=chosen, device=str(model.device))
     if chosen == "torch":
-        return TorchForward(model, pool)
+        dense_bytes = config.dense_rows_bytes
+        if dense_bytes is None:
+            dense_bytes = pool.num_blocks * pool.layout.block_bytes // 4
+        return TorchForward(model, pool, dense_bytes)
     # Imported here: what follows needs triton, which is there with torch's CUDA builds only.
     from engine.cuda.paged_forward import PagedAttention, PagedForward
 

@@ -12,27 +12,29 @@ import torch
 from torch.nn import functional
 
 from engine.attention import LayerState
+from engine.dense_rows import DenseRows
 from engine.kv_pool import KvPool
-from engine.model_batch import DecodeGroup, PrefillChunk, StepBatch
+from engine.model_batch import DecodeGroup, DenseGroup, PrefillChunk, StepBatch
 
 GATHERED_BYTES = 4 << 20
 """KV of one layer that a decode group reads at once on cpu. It is copied together first and must stay in a cache."""
-FUSED_POSITIONS = 512
-"""Up to so many keys, of all rows together, a decode group costs less in torch's fused attention."""
+FUSED_POSITIONS = 1536
+"""Up to so many keys, of all rows and KV heads together, a decode group costs less in torch's fused attention."""
 
 
 class PagedBackend:
     """Attention over a KV pool. `batch` is the current step's; the runner sets it before each pass."""
 
-    def __init__(self, pool: KvPool) -> None:
+    def __init__(self, pool: KvPool, dense_bytes: int = 0) -> None:
         self.batch: StepBatch | None = None
         self._views = [pool.view(layer) for layer in range(pool.layout.num_layers)]
         one = self._views[0][:, :, :1]
         self._scratch = one.new_empty(0)
-        self.group_blocks = (
-            GATHERED_BYTES // (one.numel() * one.itemsize) if one.device.type == "cpu" else None
-        )
+        on_cpu = one.device.type == "cpu"
+        self.group_blocks = GATHERED_BYTES // (one.numel() * one.itemsize) if on_cpu else None
         """How many blocks a decode group has at most, as `build_step_batch` wants it."""
+        self.dense_rows = DenseRows(pool.tensor, dense_bytes) if on_cpu and dense_bytes else None
+        """Where decoding sequences have their KV once more, as `build_step_batch` wants it."""
 
     def attend(
         self,
@@ -47,10 +49,11 @@ class PagedBackend:
         batch = self.batch
         assert batch is not None, "a forward pass outside of a step"
         pool = self._views[layer.index]
-        pool[0].transpose(0, 1)[batch.slot_blocks, :, batch.slot_offsets] = key.transpose(0, 1)
-        pool[1].transpose(0, 1)[batch.slot_blocks, :, batch.slot_offsets] = value.transpose(0, 1)
+        new = torch.stack((key, value))
+        pool[:, :, batch.slot_blocks, batch.slot_offsets] = new
         plan = batch.plan(layer.window)
-        parts = [self._decode(group, query, pool, scale, softcap) for group in plan.decode]
+        parts = [_dense(group, layer.index, query, new, scale, softcap) for group in plan.dense]
+        parts += [self._decode(group, query, pool, scale, softcap) for group in plan.decode]
         for chunk in plan.prefill:
             begin, end = chunk.rows
             if chunk.blocks is None:
@@ -86,22 +89,48 @@ class PagedBackend:
         gathered = self._gather(pool, group.blocks)
         if group.stale is not None:
             gathered.index_fill_(2, group.stale, 0.0)
-        positions = gathered.shape[2]
+        keys, values = gathered.view(2, kv_heads, count, -1, head_dim)
         # The query heads that share a KV head become rows of one product, instead of the KV being repeated.
         rows = query.view(kv_heads, heads // kv_heads, -1, head_dim)[:, :, begin:end].transpose(1, 2)
-        if softcap is None and positions <= FUSED_POSITIONS:
-            keys, values = gathered.view(2, kv_heads, count, -1, head_dim).transpose(1, 2)
-            output = functional.scaled_dot_product_attention(
-                rows.transpose(0, 1), keys, values, attn_mask=group.mask, scale=scale
-            )
-            return output.reshape(count, heads, head_dim)
-        keys, values = gathered.view(2, kv_heads * count, -1, head_dim)
-        rows = rows.reshape(kv_heads * count, -1, head_dim)
-        scores = _scores(rows, keys, scale)
-        mask = None if group.mask is None else group.mask.view(1, count, 1, -1)
-        split = scores.view(kv_heads, count, heads // kv_heads, -1)
-        output = torch.bmm(_weights(split, mask, softcap).view_as(scores), values)
-        return output.view(kv_heads, count, -1, head_dim).transpose(0, 1).reshape(count, heads, head_dim)
+        mask = None if group.mask is None else group.mask.transpose(0, 1)
+        output = _one_token(rows, keys, values, mask, scale, softcap)
+        return output.transpose(0, 1).reshape(count, heads, head_dim)
+
+
+def _dense(
+    group: DenseGroup,
+    layer: int,
+    query: torch.Tensor,
+    new: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """As `PagedBackend._decode`, for rows whose KV lies in one piece; `new` is the KV of all of the step's tokens."""
+    begin, end = group.rows
+    heads, _, head_dim = query.shape
+    memory = group.memory[layer]
+    memory.transpose(1, 2)[:, :, group.order, group.places] = new[:, :, begin:end]
+    keys, values = memory
+    count, kv_heads = keys.shape[:2]
+    rows = query[:, begin:end].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, head_dim)
+    return _one_token(rows, keys, values, group.mask, scale, softcap).reshape(count, heads, head_dim)
+
+
+def _one_token(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """`[a, b, queries, head_dim]` against `[a, b, keys, head_dim]`; the mask can be broadcast to the scores."""
+    first, second, length, head_dim = keys.shape
+    if softcap is None and first * second * length <= FUSED_POSITIONS:
+        return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    scores = _scores(rows.reshape(first * second, -1, head_dim), keys.flatten(0, 1), scale)
+    weights = _weights(scores.view(first, second, -1, length), mask, softcap).view_as(scores)
+    return torch.bmm(weights, values.flatten(0, 1)).view(first, second, -1, head_dim)
 
 
 def _prefill(

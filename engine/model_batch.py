@@ -7,7 +7,7 @@ on a layer's sliding window only, so it is worked out once a step and window, no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.dense_rows import DenseRows, Shelved
 from engine.runner import ScheduledSequence
 
 Ints = npt.NDArray[np.int64]
@@ -45,6 +46,21 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseGroup:
+    """Decode rows `rows[0]`..`rows[1]` whose KV lies in the rows of one shelf.
+
+    `memory` `[num_layers, 2, n, num_kv_heads, capacity, head_dim]`; `order` `[n]`: 0, 1, ...; `places` `[n]`: where
+    in its row each new token's KV goes; `mask` `[n, 1, 1, capacity]`: 0 or -inf, None when every position counts.
+    """
+
+    rows: tuple[int, int]
+    memory: torch.Tensor
+    order: torch.Tensor
+    places: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tile:
     """Queries `query[0]`..`query[1]` of a chunk against its keys `keys[0]`..`keys[1]`.
 
@@ -69,6 +85,7 @@ class PrefillChunk:
 class AttentionPlan:
     """Everything that a layer's attention computes in one step."""
 
+    dense: tuple[DenseGroup, ...]
     decode: tuple[DecodeGroup, ...]
     prefill: tuple[PrefillChunk, ...]
 
@@ -104,14 +121,18 @@ def build_step_batch(
     dtype: torch.dtype,
     device: torch.device,
     group_blocks: int | None = None,
+    dense_rows: DenseRows | None = None,
 ) -> StepBatch:
     """Flattens scheduled sequences. `dtype` is the model's, for the masks.
 
-    A decode group of several rows has at most `group_blocks` blocks, padding included; None: any number.
+    A decode group of several rows has at most `group_blocks` blocks, padding included; None: any number. What
+    `dense_rows` has room for is in no decode group.
     """
     decode = [index for index, sequence in enumerate(batch) if sequence.num_new == 1]
-    decode.sort(key=lambda index: -batch[index].num_computed)
-    order = [*decode, *(index for index, sequence in enumerate(batch) if sequence.num_new != 1)]
+    shelved = dense_rows.place(batch, decode) if dense_rows is not None else []
+    dense = [index for shelf in shelved for index in shelf.members]
+    rest = sorted(set(decode).difference(dense), key=lambda index: -batch[index].num_computed)
+    order = [*dense, *rest, *(index for index, sequence in enumerate(batch) if sequence.num_new != 1)]
     sequences = [batch[index] for index in order]
     starts = np.cumsum([0, *(sequence.num_new for sequence in sequences)])
     tokens, positions, blocks = [], [], []
@@ -136,7 +157,9 @@ def build_step_batch(
         slot_offsets=tensor(flat % block_size),
         sample_rows=tensor([starts[row + 1] - 1 for row in sampled]),
         sample_order=[order[row] for row in sampled],
-        _planner=_Planner(sequences, starts, len(decode), block_size, dtype, device, group_blocks),
+        _planner=_Planner(
+            sequences, starts, len(dense), len(decode), block_size, dtype, device, group_blocks, shelved
+        ),
     )
 
 
@@ -144,22 +167,39 @@ def build_step_batch(
 class _Planner:
     sequences: list[ScheduledSequence]
     starts: Ints
+    num_dense: int
     num_decode: int
     block_size: int
     dtype: torch.dtype
     device: torch.device
     group_blocks: int | None
+    shelved: list[Shelved]
 
     def plan(self, window: int | None) -> AttentionPlan:
         groups = tuple(self._decode_group(first, last, window) for first, last in self._groups(window))
         chunks = range(self.num_decode, len(self.sequences))
-        return AttentionPlan(groups, tuple(self._prefill(index, window) for index in chunks))
+        prefill = tuple(self._prefill(index, window) for index in chunks)
+        return AttentionPlan(tuple(self._dense_groups(window)), groups, prefill)
+
+    def _dense_groups(self, window: int | None) -> Iterator[DenseGroup]:
+        end = 0
+        for shelf in self.shelved:
+            begin, end = end, end + len(shelf.members)
+            places = np.array([sequence.num_computed for sequence in self.sequences[begin:end]])
+            local, last = np.arange(shelf.memory.shape[4]), places[:, None]
+            hidden = local > last
+            if window is not None:
+                hidden |= local <= last - window
+            mask = self._mask(hidden)[:, None, None] if hidden.any() else None
+            yield DenseGroup(
+                (begin, end), shelf.memory, torch.arange(end - begin), torch.from_numpy(places), mask
+            )
 
     def _groups(self, window: int | None) -> list[tuple[int, int]]:
         """Cuts the decode rows, sorted by length, where padding would waste too much."""
         groups: list[tuple[int, int]] = []
-        begin, widest = 0, 0
-        for row in range(self.num_decode):
+        begin, widest = self.num_dense, 0
+        for row in range(begin, self.num_decode):
             width = self._blocks(row, window)[1]
             uneven = widest > SAME_LENGTH_BLOCKS and width < MIN_FILL * widest
             full = (
@@ -169,7 +209,7 @@ class _Planner:
                 groups.append((begin, row))
                 begin, widest = row, 0
             widest = max(widest, width)
-        return [*groups, (begin, self.num_decode)] if self.num_decode else []
+        return [*groups, (begin, self.num_decode)] if self.num_decode > self.num_dense else []
 
     def _blocks(self, row: int, window: int | None) -> tuple[int, int]:
         """First block that any new token of a sequence may see, and how many from there to its end."""

@@ -58,6 +58,9 @@ class EngineConfig(_Settings):
     kv_memory_bytes: Annotated[int, Field(ge=2**16)] | None = None
     """Memory of the KV pool, what a narrower `wire_dtype` takes beside it included. Default: 1 GiB on cpu, 80% of what
     is free after loading on cuda."""
+    dense_rows_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Memory beside the pool, on cpu, in which decoding sequences have their KV once more in one piece; those without
+    room there decode as well, only slower. Default: a quarter of the pool's; 0: none. Taken as it is needed."""
     max_step_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
     """Token budget of one step; longer prompts are computed in chunks, and the KV of each is sent while the next one
     is computed. Default: 512 on cpu, 2048 on cuda."""

@@ -67,19 +67,28 @@ def plain(
     return torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ values
 
 
+@pytest.mark.parametrize("dense_bytes", [0, 400_000, 1 << 30])
 @pytest.mark.parametrize("group_blocks", [None, 1, 150])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (None, 2.0), (30, 2.0)])
 def test_every_row_sees_its_own_past(
-    group_blocks: int | None, window: int | None, softcap: float | None
+    group_blocks: int | None, window: int | None, softcap: float | None, dense_bytes: int
 ) -> None:
     torch.manual_seed(0)
     layout = KvLayout("m" * 64, "float32", BLOCK, 2, KV_HEADS, HEAD_DIM)
     pool = KvPool(layout, NUM_BLOCKS, torch.device("cpu"))
     pool.tensor.fill_(float("nan"))  # what others left there must not get through
     batch = sequences(LENGTHS)
-    assert sum(computed + new for computed, new in LENGTHS if new == 1) > FUSED_POSITIONS
-    step = build_step_batch(batch, BLOCK, torch.float32, torch.device("cpu"), group_blocks)
-    backend = PagedBackend(pool)
+    assert KV_HEADS * sum(computed + new for computed, new in LENGTHS if new == 1) > FUSED_POSITIONS
+    backend = PagedBackend(pool, dense_bytes)
+    pasts = {}
+    for sequence in batch:
+        past = pasts[sequence.request_id] = torch.randn(2, KV_HEADS, sequence.num_computed, HEAD_DIM)
+        for position in range(sequence.num_computed):
+            block = sequence.block_ids[position // BLOCK]
+            pool.tensor[block, 1, :, :, position % BLOCK] = past[:, :, position]
+    step = build_step_batch(
+        batch, BLOCK, torch.float32, torch.device("cpu"), group_blocks, backend.dense_rows
+    )
     backend.batch = step
     total = step.positions.shape[1]
     query = torch.randn(HEADS, total, HEAD_DIM)
@@ -89,13 +98,6 @@ def test_every_row_sees_its_own_past(
     rows: dict[str, list[int]] = {sequence.request_id: [] for sequence in batch}
     for row, block in enumerate(step.slot_blocks.tolist()):
         rows[owner[block].request_id].append(row)
-    pasts = {}
-    for sequence in batch:
-        past = pasts[sequence.request_id] = torch.randn(2, KV_HEADS, sequence.num_computed, HEAD_DIM)
-        for position in range(sequence.num_computed):
-            block = sequence.block_ids[position // BLOCK]
-            pool.tensor[block, 1, :, :, position % BLOCK] = past[:, :, position]
-
     layer = LayerState(1, AttentionContext(), window, window_declared=True)
     output = backend.attend(layer, query, key, value, SCALE, softcap)
 
@@ -105,7 +107,11 @@ def test_every_row_sees_its_own_past(
         keys, values = torch.cat([pasts[sequence.request_id], torch.stack([key, value])[:, :, own]], dim=2)
         expected = plain(query[:, own], keys, values, window, softcap).transpose(0, 1)
         assert torch.allclose(output[own].double(), expected, atol=1e-5), sequence.request_id
-    groups = step.plan(window).decode
-    assert [group.rows[0] for group in groups] == sorted(group.rows[0] for group in groups)
+    plan = step.plan(window)
+    dense = sum(group.rows[1] - group.rows[0] for group in plan.dense)
+    decoding = sum(new == 1 for _, new in LENGTHS)
+    assert dense == {0: 0, 400_000: dense, 1 << 30: decoding}[dense_bytes]
+    if dense_bytes == 400_000:
+        assert 0 < dense < decoding
     if group_blocks == 1:
-        assert len(groups) == sum(new == 1 for _, new in LENGTHS)
+        assert len(plan.decode) == decoding - dense
