@@ -132,6 +132,12 @@ NumBlocks = Annotated[
 KvMemoryBytes = Annotated[
     int | None, typer.Option(help="Memory of a worker's KV pool.", rich_help_panel=ENGINE_PANEL)
 ]
+DenseRowsBytes = Annotated[
+    int | None,
+    typer.Option(
+        help="Memory for decoding sequences' KV in one piece, on cpu.", rich_help_panel=ENGINE_PANEL
+    ),
+]
 MaxStepTokens = Annotated[
     int | None, typer.Option(help="Token budget of one step. Default: 2048.", rich_help_panel=ENGINE_PANEL)
 ]
