@@ -134,7 +134,8 @@ class DenseRows:
 
         Those that no row can be made for are in none of the results. Rows of all others are given up.
         """
-        wanted = {id(batch[index].token_ids): index for index in decoding}
+        indices = {id(batch[index].token_ids): index for index in decoding}
+        wanted = indices.copy()
         self._drop_all_but(wanted, batch)
         for index in wanted.values():
             self._add(batch[index])
@@ -144,8 +145,7 @@ class DenseRows:
                 del self._shelves[capacity]
                 continue
             shelf.written()
-            taken = {id(batch[index].token_ids): index for index in decoding}
-            places.append(Shelved([taken[id(row.tokens)] for row in shelf.rows], shelf.used()))
+            places.append(Shelved([indices[id(row.tokens)] for row in shelf.rows], shelf.used()))
         return places
 
     def _drop_all_but(self, wanted: dict[int, int], batch: Sequence[ScheduledSequence]) -> None:
