@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model_batch import TILE_TOKENS
-from engine.sampler import NanLogitsError
 from engine.torch_runner import build_torch_runner
 from engine.types import SamplingParams
 from splitserve.config import EngineConfig
@@ -20,6 +19,7 @@ from tests.fakes.tiny_models import CONTEXT, EOS, FAMILIES, REFUSED, VOCABULARY,
 from tests.support.runner_driver import (
     BLOCK,
     NUM_BLOCKS,
+    check_broken_kv_fails_alone,
     drive,
     make_sequences,
     prompt_of,
@@ -123,19 +123,7 @@ def test_resuming_from_emitted_tokens_gives_the_same_rest(folder: Path) -> None:
 
 
 def test_broken_kv_fails_its_own_sequence_only(folder: Path) -> None:
-    prompts = [prompt_of(20), prompt_of(21), prompt_of(22)]
-    runner = runner_of(folder, "llama")
-    expected = reference(folder, "llama", prompts, 2)
-    sequences = make_sequences(prompts, 4, stagger=0)
-    drive(runner, sequences, 1, CONTEXT)
-    runner._pool.tensor[sequences[1].blocks[0]] = float("nan")
-    batch = [sequence.scheduled(1) for sequence in sequences]
-    with pytest.raises(NanLogitsError) as failure:
-        runner.execute(batch)
-    assert failure.value.rows == (1,)
-    assert failure.value.reason == "NAN_LOGITS"
-    again = runner.execute([batch[0], batch[2]])
-    assert [token.token_id for token in again if token] == [expected[0][1], expected[2][1]]
+    check_broken_kv_fails_alone(runner_of(folder, "llama"), folder, "llama")
 
 
 def test_banned_tokens_are_not_chosen(folder: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engine.cuda.paged_forward import PagedForward
-from engine.sampler import NanLogitsError
 from engine.torch_runner import TorchRunner
 from engine.types import SamplingParams
 from tests.fakes.tiny_models import CONTEXT, EOS, FAMILIES, WINDOW
@@ -20,6 +19,7 @@ from tests.support.runner_driver import (
     GREEDY,
     NUM_BLOCKS,
     Sequence_,
+    check_broken_kv_fails_alone,
     drive,
     make_sequences,
     prompt_of,
@@ -165,18 +165,7 @@ def test_tokens_drawn_on_the_device_are_those_of_the_host(folder: Path) -> None:
 
 
 def test_broken_kv_fails_its_own_sequence_only(folder: Path) -> None:
-    prompts = [prompt_of(20), prompt_of(21), prompt_of(22)]
-    runner = cuda_runner(folder, "llama")
-    expected = reference(folder, "llama", prompts, 2)
-    sequences = make_sequences(prompts, 4, stagger=0)
-    drive(runner, sequences, 1, CONTEXT)
-    runner._pool.tensor[sequences[1].blocks[0]] = float("nan")
-    batch = [sequence.scheduled(1) for sequence in sequences]
-    with pytest.raises(NanLogitsError) as failure:
-        runner.execute(batch)
-    assert failure.value.rows == (1,)
-    again = runner.execute([batch[0], batch[2]])
-    assert [token.token_id for token in again if token] == [expected[0][1], expected[2][1]]
+    check_broken_kv_fails_alone(cuda_runner(folder, "llama"), folder, "llama")
 
 
 def test_kv_is_there_when_a_step_returns(folder: Path) -> None:

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine.runner import ScheduledSequence
+from engine.sampler import NanLogitsError
 from engine.torch_runner import TorchRunner, build_torch_runner
 from engine.types import SampledToken, SamplingParams
 from splitserve.config import EngineConfig
 from splitserve.models import resolve_model
-from tests.fakes.tiny_models import EOS, make_tiny_model
+from tests.fakes.tiny_models import CONTEXT, EOS, make_tiny_model
 
 BLOCK = 8
 NUM_BLOCKS = 256
@@ -110,3 +112,19 @@ def drive(
 
 def tokens_of(answers: list[list[SampledToken]]) -> list[list[int]]:
     return [[token.token_id for token in answer] for answer in answers]
+
+
+def check_broken_kv_fails_alone(runner: TorchRunner, folder: Path, family: str) -> None:
+    """Of three sequences one has a NaN in its KV: it alone fails, and the others go on as they would have."""
+    prompts = [prompt_of(20), prompt_of(21), prompt_of(22)]
+    expected = reference(folder, family, prompts, 2)
+    sequences = make_sequences(prompts, 4, stagger=0)
+    drive(runner, sequences, 1, CONTEXT)
+    runner._pool.tensor[sequences[1].blocks[0]] = float("nan")
+    batch = [sequence.scheduled(1) for sequence in sequences]
+    with pytest.raises(NanLogitsError) as failure:
+        runner.execute(batch)
+    assert failure.value.rows == (1,)
+    assert failure.value.reason == "NAN_LOGITS"
+    again = runner.execute([batch[0], batch[2]])
+    assert [token.token_id for token in again if token] == [expected[0][1], expected[2][1]]
