@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.cpu.kernel_attention import attends
 from engine.kv_pool import DTYPES, KvPool
 from engine.model_attention import PagedBackend
 from engine.model_batch import build_step_batch
@@ -82,6 +83,10 @@ def make_forward(model: LoadedModel, pool: KvPool, config: EngineConfig, context
     chosen = choose_backend(config.attention_backend, model.device, model.dtype)
     log_event("engine.attention", backend=chosen, device=str(model.device))
     if chosen == "torch":
+        if model.kernels is not None and attends(pool.layout):
+            from engine.cpu.kernel_forward import KernelForward
+
+            return KernelForward(model, pool, model.kernels, config.max_running_requests, context_tokens)
         dense_bytes = config.dense_rows_bytes
         if dense_bytes is None:
             dense_bytes = pool.num_blocks * pool.layout.block_bytes // 4

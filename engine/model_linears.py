@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.cpu.kernels import CpuKernels
+from engine.cpu.layers import KernelLinear
 from splitserve.logs import log_event
 
 MakeLayer = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
@@ -74,16 +76,24 @@ class LinearSlice(nn.Module):
         return self._shared.take(self._index, x)
 
 
-def pack_linears(model: nn.Module, probe: Callable[[], torch.Tensor]) -> bool:
-    """Replaces a bfloat16 cpu model's linear layers; whether it did.
+def pack_linears(
+    model: nn.Module, probe: Callable[[], torch.Tensor], kernels: CpuKernels | None = None
+) -> bool:
+    """Replaces a bfloat16 cpu model's linear layers, by those of the kernels where they fit; whether it did.
 
     `probe` runs the model and returns its logits `[..., vocabulary]`.
     """
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+        if kernels is not None and kernels.packs(weight):
+            return KernelLinear(kernels, weight, bias)
+        return PackedLinear(weight, bias)
+
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
     before = probe().float()
     originals: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent, name, replacement in replacements(model, PackedLinear):
+    for parent, name, replacement in replacements(model, make):
         originals.append((parent, name, getattr(parent, name)))
         setattr(parent, name, replacement)
     try:

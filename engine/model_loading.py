@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.attention import ATTENTION_NAME, AttentionContext, bind_layers
+from engine.cpu.kernels import CpuKernels
+from engine.cpu.layers import replace_norms
 from engine.int8_linears import quantize_linears
 from engine.kv_pool import DTYPES
 from engine.model_linears import pack_linears
@@ -44,6 +46,8 @@ class LoadedModel:
     dtype: str
     device: torch.device
     fingerprint: str
+    kernels: CpuKernels | None = None
+    """What the layers were replaced with, where that was possible."""
 
 
 def resolve_dtype(dtype: str) -> str:
@@ -57,9 +61,10 @@ def load_model(
     device: torch.device,
     progress: Callable[[float], None],
     quantization: str = "none",
+    kernels: CpuKernels | None = None,
 ) -> LoadedModel:
     """Loads a model in evaluation mode. `dtype` is "auto" (bfloat16), "float32" or "bfloat16"; `quantization` "none",
-    or "int8" where `check_quantization` has let it pass.
+    or "int8" where `check_quantization` has let it pass; `kernels` are for bfloat16 on cpu.
 
     `progress` is called with 0..1 as weights arrive. Raises UnsupportedModelError for a family or option
     that the engine refuses (before weights are read where that can be told), NotFoundError and
@@ -80,9 +85,11 @@ def load_model(
     if quantization == "int8":
         quantize_linears(module, module.get_output_embeddings(), lambda: probe_logits(module, context))
     if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
-        pack_linears(module, lambda: probe_logits(module, context))
+        if kernels is not None:
+            replace_norms(module, kernels)
+        pack_linears(module, lambda: probe_logits(module, context), kernels)
         _leave_file(module)
-    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)
+    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint, kernels)
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.cpu.kernels import CpuKernels
 from engine.cuda.device import prepare_device
 from engine.forward import StepLogits, choose_backend, make_forward
 from engine.fp8_wire import Fp8Wire
@@ -22,7 +23,8 @@ from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
 from kv_transfer.transport import PoolMemory
 from kv_transfer.wire import KvWire, check_wire_dtype
 from splitserve.config import EngineConfig
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, UnavailableError
+from splitserve.logs import log_event
 from splitserve.models import ModelSource
 
 
@@ -163,4 +165,17 @@ def build_torch_runner(
     if device.type == "cuda":
         prepare_device(device)
     check_quantization(config, dtype, device)
-    return TorchRunner(load_model(source, dtype, device, progress, config.quantization), config, wire_dtype)
+    kernels = cpu_kernels(config, dtype, device)
+    model = load_model(source, dtype, device, progress, config.quantization, kernels)
+    return TorchRunner(model, config, wire_dtype)
+
+
+def cpu_kernels(config: EngineConfig, dtype: str, device: torch.device) -> CpuKernels | None:
+    """The kernels, where they are for this engine and can be had here; that they cannot is logged."""
+    if config.cpu_kernels == "off" or device.type != "cpu" or dtype != "bfloat16":
+        return None
+    try:
+        return CpuKernels(torch.get_num_threads())
+    except UnavailableError as error:
+        log_event("engine.cpu_kernels_off", why=error.message)
+        return None

@@ -21,7 +21,7 @@ def warm_up(runner: ModelRunner, max_step_tokens: int | None) -> None:
         for computed, new in ((0, prompt), (prompt, 1)):
             sequence = ScheduledSequence(
                 request_id="warm-up",
-                token_ids=[0] * (computed + new),
+                token_ids=[at % runner.facts.vocabulary_size for at in range(computed + new)],
                 prompt_tokens=prompt,
                 num_computed=computed,
                 num_new=new,

@@ -81,10 +81,15 @@ EMBEDDED = {
 }
 
 
-def models_dir() -> Path:
-    """Where fetched models lie: `$SPLITSERVE_HOME/models`, by default `~/.cache/splitserve/models`."""
+def cache_folder() -> Path:
+    """What can be made again lies here: `$SPLITSERVE_HOME`, by default `~/.cache/splitserve`."""
     home = os.environ.get("SPLITSERVE_HOME")
-    return (Path(home) if home else Path.home() / ".cache" / "splitserve") / "models"
+    return Path(home) if home else Path.home() / ".cache" / "splitserve"
+
+
+def models_dir() -> Path:
+    """Where fetched models lie."""
+    return cache_folder() / "models"
 
 
 def resolve_model(name: str) -> ModelSource:

@@ -1,0 +1,78 @@
+"""The forward pass by kernels: steps that only decode are played from tapes, others run the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.cpu.decode_inputs import DecodeInputs
+from engine.cpu.decode_tapes import DecodeTapes
+from engine.cpu.kernel_attention import KernelBackend, KernelStep, make_chunks
+from engine.cpu.kernels import CpuKernels
+from engine.cuda.step_inputs import flatten
+from engine.forward import Forward, StepLogits
+from engine.kv_pool import KvPool
+from engine.model_loading import LoadedModel
+from engine.runner import ScheduledSequence
+
+
+class KernelForward(Forward):
+    """A model in bfloat16 on cpu whose attention is computed by the kernels."""
+
+    def __init__(
+        self, model: LoadedModel, pool: KvPool, kernels: CpuKernels, most_rows: int, context_tokens: int
+    ) -> None:
+        """`most_rows`: sequences of a step at most; `context_tokens`: of one sequence."""
+        self._module = model.module
+        self._block_size = pool.layout.block_size_tokens
+        self._backend = KernelBackend(pool, kernels)
+        model.context.backend = self._backend
+        self._decoding = DecodeInputs(most_rows, -(-context_tokens // self._block_size))
+        self.tapes = DecodeTapes(kernels, self._decoding, self._decode, self._eager, most_rows)
+
+    def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
+        """See `Forward.logits`."""
+        if all(sequence.num_new == 1 for sequence in batch):
+            logits = self.tapes.logits(batch)
+            if logits is not None:
+                order = [index for index, sequence in enumerate(batch) if sequence.sample]
+                return StepLogits(logits if len(order) == len(batch) else logits[order], order)
+        return self._pass(batch)
+
+    def _eager(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
+        self._decoding.fill(batch)
+        return self._decode(len(batch))
+
+    def _decode(self, rows: int) -> torch.Tensor:
+        """Logits `[rows, vocabulary]` of the first decoding rows."""
+        self._backend.step = KernelStep(rows, self._decoding)
+        inputs = self._decoding
+        return self._compute(inputs.token_ids[:, :rows], inputs.positions[:, :rows], 0)
+
+    def _pass(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
+        flat = flatten(batch, self._block_size)
+        count, size = flat.num_decode, self._block_size
+        self._decoding.fill([sequence for sequence in batch if sequence.num_new == 1])
+        chunks = make_chunks([sequence for sequence in batch if sequence.num_new != 1], count, size)
+        slots = torch.from_numpy(flat.slots[count:])
+        self._backend.step = KernelStep(count, self._decoding, chunks, slots // size, slots % size)
+        # Only rows that are sampled go through the output layer. The model's own forward pass does it,
+        # because some families scale or cap logits there.
+        logits = self._compute(
+            torch.from_numpy(flat.token_ids).unsqueeze(0),
+            torch.from_numpy(flat.positions).unsqueeze(0),
+            torch.from_numpy(flat.sample_rows),
+        )
+        return StepLogits(logits, flat.sample_order)
+
+    def _compute(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | int
+    ) -> torch.Tensor:
+        try:
+            logits: torch.Tensor = self._module(
+                input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=keep
+            ).logits[0]
+        finally:
+            self._backend.step = None
+        return logits

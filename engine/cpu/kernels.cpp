@@ -1,0 +1,602 @@
+// Kernels in bfloat16 for x86-64 with AVX-512 BF16, and what runs lists of them on several threads.
+// Plain C interface, no dependency but OpenMP; engine/cpu/build.py compiles it, engine/cpu/program.py describes the operations.
+//
+// Sums are made in the same order whatever the number of rows or threads, so a row's result does not depend on what else
+// is in the batch.
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+using bf16 = uint16_t;
+
+enum Code : int64_t { LINEAR = 0, RMS_NORM = 1, BINARY = 2, UNARY = 3, ATTEND = 4, PREFILL = 5 };
+enum Binary : int64_t { ADD = 0, SUB = 1, MUL = 2 };
+enum Unary : int64_t { COPY = 0, NEG = 1, SILU = 2 };
+
+// One operation. Strides and sizes are in elements. What each field means is said beside the function that reads it.
+struct Op {
+  int64_t code;
+  int64_t serial;      // small: one thread does it, the others go on to the next one that is not
+  void* pointer[6];
+  int64_t size[4];
+  int64_t stride[3][4];
+  int64_t number[10];
+  double real[2];
+};
+
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline bf16 narrow(float f) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return f == f ? bf16(rounded) : bf16(0x7fc0);
+}
+
+inline __m512 widen16(const bf16* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+
+inline void narrow16(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+// exp by 2^n * p(r), |r| <= ln2/2, p of degree 6; relative error under 2^-22. NaN stays NaN: it is the second operand.
+inline __m512 exp16(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
+  x = _mm512_min_ps(_mm512_set1_ps(88.0f), x);
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.0f / 720);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(p, n);
+}
+
+struct Share {
+  int64_t begin, end;
+};
+
+inline Share share(int64_t items, int thread, int threads) {
+  return {items * thread / threads, items * (thread + 1) / threads};
+}
+
+// ---- linear layers ---------------------------------------------------------------------------------------------
+//
+// Weights [N, K] are packed in panels of 48 outputs, the last one of 32 or 16: [N/48][K/2][48][2], so that one row
+// of a panel is a few whole vectors, of pairs as the dot product instruction wants them, and a panel is read in one go.
+
+constexpr int PANEL = 3;  // vectors of 16 outputs
+constexpr int TILE = 8;   // rows
+constexpr int64_t CHUNK = 256;  // rows whose inputs stay in the second level cache
+constexpr int AHEAD = 2048;  // bytes that weights are fetched ahead
+
+// `ROWS` rows of x against `VECTORS` * 16 columns; `out` takes the sums of a row and a vector of columns.
+template <int ROWS, int VECTORS, bool FETCH, class Out>
+inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t K, Out out) {
+  __m512 sum[ROWS][VECTORS];
+  for (int v = 0; v < VECTORS; v++)
+    for (int m = 0; m < ROWS; m++) sum[m][v] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < K; k += 2, w += VECTORS * 32) {
+    __m512bh weight[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+      if (FETCH) _mm_prefetch((const char*)(w + v * 32) + AHEAD, _MM_HINT_T0);
+      weight[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
+    }
+    for (int m = 0; m < ROWS; m++) {
+      int32_t pair;
+      std::memcpy(&pair, x + m * ldx + k, 4);
+      __m512bh input = (__m512bh)_mm512_set1_epi32(pair);
+      for (int v = 0; v < VECTORS; v++) sum[m][v] = _mm512_dpbf16_ps(sum[m][v], weight[v], input);
+    }
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) out(m, v, sum[m][v]);
+}
+
+template <int VECTORS>
+void panel(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t K, const bf16* bias, bf16* y, int64_t ldy) {
+  auto out = [&](int m, int v, __m512 sum) {
+    if (bias) sum = _mm512_add_ps(sum, widen16(bias + v * 16));
+    narrow16(y + m * ldy + v * 16, sum);
+  };
+  bool fetch = true;  // the first rows bring the panel in
+  for (; M >= TILE; M -= TILE, x += TILE * ldx, y += TILE * ldy, fetch = false) {
+    if (fetch)
+      tile<TILE, VECTORS, true>(x, ldx, w, K, out);
+    else
+      tile<TILE, VECTORS, false>(x, ldx, w, K, out);
+  }
+  switch (M) {
+    case 1: tile<1, VECTORS, true>(x, ldx, w, K, out); break;
+    case 2: tile<2, VECTORS, true>(x, ldx, w, K, out); break;
+    case 3: tile<3, VECTORS, true>(x, ldx, w, K, out); break;
+    case 4: tile<4, VECTORS, true>(x, ldx, w, K, out); break;
+    case 5: tile<5, VECTORS, true>(x, ldx, w, K, out); break;
+    case 6: tile<6, VECTORS, true>(x, ldx, w, K, out); break;
+    case 7: tile<7, VECTORS, true>(x, ldx, w, K, out); break;
+    default: break;
+  }
+}
+
+// pointer: x [M, K], packed weights, bias [N] or null, y [M, N]; number: M, ldx, N, K, ldy.
+void linear(const Op& op, int thread, int threads) {
+  const bf16 *x = (const bf16*)op.pointer[0], *w = (const bf16*)op.pointer[1], *bias = (const bf16*)op.pointer[2];
+  bf16* y = (bf16*)op.pointer[3];
+  int64_t M = op.number[0], ldx = op.number[1], N = op.number[2], K = op.number[3], ldy = op.number[4];
+  int64_t width = PANEL * 16;
+  Share mine = share((N + width - 1) / width, thread, threads);
+  for (int64_t row = 0; row < M; row += CHUNK) {
+    int64_t rows = std::min(CHUNK, M - row);
+    for (int64_t p = mine.begin; p < mine.end; p++) {
+      int64_t column = p * width;
+      const bf16 *in = x + row * ldx, *weights = w + column * K, *b = bias ? bias + column : nullptr;
+      bf16* out = y + row * ldy + column;
+      switch (std::min(width, N - column) / 16) {
+        case 3: panel<3>(in, rows, ldx, weights, K, b, out, ldy); break;
+        case 2: panel<2>(in, rows, ldx, weights, K, b, out, ldy); break;
+        default: panel<1>(in, rows, ldx, weights, K, b, out, ldy); break;
+      }
+    }
+  }
+}
+
+// ---- norms and elementwise ---------------------------------------------------------------------------------------
+
+// pointer: x, weight [H], y; number: rows, H, kind; real: epsilon. Rows lie one after the other.
+// Kind 0 rounds before it multiplies by the weight (Llama), kind 1 multiplies by 1 + weight and rounds then (Gemma).
+void rms_norm(const Op& op, int thread, int threads) {
+  const bf16 *x = (const bf16*)op.pointer[0], *weight = (const bf16*)op.pointer[1];
+  bf16* y = (bf16*)op.pointer[2];
+  int64_t H = op.number[1];
+  Share mine = share(op.number[0], thread, threads);
+  for (int64_t row = mine.begin; row < mine.end; row++) {
+    const bf16* in = x + row * H;
+    bf16* out = y + row * H;
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t h = 0; h < H; h += 16) {
+      __m512 v = widen16(in + h);
+      squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    float mean = _mm512_reduce_add_ps(squares) / float(H);
+    __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(mean + float(op.real[0])));
+    for (int64_t h = 0; h < H; h += 16) {
+      __m512 v = _mm512_mul_ps(widen16(in + h), scale), w = widen16(weight + h);
+      if (op.number[2] == 0) {
+        bf16 rounded[16];
+        narrow16(rounded, v);
+        narrow16(out + h, _mm512_mul_ps(w, widen16(rounded)));
+      } else {
+        narrow16(out + h, _mm512_mul_ps(v, _mm512_add_ps(w, _mm512_set1_ps(1.0f))));
+      }
+    }
+  }
+}
+
+template <class F16, class F>
+inline void along(bf16* y, const bf16* a, const bf16* b, const int64_t stride[3], int64_t n, F16 vector, F scalar) {
+  int64_t i = 0;
+  if (stride[0] == 1 && stride[1] == 1 && stride[2] == 1)
+    for (; i + 16 <= n; i += 16) narrow16(y + i, vector(widen16(a + i), widen16(b + i)));
+  for (; i < n; i++) y[i * stride[0]] = narrow(scalar(widen(a[i * stride[1]]), widen(b[i * stride[2]])));
+}
+
+inline void along(const Op& op, bf16* y, const bf16* a, const bf16* b, const int64_t s[3]) {
+  int64_t n = op.size[3];
+  if (op.code == BINARY) {
+    switch (op.number[0]) {
+      case ADD:
+        return along(y, a, b, s, n, [](__m512 p, __m512 q) { return _mm512_add_ps(p, q); },
+                     [](float p, float q) { return p + q; });
+      case SUB:
+        return along(y, a, b, s, n, [](__m512 p, __m512 q) { return _mm512_sub_ps(p, q); },
+                     [](float p, float q) { return p - q; });
+      default:
+        return along(y, a, b, s, n, [](__m512 p, __m512 q) { return _mm512_mul_ps(p, q); },
+                     [](float p, float q) { return p * q; });
+    }
+  }
+  switch (op.number[0]) {
+    case COPY:
+      for (int64_t i = 0; i < n; i++) y[i * s[0]] = a[i * s[1]];
+      return;
+    case NEG:
+      for (int64_t i = 0; i < n; i++) y[i * s[0]] = a[i * s[1]] ^ 0x8000;
+      return;
+    default:
+      return along(y, a, a, s, n,
+                   [](__m512 p, __m512) {
+                     __m512 one = _mm512_set1_ps(1.0f);
+                     __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), p));
+                     return _mm512_div_ps(p, _mm512_add_ps(one, e));
+                   },
+                   [](float p, float) { return p / (1.0f + std::exp(-p)); });
+  }
+}
+
+// pointer: y, a, b; size, stride: of y, a, b (b's are a's for unary ones); number: which.
+void elementwise(const Op& op, int thread, int threads) {
+  int64_t rows = op.size[0] * op.size[1] * op.size[2];
+  Share mine = share(rows, thread, threads);
+  const int64_t last[3] = {op.stride[0][3], op.stride[1][3], op.stride[2][3]};
+  for (int64_t row = mine.begin; row < mine.end; row++) {
+    int64_t k = row % op.size[2], j = row / op.size[2] % op.size[1], i = row / op.size[2] / op.size[1];
+    int64_t at[3];
+    for (int t = 0; t < 3; t++) at[t] = i * op.stride[t][0] + j * op.stride[t][1] + k * op.stride[t][2];
+    along(op, (bf16*)op.pointer[0] + at[0], (const bf16*)op.pointer[1] + at[1], (const bf16*)op.pointer[2] + at[2], last);
+  }
+}
+
+// ---- attention ---------------------------------------------------------------------------------------------------
+
+// What a step tells its attention; lies in memory that stays. `tables` [rows, columns].
+struct Step {
+  const int64_t* lengths;  // tokens of each sequence, the new one included; 0: a row that is padding
+  const int32_t* tables;
+  int64_t columns;
+};
+
+// Of one layer. Strides within the pool; one position's head_dim values lie together, positions of a head too.
+struct Place {
+  bf16 *keys, *values;
+  int64_t block, head, block_size, head_dim;
+  const bf16* key(const int32_t* table, int64_t h, int64_t position) const { return at(keys, table, h, position); }
+  bf16* at(bf16* base, const int32_t* table, int64_t h, int64_t position) const {
+    return base + table[position / block_size] * block + h * head + position % block_size * head_dim;
+  }
+};
+
+// Sums of 16 vectors, one a lane: a tree of shuffles costs a quarter of 16 sums one by one.
+inline __m512 sums_of(const __m512 v[16]) {
+  __m512 fours[4];
+  for (int i = 0; i < 4; i++) {
+    const __m512* p = v + 4 * i;
+    __m512 x = _mm512_add_ps(_mm512_unpacklo_ps(p[0], p[1]), _mm512_unpackhi_ps(p[0], p[1]));
+    __m512 y = _mm512_add_ps(_mm512_unpacklo_ps(p[2], p[3]), _mm512_unpackhi_ps(p[2], p[3]));
+    __m512d a = _mm512_castps_pd(x), b = _mm512_castps_pd(y);
+    fours[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x44),
+                             _mm512_shuffle_f32x4(fours[0], fours[1], 0xee));
+  __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(fours[2], fours[3], 0x44),
+                              _mm512_shuffle_f32x4(fours[2], fours[3], 0xee));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+inline void fetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch((const char*)p + i, _MM_HINT_T0);
+}
+
+// D is fixed at compile time for the usual sizes of a head; 0: any.
+template <int G, int FIXED>
+void scores(const bf16* query, int64_t query_head, const Place& place, const int32_t* table, int64_t h, int64_t first,
+            int64_t last, float scale, float* out, int64_t ld) {
+  const int64_t D = FIXED ? FIXED : place.head_dim;
+  const __m512 by = _mm512_set1_ps(scale);
+  for (int64_t position = first; position < last;) {
+    const bf16* key = place.key(table, h, position);
+    int64_t stop = std::min(last, (position / place.block_size + 1) * place.block_size);
+    int64_t count = std::min<int64_t>(16, stop - position);
+    if (position + count < last) fetch(place.key(table, h, position + count), count * D * 2);
+    for (int g = 0; g < G; g++) {
+      const bf16* q = query + g * query_head;
+      __m512 sum[16];
+      for (int p = 0; p < 16; p++) {
+        const bf16* k = key + std::min<int64_t>(p, count - 1) * D;
+        sum[p] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < D; d += 32)
+          sum[p] = _mm512_dpbf16_ps(sum[p], (__m512bh)_mm512_loadu_si512(k + d), (__m512bh)_mm512_loadu_si512(q + d));
+      }
+      _mm512_mask_storeu_ps(out + g * ld + position - first, __mmask16((1u << count) - 1),
+                            _mm512_mul_ps(sums_of(sum), by));
+    }
+    position += count;
+  }
+}
+
+// Softmax without the division; returns the sum. `n` is padded to whole vectors by what exp makes 0.
+inline float weigh(float* s, int64_t n, float softcap) {
+  int64_t padded = (n + 15) / 16 * 16;
+  if (softcap > 0)
+    for (int64_t i = 0; i < n; i++) s[i] = softcap * std::tanh(s[i] / softcap);
+  for (int64_t i = n; i < padded; i++) s[i] = -INFINITY;
+  __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+  for (int64_t i = 0; i < padded; i += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(s + i));
+  __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  for (int64_t i = 0; i < padded; i += 16) {
+    __m512 x = _mm512_loadu_ps(s + i);
+    __mmask16 there = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+    __m512 e = _mm512_maskz_mov_ps(there, exp16(_mm512_sub_ps(x, most)));
+    _mm512_storeu_ps(s + i, e);
+    sum = _mm512_add_ps(sum, e);
+  }
+  return _mm512_reduce_add_ps(sum);
+}
+
+template <int G, int VECTORS>
+void weighted(const float* weights, int64_t ld, const float* sums, const Place& place, const int32_t* table, int64_t h,
+              int64_t first, int64_t last, bf16* out, int64_t out_head) {
+  int64_t D = place.head_dim;
+  for (int64_t d = 0; d < D; d += VECTORS * 16) {
+    __m512 sum[G][VECTORS];
+    for (int g = 0; g < G; g++)
+      for (int v = 0; v < VECTORS; v++) sum[g][v] = _mm512_setzero_ps();
+    for (int64_t position = first; position < last;) {
+      const bf16* value = place.at(place.values, table, h, position) + d;
+      int64_t stop = std::min(last, (position / place.block_size + 1) * place.block_size);
+      if (d == 0 && stop < last) fetch(place.at(place.values, table, h, stop), std::min<int64_t>(16, last - stop) * D * 2);
+      for (; position < stop; position++, value += D) {
+        __m512 wide[VECTORS];
+        for (int v = 0; v < VECTORS; v++) wide[v] = widen16(value + v * 16);
+        for (int g = 0; g < G; g++) {
+          __m512 w = _mm512_set1_ps(weights[g * ld + position - first]);
+          for (int v = 0; v < VECTORS; v++) sum[g][v] = _mm512_fmadd_ps(w, wide[v], sum[g][v]);
+        }
+      }
+    }
+    for (int g = 0; g < G; g++)
+      for (int v = 0; v < VECTORS; v++)
+        narrow16(out + g * out_head + d + v * 16, _mm512_mul_ps(sum[g][v], _mm512_set1_ps(1.0f / sums[g])));
+  }
+}
+
+template <int G>
+void heads(const bf16* query, int64_t query_head, const Place& place, const int32_t* table, int64_t h, int64_t first,
+           int64_t last, const Op& op, std::vector<float>& room, bf16* out) {
+  int64_t ld = (last - first + 15) / 16 * 16, D = place.head_dim;
+  if (int64_t(room.size()) < G * ld) room.resize(G * ld);
+  float sums[G], scale = float(op.real[0]);
+  switch (D) {
+    case 64: scores<G, 64>(query, query_head, place, table, h, first, last, scale, room.data(), ld); break;
+    case 128: scores<G, 128>(query, query_head, place, table, h, first, last, scale, room.data(), ld); break;
+    default: scores<G, 0>(query, query_head, place, table, h, first, last, scale, room.data(), ld); break;
+  }
+  for (int g = 0; g < G; g++) sums[g] = weigh(room.data() + g * ld, last - first, float(op.real[1]));
+  if (D % 64 == 0)
+    weighted<G, 4>(room.data(), ld, sums, place, table, h, first, last, out, D);
+  else
+    weighted<G, 2>(room.data(), ld, sums, place, table, h, first, last, out, D);
+}
+
+// Writes the new token's KV of each sequence into its block and attends over all of its positions, or the last `window`.
+// pointer: query [heads, rows, D], key, value [kv_heads, rows, D], out [rows, heads, D], pool of the layer, Step;
+// stride[0..2]: of query, key, value (head, row); real: scale, soft cap or 0;
+// number: rows, kv_heads, heads a KV head, D, block_size, window or 0; pool strides: keys to values, block, head.
+void attend(const Op& op, int thread, int threads) {
+  const Step& step = *(const Step*)op.pointer[5];
+  bf16 *out = (bf16*)op.pointer[3], *pool = (bf16*)op.pointer[4];
+  int64_t rows = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
+  Place place{pool, pool + op.number[6], op.number[7], op.number[8], op.number[4], D};
+  static thread_local std::vector<float> room;
+  Share mine = share(rows * kv_heads, thread, threads);
+  for (int64_t item = mine.begin; item < mine.end; item++) {
+    int64_t row = item / kv_heads, h = item % kv_heads, length = step.lengths[row];
+    bf16* result = out + (row * kv_heads + h) * group * D;
+    if (length == 0) {
+      std::memset(result, 0, group * D * 2);
+      continue;
+    }
+    const int32_t* table = step.tables + row * step.columns;
+    const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + row * op.stride[1][1];
+    const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + row * op.stride[2][1];
+    std::memcpy(place.at(place.keys, table, h, length - 1), key, D * 2);
+    std::memcpy(place.at(place.values, table, h, length - 1), value, D * 2);
+    int64_t first = window && length > window ? length - window : 0;
+    const bf16* query = (const bf16*)op.pointer[0] + h * group * op.stride[0][0] + row * op.stride[0][1];
+    for (int64_t g = 0; g < group;) {
+      const bf16* q = query + g * op.stride[0][0];
+      bf16* o = result + g * D;
+      int64_t left = group - g;
+      if (left >= 4)
+        heads<4>(q, op.stride[0][0], place, table, h, first, length, op, room, o), g += 4;
+      else if (left == 3)
+        heads<3>(q, op.stride[0][0], place, table, h, first, length, op, room, o), g += 3;
+      else if (left == 2)
+        heads<2>(q, op.stride[0][0], place, table, h, first, length, op, room, o), g += 2;
+      else
+        heads<1>(q, op.stride[0][0], place, table, h, first, length, op, room, o), g += 1;
+    }
+  }
+}
+
+// ---- attention of prompts ------------------------------------------------------------------------------------------
+//
+// Keys and values of one head at a time are packed as weights are, keys as a layer from head_dim to positions and values
+// as one from positions to head_dim; then every tile of queries takes two products with a softmax between them.
+
+constexpr int64_t KEYS = PANEL * 16;  // of one panel
+constexpr int VALUES = 32;            // columns of one panel of values
+
+struct Chunk {
+  Place place;
+  const int32_t* table;
+  int64_t total;  // positions with KV, the chunk's included
+  int64_t panels() const { return (total + KEYS - 1) / KEYS; }
+  int64_t padded() const { return panels() * KEYS; }
+};
+
+void pack_keys(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
+  int64_t D = c.place.head_dim;
+  packed += p * KEYS * D;
+  for (int64_t j = 0; j < KEYS; j++) {
+    int64_t position = p * KEYS + j;
+    const bf16* key = position < c.total ? c.place.key(c.table, h, position) : nullptr;
+    for (int64_t d = 0; d < D; d += 2) {
+      bf16* to = packed + d * KEYS + j * 2;
+      if (key)
+        std::memcpy(to, key + d, 4);
+      else
+        std::memset(to, 0, 4);
+    }
+  }
+}
+
+void pack_values(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
+  int64_t D = c.place.head_dim, padded = c.padded();
+  for (int64_t position = p * KEYS; position < (p + 1) * KEYS; position++) {
+    const bf16* value = position < c.total ? c.place.at(c.place.values, c.table, h, position) : nullptr;
+    bf16* to = packed + position / 2 * 2 * VALUES + position % 2;
+    for (int64_t d = 0; d < D; d++) to[d / VALUES * padded * VALUES + d % VALUES * 2] = value ? value[d] : 0;
+  }
+}
+
+// Softmax of a tile's scores [TILE, ld], rounded into `weights`; row r sees positions [from[r], to[r]) of [low, high).
+inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t* to, int64_t low, int64_t high,
+                       float softcap, bf16* weights, float* sums) {
+  for (int r = 0; r < TILE; r++) {
+    float* row = s + r * ld;
+    std::fill(row, row + (from[r] - low), -INFINITY);
+    std::fill(row + (to[r] - low), row + (high - low), -INFINITY);
+    sums[r] = weigh(row, high - low, softcap);
+    for (int64_t i = 0; i < high - low; i += 16) narrow16(weights + r * ld + i, _mm512_loadu_ps(row + i));
+  }
+}
+
+// pointer: query [heads, tokens, D], out [tokens, heads, D], pool of the layer, block table, room for packed keys and
+// values of one head; stride[0]: of query (head, token); real: scale, soft cap or 0;
+// number: tokens, kv_heads, heads a KV head, D, block_size, window or 0, pool strides (keys to values, block, head),
+// positions before the chunk.
+void prefill(const Op& op, int thread, int threads) {
+  int64_t tokens = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
+  int64_t before = op.number[9];
+  bf16 *out = (bf16*)op.pointer[1], *pool = (bf16*)op.pointer[2], *packed = (bf16*)op.pointer[4];
+  Chunk c{{pool, pool + op.number[6], op.number[7], op.number[8], op.number[4], D},
+          (const int32_t*)op.pointer[3], before + tokens};
+  bf16* packed_values = packed + c.padded() * D;
+  static thread_local std::vector<float> room;
+  static thread_local std::vector<bf16> weights;
+  int64_t ld = c.padded();
+  if (int64_t(room.size()) < TILE * ld) room.resize(TILE * ld), weights.resize(TILE * ld);
+  std::vector<bf16> rows(TILE * D);
+  int64_t first_panel = window && before + 1 > window ? (before + 1 - window) / KEYS : 0;
+  int64_t tiles = (tokens + TILE - 1) / TILE;
+  for (int64_t h = 0; h < kv_heads; h++) {
+    for (int64_t p = first_panel + thread; p < c.panels(); p += threads) {
+      pack_keys(c, h, p, packed);
+      pack_values(c, h, p, packed_values);
+    }
+#pragma omp barrier
+    for (int64_t item = thread; item < group * tiles; item += threads) {
+      int64_t head = h * group + item % group, token = item / group * TILE;
+      int64_t count = std::min<int64_t>(TILE, tokens - token), from[TILE], to[TILE];
+      const bf16* query = (const bf16*)op.pointer[0] + head * op.stride[0][0];
+      for (int r = 0; r < TILE; r++) {
+        int64_t t = token + std::min<int64_t>(r, count - 1);
+        std::memcpy(&rows[r * D], query + t * op.stride[0][1], D * 2);
+        to[r] = before + t + 1;
+        from[r] = window && to[r] > window ? to[r] - window : 0;
+      }
+      int64_t low = from[0] / KEYS * KEYS, high = (to[TILE - 1] + KEYS - 1) / KEYS * KEYS;
+      __m512 by = _mm512_set1_ps(float(op.real[0]));
+      for (int64_t k = low; k < high; k += KEYS) {
+        float* s = room.data() + (k - low);
+        tile<TILE, PANEL, false>(rows.data(), D, packed + k * D, D, [&](int m, int v, __m512 sum) {
+          _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, by));
+        });
+      }
+      float sums[TILE];
+      weigh_tile(room.data(), ld, from, to, low, high, float(op.real[1]), weights.data(), sums);
+      for (int64_t d = 0; d < D; d += VALUES) {
+        const bf16* w = packed_values + d * c.padded() + low * VALUES;
+        bf16* o = out + (token * kv_heads * group + head) * D + d;
+        tile<TILE, VALUES / 16, false>(weights.data(), ld, w, high - low, [&](int m, int v, __m512 sum) {
+          if (m < count)
+            narrow16(o + m * kv_heads * group * D + v * 16, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / sums[m])));
+        });
+      }
+    }
+#pragma omp barrier
+  }
+}
+
+// ---- running -----------------------------------------------------------------------------------------------------
+
+void perform(const Op& op, int thread, int threads) {
+  switch (op.code) {
+    case LINEAR: return linear(op, thread, threads);
+    case RMS_NORM: return rms_norm(op, thread, threads);
+    case ATTEND: return attend(op, thread, threads);
+    case PREFILL: return prefill(op, thread, threads);
+    default: return elementwise(op, thread, threads);
+  }
+}
+
+// Every thread goes through the whole list; they meet only around an operation that is everybody's.
+void play(const Op* ops, int64_t count, int thread, int threads) {
+  bool together = false;  // whether the last operation was everybody's
+  for (int64_t i = 0; i < count; i++) {
+    if (!ops[i].serial || together) {
+#pragma omp barrier
+    }
+    together = !ops[i].serial;
+    if (together)
+      perform(ops[i], thread, threads);
+    else if (thread == 0)
+      perform(ops[i], 0, 1);
+  }
+}
+
+void run(const Op* ops, int64_t count, int threads) {
+  if (threads == 1 || (count == 1 && ops->serial)) {
+    for (int64_t i = 0; i < count; i++) perform(ops[i], 0, 1);
+    return;
+  }
+  // OpenMP's threads, because torch's operations before and after use them too: others would fight them for the cores.
+#pragma omp parallel num_threads(threads)
+  play(ops, count, omp_get_thread_num(), omp_get_num_threads());
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t splitserve_op_bytes() { return sizeof(Op); }
+
+void splitserve_run(const void* ops, int64_t count, int threads) { run((const Op*)ops, count, threads); }
+
+// `weights` [N, K], N a multiple of 16, K of 2; `packed` as above, as large.
+void splitserve_pack(const uint16_t* weights, int64_t N, int64_t K, uint16_t* packed) {
+  for (int64_t column = 0; column < N; column += PANEL * 16) {
+    int64_t width = std::min<int64_t>(PANEL * 16, N - column);
+    for (int64_t k = 0; k < K; k += 2)
+      for (int64_t n = 0; n < width; n++, packed += 2) std::memcpy(packed, weights + (column + n) * K + k, 4);
+  }
+}
+
+// y = x W^T + bias, in one call; see `linear`.
+void splitserve_linear(int threads, const void* x, const void* packed, const void* bias, void* y, int64_t M, int64_t ldx,
+                       int64_t N, int64_t K) {
+  Op op{};
+  op.code = LINEAR;
+  op.pointer[0] = (void*)x, op.pointer[1] = (void*)packed, op.pointer[2] = (void*)bias, op.pointer[3] = y;
+  op.number[0] = M, op.number[1] = ldx, op.number[2] = N, op.number[3] = K, op.number[4] = N;
+  run(&op, 1, threads);
+}
+
+void splitserve_rms_norm(int threads, const void* x, const void* weight, void* y, int64_t rows, int64_t H, int64_t kind,
+                         double epsilon) {
+  Op op{};
+  op.code = RMS_NORM;
+  op.serial = rows < 16;
+  op.pointer[0] = (void*)x, op.pointer[1] = (void*)weight, op.pointer[2] = y;
+  op.number[0] = rows, op.number[1] = H, op.number[2] = kind;
+  op.real[0] = epsilon;
+  run(&op, 1, threads);
+}
+}

@@ -1,0 +1,179 @@
+"""Operations as `kernels.cpp` takes them, made from tensors."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+OP = np.dtype(
+    [
+        ("code", np.int64),
+        ("serial", np.int64),
+        ("pointer", np.int64, (6,)),
+        ("size", np.int64, (4,)),
+        ("stride", np.int64, (3, 4)),
+        ("number", np.int64, (10,)),
+        ("real", np.float64, (2,)),
+    ]
+)
+Ops = npt.NDArray[Any]
+"""Of dtype `OP`."""
+SERIAL_ELEMENTS = 16384
+"""Up to so many one thread is done before others have come."""
+
+
+class Code(IntEnum):
+    """What an operation computes."""
+
+    LINEAR = 0
+    RMS_NORM = 1
+    BINARY = 2
+    UNARY = 3
+    ATTEND = 4
+    PREFILL = 5
+
+
+class Binary(IntEnum):
+    """Of two tensors, element by element."""
+
+    ADD = 0
+    SUB = 1
+    MUL = 2
+
+
+class Unary(IntEnum):
+    """Of one tensor, element by element."""
+
+    COPY = 0
+    NEG = 1
+    SILU = 2
+
+
+class NormKind(IntEnum):
+    """When the normed value is rounded, and what it is multiplied by."""
+
+    ROUNDED = 0
+    ONE_PLUS = 1
+
+
+def _op(code: Code, *, serial: bool = False) -> Ops:
+    op = np.zeros(1, OP)
+    op["code"], op["serial"] = code, serial
+    return op
+
+
+def linear_op(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> Ops:
+    """`y = x W^T + bias`; x `[rows, inputs]` and y `[rows, outputs]` contiguous."""
+    op = _op(Code.LINEAR)
+    rows, inputs = x.shape
+    outputs = y.shape[1]
+    op["pointer"][0, :4] = (
+        x.data_ptr(),
+        packed.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+    )
+    op["number"][0, :5] = rows, inputs, outputs, inputs, outputs
+    return op
+
+
+def rms_norm_op(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, kind: NormKind, epsilon: float
+) -> Ops:
+    """Root mean square norm of the last dimension; x and y contiguous."""
+    width = x.shape[-1]
+    op = _op(Code.RMS_NORM, serial=x.numel() <= SERIAL_ELEMENTS)
+    op["pointer"][0, :3] = x.data_ptr(), weight.data_ptr(), y.data_ptr()
+    op["number"][0, :3] = x.numel() // width, width, kind
+    op["real"][0, 0] = epsilon
+    return op
+
+
+def elementwise_op(code: Code, which: Binary | Unary, y: torch.Tensor, *inputs: torch.Tensor) -> Ops | None:
+    """`y = f(inputs)`, each broadcast to y's shape; None where it has more than four dimensions."""
+    if y.dim() > 4:
+        return None
+    op = _op(code, serial=y.numel() <= SERIAL_ELEMENTS)
+    shape = (1,) * (4 - y.dim()) + tuple(y.shape)
+    tensors = [tensor.expand(y.shape) for tensor in (y, *inputs, inputs[-1])[:3]]
+    op["size"][0] = shape
+    for place, tensor in enumerate(tensors):
+        op["pointer"][0, place] = tensor.data_ptr()
+        op["stride"][0, place] = (0,) * (4 - y.dim()) + tensor.stride()
+    op["number"][0, 0] = which
+    return op
+
+
+def attend_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    y: torch.Tensor,
+    pool: torch.Tensor,
+    step: npt.NDArray[np.int64],
+    *,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Ops:
+    """Attention of one new token a sequence over the pool, its KV written there first.
+
+    query `[heads, rows, head_dim]`, key and value `[kv_heads, rows, head_dim]`, y `[rows, heads, head_dim]` contiguous,
+    pool of one layer `[2, kv_heads, num_blocks, block_size, head_dim]` (a view), step: addresses of the lengths and
+    block tables, and the tables' columns.
+    """
+    op = _op(Code.ATTEND)
+    kv_heads, rows, head_dim = key.shape
+    pointers = (query, key, value, y, pool)
+    op["pointer"][0] = (*(tensor.data_ptr() for tensor in pointers), step.ctypes.data)
+    for place, tensor in enumerate((query, key, value)):
+        op["stride"][0, place, :2] = tensor.stride()[:2]
+    op["number"][0, :9] = rows, kv_heads, query.shape[0] // kv_heads, head_dim, *_pool_numbers(pool, window)
+    op["real"][0] = scale, softcap or 0.0
+    return op
+
+
+KEYS_AT_ONCE = 48
+"""Positions are packed in panels of so many."""
+
+
+def packed_kv_elements(positions: int, head_dim: int) -> int:
+    """Room that `prefill_op` needs."""
+    return 2 * head_dim * (-(-positions // KEYS_AT_ONCE) * KEYS_AT_ONCE)
+
+
+def prefill_op(
+    query: torch.Tensor,
+    y: torch.Tensor,
+    pool: torch.Tensor,
+    table: torch.Tensor,
+    room: torch.Tensor,
+    *,
+    before: int,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Ops:
+    """Attention of a chunk of one sequence whose KV is in the pool already.
+
+    query `[heads, tokens, head_dim]`, y `[tokens, heads, head_dim]` contiguous, pool as for `attend_op`, table
+    `[blocks]` int32 from the sequence's first block on, room `[packed_kv_elements]` bfloat16; `before`: tokens before
+    the chunk.
+    """
+    op = _op(Code.PREFILL)
+    heads, tokens, head_dim = query.shape
+    kv_heads = pool.shape[1]
+    op["pointer"][0, :5] = [tensor.data_ptr() for tensor in (query, y, pool, table, room)]
+    op["stride"][0, 0, :2] = query.stride()[:2]
+    op["number"][0] = tokens, kv_heads, heads // kv_heads, head_dim, *_pool_numbers(pool, window), before
+    op["real"][0] = scale, softcap or 0.0
+    return op
+
+
+def _pool_numbers(pool: torch.Tensor, window: int | None) -> tuple[int, ...]:
+    both, head, block = pool.stride()[:3]
+    return pool.shape[3], window or 0, both, block, head

@@ -1,0 +1,184 @@
+"""A pass of the model noted down operation by operation, to be played again on other inputs in the same places.
+
+What a CUDA graph is on a GPU: the model's own code runs once, under a dispatch mode that sees every operation. The
+frequent ones become operations of the kernels, in lists that run without Python; each other one is called again as it
+was and its result copied to where the first one lay. So a tape holds for any model, only faster for some.
+
+A tape is right as long as what the model does depends on its inputs through tensors alone. Reading a value (`item`) is
+seen and refused, and so is a shape that depends on values; whoever makes a tape also plays it on other inputs than those
+it was made with, and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.cpu.arena import Arena, Buffer, place
+from engine.cpu.kernels import CpuKernels
+from engine.cpu.program import Binary, Code, Ops, Unary, elementwise_op
+
+_aten = torch.ops.aten
+_BINARY = {_aten.add.Tensor: Binary.ADD, _aten.sub.Tensor: Binary.SUB, _aten.mul.Tensor: Binary.MUL}
+_UNARY = {_aten.neg.default: Unary.NEG, _aten.silu.default: Unary.SILU}
+_COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten.reshape.default})
+_EMPTY = frozenset({"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"})
+
+
+class NoTapeError(Exception):
+    """The model does something that cannot be noted down."""
+
+
+Call = Callable[[], None]
+
+
+class Tape:
+    """Plays what a `Recording` has noted."""
+
+    def __init__(self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor) -> None:
+        self._kernels, self._parts, self._output = kernels, parts, output
+
+    @property
+    def num_ops(self) -> tuple[int, int]:
+        """Operations of kernels, and calls of others."""
+        ops = [len(part) for part in self._parts if isinstance(part, np.ndarray)]
+        return sum(ops), len(self._parts) - len(ops)
+
+    def play(self) -> torch.Tensor:
+        """The output, always the same tensor."""
+        for part in self._parts:
+            if isinstance(part, np.ndarray):
+                self._kernels.run(part)
+            else:
+                part()
+        return self._output
+
+
+class Recording(TorchDispatchMode):
+    """Computes and notes down what happens within it. Enter it in inference mode."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._notes: list[Ops | Call] = []
+        self._alive: list[Any] = []
+        """Every tensor that was seen, so that no memory is used twice while this goes on."""
+        self._buffers: dict[int, Buffer] = {}
+
+    def __enter__(self) -> Recording:
+        self._kernels.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kernels.recorder = None
+        super().__exit__(*error)
+
+    def note(self, op: Ops) -> None:
+        """See `Recorder.note`."""
+        self._notes.append(op)
+
+    def tape(self, output: torch.Tensor, arena: Arena) -> Tape:
+        """What was noted; results that only kernels see lie in the arena, which tapes can share."""
+        self._keep(output)
+        place(self._notes, list(self._buffers.values()), arena)
+        parts: list[Ops | Call] = []
+        run: list[Ops] = []
+        for note in [*self._notes, None]:
+            if isinstance(note, np.ndarray):
+                run.append(note)
+                continue
+            if run:
+                parts.append(np.concatenate(run))
+                run = []
+            if note is not None:
+                parts.append(note)
+        return Tape(self._kernels, parts, output)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called for every operation."""
+        kwargs = kwargs or {}
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            raise NoTapeError(f"{func} makes the step depend on values")
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._alive += [*given, *made]
+        places = {tensor.untyped_storage().data_ptr() for tensor in given}
+        new = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in places]
+        for tensor in new:
+            storage = tensor.untyped_storage()
+            self._buffers.setdefault(storage.data_ptr(), Buffer(storage.data_ptr(), storage.nbytes()))
+        if func._schema.is_mutable:
+            self._call(lambda: func(*args, **kwargs), given)
+        elif new and func._schema.name not in _EMPTY:
+            ops = _as_ops(func, args, kwargs, new[0]) if len(made) == 1 else None
+            if ops is not None:
+                self._notes += ops
+            else:
+                self._again(func, args, kwargs, made, given)
+        return result
+
+    def _again(
+        self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], given: list[torch.Tensor]
+    ) -> None:
+        def again() -> None:
+            results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            for target, source in zip(made, results, strict=True):
+                target.copy_(source)
+
+        self._call(again, [*given, *made])
+
+    def _call(self, call: Call, tensors: list[torch.Tensor]) -> None:
+        self._notes.append(call)
+        for tensor in tensors:
+            self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        """Its memory stays where it is."""
+        buffer = self._buffers.get(tensor.untyped_storage().data_ptr())
+        if buffer is not None:
+            buffer.fixed = True
+
+
+def _as_ops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: torch.Tensor) -> list[Ops] | None:
+    """What has just been computed as operations of the kernels; None where they have none for it."""
+    if made.dtype is not torch.bfloat16:
+        return None
+    if func is _aten.cat.default:
+        return _cat(made, *args, **kwargs)
+    if func in _BINARY and len(args) == 2 and not kwargs:
+        return _elementwise(Code.BINARY, _BINARY[func], made, *args)
+    if func in _UNARY:
+        return _elementwise(Code.UNARY, _UNARY[func], made, args[0])
+    if func in _COPIES:
+        return _elementwise(Code.UNARY, Unary.COPY, made.view(args[0].shape), args[0])
+    return None
+
+
+def _elementwise(code: Code, which: Binary | Unary, made: torch.Tensor, *inputs: Any) -> list[Ops] | None:
+    for tensor in inputs:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.bfloat16:
+            return None
+    op = elementwise_op(code, which, made, *inputs)
+    return None if op is None else [op]
+
+
+def _cat(made: torch.Tensor, tensors: list[torch.Tensor], dim: int = 0) -> list[Ops] | None:
+    ops: list[Ops] = []
+    begin = 0
+    for tensor in tensors:
+        part = made.narrow(dim, begin, tensor.shape[dim])
+        begin += tensor.shape[dim]
+        op = _elementwise(Code.UNARY, Unary.COPY, part, tensor)
+        if op is None:
+            return None
+        ops += op
+    return ops
