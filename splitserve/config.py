@@ -59,8 +59,8 @@ class EngineConfig(_Settings):
     """Memory of the KV pool, what a narrower `wire_dtype` takes beside it included. Default: 1 GiB on cpu, 80% of what
     is free after loading on cuda."""
     cpu_kernels: Literal["auto", "off"] = "auto"
-    """`auto`: in bfloat16 on cpu, layers and steps that only decode are computed by kernels that a C++ compiler makes at
-    the first start, where there is one and the processor has AVX-512 BF16; else by torch alone."""
+    """`auto`: in bfloat16 on cpu, layers, attention and whole steps that only decode are computed by kernels that a C++
+    compiler makes at the first start, where there is one and the processor has AVX-512 BF16; else by torch alone."""
     dense_rows_bytes: Annotated[int, Field(ge=0)] | None = None
     """Memory beside the pool, on cpu, in which decoding sequences have their KV once more in one piece; those without
     room there decode as well, only slower. Default: a quarter of the pool's; 0: none. Taken as it is needed."""

@@ -26,6 +26,7 @@ ENGINE_OPTIONS: Options = {
     "block_size": "engine.block_size_tokens",
     "num_blocks": "engine.num_blocks",
     "kv_memory_bytes": "engine.kv_memory_bytes",
+    "cpu_kernels": "engine.cpu_kernels",
     "dense_rows_bytes": "engine.dense_rows_bytes",
     "max_step_tokens": "engine.max_step_tokens",
     "max_running_requests": "engine.max_running_requests",

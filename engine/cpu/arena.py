@@ -39,7 +39,7 @@ class Arena:
         else:
             chunk = torch.zeros(num_bytes + ALIGNED, dtype=torch.uint8)
             self._chunks.append(chunk)
-        return -(-chunk.data_ptr() // ALIGNED) * ALIGNED
+        return -(-int(chunk.data_ptr()) // ALIGNED) * ALIGNED
 
 
 def place(notes: list[Any], buffers: list[Buffer], arena: Arena) -> None:

@@ -18,8 +18,10 @@ class DecodeInputs:
     one included; 0: the row is padding, reads no KV and writes none) and its block table.
     """
 
-    def __init__(self, rows: int, columns: int) -> None:
-        """`columns`: blocks of one sequence at most."""
+    def __init__(self, rows: int, context_tokens: int, block_size: int) -> None:
+        """`context_tokens`: of one sequence at most."""
+        columns = -(-context_tokens // block_size)
+        self._block_size = block_size
         self.token_ids = torch.zeros(1, rows, dtype=torch.int64)
         self.positions = torch.zeros(1, rows, dtype=torch.int64)
         self._lengths = np.zeros(rows, np.int64)
@@ -41,8 +43,8 @@ class DecodeInputs:
         self._lengths[:count] += 1
         self._lengths[count:] = 0
         for row, sequence in enumerate(batch):
-            blocks = sequence.block_ids
-            self._tables[row, : len(blocks)] = blocks
+            count = sequence.num_computed // self._block_size + 1
+            self._tables[row, :count] = sequence.block_ids[:count]
 
     def clear(self) -> None:
         """Padding only."""

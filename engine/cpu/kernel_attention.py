@@ -85,9 +85,17 @@ class KernelBackend:
         output = query.new_empty(rows, heads, head_dim)
         pool, window, count = self._views[layer.index], layer.window, step.num_decode
         if count:
-            parts = (tensor[:, :count] for tensor in (query, key, value))
-            address = step.decoding.address
-            op = attend_op(*parts, output[:count], pool, address, scale=scale, softcap=softcap, window=window)
+            op = attend_op(
+                query[:, :count],
+                key[:, :count],
+                value[:, :count],
+                output[:count],
+                pool,
+                step.decoding.address,
+                scale=scale,
+                softcap=softcap,
+                window=window,
+            )
             self._kernels.compute(op)
         if step.chunks:
             new = torch.stack((key[:, count:], value[:, count:]))

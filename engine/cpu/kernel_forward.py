@@ -28,7 +28,7 @@ class KernelForward(Forward):
         self._block_size = pool.layout.block_size_tokens
         self._backend = KernelBackend(pool, kernels)
         model.context.backend = self._backend
-        self._decoding = DecodeInputs(most_rows, -(-context_tokens // self._block_size))
+        self._decoding = DecodeInputs(most_rows, context_tokens, self._block_size)
         self.tapes = DecodeTapes(kernels, self._decoding, self._decode, self._eager, most_rows)
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:

@@ -293,7 +293,9 @@ void scores(const bf16* query, int64_t query_head, const Place& place, const int
     const bf16* key = place.key(table, h, position);
     int64_t stop = std::min(last, (position / place.block_size + 1) * place.block_size);
     int64_t count = std::min<int64_t>(16, stop - position);
-    if (position + count < last) fetch(place.key(table, h, position + count), count * D * 2);
+    // A layer's part of a block lies far from that of the next one: the processor does not find it by itself.
+    if (position + 2 * count < last) fetch(place.key(table, h, position + 2 * count), count * D * 2);
+    fetch(place.at(place.values, table, h, position), count * D * 2);
     for (int g = 0; g < G; g++) {
       const bf16* q = query + g * query_head;
       __m512 sum[16];
@@ -340,7 +342,6 @@ void weighted(const float* weights, int64_t ld, const float* sums, const Place& 
     for (int64_t position = first; position < last;) {
       const bf16* value = place.at(place.values, table, h, position) + d;
       int64_t stop = std::min(last, (position / place.block_size + 1) * place.block_size);
-      if (d == 0 && stop < last) fetch(place.at(place.values, table, h, stop), std::min<int64_t>(16, last - stop) * D * 2);
       for (; position < stop; position++, value += D) {
         __m512 wide[VECTORS];
         for (int v = 0; v < VECTORS; v++) wide[v] = widen16(value + v * 16);
@@ -395,6 +396,11 @@ void attend(const Op& op, int thread, int threads) {
     const int32_t* table = step.tables + row * step.columns;
     const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + row * op.stride[1][1];
     const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + row * op.stride[2][1];
+    if (h + 1 < kv_heads) {
+      int64_t bytes = std::min<int64_t>(16, place.block_size) * D * 2;
+      fetch(place.key(table, h + 1, 0), bytes);
+      if (length > place.block_size) fetch(place.key(table, h + 1, place.block_size), bytes);
+    }
     std::memcpy(place.at(place.keys, table, h, length - 1), key, D * 2);
     std::memcpy(place.at(place.values, table, h, length - 1), value, D * 2);
     int64_t first = window && length > window ? length - window : 0;

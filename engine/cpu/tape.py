@@ -4,9 +4,9 @@ What a CUDA graph is on a GPU: the model's own code runs once, under a dispatch 
 frequent ones become operations of the kernels, in lists that run without Python; each other one is called again as it
 was and its result copied to where the first one lay. So a tape holds for any model, only faster for some.
 
-A tape is right as long as what the model does depends on its inputs through tensors alone. Reading a value (`item`) is
-seen and refused, and so is a shape that depends on values; whoever makes a tape also plays it on other inputs than those
-it was made with, and compares.
+A tape is right as long as what the model does depends on its inputs through tensors alone. Reading a value (`item`)
+is seen and refused, and so is a shape that depends on values; whoever makes a tape also plays it on other inputs than
+those it was made with, and compares.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _aten = torch.ops.aten
 _BINARY = {_aten.add.Tensor: Binary.ADD, _aten.sub.Tensor: Binary.SUB, _aten.mul.Tensor: Binary.MUL}
 _UNARY = {_aten.neg.default: Unary.NEG, _aten.silu.default: Unary.SILU}
 _COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten.reshape.default})
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _EMPTY = frozenset({"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"})
 
 
@@ -107,9 +108,10 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             raise NoTapeError(f"{func} makes the step depend on values")
+        if func not in _COPIES and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            return self._within(func, args, kwargs)
         result = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        given, made = _tensors((args, kwargs)), _tensors(result)
         self._alive += [*given, *made]
         places = {tensor.untyped_storage().data_ptr() for tensor in given}
         new = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in places]
@@ -126,12 +128,19 @@ class Recording(TorchDispatchMode):
                 self._again(func, args, kwargs, made, given)
         return result
 
+    def _within(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Inference mode passes operations on that consist of others: what these do must be seen (`bool` reads one)."""
+        super().__enter__()
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+
     def _again(
         self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], given: list[torch.Tensor]
     ) -> None:
         def again() -> None:
-            results = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-            for target, source in zip(made, results, strict=True):
+            for target, source in zip(made, _tensors(func(*args, **kwargs)), strict=True):
                 target.copy_(source)
 
         self._call(again, [*given, *made])
@@ -146,6 +155,12 @@ class Recording(TorchDispatchMode):
         buffer = self._buffers.get(tensor.untyped_storage().data_ptr())
         if buffer is not None:
             buffer.fixed = True
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Those with memory that can be told; weights packed for oneDNN have none."""
+    leaves = tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def _as_ops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: torch.Tensor) -> list[Ops] | None:
@@ -175,6 +190,8 @@ def _cat(made: torch.Tensor, tensors: list[torch.Tensor], dim: int = 0) -> list[
     ops: list[Ops] = []
     begin = 0
     for tensor in tensors:
+        if tensor.shape == (0,):
+            continue  # may lack dimensions that the others have
         part = made.narrow(dim, begin, tensor.shape[dim])
         begin += tensor.shape[dim]
         op = _elementwise(Code.UNARY, Unary.COPY, part, tensor)

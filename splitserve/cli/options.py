@@ -132,6 +132,10 @@ NumBlocks = Annotated[
 KvMemoryBytes = Annotated[
     int | None, typer.Option(help="Memory of a worker's KV pool.", rich_help_panel=ENGINE_PANEL)
 ]
+CpuKernels = Annotated[
+    str | None,
+    typer.Option(help="auto | off: own kernels in bfloat16 on cpu. Default: auto.", rich_help_panel=ENGINE_PANEL),
+]
 DenseRowsBytes = Annotated[
     int | None,
     typer.Option(

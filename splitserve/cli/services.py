@@ -238,6 +238,7 @@ def _worker_command(
     block_size: options.BlockSize = None,
     num_blocks: options.NumBlocks = None,
     kv_memory_bytes: options.KvMemoryBytes = None,
+    cpu_kernels: options.CpuKernels = None,
     dense_rows_bytes: options.DenseRowsBytes = None,
     max_step_tokens: options.MaxStepTokens = None,
     max_running_requests: options.MaxRunningRequests = None,

@@ -37,6 +37,7 @@ ENGINE = EngineConfig(
     block_size_tokens=8,
     num_blocks=64,
     kv_memory_bytes=2**20,
+    cpu_kernels="off",
     dense_rows_bytes=2**16,
     max_step_tokens=100,
     max_running_requests=5,
