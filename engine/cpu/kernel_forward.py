@@ -24,7 +24,7 @@ class KernelForward(Forward):
         self, model: LoadedModel, pool: KvPool, kernels: CpuKernels, most_rows: int, context_tokens: int
     ) -> None:
         """`most_rows`: sequences of a step at most; `context_tokens`: of one sequence."""
-        self._module = model.module
+        self._module, self._kernels = model.module, kernels
         self._block_size = pool.layout.block_size_tokens
         self._backend = KernelBackend(pool, kernels)
         model.context.backend = self._backend
@@ -37,7 +37,7 @@ class KernelForward(Forward):
             logits = self.tapes.logits(batch)
             if logits is not None:
                 order = [index for index, sequence in enumerate(batch) if sequence.sample]
-                return StepLogits(logits if len(order) == len(batch) else logits[order], order)
+                return self._step_logits(logits if len(order) == len(batch) else logits[order], order)
         return self._pass(batch)
 
     def _eager(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
@@ -64,7 +64,12 @@ class KernelForward(Forward):
             torch.from_numpy(flat.positions).unsqueeze(0),
             torch.from_numpy(flat.sample_rows),
         )
-        return StepLogits(logits, flat.sample_order)
+        return self._step_logits(logits, flat.sample_order)
+
+    def _step_logits(self, logits: torch.Tensor, order: list[int]) -> StepLogits:
+        if logits.dtype is not torch.bfloat16 or logits.stride(-1) != 1:
+            return StepLogits(logits, order)
+        return StepLogits(logits, order, lambda: self._kernels.likeliest(logits))
 
     def _compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | int

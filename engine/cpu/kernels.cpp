@@ -531,6 +531,31 @@ void prefill(const Op& op, int thread, int threads) {
   }
 }
 
+// ---- sampling ----------------------------------------------------------------------------------------------------
+
+// The first of the largest of n values; -1 where that is not finite or one is not a number.
+int64_t likeliest(const bf16* x, int64_t n) {
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  __mmask16 odd = 0;
+  int64_t whole = n / 16 * 16;
+  for (int64_t i = 0; i < whole; i += 16) {
+    __m512 v = widen16(x + i);
+    odd |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    top = _mm512_max_ps(top, v);
+  }
+  float most = _mm512_reduce_max_ps(top);
+  for (int64_t i = whole; i < n; i++) {
+    if (std::isnan(widen(x[i]))) return -1;
+    most = std::max(most, widen(x[i]));
+  }
+  if (odd || !std::isfinite(most)) return -1;
+  __m512 wanted = _mm512_set1_ps(most);
+  for (int64_t i = 0; i < whole; i += 16)
+    if (__mmask16 here = _mm512_cmp_ps_mask(widen16(x + i), wanted, _CMP_EQ_OQ)) return i + __builtin_ctz(here);
+  for (int64_t i = whole;; i++)
+    if (widen(x[i]) == most) return i;
+}
+
 // ---- running -----------------------------------------------------------------------------------------------------
 
 void perform(const Op& op, int thread, int threads) {
@@ -583,6 +608,12 @@ void splitserve_pack(const uint16_t* weights, int64_t N, int64_t K, uint16_t* pa
     for (int64_t k = 0; k < K; k += 2)
       for (int64_t n = 0; n < width; n++, packed += 2) std::memcpy(packed, weights + (column + n) * K + k, 4);
   }
+}
+
+// `places` [rows]; `x` [rows, n], rows `ldx` apart.
+void splitserve_likeliest(int threads, const uint16_t* x, int64_t rows, int64_t n, int64_t ldx, int64_t* places) {
+#pragma omp parallel for num_threads(threads) if (rows > 1)
+  for (int64_t row = 0; row < rows; row++) places[row] = likeliest(x + row * ldx, n);
 }
 
 // y = x W^T + bias, in one call; see `linear`.

@@ -43,7 +43,9 @@ class CpuKernels:
         self._linear.argtypes = [ctypes.c_int, *[pointer] * 4, *[number] * 4]
         self._rms_norm = library.splitserve_rms_norm
         self._rms_norm.argtypes = [ctypes.c_int, *[pointer] * 3, *[number] * 3, ctypes.c_double]
-        for function in (self._pack, self._run, self._linear, self._rms_norm):
+        self._likeliest = library.splitserve_likeliest
+        self._likeliest.argtypes = [ctypes.c_int, pointer, *[number] * 3, pointer]
+        for function in (self._likeliest, self._pack, self._run, self._linear, self._rms_norm):
             function.restype = None
 
     def run(self, ops: Ops) -> None:
@@ -108,3 +110,11 @@ class CpuKernels:
         if self.recorder is not None:
             self.recorder.note(rms_norm_op(x, weight, y, kind, epsilon))
         return y
+
+    def likeliest(self, logits: torch.Tensor) -> list[int]:
+        """The place of the first of each row's largest logits `[rows, vocabulary]`; -1 where that is not finite."""
+        rows, vocabulary = logits.shape
+        places = torch.empty(rows, dtype=torch.int64)
+        address = logits.data_ptr()
+        self._likeliest(self._threads, address, rows, vocabulary, logits.stride(0), places.data_ptr())
+        return list(map(int, places.tolist()))
