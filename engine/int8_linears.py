@@ -2,8 +2,8 @@
 
 A weight has one scale for each output, symmetric. An activation `[..., inputs]` is divided by the largest magnitude of
 its own token and so quantized with one scale for all of them: what a token gives does not depend on its neighbours in
-the batch. Products are summed in int32, exactly; what is rounded is the two operands. The product is FBGEMM's; why that
-one stands in docs/quantization.md.
+the batch. Products are summed in int32, exactly; what is rounded is the two operands. The product is that of the
+engine's kernels, or where there are none FBGEMM's; why that one stands in docs/quantization.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.cpu.kernels import CpuKernels
 from engine.model_linears import relative_difference, replacements
 from splitserve.config import EngineConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
@@ -52,6 +53,24 @@ class Int8Linear(nn.Module):
         return y.to(x.dtype)
 
 
+class KernelInt8Linear(nn.Module):
+    """The same by the kernels, which quantize, multiply and scale in one go."""
+
+    def __init__(self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        values, scales = _quantize_all(weight)
+        self._kernels, self._packed = kernels, kernels.pack(values)
+        shifts = values.to(torch.int32).sum(dim=1, dtype=torch.int32) * _ZERO_POINT
+        self._scales = torch.stack((scales.float(), shifts.view(torch.float32)))
+        self._bias = None if bias is None else bias.detach().contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Int8Linear`."""
+        y = self._kernels.linear_int8(x, self._packed, self._scales, self._bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+
 def check_quantization(config: EngineConfig, dtype: str, device: torch.device) -> None:
     """Raises ConfigError (`engine.quantization`) when this engine cannot compute as asked; says why."""
     if config.quantization == "none":
@@ -67,7 +86,12 @@ def check_quantization(config: EngineConfig, dtype: str, device: torch.device) -
         raise ConfigError(f"{FIELD}: {config.quantization} {why}", field=FIELD)
 
 
-def quantize_linears(model: nn.Module, output: nn.Module | None, probe: Callable[[], torch.Tensor]) -> None:
+def quantize_linears(
+    model: nn.Module,
+    output: nn.Module | None,
+    probe: Callable[[], torch.Tensor],
+    kernels: CpuKernels | None = None,
+) -> None:
     """Replaces a bfloat16 cpu model's linear layers but `output`; their own weights are let go one by one.
 
     The output layer stays as it is: no layer after it evens its errors out; see docs/quantization.md.
@@ -75,9 +99,15 @@ def quantize_linears(model: nn.Module, output: nn.Module | None, probe: Callable
     `probe` runs the model and returns its logits `[..., vocabulary]`. Raises UnsupportedModelError when the model has
     none that can be quantized, fails with them, or answers something else.
     """
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+        if kernels is not None and kernels.packs_int8(weight):
+            return KernelInt8Linear(kernels, weight, bias)
+        return Int8Linear(weight, bias)
+
     before = probe().float()
     quantized = 0
-    for parent, name, replacement in replacements(model, Int8Linear, kept=output):
+    for parent, name, replacement in replacements(model, make, kept=output):
         quantized += replacement.in_features * replacement.out_features
         setattr(parent, name, replacement)
     why = (
@@ -99,8 +129,7 @@ def _refusal(before: torch.Tensor, probe: Callable[[], torch.Tensor]) -> str | N
 
 def _pack(weight: torch.Tensor) -> Any:
     """FBGEMM's form of a weight `[outputs, inputs]`."""
-    parts = [_quantize(part) for part in weight.split(_ROWS_AT_ONCE)]
-    values, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    values, scales = _quantize_all(weight)
     zeros = torch.zeros(len(scales), dtype=torch.int64)
     with warnings.catch_warnings():
         # Tensors of quantized types are deprecated; this product takes its weight in no other form.
@@ -109,6 +138,13 @@ def _pack(weight: torch.Tensor) -> Any:
         )
         tensor = torch._make_per_channel_quantized_tensor(values, scales, zeros, 0)
     return torch.ops.quantized.linear_prepack(tensor, None)
+
+
+def _quantize_all(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_quantize`, part by part."""
+    parts = [_quantize(part) for part in weight.split(_ROWS_AT_ONCE)]
+    values, scales = (torch.cat(halves) for halves in zip(*parts, strict=True))
+    return values, scales
 
 
 def _quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

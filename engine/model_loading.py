@@ -83,7 +83,9 @@ def load_model(
     facts = ModelFacts(context_tokens, int(config.vocab_size), _eos_token_ids(module))
     fingerprint = model_fingerprint(settings, module.state_dict())
     if quantization == "int8":
-        quantize_linears(module, module.get_output_embeddings(), lambda: probe_logits(module, context))
+        quantize_linears(
+            module, module.get_output_embeddings(), lambda: probe_logits(module, context), kernels
+        )
     if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
         if kernels is not None:
             replace_norms(module, kernels)

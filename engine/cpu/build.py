@@ -16,7 +16,7 @@ from splitserve.models import cache_folder
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp")
-NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """Of a processor, as Linux names them."""
 TIMEOUT_S = 120.0
 

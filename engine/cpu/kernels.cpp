@@ -17,7 +17,7 @@ namespace {
 
 using bf16 = uint16_t;
 
-enum Code : int64_t { LINEAR = 0, RMS_NORM = 1, BINARY = 2, UNARY = 3, ATTEND = 4, PREFILL = 5 };
+enum Code : int64_t { LINEAR = 0, RMS_NORM = 1, BINARY = 2, UNARY = 3, ATTEND = 4, PREFILL = 5, LINEAR_INT8 = 6 };
 enum Binary : int64_t { ADD = 0, SUB = 1, MUL = 2 };
 enum Unary : int64_t { COPY = 0, NEG = 1, SILU = 2 };
 
@@ -157,6 +157,108 @@ void linear(const Op& op, int thread, int threads) {
   }
 }
 
+// ---- linear layers in int8 ---------------------------------------------------------------------------------------
+//
+// Weights [N, K] lie in panels as above, in fours: [N/48][K/4][48][4]. Each row of the input is divided by its own largest
+// magnitude and shifted to unsigned, as the instruction wants it; what the shift adds is known for each output before.
+
+// A row of K numbers in 1..255, 128 for 0; returns what one step is worth, NaN where one is not a number.
+inline float quantize(const bf16* x, int64_t K, uint8_t* to) {
+  __m512 most = _mm512_setzero_ps();
+  __mmask16 odd = 0;
+  for (int64_t k = 0; k < K; k += 16) {
+    __m512 v = widen16(x + k);
+    odd |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    most = _mm512_max_ps(most, _mm512_abs_ps(v));
+  }
+  float top = std::max(_mm512_reduce_max_ps(most), 1e-30f);
+  __m512 by = _mm512_set1_ps(127.0f / top);
+  for (int64_t k = 0; k < K; k += 16) {
+    __m512i levels = _mm512_cvtps_epi32(_mm512_mul_ps(widen16(x + k), by));
+    levels = _mm512_add_epi32(levels, _mm512_set1_epi32(128));
+    _mm_storeu_si128((__m128i*)(to + k), _mm512_cvtepi32_epi8(levels));
+  }
+  return odd || std::isinf(top) ? NAN : top / 127.0f;
+}
+
+template <int ROWS, int VECTORS, bool FETCH, class Out>
+inline void tile_int8(const uint8_t* x, const int8_t* w, int64_t K, Out out) {
+  __m512i sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) sum[m][v] = _mm512_setzero_si512();
+  for (int64_t k = 0; k < K; k += 4, w += VECTORS * 64) {
+    __m512i weight[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+      if (FETCH) _mm_prefetch((const char*)(w + v * 64) + AHEAD, _MM_HINT_T0);
+      weight[v] = _mm512_loadu_si512(w + v * 64);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+      int32_t four;
+      std::memcpy(&four, x + m * K + k, 4);
+      __m512i input = _mm512_set1_epi32(four);
+      for (int v = 0; v < VECTORS; v++) sum[m][v] = _mm512_dpbusd_epi32(sum[m][v], input, weight[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; m++)
+    for (int v = 0; v < VECTORS; v++) out(m, v, sum[m][v]);
+}
+
+template <int VECTORS>
+void panel_int8(const uint8_t* x, const float* steps, int64_t M, const int8_t* w, int64_t K, const float* scales,
+                const int32_t* shifts, const bf16* bias, bf16* y, int64_t ldy) {
+  auto out = [&](int m, int v, __m512i sum) {
+    __m512 by = _mm512_mul_ps(_mm512_set1_ps(steps[m]), _mm512_loadu_ps(scales + v * 16));
+    sum = _mm512_sub_epi32(sum, _mm512_loadu_si512(shifts + v * 16));
+    __m512 result = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), by);
+    if (bias) result = _mm512_add_ps(result, widen16(bias + v * 16));
+    narrow16(y + m * ldy + v * 16, result);
+  };
+  bool fetch = true;  // the first rows bring the panel in
+  for (; M >= TILE; M -= TILE, x += TILE * K, steps += TILE, y += TILE * ldy, fetch = false) {
+    if (fetch)
+      tile_int8<TILE, VECTORS, true>(x, w, K, out);
+    else
+      tile_int8<TILE, VECTORS, false>(x, w, K, out);
+  }
+  for (; M >= 2; M -= 2, x += 2 * K, steps += 2, y += 2 * ldy) tile_int8<2, VECTORS, true>(x, w, K, out);
+  if (M) tile_int8<1, VECTORS, true>(x, w, K, out);
+}
+
+// pointer: x [M, K], packed weights, scales [N] float and then shifts [N] int32, bias [N] or null, y [M, N], room for
+// the quantized x [M, K] and then M floats; number: M, ldx, N, K, ldy. K is a multiple of 16.
+void linear_int8(const Op& op, int thread, int threads) {
+  const bf16 *x = (const bf16*)op.pointer[0], *bias = (const bf16*)op.pointer[3];
+  const int8_t* w = (const int8_t*)op.pointer[1];
+  bf16* y = (bf16*)op.pointer[4];
+  int64_t M = op.number[0], ldx = op.number[1], N = op.number[2], K = op.number[3], ldy = op.number[4];
+  const float* scales = (const float*)op.pointer[2];
+  const int32_t* shifts = (const int32_t*)(scales + N);
+  uint8_t* levels = (uint8_t*)op.pointer[5];
+  float* steps = (float*)(levels + M * K);
+  Share rows = share(M, thread, threads);
+  for (int64_t m = rows.begin; m < rows.end; m++) steps[m] = quantize(x + m * ldx, K, levels + m * K);
+#pragma omp barrier
+  int64_t width = PANEL * 16;
+  Share mine = share((N + width - 1) / width, thread, threads);
+  for (int64_t row = 0; row < M; row += CHUNK) {
+    int64_t count = std::min(CHUNK, M - row);
+    for (int64_t p = mine.begin; p < mine.end; p++) {
+      int64_t c = p * width;
+      const bf16* b = bias ? bias + c : nullptr;
+      bf16* out = y + row * ldy + c;
+      const uint8_t* in = levels + row * K;
+      switch (std::min(width, N - c) / 16) {
+        case 3: panel_int8<3>(in, steps + row, count, w + c * K, K, scales + c, shifts + c, b, out, ldy); break;
+        case 2: panel_int8<2>(in, steps + row, count, w + c * K, K, scales + c, shifts + c, b, out, ldy); break;
+        default: panel_int8<1>(in, steps + row, count, w + c * K, K, scales + c, shifts + c, b, out, ldy); break;
+      }
+    }
+  }
+}
+
 // ---- norms and elementwise ---------------------------------------------------------------------------------------
 
 // pointer: x, weight [H], y; number: rows, H, kind; real: epsilon. Rows lie one after the other.
@@ -224,6 +326,9 @@ inline void along(const Op& op, bf16* y, const bf16* a, const bf16* b, const int
                    [](__m512 p, __m512) {
                      __m512 one = _mm512_set1_ps(1.0f);
                      __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), p));
+                     // Where exp16 ends its result would be too small to outweigh p.
+                     __mmask16 beyond = _mm512_cmp_ps_mask(p, _mm512_set1_ps(-88.0f), _CMP_LT_OQ);
+                     e = _mm512_mask_mov_ps(e, beyond, _mm512_set1_ps(INFINITY));
                      return _mm512_div_ps(p, _mm512_add_ps(one, e));
                    },
                    [](float p, float) { return p / (1.0f + std::exp(-p)); });
@@ -312,11 +417,19 @@ void scores(const bf16* query, int64_t query_head, const Place& place, const int
   }
 }
 
+// s = softcap * tanh(s / softcap), before anything is masked: it would make what is -inf count. 0: none. Whole vectors.
+inline void cap(float* s, int64_t n, float softcap) {
+  if (softcap == 0) return;
+  __m512 one = _mm512_set1_ps(1.0f), most = _mm512_set1_ps(softcap), by = _mm512_set1_ps(2.0f / softcap);
+  for (int64_t i = 0; i < n; i += 16) {  // tanh x = 1 - 2 / (1 + exp 2x)
+    __m512 e = _mm512_add_ps(one, exp16(_mm512_mul_ps(_mm512_loadu_ps(s + i), by)));
+    _mm512_storeu_ps(s + i, _mm512_sub_ps(most, _mm512_div_ps(_mm512_add_ps(most, most), e)));
+  }
+}
+
 // Softmax without the division; returns the sum. `n` is padded to whole vectors by what exp makes 0.
-inline float weigh(float* s, int64_t n, float softcap) {
+inline float weigh(float* s, int64_t n) {
   int64_t padded = (n + 15) / 16 * 16;
-  if (softcap > 0)
-    for (int64_t i = 0; i < n; i++) s[i] = softcap * std::tanh(s[i] / softcap);
   for (int64_t i = n; i < padded; i++) s[i] = -INFINITY;
   __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
   for (int64_t i = 0; i < padded; i += 16) top = _mm512_max_ps(top, _mm512_loadu_ps(s + i));
@@ -368,7 +481,8 @@ void heads(const bf16* query, int64_t query_head, const Place& place, const int3
     case 128: scores<G, 128>(query, query_head, place, table, h, first, last, scale, room.data(), ld); break;
     default: scores<G, 0>(query, query_head, place, table, h, first, last, scale, room.data(), ld); break;
   }
-  for (int g = 0; g < G; g++) sums[g] = weigh(room.data() + g * ld, last - first, float(op.real[1]));
+  cap(room.data(), G * ld, float(op.real[1]));
+  for (int g = 0; g < G; g++) sums[g] = weigh(room.data() + g * ld, last - first);
   if (D % 64 == 0)
     weighted<G, 4>(room.data(), ld, sums, place, table, h, first, last, out, D);
   else
@@ -467,9 +581,10 @@ inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t*
                        float softcap, bf16* weights, float* sums) {
   for (int r = 0; r < TILE; r++) {
     float* row = s + r * ld;
+    cap(row, high - low, softcap);
     std::fill(row, row + (from[r] - low), -INFINITY);
     std::fill(row + (to[r] - low), row + (high - low), -INFINITY);
-    sums[r] = weigh(row, high - low, softcap);
+    sums[r] = weigh(row, high - low);
     for (int64_t i = 0; i < high - low; i += 16) narrow16(weights + r * ld + i, _mm512_loadu_ps(row + i));
   }
 }
@@ -564,6 +679,7 @@ void perform(const Op& op, int thread, int threads) {
     case RMS_NORM: return rms_norm(op, thread, threads);
     case ATTEND: return attend(op, thread, threads);
     case PREFILL: return prefill(op, thread, threads);
+    case LINEAR_INT8: return linear_int8(op, thread, threads);
     default: return elementwise(op, thread, threads);
   }
 }
@@ -601,12 +717,12 @@ int64_t splitserve_op_bytes() { return sizeof(Op); }
 
 void splitserve_run(const void* ops, int64_t count, int threads) { run((const Op*)ops, count, threads); }
 
-// `weights` [N, K], N a multiple of 16, K of 2; `packed` as above, as large.
-void splitserve_pack(const uint16_t* weights, int64_t N, int64_t K, uint16_t* packed) {
+// `weights` [N, row_bytes], bfloat16 or int8, N a multiple of 16; `packed` as above, as large.
+void splitserve_pack(const char* weights, int64_t N, int64_t row_bytes, char* packed) {
   for (int64_t column = 0; column < N; column += PANEL * 16) {
     int64_t width = std::min<int64_t>(PANEL * 16, N - column);
-    for (int64_t k = 0; k < K; k += 2)
-      for (int64_t n = 0; n < width; n++, packed += 2) std::memcpy(packed, weights + (column + n) * K + k, 4);
+    for (int64_t at = 0; at < row_bytes; at += 4)
+      for (int64_t n = 0; n < width; n++, packed += 4) std::memcpy(packed, weights + (column + n) * row_bytes + at, 4);
   }
 }
 

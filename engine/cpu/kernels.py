@@ -8,10 +8,20 @@ from typing import Protocol
 import torch
 
 from engine.cpu.build import load_library
-from engine.cpu.program import OP, NormKind, Ops, linear_op, rms_norm_op
+from engine.cpu.program import (
+    OP,
+    NormKind,
+    Ops,
+    int8_room_bytes,
+    linear_int8_op,
+    linear_op,
+    rms_norm_op,
+)
 
 _PANEL = 16
 _PAIR = 2
+_INT8_STEP = 16
+"""Inputs that are quantized at once."""
 
 
 class Recorder(Protocol):
@@ -64,11 +74,18 @@ class CpuKernels:
         outputs, inputs = weight.shape
         return weight.dtype is torch.bfloat16 and outputs % _PANEL == 0 and inputs % _PAIR == 0
 
+    @staticmethod
+    def packs_int8(weight: torch.Tensor) -> bool:
+        """Whether `linear_int8` can work with this weight `[outputs, inputs]` once it is quantized."""
+        outputs, inputs = weight.shape
+        return bool(outputs % _PANEL == 0 and inputs % _INT8_STEP == 0)
+
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight as `linear` wants it, in as much memory."""
+        """A weight as `linear` or `linear_int8` wants it, in as much memory."""
         weight = weight.detach().contiguous()
         packed = torch.empty_like(weight)
-        self._pack(weight.data_ptr(), *weight.shape, packed.data_ptr())
+        outputs, inputs = weight.shape
+        self._pack(weight.data_ptr(), outputs, inputs * weight.itemsize, packed.data_ptr())
         return packed
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -90,6 +107,17 @@ class CpuKernels:
         )
         if self.recorder is not None:
             self.recorder.note(linear_op(x.view(rows, inputs), packed, bias, y.view(rows, outputs)))
+        return y
+
+    def linear_int8(
+        self, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`x W^T + bias` with int8 weights and each row of x quantized; see `linear_int8_op`."""
+        outputs, inputs = packed.shape
+        x = x.contiguous().view(-1, inputs)
+        y = x.new_empty((x.shape[0], outputs))
+        room = torch.empty(int8_room_bytes(x.shape[0], inputs), dtype=torch.uint8)
+        self.compute(linear_int8_op(x, packed, scales, bias, y, room))
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, kind: NormKind, epsilon: float) -> torch.Tensor:

@@ -35,6 +35,7 @@ class Code(IntEnum):
     UNARY = 3
     ATTEND = 4
     PREFILL = 5
+    LINEAR_INT8 = 6
 
 
 class Binary(IntEnum):
@@ -79,6 +80,37 @@ def linear_op(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, 
     )
     op["number"][0, :5] = rows, inputs, outputs, inputs, outputs
     return op
+
+
+def linear_int8_op(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    room: torch.Tensor,
+) -> Ops:
+    """As `linear_op` with int8 weights; scales `[2, outputs]` float32: of each output, and the bits of what is taken
+    off its sum; room: `int8_room_bytes` of bytes."""
+    op = _op(Code.LINEAR_INT8)
+    rows, inputs = x.shape
+    outputs = y.shape[1]
+    address = 0 if bias is None else bias.data_ptr()
+    op["pointer"][0] = (
+        x.data_ptr(),
+        packed.data_ptr(),
+        scales.data_ptr(),
+        address,
+        y.data_ptr(),
+        room.data_ptr(),
+    )
+    op["number"][0, :5] = rows, inputs, outputs, inputs, outputs
+    return op
+
+
+def int8_room_bytes(rows: int, inputs: int) -> int:
+    """Quantized inputs, and a scale a row."""
+    return rows * (inputs + 4)
 
 
 def rms_norm_op(
