@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.core import EngineCore
 from engine.runner import PendingStep, ScheduledSequence
 from engine.simulated_runner import EOS_TOKEN_ID, SimulatedRunner, expected_tokens
-from engine.types import EngineRequest, RequestOutput, SampledToken, SamplingParams, StopParams
+from engine.types import EngineRequest, RequestOutput, SampledToken, SamplingParams, StepResult, StopParams
 from splitserve.config import EngineConfig
 from tests.fakes.byte_tokenizer import ByteTokenizer
 
@@ -65,15 +65,17 @@ class Rig:
         script: Sequence[int] = (),
         error: Exception | None = None,
         overlaps: bool | None = None,
+        kind: type[Script] = Script,
         **overrides: int | bool,
     ) -> None:
         values = {"block_size_tokens": BLOCK, "num_blocks": 64, "max_step_tokens": 32, **INSTANT, **overrides}
-        config = EngineConfig.model_validate(values)
+        self.config = config = EngineConfig.model_validate(values)
         self.clock = Clock()
-        self.runner = Script(config, script, error)
+        self.runner = kind(config, script, error)
         self.runner.overlaps = self.overlaps if overlaps is None else overlaps
         self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock)
         self.outputs: dict[str, RequestOutput] = {}
+        self.results: list[StepResult] = []
         self.between_halves: Callable[[], object] = lambda: None
 
     def step(self) -> None:
@@ -86,8 +88,10 @@ class Rig:
 
     def deliver(self) -> None:
         result = self.core.take_result()
-        for output in result.outputs if result is not None else ():
-            self.collect(output)
+        if result is not None:
+            self.results.append(result)
+            for output in result.outputs:
+                self.collect(output)
 
     def collect(self, output: RequestOutput) -> None:
         merged = self.outputs.get(output.request_id)
