@@ -24,7 +24,7 @@ from splitserve.errors import InvalidArgumentError, UnavailableError
 from splitserve.hf_tokenizer import load_tokenizer
 from splitserve.v1.generation_pb2 import Grammar
 from tests.fakes.byte_tokenizer import ByteTokenizer
-from tests.fakes.engine_rig import INSTANT, PROMPT, Rig, Script, expected_text, request, stopping
+from tests.fakes.engine_rig import INSTANT, PROMPT, Clock, Rig, Script, expected_text, request, stopping
 
 FACTS = ModelFacts(1000, VOCABULARY_SIZE, frozenset({EOS_TOKEN_ID}))
 COMPILER = GrammarCompiler(load_tokenizer("simulated"), FACTS)
@@ -221,6 +221,36 @@ def test_blocks_let_go_during_a_step_are_nobody_s_until_it_is_over() -> None:
     assert rig.core.reserve(request("new"), 1) is not None
 
 
+def test_a_step_counts_from_the_end_of_the_one_before() -> None:
+    rig = Rig(overlaps=True, kind=Slow)
+    assert isinstance(rig.runner, Slow)
+    rig.runner.clock = rig.clock
+    rig.core.add_request(request())
+
+    def deliver() -> None:
+        rig.clock.now += 0.5
+
+    rig.between_halves = deliver
+    rig.run()
+    assert [result.duration_s for result in rig.results] == [1.0] * 12
+    assert rig.core.load().decode_step_s == pytest.approx(1.0)
+    assert rig.core.load().prefill_tokens_per_s == pytest.approx(len(PROMPT))
+
+
+class Slow(Script):
+    """Takes a second for a step, whatever the host does meanwhile."""
+
+    clock: Clock
+
+    def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
+        self.ends_s = self.clock.now + 1.0
+        return super().begin(batch)
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        self.clock.now = max(self.clock.now, self.ends_s)
+        return super().execute(batch)
+
+
 class Failing(Script):
     """Fails some rows of a step, or all when it begins."""
 
@@ -278,7 +308,6 @@ class Journal(Script):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self.overlaps = True
         self.events: list[str] = []
         self.at: dict[str, Callable[[], object]] = {}
         self.steps = 0
@@ -322,9 +351,10 @@ class Listener:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[EngineThread[Listener], Listener]]:
+async def running(overlaps: bool = True) -> AsyncIterator[tuple[EngineThread[Listener], Listener]]:
     config = EngineConfig.model_validate({"num_blocks": 256, **INSTANT})
     listener = Listener(Journal(config))
+    listener.journal.overlaps = overlaps
     thread = EngineThread(
         lambda: (EngineCore(listener.journal, config, ByteTokenizer()), listener), name="engine-under-test"
     )
@@ -350,6 +380,23 @@ async def test_a_step_begins_before_the_former_one_is_delivered() -> None:
         "close",
     ]
     assert listener.tokens() == expected_tokens(PROMPT, 3)
+
+
+@pytest.mark.parametrize("why", ["nothing overlaps", "a peer waits"])
+async def test_outputs_go_out_before_anything_else_happens(why: str) -> None:
+    async with running(overlaps=why == "a peer waits") as (thread, listener):
+        for event in ("wait 1", "wait 2"):
+            listener.journal.at[event] = lambda: thread.post(lambda *_: listener.journal.note("call"))
+        prompt, prefill_only = (bytes(600), True) if why == "a peer waits" else (PROMPT, False)
+        asked = request(prompt=prompt, prefill_only=prefill_only, max_tokens=2)
+        await thread.call(lambda core, _: core.add_request(asked))
+        await thread.call(lambda *_: None)
+        await thread.stop()
+    assert listener.journal.events == [
+        *("begin 1", "wait 1", "deliver 1", "call"),
+        *("begin 2", "wait 2", "deliver 2", "call"),
+        "close",
+    ]
 
 
 async def test_calls_run_between_steps_only() -> None:
