@@ -116,6 +116,8 @@ class EngineCore:
         held until `release_held`.
         """
         dropped = self._pending.drop(request_id)
+        if self._step is not None:
+            dropped |= self._step.result.drop(request_id)
         sequence = self._live.get(request_id)
         if sequence is None:
             return dropped

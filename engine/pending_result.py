@@ -14,21 +14,25 @@ class PendingResult:
     """At most one result. Used on the engine thread."""
 
     def __init__(self, tokenizer: Tokenizer, *, late: bool) -> None:
-        """`late`: texts that cannot end their answers are left for `take`."""
+        self.late = late
+        """Whether texts that cannot end their answers are left for `take`."""
         self._tokenizer = tokenizer
-        self._late = late
         self._result: StepResult | None = None
         self._texts: list[tuple[Sequence, RequestOutput, bool]] = []
 
     def write(self, sequence: Sequence, output: RequestOutput, shows: bool) -> None:
-        """Adds the text of an output's token, now or later; `shows`: whether the token itself has any.
+        """Adds the text of an output's token; `shows` tells whether that has any. A stop string ends the answer."""
+        text = sequence.text(self._tokenizer)
+        if shows:
+            output.text, stopped = text.push(output.token_ids[0])
+            if stopped:
+                output.finish_reason = FinishReason.STOP
+        if output.finish_reason is not None:
+            output.text += text.flush()  # nothing after a stop string
 
-        A stop string ends the answer here.
-        """
-        if self._late and not sequence.request.stop.stop_strings:
-            self._texts.append((sequence, output, shows))
-        else:
-            self._write(sequence, output, shows)
+    def write_late(self, sequence: Sequence, output: RequestOutput, shows: bool) -> None:
+        """Does the same in `take`."""
+        self._texts.append((sequence, output, shows))
 
     def put(self, result: StepResult) -> None:
         """The step is over."""
@@ -45,7 +49,7 @@ class PendingResult:
     def take(self) -> StepResult | None:
         """The result, with all its texts; None if there is none. It is the caller's from now on."""
         for piece in self._texts:
-            self._write(*piece)
+            self.write(*piece)
         self._texts.clear()
         result, self._result = self._result, None
         return result
@@ -56,17 +60,7 @@ class PendingResult:
 
     def drop(self, request_id: str) -> bool:
         """Nobody is to hear of this request any more; whether there was an output of it."""
-        if self._result is None or not self.holds(request_id):
+        if self._result is None or not self._result.drop(request_id):
             return False
-        self._result.outputs = [o for o in self._result.outputs if o.request_id != request_id]
         self._texts = [piece for piece in self._texts if piece[1].request_id != request_id]
         return True
-
-    def _write(self, sequence: Sequence, output: RequestOutput, shows: bool) -> None:
-        text = sequence.text(self._tokenizer)
-        if shows:
-            output.text, stopped = text.push(output.token_ids[0])
-            if stopped:
-                output.finish_reason = FinishReason.STOP
-        if output.finish_reason is not None:
-            output.text += text.flush()  # nothing after a stop string

@@ -106,7 +106,10 @@ class StepOutcome:
         if token.logprob is not None:
             output.logprobs.append(token.logprob)
         shows, output.finish_reason = self.append(sequence, token.token_id)
-        self._pending.write(sequence, output, shows)
+        if self._pending.late and not sequence.request.stop.stop_strings:
+            self._pending.write_late(sequence, output, shows)
+        else:
+            self._pending.write(sequence, output, shows)
         if output.finish_reason is not None or sequence.request.prefill_only:
             self._end(sequence)
         return output

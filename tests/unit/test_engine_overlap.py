@@ -205,6 +205,20 @@ def test_a_deadline_comes_after_the_outputs_before_it() -> None:
     rig.assert_clean()
 
 
+def test_a_deadline_that_passed_as_a_step_began_can_still_be_aborted() -> None:
+    rig = Rig(overlaps=True)
+    rig.core.add_request(request("late", deadline_s=105.0))
+    rig.core.add_request(request("stays"))
+    rig.step()
+    rig.clock.now = 105.0
+    rig.between_halves = lambda: rig.core.abort("late")
+    rig.step()
+    rig.between_halves = lambda: None
+    assert rig.run()["stays"].text == expected_text(PROMPT, 12)
+    assert "late" not in rig.outputs
+    rig.assert_clean()
+
+
 def test_blocks_let_go_during_a_step_are_nobody_s_until_it_is_over() -> None:
     rig = Rig(overlaps=True)
     rig.core.add_request(request())
