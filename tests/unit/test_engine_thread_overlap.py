@@ -103,11 +103,12 @@ async def test_outputs_go_out_before_anything_else_happens(why: str) -> None:
     async with running(overlaps=why == "a peer waits") as (thread, listener):
         for event in ("wait 1", "wait 2"):
             listener.journal.at[event] = lambda: thread.post(lambda *_: listener.journal.note("call"))
+        second = threading.Event()
+        listener.journal.at["call"] = lambda: listener.journal.steps == 2 and second.set()
         prompt, prefill_only = (bytes(600), True) if why == "a peer waits" else (PROMPT, False)
         asked = request(prompt=prompt, prefill_only=prefill_only, max_tokens=2)
         await thread.call(lambda core, _: core.add_request(asked))
-        await thread.call(lambda *_: None)
-        await thread.stop()
+        assert await asyncio.to_thread(second.wait, 10)
     assert listener.journal.events == [
         *("begin 1", "wait 1", "deliver 1", "call"),
         *("begin 2", "wait 2", "deliver 2", "call"),
