@@ -10,21 +10,22 @@ from engine.cache_log import CacheLog
 from engine.kv_cache_manager import KVCacheManager
 from engine.lazy_heap import LazyHeap
 from engine.limits import RequestLimits
-from engine.runner import ModelRunner, RowsFailedError
-from engine.scheduler import Scheduler, SchedulerOutput
+from engine.pending_result import PendingResult
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceStatus
 from engine.step_meter import StepMeter
+from engine.step_outcome import BegunStep, StepOutcome
 from engine.types import (
     EngineLoad,
     EngineRequest,
     FinishReason,
     RequestOutput,
     ReservedBlocks,
-    SampledToken,
     StepResult,
 )
 from splitserve.config import EngineConfig
-from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError, SplitserveError
+from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhaustedError
 from splitserve.tokenizer import Tokenizer
 
 DEFAULT_STEP_TOKENS = {"DRAM": 512, "VRAM": 2048}
@@ -37,6 +38,9 @@ class EngineCore:
 
     A request comes in through `add_request` (computed here) or `reserve` and `admit` (a peer writes the
     KV of its tokens). It ends with an output that has a finish reason, or silently through `abort`.
+
+    A step has two halves. Between them the runner may be computing, so no block is given to anybody: `add_request`,
+    `reserve` and `admit` have to wait. All else may be called; blocks that are let go meanwhile stay as they are.
     """
 
     def __init__(
@@ -73,6 +77,9 @@ class EngineCore:
         self._arrivals = 0
         self._meter = StepMeter()
         self._changed = False
+        self._step: BegunStep | None = None
+        self._pending = PendingResult(tokenizer, late=runner.overlaps)
+        self._outcome = StepOutcome(self._kv, self._limits, self._pending, self._end)
 
     @property
     def pool(self) -> BlockPool:
@@ -103,14 +110,17 @@ class EngineCore:
         self._scheduler.enqueue(sequence)
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request without output; whether it was alive. Idempotent.
+        """Ends a request without output; whether it was alive. Idempotent. Output that was not taken yet is dropped.
 
         Reserved blocks stay quarantined until `release_writer`, those of a `prefill_only` request
         held until `release_held`.
         """
+        dropped = self._pending.drop(request_id)
+        if self._step is not None:
+            dropped |= self._step.result.drop(request_id)
         sequence = self._live.get(request_id)
         if sequence is None:
-            return False
+            return dropped
         self._end(sequence)
         return True
 
@@ -177,12 +187,15 @@ class EngineCore:
         self._kv.cache_computed(sequence)
         self._scheduler.run(sequence)
         self._changed = True
-        _, reason = self._append(sequence, first_token_id)
+        shows, reason = self._outcome.append(sequence, first_token_id)
+        text = sequence.text(self._tokenizer)
+        if shows and text.push(first_token_id)[1]:
+            reason = FinishReason.STOP
         if reason is None:
             return None
-        text = sequence.flush() if reason is FinishReason.LENGTH else ""
+        rest = text.flush() if reason is FinishReason.LENGTH else ""
         self._end(sequence)
-        return RequestOutput(sequence.request_id, sequence.num_output, text=text, finish_reason=reason)
+        return RequestOutput(sequence.request_id, sequence.num_output, text=rest, finish_reason=reason)
 
     def release_writer(self, reservation: int) -> bool:
         """The writer of a reservation has let go of its blocks; whether it had any hold. Idempotent."""
@@ -205,22 +218,52 @@ class EngineCore:
         return float("inf") if first is None else first[0]
 
     def step(self) -> StepResult:
-        """Expires, schedules, computes once, and returns what came of it.
+        """Expires, schedules, computes once, and returns what came of it: both halves in a row.
 
         A SplitserveError of the runner fails the batch's requests; any other exception propagates.
         """
-        began = self._clock()
-        self._meter.begin(began)
+        self.begin_step()
+        self.finish_step()
+        result = self.take_result()
+        assert result is not None
+        return result
+
+    def begin_step(self) -> None:
+        """The first half of a step: expires, schedules and queues it at the runner."""
+        began_s = self._clock()
+        self._meter.begin(began_s)
         result = StepResult()
-        self._expire(began, result)
+        self._expire(began_s, result)
         step = self._scheduler.schedule()
         # An empty step stays empty until something changes from outside.
         self._changed = bool(step.num_new or step.preempted)
-        if step.num_new:
-            self._compute(step, result)
-        result.duration_s = self._clock() - began
-        self._meter.end(began + result.duration_s, step.num_new, more=self.has_work())
-        return result
+        for sequence in step.num_new:
+            if not sequence.started:
+                sequence.started = True
+                result.started.append(sequence.request_id)
+        result.scheduled_tokens = sum(step.num_new.values())
+        self._step = BegunStep.at(self._runner, began_s, step.num_new, result)
+
+    def finish_step(self) -> None:
+        """The second half: waits for the tokens and decides which sequences go on. `take_result` has the outcome."""
+        step, self._step = self._step, None
+        assert step is not None
+        self._outcome.take(step)
+        step.result.duration_s = self._clock() - step.began_s
+        self._pending.put(step.result)
+        self._meter.end(step.began_s + step.result.duration_s, step.num_new, more=self.has_work())
+
+    @property
+    def result_can_wait(self) -> bool:
+        """Whether the latest result is better taken after the next `begin_step`.
+
+        It is if the runner has work for then, and no peer waits for KV.
+        """
+        return self._runner.overlaps and self._pending.can_wait and self.has_work()
+
+    def take_result(self) -> StepResult | None:
+        """What came of the latest finished step, once; to be taken before the next one is finished."""
+        return self._pending.take()
 
     def load(self) -> EngineLoad:
         """How busy the engine is. Costs O(running)."""
@@ -246,7 +289,10 @@ class EngineCore:
         self._runner.close()
 
     def _check(self, request: EngineRequest) -> None:
-        if request.request_id in self._live or request.request_id in self._held:
+        if self._step is not None:
+            raise AssertionError("a step is under way")
+        known = request.request_id in self._live or request.request_id in self._held
+        if known or self._pending.holds(request.request_id):
             raise InvalidArgumentError(
                 f"request {request.request_id} is in progress here",
                 reason="DUPLICATE_REQUEST",
@@ -278,59 +324,8 @@ class EngineCore:
             sequence.status = SequenceStatus.ENDED
             self._kv.free(sequence)
 
-    def _fail(self, sequence: Sequence, reason: str, message: str, result: StepResult) -> None:
-        self._end(sequence)
-        output = RequestOutput(sequence.request_id, sequence.num_output)
-        output.finish_reason, output.failure = FinishReason.ABORT, (reason, message)
-        result.outputs.append(output)
-
     def _expire(self, now: float, result: StepResult) -> None:
         while (first := self._deadlines.peek()) is not None and first[0] <= now:
             sequence = first[1]
             message = f"the request's deadline passed while it was {sequence.status.value}"
-            self._fail(sequence, "DEADLINE_EXCEEDED", message, result)
-
-    def _compute(self, step: SchedulerOutput, result: StepResult) -> None:
-        batch = list(step.num_new)
-        for sequence in batch:
-            if not sequence.started:
-                sequence.started = True
-                result.started.append(sequence.request_id)
-        result.scheduled_tokens = sum(step.num_new.values())
-        try:
-            sampled = self._runner.execute([seq.scheduled(count) for seq, count in step.num_new.items()])
-        except RowsFailedError as error:
-            for row in error.rows:
-                self._fail(batch[row], error.reason, error.message, result)
-            return  # the rest is scheduled again, as nothing of it counts as computed
-        except SplitserveError as error:
-            for sequence in batch:
-                self._fail(sequence, error.reason, error.message, result)
-            return
-        for sequence, token in zip(batch, sampled, strict=True):
-            sequence.num_computed += step.num_new[sequence]
-            self._kv.cache_computed(sequence)
-            if sequence.request.prefill_only:
-                result.progress.append(sequence.take_progress(self._kv.block_size))
-            if token is not None:
-                try:
-                    result.outputs.append(self._on_token(sequence, token))
-                except InvalidArgumentError as error:  # its grammar
-                    self._fail(sequence, error.reason, error.message, result)
-
-    def _on_token(self, sequence: Sequence, token: SampledToken) -> RequestOutput:
-        output = RequestOutput(sequence.request_id, sequence.num_output, [token.token_id])
-        if token.logprob is not None:
-            output.logprobs.append(token.logprob)
-        output.text, output.finish_reason = self._append(sequence, token.token_id)
-        if output.finish_reason is not None:
-            output.text += sequence.flush()
-        if output.finish_reason is not None or sequence.request.prefill_only:
-            self._end(sequence)
-        return output
-
-    def _append(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
-        # An answer that goes on elsewhere is not bound by this pool.
-        limits, elsewhere = self._limits, sequence.request.prefill_only
-        context = limits.context_tokens if elsewhere else limits.sequence_tokens
-        return sequence.append(token_id, self._tokenizer, context)
+            self._outcome.fail(sequence, "DEADLINE_EXCEEDED", message, result)

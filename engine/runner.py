@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.types import SampledToken, SamplingParams
@@ -41,6 +42,10 @@ class ScheduledSequence(NamedTuple):
     """Where the output stands in its grammar, if it is held to one."""
 
 
+PendingStep = Callable[[], list[SampledToken | None]]
+"""A step that was begun. To be called once, before the next one is begun; see `ModelRunner.begin`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
     """What the rest of the worker must know about the model."""
@@ -69,6 +74,8 @@ class ModelRunner(ABC):
 
     facts: ModelFacts
     layout: KvLayout
+    overlaps: bool = False
+    """Whether `begin` returns long before the step is computed, so that the host has time for other things."""
 
     @property
     @abstractmethod
@@ -99,6 +106,14 @@ class ModelRunner(ABC):
         Writes KV of the new positions into the pool. Sampling is a pure function of
         (logits, parameters, seed, position). Raises RowsFailedError for single sequences.
         """
+
+    def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
+        """The first half of `execute`: queues a step. What comes back waits for it, and returns or raises as `execute`.
+
+        When that is over, nothing of the step is under way any more: its KV may be read and its blocks be written,
+        past any queue of the device. By default everything is computed then.
+        """
+        return partial(self.execute, batch)
 
     @abstractmethod
     def close(self) -> None:

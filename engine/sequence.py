@@ -127,37 +127,33 @@ class Sequence:
             self._matcher = self.request.grammar.matcher()
         return self._matcher
 
-    def append(
-        self, token_id: int, tokenizer: Tokenizer, context_tokens: int
-    ) -> tuple[str, FinishReason | None]:
-        """Appends an output token; returns its text and, when the answer ends with it, why.
+    def append(self, token_id: int, context_tokens: int) -> tuple[bool, FinishReason | None]:
+        """Appends an output token. Returns whether it has text and why the answer ends with it, as far as tokens tell.
 
-        A token that ends the answer adds no text of its own. Text still held back at the end is
-        for `flush`, except after a stop string, which is never emitted. An answer that its grammar lets not go on
-        ends at once. Raises InvalidArgumentError (GRAMMAR_FAILED) for a token that the grammar does not allow.
+        A token that ends the answer has no text of its own. An answer that its grammar lets not go on ends at once.
+        Raises InvalidArgumentError (GRAMMAR_FAILED) for a token that the grammar does not allow.
         """
-        if self._text is None:
-            self._text = OutputText(tokenizer, self.request)
         stop = self.request.stop
         may_stop = self.num_output >= stop.min_tokens
         self.tokens.append(token_id)
         if may_stop and token_id in self._ending:
-            return "", FinishReason.STOP
+            return False, FinishReason.STOP
         matcher = self.matcher
         if matcher is not None:
             if token_id in matcher.eos_token_ids:
-                return "", FinishReason.STOP
+                return False, FinishReason.STOP
             matcher.follow(self.tokens, self.prompt_tokens)
-        text, stopped = self._text.push(token_id)
-        if stopped or (matcher is not None and matcher.complete):
-            return text, FinishReason.STOP
+            if matcher.complete:
+                return True, FinishReason.STOP
         if self.num_output >= stop.max_tokens or len(self.tokens) >= context_tokens:
-            return text, FinishReason.LENGTH
-        return text, None
+            return True, FinishReason.LENGTH
+        return True, None
 
-    def flush(self) -> str:
-        """Text held back until now; empty after a stop string."""
-        return self._text.flush() if self._text is not None else ""
+    def text(self, tokenizer: Tokenizer) -> OutputText:
+        """The text side of the output, made when it is first needed; may lag behind `tokens`."""
+        if self._text is None:
+            self._text = OutputText(tokenizer, self.request)
+        return self._text
 
     def scheduled(self, num_new: int) -> ScheduledSequence:
         """This sequence's share of a step that computes `num_new` tokens of it."""

@@ -22,7 +22,10 @@ class StepListener(Protocol):
         """Polls what has arrived. True: call again within the poll interval even if the core is idle."""
 
     def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
-        """Takes the outputs of a step."""
+        """Takes the outputs of a step, which ended at `now`.
+
+        The next step may be under way by then; see `EngineCore` for what must wait.
+        """
 
     def close(self) -> None:
         """Releases what belongs to the thread; called last."""
@@ -69,6 +72,9 @@ class EngineThread(Generic[L]):
     `factory` builds core and listener on that thread, because torch and NIXL objects belong to the thread
     that made them. Between two steps all queued calls are run. Idle, the thread sleeps until a call
     comes, a deadline passes, or `idle_poll_s` is over; while the listener wants polling, `poll_interval_s`.
+
+    Where the device computes while the host does other things, a step's outputs go to the listener once the next step
+    is queued, or at once if there is none; see `EngineCore.result_can_wait`.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class EngineThread(Generic[L]):
         self._closed = False
         self._stopping = False
         self._between_steps_since_s: float | None = None
+        self._step_ended_s = 0.0
         self._started: Future[None] = Future()
         self._ended: Future[None] = Future()
         self._ended.set_running_or_notify_cancel()
@@ -164,18 +171,37 @@ class EngineThread(Generic[L]):
             self._finish(None)
 
     def _loop(self, core: EngineCore, listener: L) -> None:
-        while not self._stopping:
-            self._between_steps_since_s = time.monotonic()
-            for _ in range(self._calls.qsize()):
-                self._calls.get_nowait().run(core, listener)
-            polling = listener.before_step(core, time.monotonic())
-            if core.has_work():
-                self._between_steps_since_s = None
-                result = core.step()
+        try:
+            while not self._stopping:
                 self._between_steps_since_s = time.monotonic()
-                listener.after_step(core, result, time.monotonic())
-            elif not self._stopping:
-                self._sleep(core, listener, polling=polling)
+                for _ in range(self._calls.qsize()):
+                    self._calls.get_nowait().run(core, listener)
+                polling = listener.before_step(core, time.monotonic())
+                if core.has_work():
+                    self._step(core, listener)
+                elif not self._stopping and not self._deliver(core, listener):
+                    self._sleep(core, listener, polling=polling)
+        finally:
+            self._deliver(core, listener)
+
+    def _step(self, core: EngineCore, listener: L) -> None:
+        self._between_steps_since_s = None
+        core.begin_step()
+        self._deliver(core, listener)
+        self._between_steps_since_s = None
+        core.finish_step()
+        self._step_ended_s = self._between_steps_since_s = time.monotonic()
+        if not core.result_can_wait:
+            self._deliver(core, listener)
+
+    def _deliver(self, core: EngineCore, listener: L) -> bool:
+        """Hands over what the latest step produced; False if that has been done."""
+        self._between_steps_since_s = time.monotonic()
+        result = core.take_result()
+        if result is None:
+            return False
+        listener.after_step(core, result, self._step_ended_s)
+        return True
 
     def _sleep(self, core: EngineCore, listener: L, *, polling: bool) -> None:
         timeout = min(core.next_deadline() - time.monotonic(), self._idle_poll_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -16,7 +17,7 @@ from engine.grammar import GrammarFailedError, Mask, MaskFiller
 from engine.int8_linears import check_quantization
 from engine.kv_pool import KvPool, choose_num_blocks
 from engine.model_loading import LoadedModel, load_model, resolve_dtype
-from engine.runner import ModelFacts, ModelRunner, ScheduledSequence
+from engine.runner import ModelFacts, ModelRunner, PendingStep, ScheduledSequence
 from engine.sampler import NanLogitsError, SamplingRow, sample
 from engine.types import SampledToken
 from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
@@ -43,6 +44,7 @@ class TorchRunner(ModelRunner):
             quantization=config.quantization,
         )
         self._device = model.device
+        self.overlaps = model.device.type == "cuda"
         narrow = wire_dtype == FP8_E4M3
         wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
         num_blocks = choose_num_blocks(config, self.layout, model.device, wire_bytes)
@@ -75,11 +77,18 @@ class TorchRunner(ModelRunner):
 
         Running a step again, whole or without some of its sequences, is harmless.
         """
-        tokens: list[SampledToken | None] = [None] * len(batch)
+        return self.begin(batch)()
+
+    def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
+        """See `ModelRunner.begin`. On cpu the model has been computed when it returns, on a GPU it has been queued."""
         if not batch:
-            return tokens
+            return list
         with torch.inference_mode():
-            logits = self._forward.logits(batch)
+            return partial(self._finish, batch, self._forward.logits(batch))
+
+    def _finish(self, batch: Sequence[ScheduledSequence], logits: StepLogits) -> list[SampledToken | None]:
+        tokens: list[SampledToken | None] = [None] * len(batch)
+        with torch.inference_mode():
             try:
                 # On a GPU the masks are computed while it is at work.
                 masks = self._mask_filler.masks(batch)

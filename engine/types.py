@@ -143,6 +143,12 @@ class StepResult:
     scheduled_tokens: int = 0
     duration_s: float = 0.0
 
+    def drop(self, request_id: str) -> bool:
+        """Forgets the outputs of a request; whether there were any."""
+        before = len(self.outputs)
+        self.outputs = [output for output in self.outputs if output.request_id != request_id]
+        return len(self.outputs) < before
+
 
 @dataclass(frozen=True, slots=True)
 class ReservedBlocks:

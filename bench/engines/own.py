@@ -7,13 +7,14 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from bench.engines.cuda_limits import cuda_limits
 from bench.engines.limits import machine_limits
 from bench.engines.questions import Answer, Question, serve
 from bench.engines.random_model import random_runner
 from engine.core import EngineCore
-from engine.runner import ModelRunner, ScheduledSequence
+from engine.runner import ModelRunner, PendingStep, ScheduledSequence
 from engine.torch_runner import build_torch_runner, choose_device
 from engine.types import EngineRequest, SampledToken, SamplingParams, StopParams
 from engine.warm_up import warm_up
@@ -39,10 +40,16 @@ class TimedRunner:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+    def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
         """Passes on."""
         began = time.perf_counter()
-        tokens = self.inner.execute(batch)
+        finish = self.inner.begin(batch)
+        self.inside_s += time.perf_counter() - began
+        return partial(self._finish, finish)
+
+    def _finish(self, finish: PendingStep) -> list[SampledToken | None]:
+        began = time.perf_counter()
+        tokens = finish()
         self.inside_s += time.perf_counter() - began
         return tokens
 

@@ -134,7 +134,9 @@ KvMemoryBytes = Annotated[
 ]
 CpuKernels = Annotated[
     str | None,
-    typer.Option(help="auto | off: own kernels in bfloat16 on cpu. Default: auto.", rich_help_panel=ENGINE_PANEL),
+    typer.Option(
+        help="auto | off: own kernels in bfloat16 on cpu. Default: auto.", rich_help_panel=ENGINE_PANEL
+    ),
 ]
 DenseRowsBytes = Annotated[
     int | None,

@@ -20,6 +20,7 @@ from tests.support.runner_driver import (
     BLOCK,
     NUM_BLOCKS,
     check_broken_kv_fails_alone,
+    check_halves,
     drive,
     make_sequences,
     prompt_of,
@@ -124,6 +125,12 @@ def test_resuming_from_emitted_tokens_gives_the_same_rest(folder: Path) -> None:
 
 def test_broken_kv_fails_its_own_sequence_only(folder: Path) -> None:
     check_broken_kv_fails_alone(runner_of(folder, "llama"), folder, "llama")
+
+
+def test_a_step_in_two_halves_is_the_step(folder: Path) -> None:
+    runner = runner_of(folder, "llama")
+    check_halves(runner)
+    assert not runner.overlaps, "on cpu the first half computes"
 
 
 def test_banned_tokens_are_not_chosen(folder: Path) -> None:

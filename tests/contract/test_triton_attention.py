@@ -11,7 +11,7 @@ import torch
 
 from engine.attention import LayerState
 from tests.support.attention_rig import BLOCK, TOLERANCES, Rig
-from tests.support.runner_driver import drive, make_sequences, prompt_of, runner_of, tokens_of
+from tests.support.runner_driver import check_halves, drive, make_sequences, prompt_of, runner_of, tokens_of
 from tests.support.triton_interpreter import triton_interpreter
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -107,4 +107,5 @@ def test_a_whole_model(tmp_path: Path) -> None:
         )
         runner._pool.tensor.fill_(float("nan"))
         answers.append(tokens_of(drive(runner, make_sequences(prompts, 2), 2, 9)))
+        check_halves(runner)
     assert answers[0] == answers[1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.core import EngineCore
-from engine.runner import ScheduledSequence
+from engine.runner import PendingStep, ScheduledSequence
 from engine.simulated_runner import EOS_TOKEN_ID, SimulatedRunner, expected_tokens
-from engine.types import EngineRequest, RequestOutput, SampledToken, SamplingParams, StopParams
+from engine.types import EngineRequest, RequestOutput, SampledToken, SamplingParams, StepResult, StopParams
 from splitserve.config import EngineConfig
 from tests.fakes.byte_tokenizer import ByteTokenizer
 
@@ -34,6 +34,13 @@ class Script(SimulatedRunner):
         self.script = list(script)
         self.error = error
 
+    def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
+        """As a device does it: what it was told holds, whatever becomes of the sequences meanwhile."""
+        copies = [
+            each._replace(token_ids=list(each.token_ids), block_ids=list(each.block_ids)) for each in batch
+        ]
+        return super().begin(copies)
+
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         if self.error is not None:
             raise self.error
@@ -45,21 +52,46 @@ class Script(SimulatedRunner):
 
 
 class Rig:
-    """A core with its runner and a clock that stands still."""
+    """A core with its runner and a clock that stands still.
+
+    With `overlaps`, outputs of a step are collected once the next one has begun, as `EngineThread` does it.
+    """
+
+    overlaps = False
+    """What rigs do that are not told otherwise."""
 
     def __init__(
-        self, script: Sequence[int] = (), error: Exception | None = None, **overrides: int | bool
+        self,
+        script: Sequence[int] = (),
+        error: Exception | None = None,
+        overlaps: bool | None = None,
+        kind: type[Script] = Script,
+        **overrides: int | bool,
     ) -> None:
         values = {"block_size_tokens": BLOCK, "num_blocks": 64, "max_step_tokens": 32, **INSTANT, **overrides}
-        config = EngineConfig.model_validate(values)
+        self.config = config = EngineConfig.model_validate(values)
         self.clock = Clock()
-        self.runner = Script(config, script, error)
+        self.runner = kind(config, script, error)
+        self.runner.overlaps = self.overlaps if overlaps is None else overlaps
         self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock)
         self.outputs: dict[str, RequestOutput] = {}
+        self.results: list[StepResult] = []
+        self.between_halves: Callable[[], object] = lambda: None
 
     def step(self) -> None:
-        for output in self.core.step().outputs:
-            self.collect(output)
+        self.core.begin_step()
+        self.between_halves()
+        self.deliver()
+        self.core.finish_step()
+        if not self.core.result_can_wait:
+            self.deliver()
+
+    def deliver(self) -> None:
+        result = self.core.take_result()
+        if result is not None:
+            self.results.append(result)
+            for output in result.outputs:
+                self.collect(output)
 
     def collect(self, output: RequestOutput) -> None:
         merged = self.outputs.get(output.request_id)
@@ -70,11 +102,13 @@ class Rig:
         assert output.first_position == merged.first_position + len(merged.token_ids)
         merged.token_ids += output.token_ids
         merged.text += output.text
+        merged.logprobs = merged.logprobs + output.logprobs
         merged.finish_reason, merged.failure = output.finish_reason, output.failure
 
     def run(self) -> dict[str, RequestOutput]:
         for _ in range(10_000):
             if not self.core.has_work():
+                self.deliver()
                 return self.outputs
             self.step()
         raise AssertionError("the engine does not come to an end")

@@ -20,6 +20,7 @@ from tests.support.runner_driver import (
     NUM_BLOCKS,
     Sequence_,
     check_broken_kv_fails_alone,
+    check_halves,
     drive,
     make_sequences,
     prompt_of,
@@ -173,6 +174,20 @@ def test_kv_is_there_when_a_step_returns(folder: Path) -> None:
     runner = cuda_runner(folder, "llama")
     sequence = make_sequences([prompt_of(100)], 1)[0]
     assert runner.execute([sequence.scheduled(96)]) == [None]
+    assert torch.cuda.current_stream().query()
+
+
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+def test_the_first_half_of_a_step_does_not_wait(folder: Path, graphs: str) -> None:
+    runner = cuda_runner(folder, "llama", cuda_graphs=graphs)
+    check_halves(runner)
+    sequence = make_sequences([prompt_of(9)], 3)[0]
+    drive(runner, [sequence], 2, CONTEXT)
+    torch.cuda._sleep(1 << 30)  # half a second of the device's time
+    finish = runner.begin([sequence.scheduled(1)])
+    assert runner.overlaps
+    assert not torch.cuda.current_stream().query()
+    assert finish() != [None]
     assert torch.cuda.current_stream().query()
 
 

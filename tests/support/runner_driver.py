@@ -128,3 +128,18 @@ def check_broken_kv_fails_alone(runner: TorchRunner, folder: Path, family: str) 
     assert failure.value.reason == "NAN_LOGITS"
     again = runner.execute([batch[0], batch[2]])
     assert [token.token_id for token in again if token] == [expected[0][1], expected[2][1]]
+
+
+def check_halves(runner: TorchRunner) -> None:
+    """A step that was begun is not changed by what becomes of its sequences meanwhile."""
+    sampling = SamplingParams(temperature=0.8, seed=5, logprobs=2, repetition_penalty=1.3)
+    sequences = make_sequences([prompt_of(13), prompt_of(6), prompt_of(9)], 3, stagger=0)
+    sequences[2].sampling = sampling
+    drive(runner, sequences[:2], 1, CONTEXT)
+    batch = [sequence.scheduled(CONTEXT) for sequence in sequences]
+    expected = runner.execute(batch)
+    finish = runner.begin(batch)
+    for sequence in sequences:
+        sequence.blocks.clear()
+    assert finish() == expected
+    assert [token is not None and token.logprob is not None for token in expected] == [False, False, True]

@@ -12,6 +12,11 @@ from tests.fakes.byte_tokenizer import ByteTokenizer
 from tests.fakes.engine_rig import PROMPT, Rig, expected_text, request, stopping
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapping"], autouse=True)
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rig, "overlaps", request.param)
+
+
 @pytest.mark.parametrize("budget", [1, 5, 32])
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 30])
 def test_tokens_and_text_are_those_of_the_model(length: int, budget: int) -> None:
@@ -112,6 +117,7 @@ def test_deadlines_hold_in_every_state() -> None:
     for now, name in ((103.0, "waiting"), (105.0, "reserved"), (110.0, "running")):
         rig.clock.now = now
         rig.step()
+        rig.deliver()
         failure = rig.outputs[name].failure
         assert failure is not None
         assert failure[0] == "DEADLINE_EXCEEDED"

@@ -10,6 +10,11 @@ from splitserve.errors import InvalidArgumentError, NotFoundError, ResourceExhau
 from tests.fakes.engine_rig import BLOCK, PROMPT, Rig, expected_text, hand_over, request, stopping
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapping"], autouse=True)
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rig, "overlaps", request.param)
+
+
 @pytest.mark.parametrize("length", [1, 4 * BLOCK - 1, 4 * BLOCK, 4 * BLOCK + 1])
 @pytest.mark.parametrize("decode_has", [0, 2 * BLOCK, 100])
 @pytest.mark.parametrize("prefill_has", [0, 2 * BLOCK, 100])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,11 +23,15 @@ def check_answer(output: RequestOutput, prompt: Sequence[int]) -> None:
 class Chaos:
     """Random interleavings on a pair of engines whose pools are far too small."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, overlaps: bool) -> None:
         self.random = random.Random(seed)
         blocks, budget = self.random.choice([12, 20, 40]), self.random.choice([3, 8, 64])
-        self.prefill = Rig(num_blocks=blocks, max_step_tokens=budget)
-        self.decode = Rig(num_blocks=blocks, max_step_tokens=budget, max_running_requests=6, max_bypasses=3)
+        sizes = {"num_blocks": blocks, "max_step_tokens": budget}
+        self.prefill = Rig(overlaps=overlaps, **sizes)
+        self.decode = Rig(overlaps=overlaps, max_running_requests=6, max_bypasses=3, **sizes)
+        self.decode.between_halves = self.interfere
+        self.heard: dict[str, int] = {}
+        """Tokens that an aborted request had been heard of with."""
         self.prompts: dict[str, list[int]] = {}
         self.waiting_writes: dict[int, tuple[str, list[int], int]] = {}
         self.written: set[int] = set()
@@ -87,12 +92,24 @@ class Chaos:
         if self.waiting_writes:
             number = self.random.choice(list(self.waiting_writes))
             name, _, _ = self.waiting_writes.pop(number)
-            self.decode.core.abort(name)
+            self.end(name)
             self.decode.core.release_writer(number)
 
     def abort(self) -> None:
         if self.prompts:
-            self.decode.core.abort(self.random.choice(list(self.prompts)))
+            self.end(self.random.choice(list(self.prompts)))
+
+    def end(self, name: str) -> None:
+        if self.decode.core.abort(name):
+            self.heard[name] = self.tokens_of(name)
+
+    def tokens_of(self, name: str) -> int:
+        return len(self.decode.outputs[name].token_ids) if name in self.decode.outputs else 0
+
+    def interfere(self) -> None:
+        """What may be called while the device is at work."""
+        if self.random.random() < 0.1:
+            self.random.choice([self.abort, self.drain])()
 
     def step(self) -> None:
         for _ in range(self.random.randrange(1, 6)):
@@ -110,22 +127,26 @@ class Chaos:
         self.decode.run()
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_random_interleavings_give_right_answers_and_leak_nothing(seed: int) -> None:
-    chaos = Chaos(seed)
+@given(seed=st.integers(0, 2**32))
+def test_random_interleavings_give_right_answers_and_leak_nothing(overlaps: bool, seed: int) -> None:
+    chaos = Chaos(seed, overlaps)
     chaos.run(120)
     for name, output in chaos.decode.outputs.items():
         check_answer(output, chaos.prompts[name])
         assert output.failure is None
+    for name, tokens in chaos.heard.items():
+        assert chaos.tokens_of(name) == tokens, "nothing is heard of a request after its abort"
     chaos.decode.assert_clean()
     chaos.prefill.assert_clean()
 
 
-@given(st.lists(st.integers(1, 26), min_size=2, max_size=8))
+@pytest.mark.parametrize("overlaps", [False, True], ids=["in turn", "overlapping"])
+@given(lengths=st.lists(st.integers(1, 26), min_size=2, max_size=8))
 @settings(max_examples=40, deadline=None)
-def test_preempted_sequences_all_finish_with_the_right_tokens(lengths: list[int]) -> None:
-    rig = Rig(num_blocks=8, max_step_tokens=16)
+def test_preempted_sequences_all_finish_with_the_right_tokens(overlaps: bool, lengths: list[int]) -> None:
+    rig = Rig(num_blocks=8, max_step_tokens=16, overlaps=overlaps)
     for index, length in enumerate(lengths):
         rig.core.add_request(request(str(index), [65 + index] * length, max_tokens=6))
     outputs = rig.run()

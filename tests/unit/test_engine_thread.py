@@ -20,6 +20,11 @@ from tests.fakes.byte_tokenizer import ByteTokenizer
 from tests.fakes.engine_rig import INSTANT, PROMPT, request
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapping"], autouse=True)
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedRunner, "overlaps", request.param)
+
+
 class Recorder:
     """A listener that notes what happened and where."""
 

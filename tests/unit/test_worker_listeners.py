@@ -29,6 +29,11 @@ MAX_TOKENS = 12
 FREE_TIME = {"simulated_prefill_token_s": 0.0, "simulated_step_s": 0.0, "simulated_sequence_s": 0.0}
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "overlapping"], autouse=True)
+def overlaps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedRunner, "overlaps", request.param)
+
+
 class Clock:
     """Seconds that pass only when a test says so."""
 
@@ -119,8 +124,15 @@ class Pair:
         for core, listener in ((self.prefill, self.pusher), (self.decode, self.receiver)):
             listener.before_step(core, self.clock.now)
             if core.has_work():
-                result = core.step()
-                listener.after_step(core, result, self.clock.now)
+                core.begin_step()
+                self.deliver(core, listener)
+                core.finish_step()
+            if not core.result_can_wait:
+                self.deliver(core, listener)
+
+    def deliver(self, core: EngineCore, listener: PushListener | ReceiveListener) -> None:
+        if (result := core.take_result()) is not None:
+            listener.after_step(core, result, self.clock.now)
 
     def tokens(self, name: str) -> list[int]:
         first = [event for event in self.prefill_events[name] if isinstance(event, FirstTokenReady)]
