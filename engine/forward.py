@@ -81,12 +81,13 @@ class TorchForward(Forward):
 def make_forward(model: LoadedModel, pool: KvPool, config: EngineConfig, context_tokens: int) -> Forward:
     """The forward pass that the settings ask for. Raises ConfigError where it cannot work."""
     chosen = choose_backend(config.attention_backend, model.device, model.dtype)
-    log_event("engine.attention", backend=chosen, device=str(model.device))
+    kernels = model.kernels if chosen == "torch" and attends(pool.layout) else None
+    log_event("engine.attention", backend="kernels" if kernels else chosen, device=str(model.device))
     if chosen == "torch":
-        if model.kernels is not None and attends(pool.layout):
+        if kernels is not None:
             from engine.cpu.kernel_forward import KernelForward
 
-            return KernelForward(model, pool, model.kernels, config.max_running_requests, context_tokens)
+            return KernelForward(model, pool, kernels, config.max_running_requests, context_tokens)
         dense_bytes = config.dense_rows_bytes
         if dense_bytes is None:
             dense_bytes = pool.num_blocks * pool.layout.block_bytes // 4

@@ -88,7 +88,32 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 # Served as well, for what the others are too small for.
-OTHERS: dict[str, Callable[[], Any]] = {"llama_wide": _config("LlamaConfig", head_dim=64)}
+# The wide_ ones have sizes that the cpu's kernels know; heads of 32 unless they say otherwise.
+_WIDE: dict[str, Any] = {
+    "vocab_size": 272,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "initializer_range": 0.15,
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "llama_wide": _config("LlamaConfig", head_dim=64),
+    "wide_llama": _config("LlamaConfig", **_WIDE),
+    "wide_qwen2": _config("Qwen2Config", **_WIDE),
+    "wide_qwen3": _config("Qwen3Config", **_WIDE, head_dim=64),
+    "wide_mistral": _config("MistralConfig", **_WIDE, head_dim=32, sliding_window=WINDOW),
+    "wide_gemma2": _config(
+        "Gemma2Config",
+        **_WIDE,
+        head_dim=64,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        query_pre_attn_scalar=64,
+    ),
+    "wide_phi3": _config("Phi3Config", **_WIDE, sliding_window=None),
+    "wide_mixtral": _config("MixtralConfig", **_WIDE, num_local_experts=4, num_experts_per_tok=2),
+}
 
 # What the engine must refuse, and a word of the reason it must give.
 REFUSED: dict[str, Callable[[], Any]] = {
