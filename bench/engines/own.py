@@ -86,8 +86,7 @@ class OwnEngine:
             runner = build_torch_runner(config, source, lambda _fraction: None)
             tokenizer = source.tokenizer_source
         self._runner = TimedRunner(runner)
-        if not on_cpu:
-            warm_up(runner, None)
+        warm_up(runner, None)
         self._core = EngineCore(self._runner, config, load_tokenizer(tokenizer))  # type: ignore[arg-type]
         self._threads, self._numbers, self._asked = threads, random.Random(0), 0
 

@@ -14,7 +14,7 @@ import torch
 from engine.cpu.arena import Arena
 from engine.cpu.decode_inputs import DecodeInputs
 from engine.cpu.kernels import CpuKernels
-from engine.cpu.tape import NoTapeError, Recording, Tape
+from engine.cpu.tape import CANNOT_BE_NOTED, Recording, Tape
 from engine.model_linears import relative_difference
 from engine.runner import ScheduledSequence
 from splitserve.logs import log_event
@@ -44,12 +44,13 @@ class DecodeTapes:
         compute: Callable[[int], torch.Tensor],
         eager: Callable[[Sequence[ScheduledSequence]], torch.Tensor],
         most_rows: int,
+        arena: Arena,
     ) -> None:
         """`compute` runs the model on the first rows of `inputs`, `eager` on a batch; logits `[rows, vocabulary]`."""
         self._kernels, self._inputs = kernels, inputs
         self._compute, self._eager = compute, eager
         self._sizes = tape_sizes(most_rows)
-        self._arena = Arena()
+        self._arena = arena
         self._works = True
         self.tapes: dict[int, Tape] = {}
         """By size."""
@@ -77,7 +78,7 @@ class DecodeTapes:
             tape = recording.tape(logits, self._arena)
             if not self.tapes:
                 why = self._differs(tape, batch)
-        except (NoTapeError, RuntimeError, TypeError, ValueError) as error:
+        except CANNOT_BE_NOTED as error:
             why = str(error).partition("\n")[0]
         if why is not None:
             self._works = False

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention import LayerState
 from engine.cpu.decode_inputs import DecodeInputs
 from engine.cpu.kernels import CpuKernels
-from engine.cpu.program import attend_op, packed_kv_elements, prefill_op
+from engine.cpu.program import Code, attend_op
 from engine.kv_pool import KvPool
 from engine.runner import ScheduledSequence
 from kv_transfer.layout import KvLayout
@@ -19,27 +21,43 @@ _HEAD_DIM_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """New tokens of one sequence, rows `begin`..`end` of the batch, after `before` others; `table` `[blocks]` int32."""
+class Part:
+    """Rows `begin`..`end` of a batch: of sequences that decode (ATTEND), or new tokens of one sequence (PREFILL)."""
 
+    code: Code
     begin: int
     end: int
-    before: int
-    table: torch.Tensor
+    inputs: DecodeInputs | ChunkInputs
 
 
-@dataclass(frozen=True, slots=True)
-class KernelStep:
-    """A flattened batch: `num_decode` rows that `decoding` tells about, then chunks.
+class ChunkInputs:
+    """What the kernels are told of one sequence's chunk, in memory that stays."""
 
-    `slot_blocks`, `slot_offsets` `[tokens of the chunks]` int64: where each one's KV goes.
-    """
+    def __init__(self, columns: int) -> None:
+        """`columns`: blocks of the sequence at most."""
+        self._length = np.zeros(1, np.int64)
+        self._table = np.zeros(columns, np.int32)
+        places = (self._length.ctypes.data, self._table.ctypes.data, columns)
+        self.address: npt.NDArray[np.int64] = np.array(places, np.int64)
 
-    num_decode: int
-    decoding: DecodeInputs
-    chunks: tuple[Chunk, ...] = ()
-    slot_blocks: torch.Tensor | None = None
-    slot_offsets: torch.Tensor | None = None
+    def fill(self, length: int, blocks: Sequence[int]) -> None:
+        """How long the sequence is, its chunk included, and the blocks of all of it. 0: nobody's tokens."""
+        self._length[0] = length
+        self._table[: len(blocks)] = blocks
+
+
+def chunk_parts(batch: Sequence[ScheduledSequence], first_row: int, block_size: int) -> list[Part]:
+    """These sequences' chunks, one behind the other from `first_row` on."""
+    parts = []
+    for sequence in batch:
+        last_row = first_row + sequence.num_new
+        length = sequence.num_computed + sequence.num_new
+        blocks = sequence.block_ids[: -(-length // block_size)]
+        inputs = ChunkInputs(len(blocks))
+        inputs.fill(length, blocks)
+        parts.append(Part(Code.PREFILL, first_row, last_row, inputs))
+        first_row = last_row
+    return parts
 
 
 def attends(layout: KvLayout) -> bool:
@@ -47,26 +65,13 @@ def attends(layout: KvLayout) -> bool:
     return layout.dtype == "bfloat16" and layout.head_dim % _HEAD_DIM_STEP == 0
 
 
-def make_chunks(batch: Sequence[ScheduledSequence], first_row: int, block_size: int) -> tuple[Chunk, ...]:
-    """Chunks of these sequences, one behind the other from `first_row` on."""
-    chunks = []
-    for sequence in batch:
-        last_row = first_row + sequence.num_new
-        blocks = -(-(sequence.num_computed + sequence.num_new) // block_size)
-        table = torch.tensor(sequence.block_ids[:blocks], dtype=torch.int32)
-        chunks.append(Chunk(first_row, last_row, sequence.num_computed, table))
-        first_row = last_row
-    return tuple(chunks)
-
-
 class KernelBackend:
     """See the module. `step` is the current one; whoever runs the model sets it before each pass."""
 
     def __init__(self, pool: KvPool, kernels: CpuKernels) -> None:
-        self.step: KernelStep | None = None
+        self.step: Sequence[Part] | None = None
         self._kernels = kernels
         self._views = [pool.view(layer) for layer in range(pool.layout.num_layers)]
-        self._room = self._views[0].new_empty(0)
 
     def attend(
         self,
@@ -80,45 +85,22 @@ class KernelBackend:
         """See `AttentionBackend.attend`."""
         step = self.step
         assert step is not None, "a forward pass outside of a step"
-        heads, rows, head_dim = query.shape
+        heads, tokens, head_dim = query.shape
         query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
-        output = query.new_empty(rows, heads, head_dim)
-        pool, window, count = self._views[layer.index], layer.window, step.num_decode
-        if count:
+        output = query.new_empty(tokens, heads, head_dim)
+        for part in step:
+            rows = slice(part.begin, part.end)
             op = attend_op(
-                query[:, :count],
-                key[:, :count],
-                value[:, :count],
-                output[:count],
-                pool,
-                step.decoding.address,
+                part.code,
+                query[:, rows],
+                key[:, rows],
+                value[:, rows],
+                output[rows],
+                self._views[layer.index],
+                part.inputs.address,
                 scale=scale,
                 softcap=softcap,
-                window=window,
+                window=layer.window,
             )
             self._kernels.compute(op)
-        if step.chunks:
-            new = torch.stack((key[:, count:], value[:, count:]))
-            pool[:, :, step.slot_blocks, step.slot_offsets] = new
-        for chunk in step.chunks:
-            span = slice(chunk.begin, chunk.end)
-            self._kernels.compute(
-                prefill_op(
-                    query[:, span],
-                    output[span],
-                    pool,
-                    chunk.table,
-                    self._packed(chunk.before + chunk.end - chunk.begin, head_dim),
-                    before=chunk.before,
-                    scale=scale,
-                    softcap=softcap,
-                    window=window,
-                )
-            )
         return output
-
-    def _packed(self, positions: int, head_dim: int) -> torch.Tensor:
-        size = packed_kv_elements(positions, head_dim)
-        if size > len(self._room):
-            self._room = self._room.new_empty(size)
-        return self._room

@@ -589,17 +589,30 @@ inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t*
   }
 }
 
-// pointer: query [heads, tokens, D], out [tokens, heads, D], pool of the layer, block table, room for packed keys and
-// values of one head; stride[0]: of query (head, token); real: scale, soft cap or 0;
-// number: tokens, kv_heads, heads a KV head, D, block_size, window or 0, pool strides (keys to values, block, head),
-// positions before the chunk.
-void prefill(const Op& op, int thread, int threads) {
+// Writes the KV of new tokens of one sequence into its blocks and attends over all of its positions, or the last `window`.
+// pointer: query [heads, tokens, D], key, value [kv_heads, tokens, D], out [tokens, heads, D], pool of the layer, Step
+// (of one row); the other fields as those of `attend`, tokens in place of rows.
+void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
+  const Step& step = *(const Step*)op.pointer[5];
   int64_t tokens = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
-  int64_t before = op.number[9];
-  bf16 *out = (bf16*)op.pointer[1], *pool = (bf16*)op.pointer[2], *packed = (bf16*)op.pointer[4];
-  Chunk c{{pool, pool + op.number[6], op.number[7], op.number[8], op.number[4], D},
-          (const int32_t*)op.pointer[3], before + tokens};
-  bf16* packed_values = packed + c.padded() * D;
+  int64_t total = step.lengths[0], before = total - tokens;
+  bf16 *out = (bf16*)op.pointer[3], *pool = (bf16*)op.pointer[4];
+  if (total == 0) {  // nobody's tokens: computed to see what the model does
+    if (thread == 0) std::memset(out, 0, tokens * kv_heads * group * D * 2);
+    return;
+  }
+  Chunk c{{pool, pool + op.number[6], op.number[7], op.number[8], op.number[4], D}, step.tables, total};
+  Share new_tokens = share(tokens, thread, threads);
+  for (int64_t h = 0; h < kv_heads; h++)
+    for (int64_t t = new_tokens.begin; t < new_tokens.end; t++) {
+      const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + t * op.stride[1][1];
+      const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + t * op.stride[2][1];
+      std::memcpy(c.place.at(c.place.keys, c.table, h, before + t), key, D * 2);
+      std::memcpy(c.place.at(c.place.values, c.table, h, before + t), value, D * 2);
+    }
+  if (thread == 0 && int64_t(shared.size()) < 2 * c.padded() * D) shared.resize(2 * c.padded() * D);
+#pragma omp barrier
+  bf16 *packed = shared.data(), *packed_values = packed + c.padded() * D;
   static thread_local std::vector<float> room;
   static thread_local std::vector<bf16> weights;
   int64_t ld = c.padded();
@@ -673,19 +686,19 @@ int64_t likeliest(const bf16* x, int64_t n) {
 
 // ---- running -----------------------------------------------------------------------------------------------------
 
-void perform(const Op& op, int thread, int threads) {
+void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   switch (op.code) {
     case LINEAR: return linear(op, thread, threads);
     case RMS_NORM: return rms_norm(op, thread, threads);
     case ATTEND: return attend(op, thread, threads);
-    case PREFILL: return prefill(op, thread, threads);
+    case PREFILL: return prefill(op, thread, threads, shared);
     case LINEAR_INT8: return linear_int8(op, thread, threads);
     default: return elementwise(op, thread, threads);
   }
 }
 
 // Every thread goes through the whole list; they meet only around an operation that is everybody's.
-void play(const Op* ops, int64_t count, int thread, int threads) {
+void play(const Op* ops, int64_t count, int thread, int threads, std::vector<bf16>& shared) {
   bool together = false;  // whether the last operation was everybody's
   for (int64_t i = 0; i < count; i++) {
     if (!ops[i].serial || together) {
@@ -693,20 +706,22 @@ void play(const Op* ops, int64_t count, int thread, int threads) {
     }
     together = !ops[i].serial;
     if (together)
-      perform(ops[i], thread, threads);
+      perform(ops[i], thread, threads, shared);
     else if (thread == 0)
-      perform(ops[i], 0, 1);
+      perform(ops[i], 0, 1, shared);
   }
 }
 
 void run(const Op* ops, int64_t count, int threads) {
+  static thread_local std::vector<bf16> memory;  // of who calls, for all threads
+  std::vector<bf16>& shared = memory;
   if (threads == 1 || (count == 1 && ops->serial)) {
-    for (int64_t i = 0; i < count; i++) perform(ops[i], 0, 1);
+    for (int64_t i = 0; i < count; i++) perform(ops[i], 0, 1, shared);
     return;
   }
   // OpenMP's threads, because torch's operations before and after use them too: others would fight them for the cores.
 #pragma omp parallel num_threads(threads)
-  play(ops, count, omp_get_thread_num(), omp_get_num_threads());
+  play(ops, count, omp_get_thread_num(), omp_get_num_threads(), shared);
 }
 
 }  // namespace

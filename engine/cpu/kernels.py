@@ -89,8 +89,8 @@ class CpuKernels:
         return packed
 
     def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x W^T + bias`; x `[..., inputs]`, packed `[outputs, inputs]`."""
-        x = x.contiguous()
+        """`x W^T + bias`; x `[..., inputs]`, packed `[outputs, inputs]`. Raises TypeError for x of another dtype."""
+        x = _bfloat16(x)
         outputs, inputs = packed.shape
         y = x.new_empty((*x.shape[:-1], outputs))
         rows = x.numel() // inputs
@@ -114,15 +114,15 @@ class CpuKernels:
     ) -> torch.Tensor:
         """`x W^T + bias` with int8 weights and each row of x quantized; see `linear_int8_op`."""
         outputs, inputs = packed.shape
-        x = x.contiguous().view(-1, inputs)
+        x = _bfloat16(x).view(-1, inputs)
         y = x.new_empty((x.shape[0], outputs))
         room = torch.empty(int8_room_bytes(x.shape[0], inputs), dtype=torch.uint8)
         self.compute(linear_int8_op(x, packed, scales, bias, y, room))
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, kind: NormKind, epsilon: float) -> torch.Tensor:
-        """Root mean square norm of the last dimension."""
-        x = x.contiguous()
+        """Root mean square norm of the last dimension. Raises TypeError for x of another dtype."""
+        x = _bfloat16(x)
         y = torch.empty_like(x)
         width = x.shape[-1]
         self._rms_norm(
@@ -146,3 +146,9 @@ class CpuKernels:
         address = logits.data_ptr()
         self._likeliest(self._threads, address, rows, vocabulary, logits.stride(0), places.data_ptr())
         return list(map(int, places.tolist()))
+
+
+def _bfloat16(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not torch.bfloat16:
+        raise TypeError(f"the kernels compute in bfloat16, not in {x.dtype}")
+    return x.contiguous()

@@ -141,6 +141,7 @@ def elementwise_op(code: Code, which: Binary | Unary, y: torch.Tensor, *inputs: 
 
 
 def attend_op(
+    code: Code,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -152,60 +153,21 @@ def attend_op(
     softcap: float | None,
     window: int | None,
 ) -> Ops:
-    """Attention of one new token a sequence over the pool, its KV written there first.
+    """Attention over the pool, the new tokens' KV written there first: ATTEND for one new token of each sequence,
+    PREFILL for new tokens of one sequence.
 
-    query `[heads, rows, head_dim]`, key and value `[kv_heads, rows, head_dim]`, y `[rows, heads, head_dim]` contiguous,
-    pool of one layer `[2, kv_heads, num_blocks, block_size, head_dim]` (a view), step: addresses of the lengths and
-    block tables, and the tables' columns.
+    query `[heads, tokens, head_dim]`, key and value `[kv_heads, tokens, head_dim]`, y `[tokens, heads, head_dim]`
+    contiguous, pool of one layer `[2, kv_heads, num_blocks, block_size, head_dim]` (a view), step: addresses of the
+    lengths and block tables, and the tables' columns.
     """
-    op = _op(Code.ATTEND)
-    kv_heads, rows, head_dim = key.shape
+    op = _op(code)
+    kv_heads, tokens, head_dim = key.shape
     pointers = (query, key, value, y, pool)
     op["pointer"][0] = (*(tensor.data_ptr() for tensor in pointers), step.ctypes.data)
     for place, tensor in enumerate((query, key, value)):
         op["stride"][0, place, :2] = tensor.stride()[:2]
-    op["number"][0, :9] = rows, kv_heads, query.shape[0] // kv_heads, head_dim, *_pool_numbers(pool, window)
-    op["real"][0] = scale, softcap or 0.0
-    return op
-
-
-KEYS_AT_ONCE = 48
-"""Positions are packed in panels of so many."""
-
-
-def packed_kv_elements(positions: int, head_dim: int) -> int:
-    """Room that `prefill_op` needs."""
-    return 2 * head_dim * (-(-positions // KEYS_AT_ONCE) * KEYS_AT_ONCE)
-
-
-def prefill_op(
-    query: torch.Tensor,
-    y: torch.Tensor,
-    pool: torch.Tensor,
-    table: torch.Tensor,
-    room: torch.Tensor,
-    *,
-    before: int,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> Ops:
-    """Attention of a chunk of one sequence whose KV is in the pool already.
-
-    query `[heads, tokens, head_dim]`, y `[tokens, heads, head_dim]` contiguous, pool as for `attend_op`, table
-    `[blocks]` int32 from the sequence's first block on, room `[packed_kv_elements]` bfloat16; `before`: tokens before
-    the chunk.
-    """
-    op = _op(Code.PREFILL)
-    heads, tokens, head_dim = query.shape
-    kv_heads = pool.shape[1]
-    op["pointer"][0, :5] = [tensor.data_ptr() for tensor in (query, y, pool, table, room)]
-    op["stride"][0, 0, :2] = query.stride()[:2]
-    op["number"][0] = tokens, kv_heads, heads // kv_heads, head_dim, *_pool_numbers(pool, window), before
-    op["real"][0] = scale, softcap or 0.0
-    return op
-
-
-def _pool_numbers(pool: torch.Tensor, window: int | None) -> tuple[int, ...]:
     both, head, block = pool.stride()[:3]
-    return pool.shape[3], window or 0, both, block, head
+    group, block_size = query.shape[0] // kv_heads, pool.shape[3]
+    op["number"][0, :9] = tokens, kv_heads, group, head_dim, block_size, window or 0, both, block, head
+    op["real"][0] = scale, softcap or 0.0
+    return op

@@ -35,14 +35,29 @@ class NoTapeError(Exception):
     """The model does something that cannot be noted down."""
 
 
+CANNOT_BE_NOTED = (
+    NoTapeError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
+"""What a model may raise when its operations are looked at."""
 Call = Callable[[], None]
 
 
 class Tape:
     """Plays what a `Recording` has noted."""
 
-    def __init__(self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor) -> None:
+    def __init__(
+        self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor, arena: Arena, num_bytes: int
+    ) -> None:
         self._kernels, self._parts, self._output = kernels, parts, output
+        self._arena = arena  # whose memory the operations name
+        self.num_bytes = num_bytes
+        """Of all results while they were noted down."""
 
     @property
     def num_ops(self) -> tuple[int, int]:
@@ -99,7 +114,7 @@ class Recording(TorchDispatchMode):
                 run = []
             if note is not None:
                 parts.append(note)
-        return Tape(self._kernels, parts, output)
+        return Tape(self._kernels, parts, output, arena, sum(b.num_bytes for b in self._buffers.values()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

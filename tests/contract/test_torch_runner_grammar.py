@@ -32,11 +32,12 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchRunner]:
+@pytest.fixture(scope="module", params=[("llama", "float32"), ("wide_llama", "bfloat16")], ids=" ".join)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchRunner]:
     before = torch.get_num_threads()
-    source = resolve_model(str(make_tiny_model("llama", tmp_path_factory.mktemp("tiny"))))
-    values = {"dtype": "float32", "device": "cpu", "threads": 1, "block_size_tokens": 8, "num_blocks": 64}
+    family, dtype = request.param
+    source = resolve_model(str(make_tiny_model(family, tmp_path_factory.mktemp("tiny"))))
+    values = {"dtype": dtype, "device": "cpu", "threads": 1, "block_size_tokens": 8, "num_blocks": 64}
     runner = build_torch_runner(EngineConfig.model_validate(values), source, lambda _: None)
     yield runner
     runner.close()
