@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 
+from engine.host_pages import host_pages
 from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import KvLayout
 from kv_transfer.transport import PoolMemory
@@ -18,9 +17,6 @@ from splitserve.errors import ConfigError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_CPU_BYTES = 1 << 30
 CUDA_FREE_SHARE = 0.8
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23
-"""Linux 5.14; the mmap module has no name for it, and for the other on Linux only."""
 
 
 class BlockMemory:
@@ -37,7 +33,7 @@ class BlockMemory:
         self._probe_blocks = probe_blocks(layout.block_bytes)
         total = num_blocks + self._probe_blocks
         if device.type == "cpu":
-            memory = torch.frombuffer(_host_pages(total * layout.block_bytes), dtype=torch.uint8)
+            memory = torch.frombuffer(host_pages(total * layout.block_bytes), dtype=torch.uint8)
         else:
             _refuse_expandable_segments()
             memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
@@ -103,19 +99,6 @@ def choose_num_blocks(
         )
         raise ConfigError(message, field="engine.kv_memory_bytes")
     return int(blocks)
-
-
-def _host_pages(size: int) -> mmap.mmap:
-    """Memory of the process, of huge pages where the kernel has them, all there before it is first used.
-
-    A write into a peer's untouched pages waits for the kernel to find and clear them (12 MB: 66 ms on a
-    virtual machine), and pinning small pages costs more than copying them (3.6 against 12 GB/s).
-    """
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-        with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
-            pages.madvise(advice)
-    return pages
 
 
 def _refuse_expandable_segments() -> None:

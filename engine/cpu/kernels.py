@@ -17,6 +17,7 @@ from engine.cpu.program import (
     linear_op,
     rms_norm_op,
 )
+from engine.cpu.weight_memory import WeightMemory
 
 _PANEL = 16
 _PAIR = 2
@@ -41,6 +42,7 @@ class CpuKernels:
         """Raises UnavailableError as `load_library`."""
         self.recorder: Recorder | None = None
         self._threads = threads
+        self._weights = WeightMemory()
         library = load_library()
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.splitserve_op_bytes.restype = number
@@ -83,7 +85,7 @@ class CpuKernels:
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """A weight as `linear` or `linear_int8` wants it, in as much memory."""
         weight = weight.detach().contiguous()
-        packed = torch.empty_like(weight)
+        packed = self._weights.like(weight)
         outputs, inputs = weight.shape
         self._pack(weight.data_ptr(), outputs, inputs * weight.itemsize, packed.data_ptr())
         return packed
