@@ -5,24 +5,24 @@ So the memory of a step does not grow with the number of layers, and stays in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 ALIGNED = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory that a result was first written to. `fixed`: others than the kernels know its address."""
+    """A result's memory. `fixed`: others than the kernels know its address, so it stays where it was first."""
 
-    address: int
     num_bytes: int
     fixed: bool = False
-    first: int = -1
-    last: int = -1
+    uses: list[tuple[int, npt.NDArray[np.int64], int, int]] = field(default_factory=list)
+    """When, an operation's pointers, which of them, and its distance from the beginning; in the order of time."""
 
 
 class Arena:
@@ -37,51 +37,38 @@ class Arena:
             if chunk.numel() >= num_bytes + ALIGNED:
                 break
         else:
-            chunk = torch.zeros(num_bytes + ALIGNED, dtype=torch.uint8)
+            # In powers of two: programs that are a little larger each do not add up.
+            chunk = torch.zeros((1 << (num_bytes - 1).bit_length()) + ALIGNED, dtype=torch.uint8)
             self._chunks.append(chunk)
         return -(-int(chunk.data_ptr()) // ALIGNED) * ALIGNED
 
 
-def place(notes: list[Any], buffers: list[Buffer], arena: Arena) -> None:
-    """Gives every buffer that is not fixed its place in the arena, and rewrites the operations' pointers.
-
-    `notes` are operations (arrays) in the order in which they run; anything else among them is passed over.
-    """
-    movable = sorted((b for b in buffers if not b.fixed and b.num_bytes), key=lambda buffer: buffer.address)
-    starts = np.array([buffer.address for buffer in movable], dtype=np.int64)
-    uses: list[tuple[Any, int, Buffer]] = []
-    for index, note in enumerate(notes):
-        if not isinstance(note, np.ndarray):
-            continue
-        pointers = note["pointer"][0]
-        for slot in range(len(pointers)):
-            at = int(np.searchsorted(starts, pointers[slot], side="right")) - 1
-            if at < 0 or pointers[slot] >= movable[at].address + movable[at].num_bytes:
-                continue
-            buffer = movable[at]
-            buffer.first = index if buffer.first < 0 else buffer.first
-            buffer.last = index
-            uses.append((pointers, slot, buffer))
-    offsets, size = _pack([buffer for buffer in movable if buffer.first >= 0])
+def place(buffers: Iterable[Buffer], arena: Arena) -> None:
+    """Gives every buffer that is not fixed its place in the arena, and rewrites the operations' pointers."""
+    movable = [buffer for buffer in buffers if buffer.uses and not buffer.fixed]
+    offsets, size = _pack(movable)
     base = arena.take(size)
-    for pointers, slot, buffer in uses:
-        pointers[slot] += base + offsets[buffer.address] - buffer.address
+    for buffer, offset in zip(movable, offsets, strict=True):
+        for _, pointers, slot, distance in buffer.uses:
+            pointers[slot] = base + offset + distance
 
 
-def _pack(buffers: list[Buffer]) -> tuple[dict[int, int], int]:
-    """Offsets by address, and the bytes of all: each at the lowest place that is free for as long as it lives."""
-    offsets: dict[int, int] = {}
+def _pack(buffers: list[Buffer]) -> tuple[list[int], int]:
+    """Offsets, and the bytes of all: each at the lowest place that is free for as long as it is used."""
+    offsets = [0] * len(buffers)
     live: list[tuple[int, int, int]] = []  # offset, end, last use
     size = 0
-    for buffer in sorted(buffers, key=lambda buffer: buffer.first):
-        live = sorted(entry for entry in live if entry[2] >= buffer.first)
+    for index in sorted(range(len(buffers)), key=lambda index: buffers[index].uses[0][0]):
+        buffer = buffers[index]
+        first, last = buffer.uses[0][0], buffer.uses[-1][0]
+        live = sorted(entry for entry in live if entry[2] >= first)
         wanted = -(-buffer.num_bytes // ALIGNED) * ALIGNED
         offset = 0
         for begin, end, _ in live:
             if begin - offset >= wanted:
                 break
             offset = max(offset, end)
-        offsets[buffer.address] = offset
-        live.append((offset, offset + wanted, buffer.last))
+        offsets[index] = offset
+        live.append((offset, offset + wanted, last))
         size = max(size, offset + wanted)
     return offsets, size

@@ -45,8 +45,7 @@ class KernelForward(Forward):
             logits = self.tapes.logits(batch)
         elif len(batch) == 1 and self.tapes.tapes:
             # Whether this model can be noted down is known from the tapes that were compared with it.
-            rows, tape = next(iter(self.tapes.tapes.items()))
-            logits = self.chunk_tapes.logits(batch, tape.num_bytes // rows)
+            logits = self.chunk_tapes.logits(batch)
         if logits is None:
             return self._pass(batch)
         return self._step_logits(logits if len(order) == len(batch) else logits[order], order)

@@ -69,6 +69,17 @@ inline __m512 exp16(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
+// 2^x for x <= 0, a polynomial of degree 4: relative error under 2^-18, for what is rounded to bfloat16. 0 from -200 on.
+inline __m512 power_of_two16(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.0095701011f), r, _mm512_set1_ps(0.0559178591f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.2402474433f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.6931217909f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.9999992847f));
+  return _mm512_scalef_ps(p, n);
+}
+
 struct Share {
   int64_t begin, end;
 };
@@ -551,32 +562,87 @@ struct Chunk {
   int64_t padded() const { return panels() * KEYS; }
 };
 
+// 16 rows of 16 numbers of 32 bits become 16 columns.
+inline void transpose(__m512i v[16]) {
+  __m512i pairs[16], fours[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int half = 0; half < 2; half++) {
+      fours[i + 2 * half] = _mm512_unpacklo_epi64(pairs[i + half], pairs[i + 2 + half]);
+      fours[i + 2 * half + 1] = _mm512_unpackhi_epi64(pairs[i + half], pairs[i + 2 + half]);
+    }
+  // fours[4 * i + j]: in each quarter q column 4 * q + j of rows 4 * i to 4 * i + 3.
+  for (int j = 0; j < 4; j++) {
+    __m512i even = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88), odd = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+    __m512i even2 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
+    __m512i odd2 = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+    v[j] = _mm512_shuffle_i32x4(even, even2, 0x88);
+    v[4 + j] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+    v[8 + j] = _mm512_shuffle_i32x4(even, even2, 0xdd);
+    v[12 + j] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
+  }
+}
+
+// One panel of keys; positions there are none of are 0.
 void pack_keys(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
   int64_t D = c.place.head_dim;
-  packed += p * KEYS * D;
-  for (int64_t j = 0; j < KEYS; j++) {
-    int64_t position = p * KEYS + j;
-    const bf16* key = position < c.total ? c.place.key(c.table, h, position) : nullptr;
-    for (int64_t d = 0; d < D; d += 2) {
-      bf16* to = packed + d * KEYS + j * 2;
-      if (key)
-        std::memcpy(to, key + d, 4);
-      else
-        std::memset(to, 0, 4);
+  for (int64_t j = 0; j < KEYS; j += 16) {
+    const bf16* keys[16];
+    for (int64_t i = 0; i < 16; i++) {
+      int64_t position = p * KEYS + j + i;
+      keys[i] = position < c.total ? c.place.key(c.table, h, position) : nullptr;
+    }
+    for (int64_t d = 0; d < D; d += 32) {
+      __m512i v[16];
+      for (int i = 0; i < 16; i++) v[i] = keys[i] ? _mm512_loadu_si512(keys[i] + d) : _mm512_setzero_si512();
+      transpose(v);
+      for (int i = 0; i < 16; i++) _mm512_storeu_si512(packed + p * KEYS * D + (d + 2 * i) * KEYS + j * 2, v[i]);
     }
   }
 }
 
+// As many values: of two positions each in turns.
 void pack_values(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
   int64_t D = c.place.head_dim, padded = c.padded();
-  for (int64_t position = p * KEYS; position < (p + 1) * KEYS; position++) {
-    const bf16* value = position < c.total ? c.place.at(c.place.values, c.table, h, position) : nullptr;
-    bf16* to = packed + position / 2 * 2 * VALUES + position % 2;
-    for (int64_t d = 0; d < D; d++) to[d / VALUES * padded * VALUES + d % VALUES * 2] = value ? value[d] : 0;
-  }
+  auto load = [&](int64_t position, int64_t d) {
+    if (position >= c.total) return _mm512_setzero_si512();
+    return _mm512_loadu_si512(c.place.at(c.place.values, c.table, h, position) + d);
+  };
+  __m512i low = _mm512_setzero_si512(), step = _mm512_set1_epi32(0x00200000);  // 0, 32, 1, 33, ...
+  low = _mm512_add_epi32(step, _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
+  __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int64_t position = p * KEYS; position < (p + 1) * KEYS; position += 2)
+    for (int64_t d = 0; d < D; d += VALUES) {
+      __m512i even = load(position, d), odd = load(position + 1, d);
+      bf16* to = packed + d * padded + position * VALUES;
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, low, odd));
+      _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi16(even, high, odd));
+    }
 }
 
-// Softmax of a tile's scores [TILE, ld], rounded into `weights`; row r sees positions [from[r], to[r]) of [low, high).
+// Softmax of n scores without the division, rounded into `weights`; returns the sum of what was rounded. n is a multiple
+// of KEYS.
+inline float weigh_rounded(const float* s, int64_t n, bf16* weights) {
+  const __m512 by = _mm512_set1_ps(1.44269504f);
+  __m512 top[PANEL], sum[PANEL];
+  for (int v = 0; v < PANEL; v++) top[v] = _mm512_set1_ps(-INFINITY), sum[v] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < n; i += KEYS)
+    for (int v = 0; v < PANEL; v++) top[v] = _mm512_max_ps(top[v], _mm512_loadu_ps(s + i + v * 16));
+  float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(top[0], top[1]), top[2]));
+  __m512 off = _mm512_set1_ps(most * 1.44269504f);
+  for (int64_t i = 0; i < n; i += KEYS)
+    for (int v = 0; v < PANEL; v++) {
+      __m512 e = power_of_two16(_mm512_fmsub_ps(_mm512_loadu_ps(s + i + v * 16), by, off));
+      sum[v] = _mm512_add_ps(sum[v], e);
+      narrow16(weights + i + v * 16, e);
+    }
+  return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), sum[2]));
+}
+
+// Of a tile's scores [TILE, ld]; row r sees positions [from[r], to[r]) of [low, high).
 inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t* to, int64_t low, int64_t high,
                        float softcap, bf16* weights, float* sums) {
   for (int r = 0; r < TILE; r++) {
@@ -584,8 +650,7 @@ inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t*
     cap(row, high - low, softcap);
     std::fill(row, row + (from[r] - low), -INFINITY);
     std::fill(row + (to[r] - low), row + (high - low), -INFINITY);
-    sums[r] = weigh(row, high - low);
-    for (int64_t i = 0; i < high - low; i += 16) narrow16(weights + r * ld + i, _mm512_loadu_ps(row + i));
+    sums[r] = weigh_rounded(row, high - low, weights + r * ld);
   }
 }
 

@@ -19,7 +19,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.cpu.arena import Arena, Buffer, place
+from engine.cpu.arena import Arena, place
+from engine.cpu.buffers import Buffers
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.program import Binary, Code, Ops, Unary, elementwise_op
 
@@ -52,12 +53,10 @@ class Tape:
     """Plays what a `Recording` has noted."""
 
     def __init__(
-        self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor, arena: Arena, num_bytes: int
+        self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor, memory: object
     ) -> None:
-        self._kernels, self._parts, self._output = kernels, parts, output
-        self._arena = arena  # whose memory the operations name
-        self.num_bytes = num_bytes
-        """Of all results while they were noted down."""
+        """`memory`: what owns the memory that the operations name."""
+        self._kernels, self._parts, self._output, self._memory = kernels, parts, output, memory
 
     @property
     def num_ops(self) -> tuple[int, int]:
@@ -82,9 +81,9 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self._kernels = kernels
         self._notes: list[Ops | Call] = []
-        self._alive: list[Any] = []
-        """Every tensor that was seen, so that no memory is used twice while this goes on."""
-        self._buffers: dict[int, Buffer] = {}
+        self._buffers = Buffers()
+        self._constants: dict[int, torch.UntypedStorage] = {}
+        """What was read and is nobody's result, by address: operations name it, so it must stay."""
 
     def __enter__(self) -> Recording:
         self._kernels.recorder = self
@@ -97,12 +96,18 @@ class Recording(TorchDispatchMode):
 
     def note(self, op: Ops) -> None:
         """See `Recorder.note`."""
+        pointers = op["pointer"][0]
+        for slot, pointer in enumerate(pointers.tolist()):
+            found = self._buffers.find(pointer)
+            if found is not None:
+                buffer, distance = found
+                buffer.uses.append((len(self._notes), pointers, slot, distance))
         self._notes.append(op)
 
     def tape(self, output: torch.Tensor, arena: Arena) -> Tape:
         """What was noted; results that only kernels see lie in the arena, which tapes can share."""
         self._keep(output)
-        place(self._notes, list(self._buffers.values()), arena)
+        place(self._buffers.all, arena)
         parts: list[Ops | Call] = []
         run: list[Ops] = []
         for note in [*self._notes, None]:
@@ -114,7 +119,7 @@ class Recording(TorchDispatchMode):
                 run = []
             if note is not None:
                 parts.append(note)
-        return Tape(self._kernels, parts, output, arena, sum(b.num_bytes for b in self._buffers.values()))
+        return Tape(self._kernels, parts, output, (arena, self._constants))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,18 +132,22 @@ class Recording(TorchDispatchMode):
             return self._within(func, args, kwargs)
         result = func(*args, **kwargs)
         given, made = _tensors((args, kwargs)), _tensors(result)
-        self._alive += [*given, *made]
-        places = {tensor.untyped_storage().data_ptr() for tensor in given}
+        places = {}
+        for tensor in given:
+            storage = tensor.untyped_storage()
+            places[storage.data_ptr()] = storage
+            if self._buffers.find(storage.data_ptr()) is None:
+                self._constants[storage.data_ptr()] = storage
         new = [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in places]
         for tensor in new:
-            storage = tensor.untyped_storage()
-            self._buffers.setdefault(storage.data_ptr(), Buffer(storage.data_ptr(), storage.nbytes()))
+            self._buffers.add(tensor.untyped_storage())
         if func._schema.is_mutable:
             self._call(lambda: func(*args, **kwargs), given)
         elif new and func._schema.name not in _EMPTY:
             ops = _as_ops(func, args, kwargs, new[0]) if len(made) == 1 else None
             if ops is not None:
-                self._notes += ops
+                for op in ops:
+                    self.note(op)
             else:
                 self._again(func, args, kwargs, made, given)
         return result
@@ -167,9 +176,9 @@ class Recording(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> None:
         """Its memory stays where it is."""
-        buffer = self._buffers.get(tensor.untyped_storage().data_ptr())
-        if buffer is not None:
-            buffer.fixed = True
+        found = self._buffers.find(tensor.untyped_storage().data_ptr())
+        if found is not None:
+            found[0].fixed = True
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

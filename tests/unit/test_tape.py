@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from engine.cpu.arena import Arena
 from engine.cpu.kernels import CpuKernels
@@ -202,6 +203,36 @@ def test_memory_of_the_recording_may_be_used_again(arena: Arena) -> None:
     junk = [torch.full((size,), 7.0).bfloat16() for size in (1, 4, 32, 384) for _ in range(20)]
     check(constants, tape, x)
     assert junk
+
+
+def freed_and_taken_again(x: torch.Tensor) -> torch.Tensor:
+    """Results and numbers whose memory is another's soon after."""
+    for index in range(40):
+        scale = torch.full((32,), 1.0 + index / 64).bfloat16()
+        row = torch.tensor([index / 16.0] * 32).bfloat16()
+        x = (x * scale).float().bfloat16() if index % 3 else x * torch.tensor(0.5).bfloat16()
+        x = torch.cat([x[:, :2] + row, (x - row)[:, 2:]], dim=1)
+    return x
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_memory_may_come_again_while_a_pass_is_noted_down(size: int, arena: Arena) -> None:
+    x = random(0, size, 4, 32)
+    tape = record(freed_and_taken_again, x, arena)
+    junk = [torch.full((32,), 7.0).bfloat16() for _ in range(200)]
+    check(freed_and_taken_again, tape, x)
+    assert junk
+
+
+def test_a_pass_takes_no_more_memory_while_it_is_noted_down() -> None:
+    results = []
+    with Recording(KERNELS[1]) as recording:
+        x = random(0)
+        for _ in range(50):
+            x = x + x
+            results.append(StorageWeakRef(x.untyped_storage()))
+    assert recording._notes
+    assert all(result.expired() for result in results[:-1])
 
 
 DEPENDS: dict[str, Function] = {
