@@ -192,29 +192,35 @@ inline float quantize(const bf16* x, int64_t K, uint8_t* to) {
   return odd || std::isinf(top) ? NAN : top / 127.0f;
 }
 
+typedef int32_t Int16 __attribute__((vector_size(64)));
+
+// sum plus the products of four unsigned and four signed bytes. Not the intrinsic: gcc 12 keeps its sums on the stack, at
+// half the speed.
+inline Int16 dot(Int16 sum, Int16 unsigned_bytes, Int16 signed_bytes) {
+  asm inline("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+  return sum;
+}
+
 template <int ROWS, int VECTORS, bool FETCH, class Out>
 inline void tile_int8(const uint8_t* x, const int8_t* w, int64_t K, Out out) {
-  __m512i sum[ROWS][VECTORS];
-#pragma GCC unroll 8
+  Int16 sum[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < VECTORS; v++) sum[m][v] = _mm512_setzero_si512();
+    for (int v = 0; v < VECTORS; v++) sum[m][v] = Int16{};
   for (int64_t k = 0; k < K; k += 4, w += VECTORS * 64) {
-    __m512i weight[VECTORS];
+    Int16 weight[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
       if (FETCH) _mm_prefetch((const char*)(w + v * 64) + AHEAD, _MM_HINT_T0);
-      weight[v] = _mm512_loadu_si512(w + v * 64);
+      weight[v] = (Int16)_mm512_loadu_si512(w + v * 64);
     }
-#pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
       int32_t four;
       std::memcpy(&four, x + m * K + k, 4);
-      __m512i input = _mm512_set1_epi32(four);
-      for (int v = 0; v < VECTORS; v++) sum[m][v] = _mm512_dpbusd_epi32(sum[m][v], input, weight[v]);
+      Int16 input = (Int16)_mm512_set1_epi32(four);
+      for (int v = 0; v < VECTORS; v++) sum[m][v] = dot(sum[m][v], input, weight[v]);
     }
   }
-#pragma GCC unroll 8
   for (int m = 0; m < ROWS; m++)
-    for (int v = 0; v < VECTORS; v++) out(m, v, sum[m][v]);
+    for (int v = 0; v < VECTORS; v++) out(m, v, (__m512i)sum[m][v]);
 }
 
 template <int VECTORS>
@@ -234,8 +240,16 @@ void panel_int8(const uint8_t* x, const float* steps, int64_t M, const int8_t* w
     else
       tile_int8<TILE, VECTORS, false>(x, w, K, out);
   }
-  for (; M >= 2; M -= 2, x += 2 * K, steps += 2, y += 2 * ldy) tile_int8<2, VECTORS, true>(x, w, K, out);
-  if (M) tile_int8<1, VECTORS, true>(x, w, K, out);
+  switch (M) {
+    case 1: tile_int8<1, VECTORS, true>(x, w, K, out); break;
+    case 2: tile_int8<2, VECTORS, true>(x, w, K, out); break;
+    case 3: tile_int8<3, VECTORS, true>(x, w, K, out); break;
+    case 4: tile_int8<4, VECTORS, true>(x, w, K, out); break;
+    case 5: tile_int8<5, VECTORS, true>(x, w, K, out); break;
+    case 6: tile_int8<6, VECTORS, true>(x, w, K, out); break;
+    case 7: tile_int8<7, VECTORS, true>(x, w, K, out); break;
+    default: break;
+  }
 }
 
 // pointer: x [M, K], packed weights, scales [N] float and then shifts [N] int32, bias [N] or null, y [M, N], room for
