@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -98,18 +99,67 @@ constexpr int TILE = 8;   // rows
 constexpr int64_t CHUNK = 256;  // rows whose inputs stay in the second level cache
 constexpr int AHEAD = 2048;  // bytes that weights are fetched ahead
 
+// What a tile fetches beside computing: the panel that it reads, further on; the next panel, all of it or one line of
+// each three; or nothing. So memory is read while all tiles of a panel are computed, not only during the first.
+enum Fetch { THIS, NEXT, NEXT_LINE, NOTHING };
+
+template <Fetch FETCH, int VECTORS>
+inline void fetch_lines(const void* weights, int64_t distance) {
+  const char* p = (const char*)weights + distance;
+  if (FETCH == NEXT_LINE) _mm_prefetch(p, _MM_HINT_T1);
+  for (int v = 0; v < VECTORS; v++) {
+    if (FETCH == THIS) _mm_prefetch(p + v * 64, _MM_HINT_T0);
+    if (FETCH == NEXT) _mm_prefetch(p + v * 64, _MM_HINT_T1);
+  }
+}
+
+template <auto V>
+using Constant = std::integral_constant<decltype(V), V>;
+
+// Calls compute(rows, fetch, first row, distance of what is fetched) until there are M rows, rows and fetch as constants.
+template <int VECTORS, class Compute>
+inline void tiles(int64_t M, int64_t panel_bytes, Compute compute) {
+  Constant<TILE> whole;
+  bool many = M > VECTORS * TILE;
+  int64_t row = 0;
+  for (; M - row >= TILE; row += TILE) {
+    if (row == 0)
+      compute(whole, Constant<THIS>{}, row, AHEAD);
+    else if (many && row <= VECTORS * TILE)
+      compute(whole, Constant<NEXT_LINE>{}, row, panel_bytes + (row / TILE - 1) * 64);
+    else if (!many && row == TILE)
+      compute(whole, Constant<NEXT>{}, row, panel_bytes);
+    else
+      compute(whole, Constant<NOTHING>{}, row, 0);
+  }
+  auto rest = [&](auto rows) {
+    if (row == 0)
+      compute(rows, Constant<THIS>{}, row, AHEAD);
+    else
+      compute(rows, Constant<NEXT>{}, row, panel_bytes);
+  };
+  switch (M - row) {
+    case 1: return rest(Constant<1>{});
+    case 2: return rest(Constant<2>{});
+    case 3: return rest(Constant<3>{});
+    case 4: return rest(Constant<4>{});
+    case 5: return rest(Constant<5>{});
+    case 6: return rest(Constant<6>{});
+    case 7: return rest(Constant<7>{});
+    default: return;
+  }
+}
+
 // `ROWS` rows of x against `VECTORS` * 16 columns; `out` takes the sums of a row and a vector of columns.
-template <int ROWS, int VECTORS, bool FETCH, class Out>
-inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t K, Out out) {
+template <int ROWS, int VECTORS, Fetch FETCH, class Out>
+inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t K, int64_t distance, Out out) {
   __m512 sum[ROWS][VECTORS];
   for (int v = 0; v < VECTORS; v++)
     for (int m = 0; m < ROWS; m++) sum[m][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < K; k += 2, w += VECTORS * 32) {
+    fetch_lines<FETCH, VECTORS>(w, distance);
     __m512bh weight[VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
-      if (FETCH) _mm_prefetch((const char*)(w + v * 32) + AHEAD, _MM_HINT_T0);
-      weight[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
-    }
+    for (int v = 0; v < VECTORS; v++) weight[v] = (__m512bh)_mm512_loadu_si512(w + v * 32);
     for (int m = 0; m < ROWS; m++) {
       int32_t pair;
       std::memcpy(&pair, x + m * ldx + k, 4);
@@ -123,27 +173,12 @@ inline void tile(const bf16* x, int64_t ldx, const bf16* w, int64_t K, Out out) 
 
 template <int VECTORS>
 void panel(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t K, const bf16* bias, bf16* y, int64_t ldy) {
-  auto out = [&](int m, int v, __m512 sum) {
-    if (bias) sum = _mm512_add_ps(sum, widen16(bias + v * 16));
-    narrow16(y + m * ldy + v * 16, sum);
-  };
-  bool fetch = true;  // the first rows bring the panel in
-  for (; M >= TILE; M -= TILE, x += TILE * ldx, y += TILE * ldy, fetch = false) {
-    if (fetch)
-      tile<TILE, VECTORS, true>(x, ldx, w, K, out);
-    else
-      tile<TILE, VECTORS, false>(x, ldx, w, K, out);
-  }
-  switch (M) {
-    case 1: tile<1, VECTORS, true>(x, ldx, w, K, out); break;
-    case 2: tile<2, VECTORS, true>(x, ldx, w, K, out); break;
-    case 3: tile<3, VECTORS, true>(x, ldx, w, K, out); break;
-    case 4: tile<4, VECTORS, true>(x, ldx, w, K, out); break;
-    case 5: tile<5, VECTORS, true>(x, ldx, w, K, out); break;
-    case 6: tile<6, VECTORS, true>(x, ldx, w, K, out); break;
-    case 7: tile<7, VECTORS, true>(x, ldx, w, K, out); break;
-    default: break;
-  }
+  tiles<VECTORS>(M, VECTORS * 32 * K, [&](auto rows, auto fetch, int64_t row, int64_t distance) {
+    tile<rows, VECTORS, fetch>(x + row * ldx, ldx, w, K, distance, [&](int m, int v, __m512 sum) {
+      if (bias) sum = _mm512_add_ps(sum, widen16(bias + v * 16));
+      narrow16(y + (row + m) * ldy + v * 16, sum);
+    });
+  });
 }
 
 // pointer: x [M, K], packed weights, bias [N] or null, y [M, N]; number: M, ldx, N, K, ldy.
@@ -201,17 +236,15 @@ inline Int16 dot(Int16 sum, Int16 unsigned_bytes, Int16 signed_bytes) {
   return sum;
 }
 
-template <int ROWS, int VECTORS, bool FETCH, class Out>
-inline void tile_int8(const uint8_t* x, const int8_t* w, int64_t K, Out out) {
+template <int ROWS, int VECTORS, Fetch FETCH, class Out>
+inline void tile_int8(const uint8_t* x, const int8_t* w, int64_t K, int64_t distance, Out out) {
   Int16 sum[ROWS][VECTORS];
   for (int m = 0; m < ROWS; m++)
     for (int v = 0; v < VECTORS; v++) sum[m][v] = Int16{};
   for (int64_t k = 0; k < K; k += 4, w += VECTORS * 64) {
+    fetch_lines<FETCH, VECTORS>(w, distance);
     Int16 weight[VECTORS];
-    for (int v = 0; v < VECTORS; v++) {
-      if (FETCH) _mm_prefetch((const char*)(w + v * 64) + AHEAD, _MM_HINT_T0);
-      weight[v] = (Int16)_mm512_loadu_si512(w + v * 64);
-    }
+    for (int v = 0; v < VECTORS; v++) weight[v] = (Int16)_mm512_loadu_si512(w + v * 64);
     for (int m = 0; m < ROWS; m++) {
       int32_t four;
       std::memcpy(&four, x + m * K + k, 4);
@@ -226,30 +259,15 @@ inline void tile_int8(const uint8_t* x, const int8_t* w, int64_t K, Out out) {
 template <int VECTORS>
 void panel_int8(const uint8_t* x, const float* steps, int64_t M, const int8_t* w, int64_t K, const float* scales,
                 const int32_t* shifts, const bf16* bias, bf16* y, int64_t ldy) {
-  auto out = [&](int m, int v, __m512i sum) {
-    __m512 by = _mm512_mul_ps(_mm512_set1_ps(steps[m]), _mm512_loadu_ps(scales + v * 16));
-    sum = _mm512_sub_epi32(sum, _mm512_loadu_si512(shifts + v * 16));
-    __m512 result = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), by);
-    if (bias) result = _mm512_add_ps(result, widen16(bias + v * 16));
-    narrow16(y + m * ldy + v * 16, result);
-  };
-  bool fetch = true;  // the first rows bring the panel in
-  for (; M >= TILE; M -= TILE, x += TILE * K, steps += TILE, y += TILE * ldy, fetch = false) {
-    if (fetch)
-      tile_int8<TILE, VECTORS, true>(x, w, K, out);
-    else
-      tile_int8<TILE, VECTORS, false>(x, w, K, out);
-  }
-  switch (M) {
-    case 1: tile_int8<1, VECTORS, true>(x, w, K, out); break;
-    case 2: tile_int8<2, VECTORS, true>(x, w, K, out); break;
-    case 3: tile_int8<3, VECTORS, true>(x, w, K, out); break;
-    case 4: tile_int8<4, VECTORS, true>(x, w, K, out); break;
-    case 5: tile_int8<5, VECTORS, true>(x, w, K, out); break;
-    case 6: tile_int8<6, VECTORS, true>(x, w, K, out); break;
-    case 7: tile_int8<7, VECTORS, true>(x, w, K, out); break;
-    default: break;
-  }
+  tiles<VECTORS>(M, VECTORS * 16 * K, [&](auto rows, auto fetch, int64_t row, int64_t distance) {
+    tile_int8<rows, VECTORS, fetch>(x + row * K, w, K, distance, [&](int m, int v, __m512i sum) {
+      __m512 by = _mm512_mul_ps(_mm512_set1_ps(steps[row + m]), _mm512_loadu_ps(scales + v * 16));
+      sum = _mm512_sub_epi32(sum, _mm512_loadu_si512(shifts + v * 16));
+      __m512 result = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), by);
+      if (bias) result = _mm512_add_ps(result, widen16(bias + v * 16));
+      narrow16(y + (row + m) * ldy + v * 16, result);
+    });
+  });
 }
 
 // pointer: x [M, K], packed weights, scales [N] float and then shifts [N] int32, bias [N] or null, y [M, N], room for
@@ -719,7 +737,7 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
       __m512 by = _mm512_set1_ps(float(op.real[0]));
       for (int64_t k = low; k < high; k += KEYS) {
         float* s = room.data() + (k - low);
-        tile<TILE, PANEL, false>(rows.data(), D, packed + k * D, D, [&](int m, int v, __m512 sum) {
+        tile<TILE, PANEL, NOTHING>(rows.data(), D, packed + k * D, D, 0, [&](int m, int v, __m512 sum) {
           _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, by));
         });
       }
@@ -728,7 +746,7 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
       for (int64_t d = 0; d < D; d += VALUES) {
         const bf16* w = packed_values + d * c.padded() + low * VALUES;
         bf16* o = out + (token * kv_heads * group + head) * D + d;
-        tile<TILE, VALUES / 16, false>(weights.data(), ld, w, high - low, [&](int m, int v, __m512 sum) {
+        tile<TILE, VALUES / 16, NOTHING>(weights.data(), ld, w, high - low, 0, [&](int m, int v, __m512 sum) {
           if (m < count)
             narrow16(o + m * kv_heads * group * D + v * 16, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / sums[m])));
         });

@@ -13,7 +13,7 @@ from engine.cpu.program import SERIAL_ELEMENTS, Binary, Code, NormKind, Unary, e
 from tests.support.cpu_kernels import THREADS, kernels_or_skip
 
 KERNELS = kernels_or_skip()
-ROWS = [*range(1, 10), 17, 300]
+ROWS = [*range(1, 10), 16, 17, 24, 25, 33, 300]
 NAN, INF = math.nan, math.inf
 BINARY = {Binary.ADD: torch.add, Binary.SUB: torch.sub, Binary.MUL: torch.mul}
 
