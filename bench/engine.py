@@ -8,7 +8,7 @@ else the machine does meets all alike; while one works the others wait. A decode
 which every sequence of the batch gets a token; a prefill row that of a whole prompt, first token included. Times hold
 everything an engine does for a step: scheduling, model, sampling, detokenization.
 
-`share_of_limit` compares with what the same threads reach in the same run: for decode bytes of weights and KV over the
+`share_of_limit` compares with what the same threads reach in the same minute: for decode bytes of weights and KV over the
 time, by the rate of reading memory; for prefill operations over the time, by the rate of bf16 matrix products.
 
 vLLM needs an environment of its own, made by `make peer-vllm`.
@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from bench.engine_rows import OWN, Case, Row, Work, make_row
+from bench.engine_rows import OWN, Case, Row, Work, make_row, medians
 from bench.machine import report, this_machine
 from splitserve.config import ClusterConfig
 from splitserve.core_layout import available_cores
@@ -42,7 +42,8 @@ from splitserve.models import resolve_model
 DECODE = [(batch, context) for context in (128, 1024, 4096) for batch in (1, 8, 32, 64)]
 PROMPTS = (128, 512, 2048, 8192)
 STEPS = 12
-FEW_STEPS = 3
+PROMPT_STEPS = 5
+LONG_PROMPT, LONG_PROMPT_STEPS = 8192, 3
 MANY_TOKENS = 64 * 1024
 """A case with more tokens of context in all is left out: computing its prompts takes minutes on a few cores."""
 MANY_TOKENS_ON_GPU = 256 * 1024
@@ -60,7 +61,11 @@ def cases(context_tokens: int, many_tokens: int) -> list[Case]:
         for batch, context in DECODE
         if context + STEPS + 8 < context_tokens and batch * context <= many_tokens
     ]
-    prefill = [Case("prefill", 1, tokens, FEW_STEPS) for tokens in PROMPTS if tokens + 1 < context_tokens]
+    prefill = [
+        Case("prefill", 1, tokens, PROMPT_STEPS if tokens < LONG_PROMPT else LONG_PROMPT_STEPS)
+        for tokens in PROMPTS
+        if tokens + 1 < context_tokens
+    ]
     return decode + prefill
 
 
@@ -152,25 +157,29 @@ def measure(
     tell: Console,
     options: Sequence[str] = (),
 ) -> tuple[list[Row], dict[str, Any]]:
-    """All cases with so many threads; the machine's limits are those seen at the beginning."""
+    """All cases with so many threads, and the machine's limits, medians of those seen beside each."""
     work, rows = work_of(folder), []
+    seen: list[dict[str, float]] = []
     with ExitStack() as stack:
         engines = [
             stack.enter_context(engine_process(n, folder, threads, logs, options)) for n in (OWN, *peers)
         ]
-        limits = engines[0].ask({"phase": "limits"})
         for case in asked:
+            beside: list[dict[str, float]] = []
             steps: dict[str, list[float]] = {engine.name: [] for engine in engines}
             outside_s: list[float] = []
             for turn in range(TURNS):
+                # What two cores of a shared host can read changes by half from one minute to the next.
+                beside.append(engines[0].ask({"phase": "limits"}))
                 for engine in engines if turn % 2 else reversed(engines):
                     answer = engine.ask(case.question)
                     steps[engine.name] += answer["step_s"]
                     outside_s += answer.get("outside_s", [])
                     time.sleep(SETTLE_S)
-            rows.append(make_row(case, threads, steps, outside_s, work, limits))
+            rows.append(make_row(case, threads, steps, outside_s, work, medians(beside)))
             tell.print(rows[-1])
-    return rows, limits
+            seen += beside
+    return rows, medians(seen)
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -58,8 +58,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """One case. `share_of_limit`: of the memory rate for decode, of the bf16 matrix rate for prefill, both measured in
-    the same run. Ratios are above 1 where splitserve is faster; None where the peer was not asked."""
+    """One case. `share_of_limit`: of the memory rate for decode, of the bf16 matrix rate for prefill, both measured
+    beside it. Ratios are above 1 where splitserve is faster; None where the peer was not asked."""
 
     threads: int
     phase: str
@@ -71,6 +71,11 @@ class Row:
     outside_model_ms: float | None
     ratio_to_vllm: float | None
     ratio_to_transformers: float | None
+
+
+def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each key's values."""
+    return {key: median(each[key] for each in found) for key in found[0]} if found else {}
 
 
 def make_row(

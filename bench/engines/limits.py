@@ -10,7 +10,7 @@ import torch
 
 READ_BYTES = 512 * 2**20
 MATRIX = 2048
-REPEATS = 7
+REPEATS = 4
 
 
 def machine_limits(threads: int) -> dict[str, Any]:

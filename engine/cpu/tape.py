@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from engine.cpu.arena import Arena, place
 from engine.cpu.buffers import Buffers
@@ -181,10 +180,15 @@ class Recording(TorchDispatchMode):
             found[0].fixed = True
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Those with memory that can be told; weights packed for oneDNN have none."""
-    leaves = tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """Those in an operation's arguments or results with memory that can be told; weights packed for oneDNN have none."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout is torch.strided else []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def _as_ops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: torch.Tensor) -> list[Ops] | None:
