@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -16,7 +17,7 @@ from splitserve.tls import TlsFiles
 from splitserve.v1 import inference_pb2
 from tests.support.processes import ServiceProcess
 
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 60.0
 SETTLE_TIMEOUT_S = 20.0
 
 
@@ -100,11 +101,14 @@ class Cluster:
                     return
                 ended = [m.name for m in self.members.values() if m.process.poll() not in (None, -9)]
                 if ended or time.monotonic() > deadline:
-                    for member in self.members.values():
-                        member.dump_stacks()
-                    logs = "\n".join(f"--- {m.name}\n{m.log_tail()}" for m in self.members.values())
-                    raise AssertionError(f"not ready: {ready} of {wanted}, ended: {ended}\n{logs}")
+                    raise AssertionError(f"not ready: {ready} of {wanted}, ended: {ended}")
                 await asyncio.sleep(0.05)
+
+    def tell_state(self) -> None:
+        """Prints what every process is doing and has logged last; pytest shows it with a failure."""
+        for member in self.members.values():
+            member.dump_stacks()
+            print(f"--- {member.name}\n{member.log_tail()}", file=sys.stderr)
 
     def stop(self) -> dict[str, int]:
         """Ends all processes that still run; exit code by name."""
@@ -164,5 +168,8 @@ async def running(cluster: Cluster) -> AsyncIterator[Cluster]:
     try:
         await cluster.start()
         yield cluster
+    except BaseException:  # a test's timeout too
+        cluster.tell_state()
+        raise
     finally:
         cluster.stop()
