@@ -8,8 +8,8 @@ else the machine does meets all alike; while one works the others wait. A decode
 which every sequence of the batch gets a token; a prefill row that of a whole prompt, first token included. Times hold
 everything an engine does for a step: scheduling, model, sampling, detokenization.
 
-`share_of_limit` compares with what the same threads reach in the same minute: for decode bytes of weights and KV over the
-time, by the rate of reading memory; for prefill operations over the time, by the rate of bf16 matrix products.
+`share_of_limit` compares with what the same threads reach in the same minute: for decode bytes of weights and KV over
+the time, by the rate of reading memory; for prefill operations over the time, by the rate of bf16 matrix products.
 
 vLLM needs an environment of its own, made by `make peer-vllm`.
 """

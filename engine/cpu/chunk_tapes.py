@@ -43,7 +43,7 @@ class Lengths:
             self._steps //= 2
 
     def makes_room(self, length: int, taped: Collection[int]) -> int | None:
-        """Which of these tapes gives way to one of this length, 0 where there is room; None where none is to be made."""
+        """Which of these tapes gives way to one of this length, 0 where there is room; None: none is to be made."""
         if self._seen[length] <= SEEN_BEFORE:
             return None
         if len(taped) < MOST_TAPES:
@@ -94,7 +94,7 @@ class ChunkTapes:
         """By tokens of the chunk."""
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor | None:
-        """Logits `[1, vocabulary]` of a chunk's last token, overwritten by the next step; None where there is no tape."""
+        """Logits `[1, vocabulary]` of a chunk's last token, overwritten by the next step; None without a tape."""
         (sequence,) = batch
         if not self._works:
             return None

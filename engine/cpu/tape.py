@@ -181,7 +181,7 @@ class Recording(TorchDispatchMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """Those in an operation's arguments or results with memory that can be told; weights packed for oneDNN have none."""
+    """Those in arguments or results whose memory can be told; weights packed for oneDNN have none."""
     if isinstance(value, torch.Tensor):
         return [value] if value.layout is torch.strided else []
     if isinstance(value, dict):
