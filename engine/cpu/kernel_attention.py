@@ -35,14 +35,17 @@ class ChunkInputs:
 
     def __init__(self, columns: int) -> None:
         """`columns`: blocks of the sequence at most."""
-        self._length = np.zeros(1, np.int64)
+        self._lengths = np.zeros(2, np.int64)
         self._table = np.zeros(columns, np.int32)
-        places = (self._length.ctypes.data, self._table.ctypes.data, columns)
+        places = (self._lengths.ctypes.data, self._table.ctypes.data, columns)
         self.address: npt.NDArray[np.int64] = np.array(places, np.int64)
 
-    def fill(self, length: int, blocks: Sequence[int]) -> None:
-        """How long the sequence is, its chunk included, and the blocks of all of it. 0: nobody's tokens."""
-        self._length[0] = length
+    def fill(self, length: int, tokens: int, blocks: Sequence[int]) -> None:
+        """How long the sequence is, its chunk included, tokens of the chunk, and the blocks of all of it.
+
+        Rows beyond the tokens are nobody's.
+        """
+        self._lengths[:] = length, tokens
         self._table[: len(blocks)] = blocks
 
 
@@ -54,7 +57,7 @@ def chunk_parts(batch: Sequence[ScheduledSequence], first_row: int, block_size: 
         length = sequence.num_computed + sequence.num_new
         blocks = sequence.block_ids[: -(-length // block_size)]
         inputs = ChunkInputs(len(blocks))
-        inputs.fill(length, blocks)
+        inputs.fill(length, sequence.num_new, blocks)
         parts.append(Part(Code.PREFILL, first_row, last_row, inputs))
         first_row = last_row
     return parts

@@ -62,9 +62,9 @@ class KernelForward(Forward):
 
     def _chunk(self, step: ChunkStep) -> torch.Tensor:
         """Logits `[1, vocabulary]` of a chunk's last token."""
-        tokens = step.token_ids.shape[1]
-        self._backend.step = [Part(Code.PREFILL, 0, tokens, step.inputs)]
-        return self._compute(step.token_ids, step.positions, 1)
+        rows = step.token_ids.shape[1]
+        self._backend.step = [Part(Code.PREFILL, 0, rows, step.inputs)]
+        return self._compute(step.token_ids, step.positions, step.last)
 
     def _pass(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         flat = flatten(batch, self._block_size)

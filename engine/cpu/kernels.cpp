@@ -395,7 +395,8 @@ void elementwise(const Op& op, int thread, int threads) {
 
 // What a step tells its attention; lies in memory that stays. `tables` [rows, columns].
 struct Step {
-  const int64_t* lengths;  // tokens of each sequence, the new one included; 0: a row that is padding
+  // Tokens of each sequence, the new one included; 0: a row that is padding. Of a chunk: of its sequence, and its own.
+  const int64_t* lengths;
   const int32_t* tables;
   int64_t columns;
 };
@@ -687,17 +688,14 @@ inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t*
 }
 
 // Writes the KV of new tokens of one sequence into its blocks and attends over all of its positions, or the last `window`.
-// pointer: query [heads, tokens, D], key, value [kv_heads, tokens, D], out [tokens, heads, D], pool of the layer, Step
-// (of one row); the other fields as those of `attend`, tokens in place of rows.
+// pointer: query [heads, rows, D], key, value [kv_heads, rows, D], out [rows, heads, D], pool of the layer, Step
+// (of one sequence, whose new tokens may be fewer than rows); the other fields as those of `attend`.
 void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   const Step& step = *(const Step*)op.pointer[5];
-  int64_t tokens = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
-  int64_t total = step.lengths[0], before = total - tokens;
+  int64_t rows = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
+  int64_t total = step.lengths[0], tokens = step.lengths[1], before = total - tokens;
   bf16 *out = (bf16*)op.pointer[3], *pool = (bf16*)op.pointer[4];
-  if (total == 0) {  // nobody's tokens: computed to see what the model does
-    if (thread == 0) std::memset(out, 0, tokens * kv_heads * group * D * 2);
-    return;
-  }
+  if (thread == 0) std::memset(out + tokens * kv_heads * group * D, 0, (rows - tokens) * kv_heads * group * D * 2);
   Chunk c{{pool, pool + op.number[6], op.number[7], op.number[8], op.number[4], D}, step.tables, total};
   Share new_tokens = share(tokens, thread, threads);
   for (int64_t h = 0; h < kv_heads; h++)
@@ -714,7 +712,7 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   static thread_local std::vector<bf16> weights;
   int64_t ld = c.padded();
   if (int64_t(room.size()) < TILE * ld) room.resize(TILE * ld), weights.resize(TILE * ld);
-  std::vector<bf16> rows(TILE * D);
+  std::vector<bf16> queries(TILE * D);
   int64_t first_panel = window && before + 1 > window ? (before + 1 - window) / KEYS : 0;
   int64_t tiles = (tokens + TILE - 1) / TILE;
   for (int64_t h = 0; h < kv_heads; h++) {
@@ -729,7 +727,7 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
       const bf16* query = (const bf16*)op.pointer[0] + head * op.stride[0][0];
       for (int r = 0; r < TILE; r++) {
         int64_t t = token + std::min<int64_t>(r, count - 1);
-        std::memcpy(&rows[r * D], query + t * op.stride[0][1], D * 2);
+        std::memcpy(&queries[r * D], query + t * op.stride[0][1], D * 2);
         to[r] = before + t + 1;
         from[r] = window && to[r] > window ? to[r] - window : 0;
       }
@@ -737,7 +735,7 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
       __m512 by = _mm512_set1_ps(float(op.real[0]));
       for (int64_t k = low; k < high; k += KEYS) {
         float* s = room.data() + (k - low);
-        tile<TILE, PANEL, NOTHING>(rows.data(), D, packed + k * D, D, 0, [&](int m, int v, __m512 sum) {
+        tile<TILE, PANEL, NOTHING>(queries.data(), D, packed + k * D, D, 0, [&](int m, int v, __m512 sum) {
           _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, by));
         });
       }

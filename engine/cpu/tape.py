@@ -28,6 +28,7 @@ _BINARY = {_aten.add.Tensor: Binary.ADD, _aten.sub.Tensor: Binary.SUB, _aten.mul
 _UNARY = {_aten.neg.default: Unary.NEG, _aten.silu.default: Unary.SILU}
 _COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten.reshape.default})
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_MASKS = (torch.bool, torch.uint8)
 _EMPTY = frozenset({"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"})
 
 
@@ -125,7 +126,7 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         """Called for every operation."""
         kwargs = kwargs or {}
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        if _depends_on_values(func, args):
             raise NoTapeError(f"{func} makes the step depend on values")
         if func not in _COPIES and func.has_kernel_for_dispatch_key(_COMPOSITE):
             return self._within(func, args, kwargs)
@@ -178,6 +179,12 @@ class Recording(TorchDispatchMode):
         found = self._buffers.find(tensor.untyped_storage().data_ptr())
         if found is not None:
             found[0].fixed = True
+
+
+def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is _aten.index.Tensor:  # by numbers it has the shape of these, only by masks another
+        return any(index is not None and index.dtype in _MASKS for index in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

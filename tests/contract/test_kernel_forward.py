@@ -163,6 +163,24 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, family: str) -> None:
     assert all(map(torch.equal, forced(other, texts(lengths, stagger=0), CONTEXT), together))
 
 
+@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("threads", THREADS)
+def test_chunks_of_any_length(folder: Path, family: str, threads: int) -> None:
+    """Tapes with rows to spare: bit for bit as without, and no KV but that of the chunk's tokens is written."""
+    runner, forward = kernel_runner(folder, family, threads=threads)
+    plain, without_tapes = kernel_runner(folder, family, threads=threads)
+    without_tapes.chunk_tapes._works = False
+    lengths = [1, 2, 15, 16, 17, 33, 3 * WINDOW + 5, 140]
+    for chunk in (CONTEXT, 19):
+        for length in lengths:
+            (found,) = forced(runner, texts([length]), chunk)
+            (expected,) = forced(plain, texts([length]), chunk)
+            assert torch.equal(found, expected), f"{length} tokens, {chunk} a chunk"
+    assert len(forward.chunk_tapes.tapes) >= 4
+    assert not without_tapes.chunk_tapes.tapes
+    assert torch.equal(runner._pool.tensor.isnan(), plain._pool.tensor.isnan())
+
+
 def test_a_tape_of_a_layer_that_is_not_the_kernels(folder: Path) -> None:
     """257 outputs are not whole vectors: that layer is called as it is."""
     runner, forward = kernel_runner(folder, "llama_wide")
