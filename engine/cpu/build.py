@@ -1,4 +1,4 @@
-"""Compiles `kernels.cpp` for this machine's processor, once; later starts find the library in the cache."""
+"""Compiles the kernels (`src`) for this machine's processor, once; later starts find the library in the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from splitserve.errors import UnavailableError
 from splitserve.models import cache_folder
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = Path(__file__).with_name("src")
+MAIN = "kernels.cpp"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp")
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """Of a processor, as Linux names them."""
@@ -29,7 +30,7 @@ def load_library() -> ctypes.CDLL:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise UnavailableError("no C++ compiler (c++, g++ or clang++) was found")
-    source = SOURCE.read_bytes()
+    source = b"\0".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
     # A home directory can be shared by machines with different processors.
     key = (source, os.path.realpath(compiler).encode(), " ".join((*FLAGS, *sorted(features))).encode())
     name = hashlib.sha256(b"\0".join(key)).hexdigest()[:24]
@@ -58,7 +59,7 @@ def _compile(compiler: str, library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            command = [compiler, *FLAGS, str(SOURCES / MAIN), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
             if done.returncode:
                 first = (done.stderr.strip() or "no message").splitlines()[0]

@@ -46,7 +46,7 @@ class CpuKernels:
         library = load_library()
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.splitserve_op_bytes.restype = number
-        assert library.splitserve_op_bytes() == OP.itemsize, "kernels.cpp and program.py differ"
+        assert library.splitserve_op_bytes() == OP.itemsize, "op.hpp and program.py differ"
         self._pack = library.splitserve_pack
         self._pack.argtypes = [pointer, number, number, pointer]
         self._run = library.splitserve_run

@@ -1,4 +1,4 @@
-"""Operations as `kernels.cpp` takes them, made from tensors."""
+"""Operations as `src/op.hpp` has them, made from tensors."""
 
 from __future__ import annotations
 

@@ -1,0 +1,71 @@
+// Linear layers, in panels and tiles.
+//
+// Weights [N, K] are packed in panels of 48 outputs, the last one of 32 or 16: [N/48][K/2][48][2], so that one row
+// of a panel is a few whole vectors, of pairs as the dot product instruction wants them, and a panel is read in one go.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace {
+
+constexpr int PANEL = 3;  // vectors of 16 outputs
+constexpr int TILE = 8;   // rows
+constexpr int64_t CHUNK = 256;  // rows whose inputs stay in the second level cache
+constexpr int AHEAD = 2048;  // bytes that weights are fetched ahead
+
+// What a tile fetches beside computing: the panel that it reads, further on; the next panel, all of it or one line of
+// each three; or nothing. So memory is read while all tiles of a panel are computed, not only during the first.
+enum Fetch { THIS, NEXT, NEXT_LINE, NOTHING };
+
+template <Fetch FETCH, int VECTORS>
+inline void fetch_lines(const void* weights, int64_t distance) {
+  const char* p = (const char*)weights + distance;
+  if (FETCH == NEXT_LINE) _mm_prefetch(p, _MM_HINT_T1);
+  for (int v = 0; v < VECTORS; v++) {
+    if (FETCH == THIS) _mm_prefetch(p + v * 64, _MM_HINT_T0);
+    if (FETCH == NEXT) _mm_prefetch(p + v * 64, _MM_HINT_T1);
+  }
+}
+
+template <auto V>
+using Constant = std::integral_constant<decltype(V), V>;
+
+// Calls compute(rows, fetch, first row, distance of what is fetched) until there are M rows, rows and fetch as constants.
+template <int VECTORS, class Compute>
+inline void tiles(int64_t M, int64_t panel_bytes, Compute compute) {
+  Constant<TILE> whole;
+  bool many = M > VECTORS * TILE;
+  int64_t row = 0;
+  for (; M - row >= TILE; row += TILE) {
+    if (row == 0)
+      compute(whole, Constant<THIS>{}, row, AHEAD);
+    else if (many && row <= VECTORS * TILE)
+      compute(whole, Constant<NEXT_LINE>{}, row, panel_bytes + (row / TILE - 1) * 64);
+    else if (!many && row == TILE)
+      compute(whole, Constant<NEXT>{}, row, panel_bytes);
+    else
+      compute(whole, Constant<NOTHING>{}, row, 0);
+  }
+  auto rest = [&](auto rows) {
+    if (row == 0)
+      compute(rows, Constant<THIS>{}, row, AHEAD);
+    else
+      compute(rows, Constant<NEXT>{}, row, panel_bytes);
+  };
+  switch (M - row) {
+    case 1: return rest(Constant<1>{});
+    case 2: return rest(Constant<2>{});
+    case 3: return rest(Constant<3>{});
+    case 4: return rest(Constant<4>{});
+    case 5: return rest(Constant<5>{});
+    case 6: return rest(Constant<6>{});
+    case 7: return rest(Constant<7>{});
+    default: return;
+  }
+}
+
+}  // namespace
