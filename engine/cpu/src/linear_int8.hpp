@@ -1,7 +1,7 @@
 // Linear layers in int8.
 //
-// Weights [N, K] lie in panels (panels.hpp), in fours: [N/48][K/4][48][4]. Each row of the input is divided by its own largest
-// magnitude and shifted to unsigned, as the instruction wants it; what the shift adds is known for each output before.
+// Weights [N, K] lie in panels (panels.hpp), in fours: [N/48][K/4][48][4]. Each row of the input is divided by its
+// largest magnitude and shifted to unsigned, as the instruction wants it; what the shift adds is known before.
 
 #pragma once
 
