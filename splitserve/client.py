@@ -225,10 +225,9 @@ class AsyncClient:
                 hint = "does it want no TLS, or our certificate?" if self._tls else "does it want TLS?"
                 return UnavailableError(f"{self.target} hung up: {hint}", reason="UNREACHABLE")
             case grpc.StatusCode.UNAVAILABLE:
-                message = (
-                    f"cannot reach a splitserve coordinator at {self.target}: is it running? (splitserve up)"
-                )
-                return UnavailableError(message, reason="UNREACHABLE")
+                why = known.message.rpartition(": ")[2].rstrip("]")  # the innermost of gRPC's causes
+                message = f"cannot reach a splitserve coordinator at {self.target} ({why}): is it running?"
+                return UnavailableError(f"{message} (splitserve up)", reason="UNREACHABLE")
             case grpc.StatusCode.UNIMPLEMENTED:
                 message = f"the gRPC server at {self.target} is no splitserve coordinator"
                 return FailedPreconditionError(message, reason="WRONG_SERVER")

@@ -12,7 +12,7 @@ from typing import Any
 
 from splitserve.client import AsyncClient
 from splitserve.cluster_setup import SERVING_STATES
-from splitserve.errors import DeadlineExceededError
+from splitserve.errors import DeadlineExceededError, UnavailableError
 from splitserve.tls import TlsFiles
 from splitserve.v1 import inference_pb2
 from tests.support.processes import ServiceProcess
@@ -91,7 +91,8 @@ class Cluster:
         async with self.client() as client:
             while True:
                 workers = []
-                with suppress(DeadlineExceededError):  # a busy machine, where it still imports
+                # A busy machine, where it still imports.
+                with suppress(DeadlineExceededError, UnavailableError):
                     workers = list((await client.server_info()).workers)
                 ready = {
                     pool: sum(w.pool == pool and w.state in SERVING_STATES for w in workers)

@@ -62,7 +62,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], p
 def test_nobody_listens(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     code, line = failure(capsys, *command, "--target", NOBODY)
     assert code == 1
-    expected = f"cannot reach a splitserve coordinator at {NOBODY}: is it running? (splitserve up)"
+    expected = f"cannot reach a splitserve coordinator at {NOBODY} (Connection refused): is it running? (splitserve up)"
     assert line == f"error: {expected}\n"
 
 

@@ -151,7 +151,7 @@ async def test_a_server_that_goes_away_midway() -> None:
 async def test_nobody_listens() -> None:
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(
-            UnavailableError, match=r"cannot reach .* at 127\.0\.0\.1:1: is it running"
+            UnavailableError, match=r"cannot reach .* at 127\.0\.0\.1:1 \(Connection refused\): is it running"
         ) as raised:
             await client.models()
     assert raised.value.reason == "UNREACHABLE"
