@@ -20,16 +20,17 @@ from engine.cpu.tape import CANNOT_BE_NOTED, Recording, Tape
 from engine.runner import ScheduledSequence
 from splitserve.logs import log_event
 
-MOST_TAPES = 32
+MOST_TAPES = 36
 """As many lengths as there are up to 512."""
-STEP = 16
-STEPS_AN_OCTAVE = 16
+SHORT_ROWS, SHORT_STEP = 64, 8
+"""What is left of a prompt whose beginning is cached is often short."""
+STEP, MOST_STEPS = 16, 32
 
 
 def chunk_rows(tokens: int) -> int:
-    """Rows of the tape for a chunk of so many tokens: at most 15 more, or a sixteenth."""
-    step = STEP
-    while tokens > 2 * STEPS_AN_OCTAVE * step:
+    """Rows of the tape for a chunk of so many tokens: at most 7 more, from 64 on 15, then a sixteenth."""
+    step = SHORT_STEP if tokens <= SHORT_ROWS else STEP
+    while tokens > MOST_STEPS * step:
         step *= 2
     return -(-tokens // step) * step
 
