@@ -470,10 +470,12 @@ async def test_draining_refuses_and_finishes() -> None:
 async def test_what_still_runs_at_the_end_is_told() -> None:
     async with serving() as http:
         http.cluster.decodes[0].pause_at = 2
-        running = asyncio.create_task(http.events(CHAT, HI))
-        await settled(lambda: len(http.cluster.decodes[0].sent.entries) >= 1)
-        await http.cluster.coordinator.close()
-        assert json.loads((await running)[-1])["error"]["code"] == "draining"
+        async with http.client.stream("POST", CHAT, json=HI | {"stream": True}) as response:
+            parts = response.aiter_text()
+            first = await anext(parts)  # before it, the status would tell
+            await http.cluster.coordinator.close()
+            text = first + "".join([part async for part in parts])
+        assert json.loads(payloads(text)[-1])["error"]["code"] == "draining"
         http.cluster.decodes[0].let_go()
 
 
