@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <algorithm>
+#include <cstring>
 
 #include "op.hpp"
 #include "panels.hpp"
@@ -46,21 +46,9 @@ void linear(const Op& op, int thread, int threads) {
   const bf16 *x = (const bf16*)op.pointer[0], *w = (const bf16*)op.pointer[1], *bias = (const bf16*)op.pointer[2];
   bf16* y = (bf16*)op.pointer[3];
   int64_t M = op.number[0], ldx = op.number[1], N = op.number[2], K = op.number[3], ldy = op.number[4];
-  int64_t width = PANEL * 16;
-  Share mine = share((N + width - 1) / width, thread, threads);
-  for (int64_t row = 0; row < M; row += CHUNK) {
-    int64_t rows = std::min(CHUNK, M - row);
-    for (int64_t p = mine.begin; p < mine.end; p++) {
-      int64_t column = p * width;
-      const bf16 *in = x + row * ldx, *weights = w + column * K, *b = bias ? bias + column : nullptr;
-      bf16* out = y + row * ldy + column;
-      switch (std::min(width, N - column) / 16) {
-        case 3: panel<3>(in, rows, ldx, weights, K, b, out, ldy); break;
-        case 2: panel<2>(in, rows, ldx, weights, K, b, out, ldy); break;
-        default: panel<1>(in, rows, ldx, weights, K, b, out, ldy); break;
-      }
-    }
-  }
+  panels(M, N, thread, threads, [&](auto vectors, int64_t row, int64_t rows, int64_t column) {
+    panel<vectors>(x + row * ldx, rows, ldx, w + column * K, K, bias ? bias + column : nullptr, y + row * ldy + column, ldy);
+  });
 }
 
 }  // namespace

@@ -90,22 +90,10 @@ void linear_int8(const Op& op, int thread, int threads) {
   Share rows = share(M, thread, threads);
   for (int64_t m = rows.begin; m < rows.end; m++) steps[m] = quantize(x + m * ldx, K, levels + m * K);
 #pragma omp barrier
-  int64_t width = PANEL * 16;
-  Share mine = share((N + width - 1) / width, thread, threads);
-  for (int64_t row = 0; row < M; row += CHUNK) {
-    int64_t count = std::min(CHUNK, M - row);
-    for (int64_t p = mine.begin; p < mine.end; p++) {
-      int64_t c = p * width;
-      const bf16* b = bias ? bias + c : nullptr;
-      bf16* out = y + row * ldy + c;
-      const uint8_t* in = levels + row * K;
-      switch (std::min(width, N - c) / 16) {
-        case 3: panel_int8<3>(in, steps + row, count, w + c * K, K, scales + c, shifts + c, b, out, ldy); break;
-        case 2: panel_int8<2>(in, steps + row, count, w + c * K, K, scales + c, shifts + c, b, out, ldy); break;
-        default: panel_int8<1>(in, steps + row, count, w + c * K, K, scales + c, shifts + c, b, out, ldy); break;
-      }
-    }
-  }
+  panels(M, N, thread, threads, [&](auto vectors, int64_t row, int64_t count, int64_t c) {
+    panel_int8<vectors>(levels + row * K, steps + row, count, w + c * K, K, scales + c, shifts + c, bias ? bias + c : nullptr,
+                        y + row * ldy + c, ldy);
+  });
 }
 
 }  // namespace

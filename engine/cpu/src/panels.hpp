@@ -7,8 +7,11 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
+
+#include "op.hpp"
 
 namespace {
 
@@ -65,6 +68,23 @@ inline void tiles(int64_t M, int64_t panel_bytes, Compute compute) {
     case 6: return rest(Constant<6>{});
     case 7: return rest(Constant<7>{});
     default: return;
+  }
+}
+
+// Calls compute(vectors of the panel as a constant, first row, rows, first column) for this thread's panels of N outputs.
+template <class Compute>
+inline void panels(int64_t M, int64_t N, int thread, int threads, Compute compute) {
+  constexpr int64_t width = PANEL * 16;
+  Share mine = share((N + width - 1) / width, thread, threads);
+  for (int64_t row = 0; row < M; row += CHUNK) {
+    int64_t rows = std::min(CHUNK, M - row);
+    for (int64_t column = mine.begin * width; column < std::min(N, mine.end * width); column += width) {
+      switch (std::min(width, N - column) / 16) {
+        case 3: compute(Constant<3>{}, row, rows, column); break;
+        case 2: compute(Constant<2>{}, row, rows, column); break;
+        default: compute(Constant<1>{}, row, rows, column); break;
+      }
+    }
   }
 }
 
