@@ -159,13 +159,13 @@ def measure(
 ) -> tuple[list[Row], dict[str, Any]]:
     """All cases with so many threads, and the machine's limits, medians of those seen beside each."""
     work, rows = work_of(folder), []
-    seen: list[dict[str, float]] = []
+    seen: list[dict[str, Any]] = []
     with ExitStack() as stack:
         engines = [
             stack.enter_context(engine_process(n, folder, threads, logs, options)) for n in (OWN, *peers)
         ]
         for case in asked:
-            beside: list[dict[str, float]] = []
+            beside: list[dict[str, Any]] = []
             steps: dict[str, list[float]] = {engine.name: [] for engine in engines}
             outside_s: list[float] = []
             for turn in range(TURNS):

@@ -73,9 +73,13 @@ class Row:
     ratio_to_transformers: float | None
 
 
-def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key's values."""
-    return {key: median(each[key] for each in found) for key in found[0]} if found else {}
+def medians(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of each key's values; what is no number, as a device's name, is the first one's."""
+    first = found[0] if found else {}
+    return {
+        key: value if isinstance(value, str) else median(each[key] for each in found)
+        for key, value in first.items()
+    }
 
 
 def make_row(
