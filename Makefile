@@ -2,26 +2,36 @@
 PYTHON ?= python3
 TORCH_CPU_INDEX ?=
 TORCH_ANY_BUILD ?=
+DOCS_CHECK ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+VLLM := .venv-vllm
 MODEL := smollm2-135m-instruct
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest
+ALONE := tests/integration
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=computed
 PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine autoscaler bench
 
-.PHONY: setup model demo test e2e-docker wheels check proto docs peer-vllm peer-dynamo clean help
+.PHONY: setup setup-vllm model demo test test-all test-vllm e2e-docker wheels check proto docs docs-check peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 12
 
 setup: $(STAMP) ## .venv with splitserve in it
-$(STAMP): pyproject.toml constraints.txt dev/install_torch.py
+$(STAMP): pyproject.toml constraints.txt dev/install_torch.py dev/installer.py
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python dev/install_torch.py $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX)) $(if $(TORCH_ANY_BUILD),--any-build)
-	$(PIP) --editable '.[dev]'
+	$(BIN)/python -m dev.install_torch --no-compile $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX)) $(if $(TORCH_ANY_BUILD),--any-build)
+	$(BIN)/python -m dev.installer --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
+
+setup-vllm: $(VLLM)/.setup-stamp ## .venv-vllm with vLLM's CPU build, splitserve and its tests
+$(VLLM)/.setup-stamp: $(STAMP) dev/vllm_environment.py
+	$(BIN)/python -m dev.vllm_environment --folder $(VLLM) --splitserve $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
+	touch $@
 
 model: setup ## The embedded model, in the local cache
 	$(BIN)/splitserve model fetch $(MODEL)
@@ -29,8 +39,16 @@ model: setup ## The embedded model, in the local cache
 demo: setup model ## One prefill and one decode worker, one streamed answer, clean exit
 	$(BIN)/python -m dev.demo
 
-test: setup model ## All tests that need neither Docker nor a GPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: setup model ## The tests that need neither Docker nor a GPU, without the long ones
+	$(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not slow and not alone'
+	$(PYTEST) $(ALONE) -m 'alone and not docker and not vllm and not slow'
+
+test-all: setup model ## All tests that need neither Docker nor a GPU, with searches for new examples
+	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not short and not alone'
+	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
+
+test-vllm: setup-vllm model ## The tests of `--engine vllm`
+	$(VLLM)/bin/python -m pytest -m vllm tests/integration/vllm
 
 e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)
 	$(BIN)/python -m dev.e2e_docker $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
@@ -45,21 +63,25 @@ check: setup ## Lint, types, import rules, protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python dev/proto.py --check
-	$(BIN)/python -m dev.configuration_page --check
+	$(BIN)/python -m dev.docs.configuration_page --check
 
 proto: setup ## Generate splitserve/v1 from protos/
 	$(BIN)/python dev/proto.py
 
-docs: setup ## Generate docs/configuration.md from the settings
-	$(BIN)/python -m dev.configuration_page
+docs: setup ## Generate docs/configuration.md from the settings, and the way of a request in docs/architecture.md
+	$(BIN)/python -m dev.docs.configuration_page
+	$(BIN)/python -m dev.docs.request_path
+
+docs-check: setup model ## Every command of README and docs, run once from a clean clone (DOCS_CHECK=--quick: no benches)
+	$(BIN)/python -m dev.docs.check $(DOCS_CHECK)
 
 peer-vllm: setup model ## vLLM's prefill/decode pair beside ours; vLLM gets an environment of its own
-	$(BIN)/python bench/peers/vllm_setup.py $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
+	$(BIN)/python -m dev.vllm_environment --folder .peers/vllm $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
 	$(BIN)/python -m bench.peers.vllm_pair
 
 peer-dynamo: setup model ## The coordinator beside NVIDIA Dynamo's frontend; Dynamo gets an environment of its own
 	$(BIN)/python bench/peers/dynamo_setup.py
-	$(BIN)/python -m bench.coordinator --parts tokens,dynamo --faces sse
+	$(BIN)/python -m bench.coordinator --parts tokens,dynamo --entrypoints sse
 
 clean: ## Remove the environment and caches
-	rm -rf $(VENV) .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM) .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,1 +1,1 @@
-"""Autoscaling of both pools: signals, policies, planner, actuators, simulation."""
+"""Scales the two pools of workers, each by its own signals. Read `control_loop.py` first, then `decide.py`."""

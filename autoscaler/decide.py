@@ -1,36 +1,38 @@
-"""From a policy file to a `Decide` function: each pool's advice, then `behavior`, then the joint plan. Pure."""
+"""Makes a `Decide` function of a policy file: each pool's recommendation, `behavior`, then the joint plan. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from autoscaler.advice import Advice, Advise, Situation, count
-from autoscaler.behavior import BehaviorMemory, Limits, follow, record_change
-from autoscaler.plan import Decide, Memory, Plan, PoolPlan
-from autoscaler.planner import Proposal, joint_plan
-from autoscaler.policy_file import (
+from autoscaler.plan import Decide, Memory, PoolPlan, Proposal, ScalingPlan, joint_plan
+from autoscaler.policies.behavior import BehaviorMemory, Limits, follow, record_change
+from autoscaler.policies.custom import custom_policy, loaded_functions
+from autoscaler.policies.policy_file import (
     AnyPool,
+    CustomPool,
     PredictivePool,
     ScalingPolicy,
     SchedulePool,
     SloPool,
     TargetPool,
 )
-from autoscaler.schedule import scheduled_replicas
-from autoscaler.slo_decode import advise_decode
-from autoscaler.slo_prefill import advise_prefill
+from autoscaler.policies.recommendation import PoolStatus, Recommend, Recommendation, count
+from autoscaler.policies.schedule import scheduled_replicas
+from autoscaler.policies.slo_decode import recommend_decode
+from autoscaler.policies.slo_prefill import recommend_prefill
+from autoscaler.policies.target import recommend_target
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
-from autoscaler.target_policy import advise_target
 
 
 @dataclass(frozen=True, slots=True)
-class PoolMemory:
-    """What is remembered of one pool."""
+class PoolState:
+    """Memory of one pool."""
 
     desired: int | None = None
-    """What the last plan wanted."""
+    """Desired replicas of the last plan that was carried out."""
     behavior: BehaviorMemory = field(default_factory=BehaviorMemory)
     policy: Any = None
     """The policy's own memory."""
@@ -38,21 +40,26 @@ class PoolMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanMemory:
-    """What is remembered between decisions. Losing it (a restart) costs stabilization, never replicas."""
+    """Memory between decisions. Losing it (a restart) costs stabilization, never replicas."""
 
-    prefill: PoolMemory = field(default_factory=PoolMemory)
-    decode: PoolMemory = field(default_factory=PoolMemory)
+    prefill: PoolState = field(default_factory=PoolState)
+    decode: PoolState = field(default_factory=PoolState)
     lending: bool = False
 
 
-def make_decide(policy: ScalingPolicy) -> Decide:
-    """The decider of this policy. It holds no state: memory goes in and comes out."""
-    advise_p, advise_d = advisor(policy.prefill, "prefill"), advisor(policy.decode, "decode")
+def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None = None) -> Decide:
+    """The decider of this policy. Stateless: it takes the memory and returns the next one.
 
-    def decide(memory: Memory, snapshot: Snapshot) -> tuple[Plan, Memory]:
+    `functions`: the loaded functions of pools of the kind `custom`; None loads them. Raises ConfigError.
+    """
+    loaded = loaded_functions(policy) if functions is None else functions
+    recommend_p = loaded.get("prefill") or recommender(policy.prefill, "prefill")
+    recommend_d = loaded.get("decode") or recommender(policy.decode, "decode")
+
+    def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         before = memory if isinstance(memory, PlanMemory) else PlanMemory()
-        prefill, after_p = _propose(policy.prefill, "prefill", advise_p, before.prefill, snapshot)
-        decode, after_d = _propose(policy.decode, "decode", advise_d, before.decode, snapshot)
+        prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, snapshot)
+        decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, snapshot)
         plan = joint_plan(policy, snapshot, prefill, decode, before.lending)
         return plan, PlanMemory(
             _recorded(policy.prefill, "prefill", after_p, plan.prefill, prefill.current, snapshot),
@@ -63,77 +70,113 @@ def make_decide(policy: ScalingPolicy) -> Decide:
     return decide
 
 
-def advisor(pool: AnyPool, name: PoolName) -> Advise:
+def carried(memory: Memory, before: ScalingPolicy, after: ScalingPolicy) -> Memory:
+    """The memory with which `after` goes on where `before` stopped: counts, behavior, forecasts and trends."""
+    if not isinstance(memory, PlanMemory):
+        return memory
+    return replace(
+        memory,
+        prefill=replace(memory.prefill, policy=_kept(memory.prefill.policy, before.prefill, after.prefill)),
+        decode=replace(memory.decode, policy=_kept(memory.decode.policy, before.decode, after.decode)),
+    )
+
+
+def _kept(memory: Any, before: AnyPool, after: AnyPool) -> Any:
+    """One pool's policy memory, as far as the new policy understands it."""
+    if isinstance(before, PredictivePool) and isinstance(after, SloPool):
+        if isinstance(after, PredictivePool):
+            same = (before.season_s, before.interval_s) == (after.season_s, after.interval_s)
+            return memory if same or memory is None else type(memory)(inner=memory.inner)
+        return memory.inner if memory is not None else None
+    if isinstance(before, SloPool) and isinstance(after, PredictivePool):
+        from autoscaler.policies.predictive import PredictiveMemory
+
+        return PredictiveMemory(inner=memory)
+    if type(before) is not type(after):
+        return None
+    if isinstance(before, CustomPool) and isinstance(after, CustomPool) and before.function != after.function:
+        return None
+    return memory
+
+
+def recommender(pool: AnyPool, name: PoolName) -> Recommend:
     """The policy of one pool, by its kind."""
     match pool:
         case PredictivePool():
-            from autoscaler.predictive_policy import advise_predictive
+            from autoscaler.policies.predictive import recommend_predictive
 
-            return partial(advise_predictive, pool, name)
+            return partial(recommend_predictive, pool, name)
         case SloPool():
-            return partial(advise_prefill if name == "prefill" else advise_decode, pool)
+            return partial(recommend_prefill if name == "prefill" else recommend_decode, pool)
         case TargetPool():
-            return partial(advise_target, pool, name)
+            return partial(recommend_target, pool, name)
         case SchedulePool():
             return _only_schedule
+        case CustomPool():
+            return custom_policy(pool, name)
 
 
-def _only_schedule(memory: None, snapshot: Snapshot, situation: Situation) -> tuple[Advice, None]:
-    return Advice(0, "by schedule", 0.0), memory
+def _only_schedule(memory: None, snapshot: Snapshot, status: PoolStatus) -> tuple[Recommendation, None]:
+    return Recommendation(0, "by schedule", 0.0), memory
 
 
-def situation_of(pool: AnyPool, name: PoolName, desired: int | None, snapshot: Snapshot) -> Situation:
-    """The pool as it is. Without a plan to go by (a start), the replicas that exist are the plan, but standby."""
+def status_of(pool: AnyPool, name: PoolName, desired: int | None, snapshot: Snapshot) -> PoolStatus:
+    """The pool's status. `desired` is the last plan's. Without one, and while plans are not carried out, the replicas
+    that exist less the standbys count as desired."""
     replicas = (snapshot.prefill if name == "prefill" else snapshot.decode).replicas
     ready = count(replicas, ReplicaState.READY)
     starting, standby = count(replicas, ReplicaState.STARTING), count(replicas, ReplicaState.STANDBY)
-    if desired is None:
-        return Situation(max(ready, ready + starting + standby - pool.warm_standby), ready, starting)
-    return Situation(desired, ready, min(starting, max(0, desired - ready)))
+    existing = max(ready, ready + starting + standby - pool.warm_standby)
+    if desired is None or not snapshot.acting:
+        return PoolStatus(existing, ready, starting, existing)
+    return PoolStatus(desired, ready, min(starting, max(0, desired - ready)), existing)
 
 
 def _propose(
-    pool: AnyPool, name: PoolName, advise: Advise, memory: PoolMemory, snapshot: Snapshot
-) -> tuple[Proposal, PoolMemory]:
-    situation = situation_of(pool, name, memory.desired, snapshot)
-    advice, policy_memory = advise(memory.policy, snapshot, situation)
+    pool: AnyPool, name: PoolName, recommend: Recommend, memory: PoolState, snapshot: Snapshot
+) -> tuple[Proposal, PoolState]:
+    status = status_of(pool, name, memory.desired, snapshot)
+    recommendation, policy_memory = recommend(memory.policy, snapshot, status)
     floor = scheduled_replicas(pool.schedule, snapshot.wall_s, cold_start_s(pool, name, snapshot))
-    wanted, reason = advice.wanted, advice.reason
+    wanted, reason = recommendation.wanted, recommendation.reason
     if floor > wanted:
         wanted, reason = floor, f"{floor} by schedule; {reason}"
-    if not snapshot.complete and wanted < situation.current:
-        wanted, reason = situation.current, f"a coordinator does not answer: no scaling down; {reason}"
-    if memory.desired is None:
-        # As an HPA does, so that a restart does not undo what was stabilized before it.
-        memory = replace(memory, behavior=BehaviorMemory(((snapshot.now_s, situation.current),)))
+    if not snapshot.complete and wanted < status.current:
+        wanted, reason = status.current, f"a coordinator does not answer: no scaling down; {reason}"
+    if memory.desired is None and not memory.behavior.recommendations:
+        # As an HPA does, so that a restart does not discard the stabilization before it.
+        memory = replace(memory, behavior=BehaviorMemory(((snapshot.now_s, status.current),)))
     counted, behavior = follow(
         limits_of(pool, name, snapshot),
         memory.behavior,
         snapshot.now_s,
-        situation.current,
+        status.current,
         wanted,
         pool.min_replicas,
         pool.max_replicas,
     )
     if counted != wanted:
         reason = f"{counted} for {wanted} by bounds and behavior; {reason}"
-    proposal = Proposal(counted, max(advice.need, 0.0), situation.current, situation.ready, reason)
+    need = max(recommendation.need, 0.0)
+    proposal = Proposal(counted, need, status.current, status.ready, reason, recommendation.error)
     return proposal, replace(memory, behavior=behavior, policy=policy_memory)
 
 
 def _recorded(
-    pool: AnyPool, name: PoolName, memory: PoolMemory, plan: PoolPlan, current: int, snapshot: Snapshot
-) -> PoolMemory:
+    pool: AnyPool, name: PoolName, memory: PoolState, plan: PoolPlan, current: int, snapshot: Snapshot
+) -> PoolState:
     limits = limits_of(pool, name, snapshot)
-    behavior = record_change(limits, memory.behavior, snapshot.now_s, plan.desired - current)
-    return PoolMemory(plan.desired, behavior, memory.policy)
+    # A plan that is not carried out changes nothing that rates of change could be limited by.
+    added = plan.desired - current if snapshot.acting else 0
+    behavior = record_change(limits, memory.behavior, snapshot.now_s, added)
+    return PoolState(plan.desired if snapshot.acting else None, behavior, memory.policy)
 
 
 def limits_of(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> Limits:
-    """The pool's `behavior`, complete."""
+    """The pool's `behavior` with all defaults filled in."""
     return pool.limits(cold_start_s(pool, name, snapshot))
 
 
 def cold_start_s(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> float:
-    """The cold start as measured, else as the policy file says."""
+    """The measured cold start, seconds; the policy file's before the first measurement."""
     return (snapshot.prefill if name == "prefill" else snapshot.decode).cold_start_s or pool.cold_start_s

@@ -1,21 +1,24 @@
-"""The autoscaler inside `splitserve up`: the control loop beside the supervisor, in its process."""
+"""The autoscaler inside `splitserve up`: the control loop in the supervisor's process."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from autoscaler.actuators.process import ProcessActuator
-from autoscaler.policy_file import ScalingPolicy, load_policy
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from autoscaler.snapshot import PoolName
-from splitserve.child_process import ChildSpec
-from splitserve.cluster_setup import CommandFactory, WorkerSpecMaker, parts_target, worker_spec
-from splitserve.config import ClusterConfig
-from splitserve.local_cluster import LocalCluster
-from splitserve.part_security import UNSECURED, PartSecurity
-from splitserve.placement import Inventory, Place
+from splitserve.cluster.child_process import ChildSpec
+from splitserve.cluster.placement import Inventory, Place
+from splitserve.cluster.process_specs import CommandFactory, WorkerSpecMaker, parts_target, worker_spec
+from splitserve.cluster.supervisor import LocalCluster
+from splitserve.config.cluster import ClusterConfig
+from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
+from splitserve.runtime.loops import LoopRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +27,27 @@ class LocalScaling:
 
     config: ClusterConfig
     """With the first number of workers in each pool."""
-    policy: ScalingPolicy
-    security: PartSecurity = UNSECURED
-    """What the coordinator wants to see."""
+    file: PolicyFile
+    security: ClusterCredentials = UNSECURED
+    """Credentials for the coordinator."""
 
     @classmethod
-    def of(cls, config: ClusterConfig, path: Path, security: PartSecurity = UNSECURED) -> LocalScaling:
-        """Reads the policy. Pools whose size is not given begin at the policy's least. Raises ConfigError."""
-        policy = load_policy(path)
+    def of(cls, config: ClusterConfig, path: Path, security: ClusterCredentials = UNSECURED) -> LocalScaling:
+        """Reads the policy. Pools without a given size start with `min_replicas`. Raises ConfigError."""
+        file = PolicyFile(path)
+        policy = file.value.rules
         least = {"prefill": policy.prefill.min_replicas, "decode": policy.decode.min_replicas}
         first = {pool: count for pool, count in least.items() if pool not in config.model_fields_set}
-        return cls(config.model_copy(update=first), policy, security)
+        return cls(config.model_copy(update=first), file, security)
+
+    @property
+    def policy(self) -> ScalingPolicy:
+        """The policy as of now."""
+        return self.file.value.rules
 
     @property
     def most_workers(self) -> int:
-        """Of both pools, standbys included."""
+        """Most workers of both pools, standbys included."""
         pools = (self.policy.prefill, self.policy.decode)
         return max(
             sum(pool.max_replicas + pool.warm_standby for pool in pools),
@@ -51,10 +60,11 @@ class LocalScaling:
         return worker_spec(self.config, command, pool, name, place, drain_s=drain_s)
 
     async def run(self, cluster: LocalCluster, inventory: Inventory, make: WorkerSpecMaker) -> None:
-        """Runs the cluster until it is told to stop, and from its readiness on scales it."""
+        """Runs the cluster until it is stopped, and scales it once it is ready."""
         actuator = ProcessActuator(cluster, inventory, make)
         async with asyncio.TaskGroup() as group:
-            scaling = group.create_task(self._scale(cluster, actuator))
+            scale = partial(self._scale, cluster, actuator)
+            scaling = group.create_task(LoopRunner().run("scaling", scale))
             ending = group.create_task(_cancel_after(cluster.stopping, scaling))
             try:
                 await cluster.run()
@@ -66,7 +76,7 @@ class LocalScaling:
         await cluster.was_ready.wait()
         config = self.config
         async with control_loop(
-            self.policy,
+            self.file,
             (parts_target(config),),
             actuator,
             security=self.security,

@@ -1,4 +1,4 @@
-"""What the control loop counts, and how Prometheus sees it. Labels are bounded: pools, states, kinds of action."""
+"""Counters of the control loop, and their Prometheus metrics. Labels are bounded: pools, states, kinds of action."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from autoscaler.plan import Plan
-from autoscaler.reconcile import Member
+from autoscaler.plan import ScalingPlan
+from autoscaler.reconcile import ReplicaView
 from autoscaler.snapshot import POOLS, PoolName, ReplicaState
 from splitserve.metrics import counter, counters, gauge, gauges
 
 ACTIONS = ("start", "activate", "rest", "drain")
-HOPS = ("observe", "rotate", "start", "drain")
+HOPS = ("observe", "rotate", "start", "drain", "policy")
 
 
 @dataclass(slots=True)
 class LoopStatus:
-    """Counts since the start of the process, and the last decision. Replaced values only: any thread may read."""
+    """Counts since the process started, and the last decision. Values are replaced, so any thread may read."""
 
     decisions: int = 0
     desired: Mapping[PoolName, int] = field(default_factory=dict)
@@ -28,10 +28,20 @@ class LoopStatus:
     lending: bool = False
     actions: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    """By hop: looking at coordinators and replicas, and each kind of action."""
+    """By hop: observation, each kind of action, and the policy file."""
+    holds_lease: bool = True
+    policy_is_current: bool = True
+    """False while the policy file cannot be taken and the one before is in force."""
+    policy_reloads: int = 0
+    failed_starts: Mapping[PoolName, int] = field(default_factory=dict)
+    pauses_s: Mapping[PoolName, float] = field(default_factory=dict)
 
-    def decided(self, plan: Plan, pools: Mapping[PoolName, Sequence[Member]]) -> None:
-        """Notes a decision and what it was made against."""
+    def starts(self, failed: Mapping[PoolName, int], pauses_s: Mapping[PoolName, float]) -> None:
+        """Records failed starts since the process started, and for how long nothing is ordered."""
+        self.failed_starts, self.pauses_s = dict(failed), dict(pauses_s)
+
+    def decided(self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]]) -> None:
+        """Records a decision and the replicas it was based on."""
         self.decisions += 1
         self.desired = {pool: plan.pool(pool).desired for pool in POOLS}
         self.standby = {pool: plan.pool(pool).standby for pool in POOLS}
@@ -70,4 +80,25 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
         counter("splitserve_autoscaler_decisions", "Decisions made", status.decisions),
         counters("splitserve_autoscaler_actions", "Actions done", "action", actions),
         counters("splitserve_autoscaler_errors", "Hops that failed, tried again later", "hop", errors),
+        counters(
+            "splitserve_autoscaler_failed_starts",
+            "Replicas that ended or were overdue before they were up for one cold start",
+            "pool",
+            {str(pool): float(count) for pool, count in status.failed_starts.items()},
+        ),
+        gauges(
+            "splitserve_autoscaler_start_pause_seconds",
+            "Time for which nothing is ordered, because the last replicas failed",
+            "pool",
+            {str(pool): pause_s for pool, pause_s in status.pauses_s.items()},
+        ),
+        gauge("splitserve_autoscaler_holds_lease", "Whether this autoscaler may act", status.holds_lease),
+        gauge(
+            "splitserve_autoscaler_policy_current",
+            "0 while the policy file cannot be taken and the one before is in force",
+            status.policy_is_current,
+        ),
+        counter(
+            "splitserve_autoscaler_policy_reloads", "Policies taken since the start", status.policy_reloads
+        ),
     ]

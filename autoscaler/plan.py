@@ -1,12 +1,18 @@
-"""What a scaling decision is: how many replicas each pool should have."""
+"""The joint plan: both pools' proposals under one GPU budget, one shared link and bounds on their ratio.
+
+In this order: the bounds on the ratio add replicas; a shared link caps prefill; the budget removes replicas, standby
+first, then from the less loaded pool. Pure and deterministic.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autoscaler.snapshot import PoolName, Snapshot
+from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
+from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +22,19 @@ class PoolPlan:
     desired: int
     standby: int = 0
     reason: str = ""
-    """Why, in one line for people."""
+    """One line for operators."""
+    error: str = ""
+    """What the pool's policy failed with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScalingPlan:
     """A decision for both pools."""
 
     prefill: PoolPlan
     decode: PoolPlan
     lend_decode_to_prefill: bool = False
-    """Decode workers compute prompts themselves where that is sooner, while prefill replicas start."""
+    """Decode workers compute prompts themselves, where that is faster, while prefill replicas start."""
 
     def pool(self, name: PoolName) -> PoolPlan:
         """The plan of one pool."""
@@ -34,7 +42,185 @@ class Plan:
 
 
 Memory = Any
-"""What a decider remembers between decisions: an immutable value of its own type; None at first."""
+"""A decider's memory between decisions: an immutable value of its own type; None at first."""
 
-Decide = Callable[[Memory, Snapshot], tuple[Plan, Memory]]
+Decide = Callable[[Memory, Snapshot], tuple[ScalingPlan, Memory]]
 """A policy: pure, so that the simulator replays what production runs. It reads no clock and does no I/O."""
+
+WORTH_MOVING = 0.1
+"""GPUs move from pool to pool only if that lowers the worse pool's overload by this share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One pool's proposal, without regard to the other pool."""
+
+    count: int
+    """Replicas in rotation, within the pool's bounds and `behavior`."""
+    need: float
+    """Replicas kept busy by the demand, not rounded."""
+    current: int
+    """Desired replicas of the last plan."""
+    ready: int
+    reason: str
+    error: str = ""
+
+
+def joint_plan(
+    policy: ScalingPolicy, snapshot: Snapshot, prefill: Proposal, decode: Proposal, lending: bool = False
+) -> ScalingPlan:
+    """The plan for both pools. `lending`: the last plan lent decode workers to prefill."""
+    p, d = prefill.count, decode.count
+    notes: dict[PoolName, list[str]] = {"prefill": [prefill.reason], "decode": [decode.reason]}
+    p, d = _within_ratio(policy, p, d, notes)
+    carried = link_carries(policy, snapshot)
+    if carried is not None and p > max(carried, policy.prefill.min_replicas):
+        p = max(carried, policy.prefill.min_replicas)
+        notes["prefill"].append(f"the link carries the KV of {carried} prefill replicas: more add nothing")
+    standby = (policy.prefill.warm_standby, policy.decode.warm_standby)
+    p, d, standby = _within_budget(policy, snapshot, Proposals(prefill, decode), p, d, standby, notes)
+    plans = (
+        PoolPlan(p, standby[0], "; ".join(notes["prefill"]), prefill.error),
+        PoolPlan(d, standby[1], "; ".join(notes["decode"]), decode.error),
+    )
+    return ScalingPlan(*plans, lend_decode_to_prefill=_lend(policy, snapshot, prefill, decode, p, lending))
+
+
+def _within_ratio(policy: ScalingPolicy, p: int, d: int, notes: dict[PoolName, list[str]]) -> tuple[int, int]:
+    """Adds replicas to the pool that is too small for the other, as far as its own maximum allows."""
+    low, high = policy.ratio.min_prefill_per_decode, policy.ratio.max_prefill_per_decode
+    if low is not None and p < low * d:
+        raised = min(policy.prefill.max_replicas, math.ceil(low * d - 1e-9))
+        if raised > p:
+            notes["prefill"].append(f"{raised} for a ratio of at least {low:g}")
+            p = raised
+    if high is not None and p > high * d:
+        raised = min(policy.decode.max_replicas, math.ceil(p / high - 1e-9))
+        if raised > d:
+            notes["decode"].append(f"{raised} for a ratio of at most {high:g}")
+            d = raised
+    return p, d
+
+
+def link_carries(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
+    """Busy prefill replicas whose KV the shared link can carry; None while unknown or not shared."""
+    rate, kv_bytes = snapshot.prefill.tokens_per_s, snapshot.link.kv_bytes_per_token
+    if policy.link_gb_per_s is None or not rate or not kv_bytes:
+        return None
+    return max(1, math.ceil(policy.link_gb_per_s * 1e9 / (kv_bytes * rate) - 1e-9))
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """Both pools' proposals."""
+
+    prefill: Proposal
+    decode: Proposal
+
+    def overload(self, p: int, d: int) -> float:
+        """Demand over capacity of the worse pool, with `p` prefill and `d` decode replicas."""
+        return max(self.prefill.need / max(p, 1), self.decode.need / max(d, 1))
+
+
+def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
+    """GPUs for both pools: the policy's, else the actuator's inventory and what workers of others have beside it."""
+    if policy.gpu_budget is not None or snapshot.gpu_inventory is None:
+        return policy.gpu_budget
+    return snapshot.gpu_inventory + sum(
+        pool.gpus_per_replica * sum(not r.ours and r.state is not ReplicaState.DRAINING for r in replicas)
+        for pool, replicas in (
+            (policy.prefill, snapshot.prefill.replicas),
+            (policy.decode, snapshot.decode.replicas),
+        )
+    )
+
+
+def _within_budget(
+    policy: ScalingPolicy,
+    snapshot: Snapshot,
+    proposals: Proposals,
+    p: int,
+    d: int,
+    standby: tuple[int, int],
+    notes: dict[PoolName, list[str]],
+) -> tuple[int, int, tuple[int, int]]:
+    budget = gpu_budget(policy, snapshot)
+    if budget is None or _gpus(policy, p, d, standby) <= budget:
+        return p, d, standby
+    standby = _less_standby(policy, p, d, standby, budget)
+    if _gpus(policy, p, d, standby) > budget:
+        wanted = (p, d)
+        p, d = _shared(policy, proposals, p, d, budget)
+        for name, count, before in (("prefill", p, wanted[0]), ("decode", d, wanted[1])):
+            if count < before:
+                notes["prefill" if name == "prefill" else "decode"].append(
+                    f"{before} wanted, {count} within a budget of {budget} GPUs"
+                )
+    return p, d, standby
+
+
+def _gpus(policy: ScalingPolicy, p: int, d: int, standby: tuple[int, int]) -> int:
+    return (p + standby[0]) * policy.prefill.gpus_per_replica + (
+        d + standby[1]
+    ) * policy.decode.gpus_per_replica
+
+
+def _less_standby(
+    policy: ScalingPolicy, p: int, d: int, standby: tuple[int, int], budget: int
+) -> tuple[int, int]:
+    """Standby that fits beside the replicas in rotation. The larger standby is reduced first."""
+    left = list(standby)
+    takes = (policy.prefill.gpus_per_replica, policy.decode.gpus_per_replica)
+    while _gpus(policy, p, d, (left[0], left[1])) > budget:
+        able = [index for index in (0, 1) if left[index] > 0 and takes[index] > 0]
+        if not able:
+            break
+        left[max(able, key=lambda index: left[index])] -= 1
+    return left[0], left[1]
+
+
+def _shared(policy: ScalingPolicy, proposals: Proposals, p: int, d: int, budget: int) -> tuple[int, int]:
+    """The budget shared by predicted harm: from both minima on, the next GPUs go to the pool with the higher demand
+    over capacity, decode first when equal, because a full decode pool holds prefill up as well.
+
+    Where a pool would lose replicas that it has to the other, that must be worth it: else the counts stay.
+    """
+    share_p, share_d = _by_harm(policy, proposals, p, d, budget)
+    now_p, now_d = proposals.prefill.current, proposals.decode.current
+    moves = (share_p < now_p and share_d > now_d) or (share_d < now_d and share_p > now_p)
+    fits = _gpus(policy, now_p, now_d, (0, 0)) <= budget
+    gain = proposals.overload(now_p, now_d) - proposals.overload(share_p, share_d)
+    if moves and fits and gain < WORTH_MOVING * proposals.overload(now_p, now_d):
+        return now_p, now_d
+    return share_p, share_d
+
+
+def _by_harm(policy: ScalingPolicy, proposals: Proposals, p: int, d: int, budget: int) -> tuple[int, int]:
+    share_p, share_d = min(p, policy.prefill.min_replicas), min(d, policy.decode.min_replicas)
+    while True:
+        more_p = share_p < p and _gpus(policy, share_p + 1, share_d, (0, 0)) <= budget
+        more_d = share_d < d and _gpus(policy, share_p, share_d + 1, (0, 0)) <= budget
+        if not more_p and not more_d:
+            return share_p, share_d
+        prefill_worse = proposals.prefill.need / share_p > proposals.decode.need / share_d
+        if more_p and (prefill_worse or not more_d):
+            share_p += 1
+        else:
+            share_d += 1
+
+
+def _lend(
+    policy: ScalingPolicy, snapshot: Snapshot, prefill: Proposal, decode: Proposal, p: int, lending: bool
+) -> bool:
+    """Whether decode workers shall compute prompts themselves: while prefill replicas are on their way, decode has at
+    least a replica's worth of steps to spare, and what waits for prefill would miss the target otherwise."""
+    rate = snapshot.prefill.tokens_per_s
+    if not policy.lend_decode or prefill.ready >= p or not rate or decode.need > decode.ready - 1:
+        return False
+    wait_s = snapshot.prefill.backlog_tokens / (rate * prefill.ready) if prefill.ready else math.inf
+    target_s = _target_s(policy.prefill)
+    return wait_s > (target_s / 2 if lending else target_s)
+
+
+def _target_s(pool: AnyPool) -> float:
+    return pool.target_ms / 1e3 if pool.kind in ("slo", "predictive") else 1.0

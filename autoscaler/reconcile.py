@@ -1,17 +1,17 @@
-"""From what should be to what to do: a plan against the replicas that exist. Pure and level-triggered.
+"""Compares a plan with the replicas that exist and returns the actions. Pure and level-triggered.
 
-Every tick starts from what is there, never from what was done before, so that an action that failed is simply
-decided again and a restarted autoscaler goes on where the last one stopped. Replicas that were ordered and are not
-there yet count, so nothing is started twice.
+Every tick starts from the observed replicas, never from earlier actions: a failed action is decided again, and a
+restarted autoscaler continues where the last one stopped. Ordered replicas that do not exist yet count, so nothing
+is started twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.actuator import ActualReplica
-from autoscaler.plan import Plan
+from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.plan import ScalingPlan
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
 
 
@@ -49,7 +49,7 @@ class Rest:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Let these replicas end what they have begun, and go."""
+    """Let these replicas finish their requests and end."""
 
     pool: PoolName
     names: tuple[str, ...]
@@ -59,23 +59,29 @@ Action = Start | Activate | Rest | Drain
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class ReplicaView:
     """A replica that exists, with what the coordinators know of it."""
 
     name: str
     state: ReplicaState
     load: float
     created_wall_s: float
+    ours: bool = True
+    """Whether the actuator has it. Others are capacity; nothing is done to them."""
 
 
 def members(
-    pool: PoolName, actual: Iterable[ActualReplica], seen: Mapping[str, Replica]
-) -> tuple[Member, ...]:
-    """The replicas of one pool. What exists is the actuator's word; how far it is, the coordinators'.
+    pool: PoolName,
+    actual: Iterable[ActualReplica],
+    seen: Mapping[str, Replica],
+    others: Iterable[Replica] = (),
+) -> tuple[ReplicaView, ...]:
+    """The replicas of one pool. The actuator says which exist, the coordinators in which state they are.
 
-    A worker that no actuator made is not among them: it is never removed, and it replaces none of ours.
+    `others` are registered workers that the actuator does not have, as those of another host: they count, and are left
+    alone.
     """
-    found = []
+    found = [ReplicaView(other.name, other.state, other.load, 0.0, ours=False) for other in others]
     for replica in actual:
         if replica.pool != pool:
             continue
@@ -84,48 +90,71 @@ def members(
         if replica.stopping:
             state = ReplicaState.DRAINING
         load = known.load if known is not None else 0.0
-        found.append(Member(replica.name, state, load, replica.created_wall_s))
+        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s))
     return tuple(found)
 
 
 def reconcile(
-    plan: Plan, pools: Mapping[PoolName, Sequence[Member]], bounds: Mapping[PoolName, Bounds]
+    plan: ScalingPlan,
+    pools: Mapping[PoolName, Sequence[ReplicaView]],
+    bounds: Mapping[PoolName, Bounds],
+    paused: Collection[PoolName] = (),
 ) -> tuple[Action, ...]:
-    """What to do now so that both pools come to be as planned. Applied and asked again, it ends in no action."""
+    """Actions that bring both pools to the plan. Idempotent: once they have taken effect there are none.
+
+    In `paused` pools nothing is ordered and no overdue replica replaced, because the last ones failed.
+    """
     actions: list[Action] = []
     for pool in POOLS:
         wanted = plan.pool(pool)
         desired = min(max(wanted.desired, bounds[pool].min), bounds[pool].max)
-        actions += _reconcile_pool(pool, desired, max(0, wanted.standby), pools[pool])
+        others = [member for member in pools[pool] if not member.ours]
+        serving = len(_in_state(others, ReplicaState.READY))
+        spare = len(_in_state(others, ReplicaState.STANDBY))
+        coming = len(_in_state(others, ReplicaState.STARTING))
+        # What the workers of others leave to do.
+        desired -= serving + min(coming, max(0, desired - serving))
+        standby = max(0, wanted.standby) - spare
+        ours = [member for member in pools[pool] if member.ours]
+        actions += _reconcile_pool(pool, max(0, desired), max(0, standby), ours, pool in paused)
     return tuple(actions)
 
 
-def _reconcile_pool(pool: PoolName, desired: int, standby: int, there: Sequence[Member]) -> list[Action]:
+def _reconcile_pool(
+    pool: PoolName, desired: int, standby: int, there: Sequence[ReplicaView], paused: bool
+) -> list[Action]:
     actions: list[Action] = []
     ready = sorted(_in_state(there, ReplicaState.READY), key=_least_loaded)
     resting = sorted(_in_state(there, ReplicaState.STANDBY), key=_oldest)
     starting = sorted(_in_state(there, ReplicaState.STARTING), key=_oldest)
+    overdue = sorted(_in_state(there, ReplicaState.OVERDUE), key=_oldest)
     draining = _in_state(there, ReplicaState.DRAINING)
-    # A standby serves at once; one that is still starting takes its place later.
+    # A standby serves at once; a starting replica replaces it later.
     while resting and len(ready) < desired:
         ready.append(resting.pop(0))
         actions.append(Activate(pool, ready[-1].name))
     while len(ready) > desired and len(resting) < standby:
         resting.append(ready.pop(0))
         actions.append(Rest(pool, resting[-1].name))
-    surplus = len(ready) + len(resting) + len(starting) - desired - standby
-    if surplus < 0:
+    # Overdue ones hold the place of their replacements, which come one by one.
+    surplus = len(ready) + len(resting) + len(starting) + len(overdue) - desired - standby
+    if surplus < 0 and not paused:
         actions.append(Start(pool, -surplus))
-    # Where the coordinators see no replica at all, they may have just restarted: nothing is surely superfluous.
+    if overdue and not draining and (surplus > 0 or not paused):
+        actions.append(Drain(pool, (overdue[0].name,)))
+    # Where the coordinators see no replica at all they may have just restarted: nothing is drained.
     elif surplus > 0 and not draining and (ready or resting):
         actions.append(Drain(pool, (_superfluous(ready, resting, starting, standby).name,)))
     return actions
 
 
 def _superfluous(
-    ready: Sequence[Member], resting: Sequence[Member], starting: Sequence[Member], standby: int
-) -> Member:
-    """The replica that is missed least, where there are more than wanted."""
+    ready: Sequence[ReplicaView],
+    resting: Sequence[ReplicaView],
+    starting: Sequence[ReplicaView],
+    standby: int,
+) -> ReplicaView:
+    """The replica to drain first: starting, then surplus standby, then the least loaded."""
     if starting:
         return starting[-1]
     if len(resting) > standby:
@@ -133,14 +162,14 @@ def _superfluous(
     return ready[0]
 
 
-def _in_state(there: Sequence[Member], state: ReplicaState) -> list[Member]:
+def _in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
     return [member for member in there if member.state is state]
 
 
-def _least_loaded(member: Member) -> tuple[float, float, str]:
-    # Of equals the youngest goes first: its prefix cache holds least.
+def _least_loaded(member: ReplicaView) -> tuple[float, float, str]:
+    # Ties: the youngest first, its prefix cache holds least.
     return member.load, -member.created_wall_s, member.name
 
 
-def _oldest(member: Member) -> tuple[float, str]:
+def _oldest(member: ReplicaView) -> tuple[float, str]:
     return member.created_wall_s, member.name

@@ -1,38 +1,44 @@
-"""Puts the autoscaler together: as a service of its own, or inside `splitserve up`."""
+"""The autoscaler service: wires policy, observer, actuator and control loop together and runs them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
-from autoscaler.actuator import Actuator
-from autoscaler.actuators.gpu_inventory import gpu_inventory
-from autoscaler.decide import make_decide
-from autoscaler.loop import ControlLoop, LoopSettings
+from autoscaler.actuators.actuator import Actuator
+from autoscaler.actuators.docker_template import gpu_inventory
+from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
-from autoscaler.observe import DEFAULT_HISTORY_S, Observer
-from autoscaler.policy_file import ScalingPolicy, SloPool, load_policy
-from autoscaler.reconcile import Bounds
-from autoscaler.rotation import CoordinatorRotation
-from splitserve.api_keys import read_key
-from splitserve.config import AutoscalerConfig
-from splitserve.errors import ConfigError
+from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s
+from autoscaler.signals.observer import Observer
+from splitserve.client.scaling_client import ScalingClient
+from splitserve.config.autoscaler import AutoscalerConfig
+from splitserve.errors import ConfigError, FailedPreconditionError, SplitserveError, UnavailableError
 from splitserve.logs import log_event
-from splitserve.metrics import serving_metrics
-from splitserve.part_security import UNSECURED, PartSecurity, part_security
-from splitserve.scaling_client import ScalingClient
-from splitserve.stop_signal import stop_signal
+from splitserve.metrics import reload_metrics, serving_metrics
+from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
+from splitserve.runtime.loops import LoopRunner
+from splitserve.runtime.process import stop_signal
+from splitserve.runtime.reload import FileWatcher
+from splitserve.security.api_keys import read_key
 
 PLAN_INTERVALS = 4
-"""A plan outlives so many ticks that never came."""
+"""A plan stays valid for this many missed ticks."""
 LEAST_PLAN_S = 30.0
+LEASE_INTERVALS = 3
+"""A lease lasts this many intervals at least, so that its holder renews it in time."""
+MAX_LEASE_S = 600.0
 
 
 @asynccontextmanager
 async def control_loop(
-    policy: ScalingPolicy,
+    policy: PolicyFile,
     coordinators: Sequence[str],
     actuator: Actuator | None,
     *,
@@ -40,31 +46,51 @@ async def control_loop(
     window_s: float = 60.0,
     model: str = "",
     dry_run: bool = False,
-    security: PartSecurity = UNSECURED,
+    lease_s: float | None = None,
+    security: ClusterCredentials = UNSECURED,
     api_key: str | None = None,
 ) -> AsyncIterator[ControlLoop]:
-    """A loop that is connected while the context is open; somebody must `run` it. The actuator stays its owner's."""
-    every_s = policy.interval_s if interval_s is None else interval_s
+    """A connected control loop; the caller runs it. The actuator is not closed here.
+
+    With `lease_s` it acts only while it holds the coordinators' lease, which it gives up at the end.
+    """
     async with AsyncExitStack() as stack:
         made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
         clients = [await stack.enter_async_context(client) for client in made]
-        looks: dict[str, Any] = {"model": model, "window_s": window_s, "history_s": _history_s(policy)}
+        looks: dict[str, Any] = {
+            "model": model,
+            "window_s": window_s,
+            "history_s": history_s(policy.value.rules),
+        }
         listing: dict[str, Any] = {} if actuator is None else {"replicas": actuator.replicas}
+        if actuator is not None and actuator.proves_end and not dry_run:
+            listing["on_ended"] = partial(report_ended, clients)
         observer = Observer(clients, **listing, **looks)
+        in_force = PolicyInForce(
+            policy, observer, LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run)
+        )
+        first = in_force.first()
+        lease = None
+        if lease_s is not None and actuator is not None and not dry_run:
+            lasts_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
+            lease = Lease(clients, f"{socket.gethostname()[:60]}/{uuid.uuid4()}", model, lasts_s)
+            stack.push_async_callback(lease.release)
+        rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease)
+
+        def changed_policy() -> PolicyChange | None:
+            change = in_force.poll()
+            if change is not None:
+                rotation.valid_s = _plan_s(change.settings)
+            return change
+
         yield ControlLoop(
             observe=observer.observe,
-            decide=make_decide(policy),
-            rotation=CoordinatorRotation(clients, max(LEAST_PLAN_S, PLAN_INTERVALS * every_s)),
+            decide=first.decide,
+            rotation=rotation,
             actuator=actuator,
-            settings=LoopSettings(
-                bounds={
-                    "prefill": Bounds(policy.prefill.min_replicas, policy.prefill.max_replicas),
-                    "decode": Bounds(policy.decode.min_replicas, policy.decode.max_replicas),
-                },
-                drain_s={"prefill": policy.prefill.drain_s, "decode": policy.decode.drain_s},
-                interval_s=every_s,
-                dry_run=dry_run,
-            ),
+            settings=first.settings,
+            lease=lease,
+            changed_policy=changed_policy,
         )
 
 
@@ -73,8 +99,11 @@ async def serve(config: AutoscalerConfig) -> None:
 
     Raises ConfigError for a wrong policy file or actuator, FailedPreconditionError for a taken metrics port.
     """
-    policy = load_policy(config.policy)
-    security = part_security("autoscaler", config.tls, config.cluster_token_file)
+    policy = PolicyFile(config.policy)
+    security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
+    loops = LoopRunner()
+    certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
+    reloaded = [policy.files, *certificates.files]
     stop = stop_signal()
     actuator = make_actuator(config)
     try:
@@ -86,14 +115,18 @@ async def serve(config: AutoscalerConfig) -> None:
             window_s=config.window_s,
             model=config.model,
             dry_run=config.dry_run,
+            lease_s=config.lease_s,
             security=security,
             api_key=read_key(config.api_key_file),
         ) as loop:
             with serving_metrics(
-                lambda: loop_metrics(loop.status), config.host, config.metrics_port, security.tls
+                lambda: [*loop_metrics(loop.status), loops.metric(), *reload_metrics(reloaded)],
+                config.host,
+                config.metrics_port,
+                security.server_tls,
             ):
                 log_event("autoscaler.ready", actuator=config.actuator, interval_s=loop.settings.interval_s)
-                await _run_until(loop, stop)
+                await _run_until({"scaling": loop.run, "files": certificates.follow}, loops, stop)
     finally:
         if actuator is not None:
             await actuator.close()
@@ -101,7 +134,7 @@ async def serve(config: AutoscalerConfig) -> None:
 
 
 def make_actuator(config: AutoscalerConfig) -> Actuator | None:
-    """The actuator that the settings name; None where nothing is to be acted on. Raises ConfigError."""
+    """The configured actuator; None for `none`. Raises ConfigError."""
     match config.actuator:
         case "docker":
             return _docker(config)
@@ -119,7 +152,8 @@ def _docker(config: AutoscalerConfig) -> Actuator:
         message = "actuator: docker needs `pip install 'splitserve[docker]'`"
         raise ConfigError(message, field="actuator") from None
     engine = DockerEngine(config.docker.request_timeout_s)
-    return DockerActuator(engine, config.docker.project, gpu_inventory(config.docker.gpus))
+    gpus = gpu_inventory(config.docker.gpus)
+    return DockerActuator(engine, config.docker.project, gpus, config.model)
 
 
 def _kubernetes(config: AutoscalerConfig) -> Actuator:
@@ -131,13 +165,62 @@ def _kubernetes(config: AutoscalerConfig) -> Actuator:
     return KubernetesActuator.connect(config.kubernetes)
 
 
-async def _run_until(loop: ControlLoop, stop: asyncio.Event) -> None:
+async def _run_until(
+    background: Mapping[str, Callable[[], Awaitable[None]]], loops: LoopRunner, stop: asyncio.Event
+) -> None:
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(loop.run())
+        tasks = [group.create_task(loops.run(name, loop)) for name, loop in background.items()]
         await stop.wait()
-        running.cancel()
+        for task in tasks:
+            task.cancel()
 
 
-def _history_s(policy: ScalingPolicy) -> float:
-    wanted = [pool.slo.history_s for pool in (policy.prefill, policy.decode) if isinstance(pool, SloPool)]
-    return max([DEFAULT_HISTORY_S, *wanted])
+def _plan_s(settings: LoopSettings) -> float:
+    return max(LEAST_PLAN_S, PLAN_INTERVALS * settings.interval_s)
+
+
+class CoordinatorRotation:
+    """A `Rotation` over one client per coordinator; clients are not closed here. A failure does not stop the rest.
+
+    A plan expires after `valid_s` seconds: if the autoscaler dies, its standbys serve again. With `lease` each plan
+    carries the fencing number that its coordinator gave.
+    """
+
+    def __init__(self, clients: Sequence[ScalingClient], valid_s: float, lease: Lease | None = None) -> None:
+        self.valid_s = valid_s
+        self._clients = tuple(clients)
+        self._lease = lease
+
+    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+        """See `Rotation`. Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act,
+        and UnavailableError naming the coordinators that could not be reached."""
+        calls = [self._apply_to(client, standby, active, lend) for client in self._clients]
+        failed = [error for error in await asyncio.gather(*calls) if error]
+        text = "; ".join(f"{target}: {error}" for target, error in failed)
+        if any(error.reason == "STALE_LEASE" for _, error in failed):
+            raise FailedPreconditionError(text, reason="STALE_LEASE")
+        if failed:
+            raise UnavailableError(text, reason="PLAN_NOT_APPLIED")
+
+    async def _apply_to(
+        self, client: ScalingClient, standby: Sequence[str], active: Sequence[str], lend: bool
+    ) -> tuple[str, SplitserveError] | None:
+        number = self._lease.number_at(client.target) if self._lease is not None else 0
+        fenced = {"lease_number": number} if number else {}
+        try:
+            await client.apply_plan(standby=standby, active=active, lend=lend, valid_s=self.valid_s, **fenced)
+        except SplitserveError as error:
+            return client.target, error
+        return None
+
+
+async def report_ended(clients: Sequence[ScalingClient], boots: Sequence[tuple[str, int]]) -> None:
+    """Says that the processes of these boots, (worker id, epoch), have ended. Failures are logged, not raised."""
+    answers = await asyncio.gather(
+        *(client.report_ended(boots) for client in clients), return_exceptions=True
+    )
+    for client, error in zip(clients, answers, strict=True):
+        if isinstance(error, SplitserveError):
+            log_event("ended.not_reported", coordinator=client.target, error=error.message)
+        elif error is not None:
+            raise error

@@ -1,7 +1,7 @@
-"""What a scaling decision is made from, at one moment. Plain data; times in seconds on one monotonic clock.
+"""The input of a scaling decision: signals at one moment. Plain data; times in seconds on one monotonic clock.
 
-Histograms and arrivals cover a window that ends now. None means: not measured, which is not the same as zero,
-and never a reason to scale down.
+Histograms and arrivals cover a window that ends now. None means not measured, which differs from zero and is never
+a reason to scale down.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoscaler.histogram import Histogram
+from splitserve.histograms import Histogram
 
 PoolName = Literal["prefill", "decode"]
 POOLS: tuple[PoolName, PoolName] = ("prefill", "decode")
 
 
 class ReplicaState(enum.Enum):
-    """How far a replica is."""
+    """Life cycle of a replica."""
 
     STARTING = "starting"
-    """Created, not registered or not connected to its peers yet."""
+    """Created; not registered or not connected to its peers yet."""
     STANDBY = "standby"
     """Loaded and connected, out of rotation."""
     READY = "ready"
     """In rotation."""
     DRAINING = "draining"
-    """Ends what it has begun, takes nothing new."""
+    """Finishes its requests, takes no new ones."""
+    OVERDUE = "overdue"
+    """Starting for longer than its deadline: no capacity, to be replaced. See `start_watch.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,21 @@ class Replica:
     name: str
     state: ReplicaState
     since_s: float
-    """When it came into this state."""
+    """When it entered this state."""
     load: float = 0.0
-    """Sequences that it runs or has waiting: the least loaded is drained first."""
+    """Sequences that run or wait. The least loaded replica is drained first."""
+    registered: bool = True
+    """Whether a coordinator knows it."""
+    ours: bool = True
+    """Whether the actuator made or adopted it. Others are capacity, but are never started, moved or ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalBucket:
-    """Demand that arrived in [`start_s`, `start_s + length_s`), whether or not it was served since.
+    """Demand that arrived in [`start_s`, `start_s + length_s`), served or not.
 
-    `uncached_tokens` are prompt tokens that had to be computed, by what the coordinator knew at arrival.
-    `output_tokens` are expected, from the lengths of earlier answers, not what came out.
+    `uncached_tokens` are prompt tokens to compute, as estimated at arrival. `output_tokens` are expected, from the
+    lengths of earlier answers, not measured.
     """
 
     start_s: float
@@ -59,7 +65,7 @@ class ArrivalBucket:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFit:
+class StepTimeModel:
     """Decode step time, fitted: base + per_sequence * batch + per_context_token * KV tokens of the batch, seconds."""
 
     base_s: float
@@ -67,49 +73,50 @@ class StepFit:
     per_context_token_s: float
 
     def step_s(self, sequences: float, context_tokens: float) -> float:
-        """Duration of a step of so many sequences that hold so many KV tokens together."""
+        """Duration of a step, seconds, for a batch of `sequences` with `context_tokens` KV tokens in total."""
         return self.base_s + self.per_sequence_s * sequences + self.per_context_token_s * context_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSignals:
-    """The prefill pool. `latency` is queue + compute of a prompt, cold samples left out; `ttft` is what clients saw."""
+    """The prefill pool. `latency` is queue + compute of a prompt, without cold samples; `ttft` as clients saw it."""
 
     replicas: tuple[Replica, ...] = ()
     waiting_requests: int = 0
     backlog_tokens: int = 0
-    """Uncached prompt tokens that arrived and are not computed yet, in all replicas."""
+    """Uncached prompt tokens not computed yet, in all replicas."""
     tokens_per_s: float | None = None
-    """Prompt tokens that one replica computes a second while it is busy."""
+    """Prompt tokens per second of one busy replica."""
     latency: Histogram | None = None
     ttft: Histogram | None = None
     cold_start_s: float | None = None
-    """From the order to start a replica until it was ready, measured."""
+    """Measured time from the order of a replica until it was ready, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeSignals:
-    """The decode pool. `tpot` is per request, its mean time per output token after the first, cold samples left out."""
+    """The decode pool. `tpot` is per request, the mean time per output token after the first, without cold samples."""
 
     replicas: tuple[Replica, ...] = ()
     running_requests: int = 0
     waiting_reservations: int = 0
+    """Requests that wait for KV blocks, on the workers or held back by the coordinators until there are some."""
     context_tokens: int = 0
     """KV tokens of all running sequences and reservations."""
     kv_capacity_tokens: int | None = None
-    """KV tokens that one replica holds."""
+    """KV capacity of one replica, tokens."""
     max_running_requests: int | None = None
-    """Sequences in one replica's batch at most."""
-    step: StepFit | None = None
+    """Largest batch of one replica, sequences."""
+    step: StepTimeModel | None = None
     tpot: Histogram | None = None
     reserve_wait: Histogram | None = None
-    """Wait for KV blocks on decode. It counts for this pool, not for prefill, though it delays the first token."""
+    """Wait for KV blocks on decode. It delays the first token, but only this pool can shorten it."""
     cold_start_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSignals:
-    """The way of the KV cache from prefill to decode."""
+    """The handoff of KV from prefill to decode."""
 
     gb_per_s: float | None = None
     """Of one prefill replica's lane, GB/s (10^9 bytes)."""
@@ -119,7 +126,7 @@ class LinkSignals:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything at `now_s`. `arrivals` are contiguous, oldest first, the last one may still be filling."""
+    """All signals at `now_s`. `arrivals` are contiguous, oldest first; the last bucket may be incomplete."""
 
     now_s: float
     prefill: PrefillSignals
@@ -131,7 +138,13 @@ class Snapshot:
     wall_s: float = 0.0
     """Seconds since the epoch, for schedules and seasons."""
     complete: bool = True
-    """False while a coordinator does not answer: its last figures are held for a while and missing after that, so
-    nothing here is a reason to scale down."""
+    """False while a coordinator does not answer. Its last figures are kept for a while, then missing: never a reason
+    to scale down."""
+    gpu_inventory: int | None = None
+    """GPUs that the actuator may give to its replicas, used ones included; None where it gives none."""
+    acting: bool = True
+    """False while plans are not carried out (dry run, another autoscaler holds the lease): only what exists counts."""
+    foreign: frozenset[str] = frozenset()
+    """Registered workers of other models. Nothing else in the snapshot says anything about them."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""

@@ -1,4 +1,4 @@
-"""One greedy answer from splitserve, with the arrival of each of its tokens."""
+"""Requests to splitserve: one greedy answer with the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import numpy as np
 from splitserve.client import AsyncClient, Delta
 
 LOWEST_TOKEN, HIGHEST_TOKEN = 1000, 40_000
-"""Where prompts take their tokens from: ordinary ones in the vocabularies that are measured."""
+"""Token ids used in prompts: ordinary tokens in the measured vocabularies."""
 _NUMBERS = count(1)
 
 
 @dataclass(frozen=True)
-class Answered:
+class AskedAnswer:
     """One answer as its client saw it. Times in seconds, on one clock.
 
     `token_s` has the arrival of each token, counted from the request; tokens that came in one message share it.
@@ -38,29 +38,29 @@ class Answered:
 
     @property
     def second_token_gap_s(self) -> float:
-        """Between the first and the second token."""
+        """Time between the first and the second token."""
         return self.token_s[1] - self.token_s[0]
 
     @property
     def steps_s(self) -> list[float]:
-        """Between the later tokens, two neighbours each."""
+        """Times between consecutive later tokens."""
         return list(np.diff(self.token_s[1:]))
 
     @property
     def tpot_s(self) -> float:
-        """Mean time between its tokens."""
+        """Mean time between tokens."""
         return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1)
 
 
 def random_prompt(numbers: random.Random, tokens: int, vocabulary: int = HIGHEST_TOKEN + 1) -> list[int]:
-    """Random tokens, so that no cache has met them."""
+    """Random tokens, so that no prefix cache holds them."""
     highest = min(HIGHEST_TOKEN, vocabulary - 1)
     lowest = min(LOWEST_TOKEN, highest // 2)
     return [numbers.randint(lowest, highest) for _ in range(tokens)]
 
 
-async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> Answered:
-    """One greedy answer of exactly so many tokens. Raises SplitserveError."""
+async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> AskedAnswer:
+    """One greedy answer of exactly this many tokens. Raises SplitserveError."""
     request_id = f"bench-{next(_NUMBERS)}"
     token_s: list[float] = []
     token_ids: list[int] = []
@@ -76,4 +76,4 @@ async def ask(client: AsyncClient, prompt: Sequence[int], max_tokens: int) -> An
                 token_ids += item.token_ids
             else:
                 compute_s = item.timings.prefill_ms / 1e3
-    return Answered(request_id, tuple(token_s), compute_s, tuple(token_ids))
+    return AskedAnswer(request_id, tuple(token_s), compute_s, tuple(token_ids))

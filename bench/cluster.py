@@ -1,4 +1,4 @@
-"""A real cluster for measurements: workers on cores of their own, behind one coordinator for each way of serving."""
+"""A real cluster for measurements: workers on their own cores, behind one coordinator for each way of serving."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from pathlib import Path
 import psutil
 
 from splitserve.addresses import claim_port, join_address
-from splitserve.child_process import ChildSpec, Event
 from splitserve.client import AsyncClient
-from splitserve.cluster_setup import cluster_probe, cluster_specs, cluster_target, splitserve_command
-from splitserve.config import ClusterConfig, CoordinatorConfig
-from splitserve.core_layout import available_cores
-from splitserve.local_cluster import ClusterTimes, LocalCluster
+from splitserve.cluster.child_process import ChildSpec, Event
+from splitserve.cluster.placement import available_cores
+from splitserve.cluster.process_specs import cluster_probe, cluster_specs, cluster_target, splitserve_command
+from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
+from splitserve.config.cluster import ClusterConfig
+from splitserve.config.command_line import arguments
+from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.logs import LOG_LEVEL_VARIABLE
-from splitserve.service_arguments import coordinator_arguments
 
 HOST = "127.0.0.1"
 
 
 @dataclass
 class Watcher:
-    """A ClusterObserver that keeps log events by name and says when the cluster is ready."""
+    """A ClusterObserver that keeps log events by name and signals readiness."""
 
     model: str = ""
     is_ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -103,7 +104,7 @@ def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[Child
         ChildSpec(
             f"coordinator-{number}",
             "coordinator",
-            splitserve_command("coordinator", coordinator_arguments(front)),
+            splitserve_command("coordinator", arguments(front)),
         )
         for number, front in enumerate(others, 1)
     ]
@@ -111,7 +112,7 @@ def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[Child
 
 
 def pin(pid: int, core: int) -> None:
-    """Puts all threads of a process on one core."""
+    """Pins all threads of a process to one core."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(ProcessLookupError):  # a thread may have ended meanwhile
             os.sched_setaffinity(int(task.name), {core})

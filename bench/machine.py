@@ -1,10 +1,11 @@
-"""On what a measurement ran."""
+"""Facts about the machine, and how much of it other processes use during a measurement."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 
 from splitserve import __version__
-from splitserve.core_layout import available_cores
+from splitserve.cluster.placement import available_cores
 from splitserve.host_facts import read_host_facts
 
 PACKAGES = ("torch", "transformers", "nixl-cu13", "grpcio", "numpy")
@@ -21,7 +22,7 @@ PACKAGES = ("torch", "transformers", "nixl-cu13", "grpcio", "numpy")
 
 @dataclass(frozen=True)
 class Machine:
-    """`load_average` is that of the minute before, to tell a busy machine."""
+    """`load_average` covers the last minute: it reveals a busy machine."""
 
     cpu: str
     cores: int
@@ -52,7 +53,7 @@ def this_machine() -> Machine:
 
 
 def report(benchmark: str, command: str, machine: Machine, **content: Any) -> dict[str, Any]:
-    """The object that `--json` prints, with what every benchmark says about itself."""
+    """The object that `--json` prints, with the fields common to all benchmarks."""
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"benchmark": benchmark, "date": date, "command": command, "machine": asdict(machine), **content}
 
@@ -63,3 +64,27 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+class OtherLoad:
+    """CPU time of all other processes (not children) since the last `mark`."""
+
+    def __init__(self) -> None:
+        self._self = psutil.Process()
+        self._cores = psutil.cpu_count() or 1
+        self.mark()
+
+    def mark(self) -> None:
+        """Restarts the measurement."""
+        self._others_s, self._since_s = self._others(), time.monotonic()
+
+    def share(self) -> float:
+        """Share of all cores, 0..1. Accurate to a few hundredths over a second: the kernel counts ticks."""
+        passed_s = time.monotonic() - self._since_s
+        return max(0.0, (self._others() - self._others_s) / (passed_s * self._cores))
+
+    def _others(self) -> float:
+        whole = psutil.cpu_times()
+        busy_s = sum(whole) - whole.idle - whole.iowait - whole.guest - whole.guest_nice
+        ours = [self._self, *self._self.children(recursive=True)]
+        return float(busy_s - sum(sum(process.cpu_times()[:2]) for process in ours))

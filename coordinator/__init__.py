@@ -1,1 +1,4 @@
-"""The front door: registry, routing and the life of a request."""
+"""The coordinator: admits, routes and resumes requests. Tokens flow through it; KV does not.
+
+Read `request_flow.py` first: the life of a request on one screen.
+"""

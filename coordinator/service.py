@@ -1,51 +1,56 @@
-"""The coordinator's process: puts its parts together, runs them until a signal, drains."""
+"""The coordinator process: builds its parts, runs them until a signal, drains. The composition root."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from prometheus_client.core import Metric
 
-from coordinator.access import Access
-from coordinator.admission.gate import AdmissionGate
-from coordinator.admission.metrics import admission_metrics
-from coordinator.background import Background
-from coordinator.circuits import Circuits
-from coordinator.coordinator_metrics import coordinator_metrics
-from coordinator.ended_workers import EndedWorkers
-from coordinator.front_door import FrontDoor
-from coordinator.inference_service import InferenceService
-from coordinator.kserve.service import KserveService
-from coordinator.loop_lag import LoopLag
-from coordinator.model_routes import ModelRoutes, checked_route
-from coordinator.openai.app import make_app
-from coordinator.openai.http_server import serving_http
-from coordinator.prefix_index import PrefixIndex
-from coordinator.prompt import PromptTokenizers
-from coordinator.pulse import Pulse
-from coordinator.registry import Registry
-from coordinator.registry_service import RegistryService
+from coordinator.admission.controller import CapacityAdmission
+from coordinator.background_tasks import BackgroundTasks
+from coordinator.entrypoints.http.server import serving_http
+from coordinator.entrypoints.inference_api import InferenceApi
+from coordinator.entrypoints.inference_service import InferenceService
+from coordinator.entrypoints.input_limits import InputLimits
+from coordinator.entrypoints.kserve.service import KserveService
+from coordinator.entrypoints.openai.app import make_app
+from coordinator.health.breaker_registry import CircuitBreakerRegistry
+from coordinator.health.failure_detector import FailureDetector
+from coordinator.input_processor import InputProcessor
+from coordinator.metrics.event_loop import LoopLag
+from coordinator.metrics.prometheus import admission_metrics, coordinator_metrics, tenant_metrics
+from coordinator.metrics.scaling_service import ScalingService
+from coordinator.metrics.stats import RequestStats
+from coordinator.models.model_routes import ModelRoutes, checked_route
+from coordinator.models.routes_service import RoutesService
+from coordinator.models.tokenizers import PromptTokenizers
+from coordinator.request.estimates import Estimates
 from coordinator.request_flow import RequestFlow
-from coordinator.route_planner import make_router
-from coordinator.routes_service import RoutesService
-from coordinator.routing import Router
-from coordinator.scaling_service import ScalingService
-from coordinator.signal_book import SignalBook
-from coordinator.worker_links import WorkerLinks
-from splitserve.collector import relax_collector
-from splitserve.config import CoordinatorConfig
-from splitserve.hf_tokenizer import load_tokenizer
+from coordinator.routing.pair_selector import make_router
+from coordinator.routing.router import Router
+from coordinator.tenants.access_control import AccessControl
+from coordinator.workers.client import WorkerClients
+from coordinator.workers.output_coalescer import OutputCoalescer
+from coordinator.workers.prefix_index.index import PrefixIndex
+from coordinator.workers.registry import Registry
+from coordinator.workers.registry_service import RegistryService
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.generation.grammar import load_compiler
 from splitserve.kserve import open_inference_pb2
 from splitserve.kserve.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from splitserve.logs import log_event
-from splitserve.metrics import gauge, serving_metrics
-from splitserve.rpc import RpcServer, make_server
-from splitserve.stop_signal import stop_signal
-from splitserve.tokenizer import Tokenizer
+from splitserve.metrics import gauge, reload_metrics, serving_metrics
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.tokenizer import Tokenizer
+from splitserve.rpc.server import LISTENERS, RpcServer, make_server
+from splitserve.runtime.loops import LoopRunner
+from splitserve.runtime.parser_thread import ParserThread, favor_event_loop
+from splitserve.runtime.process import connections_that_fit, relax_collector, stop_signal
+from splitserve.runtime.reload import FileWatcher
 from splitserve.v1 import inference_pb2, registry_pb2, routes_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
@@ -53,6 +58,7 @@ from splitserve.v1.routes_pb2_grpc import add_RoutesServiceServicer_to_server
 from splitserve.v1.scaling_pb2_grpc import add_ScalingServiceServicer_to_server
 
 CLEANUP_GRACE_S = 3.0
+"""How long shutdown waits for requests to unwind and for aborts to reach the workers."""
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
     registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name,
@@ -73,84 +79,133 @@ class Coordinator:
         self.cluster_port: int | None = None
         self.http_port: int | None = None
         self.config = config
-        self.access = Access(config)
-        self.background = Background()
+        self.access = AccessControl(config)
+        self.background = BackgroundTasks()
         self.registry = Registry(config.heartbeat_timeout_s, PrefixIndex(config.max_indexed_blocks))
-        self.ended = EndedWorkers(self.registry)
+        self.loops = LoopRunner()
+        self.failure_detector = FailureDetector(self.registry, self.loops)
         self.tokenizers = PromptTokenizers(load, config.tokenizer_threads)
-        self.pulse = Pulse(config.max_coalesce_ms / 1e3)
-        self.links = WorkerLinks(
+        self.stats = RequestStats()
+        self.estimates = Estimates(self.registry)
+        self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
+        self.routes = _model_routes(config, self.registry)
+        self.files = FileWatcher(
+            self.routes.follow(config.model_routes_file) if config.model_routes_file else None,
+            self.access.tenants.file if self.access.tenants else None,
+            self.access.security.server_tls.file if self.access.security.server_tls else None,
+        )
+        coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
+        self.loop_lag = LoopLag(coalescer.on_sample)
+        self.clients = WorkerClients(
             self.registry,
             self.background,
             self.coordinator_id,
             config.max_message_bytes,
             self.access.security,
-            self.pulse,
+            coalescer,
+            self.loops,
         )
-        self.book = SignalBook()
-        self.lag = LoopLag()
-        self.admission: AdmissionGate | None = None
+        self.admission: CapacityAdmission | None = None
         if config.admission.mode == "queue":
-            self.admission = AdmissionGate(config, self.registry, self.book)
-        shares = config.model_routes.items()
-        routes = [checked_route(name, weights, f"model_routes.{name}") for name, weights in shares]
-        self.routes = ModelRoutes(self.registry, routes, config.direct_model_names == "allow")
-        self.circuits = Circuits(self.registry, config.circuit_breaker)
-        flow = RequestFlow(
-            config,
-            self.registry,
-            router or make_router(config.routing),
-            self.links,
-            self.tokenizers,
-            self.background,
-            self.book,
-            gates=[] if self.admission is None else [self.admission],
-            quotas=self.access.gates,
-            routes=self.routes,
-            circuits=self.circuits,
+            self.admission = CapacityAdmission(config, self.registry, self.stats.set_held)
+        self.parser = ParserThread()
+        self.limits = InputLimits(self.registry.known_models, config.max_message_bytes)
+        self.api = self._inference_api(router or make_router(config.routing))
+        self.server: RpcServer = make_server(
+            max_message_bytes=config.max_message_bytes,
+            authorizer=self.access.guard,
+            limit_of=self.limits.limit_of,
+            max_connections=config.max_connections,
         )
-        self.door = FrontDoor(
+        self.kserve = KserveService(self.api, self.access)
+        self.scaling = ScalingService(
+            self.registry,
+            self.stats,
+            self.estimates,
+            self.coordinator_id,
+            self.access,
+            self.failure_detector.report_ended,
+        )
+        self._add_services()
+
+    def _inference_api(self, router: Router) -> InferenceApi:
+        flow = RequestFlow(
+            self.config,
+            self.registry,
+            router,
+            self.clients,
+            InputProcessor(self.config, self.registry, self.routes, self.tokenizers),
+            self.background,
+            self.stats,
+            self.estimates,
+            self.breakers,
+            quota_plugins=self.access.quota_plugins,
+            capacity_plugins=[] if self.admission is None else [self.admission],
+        )
+        return InferenceApi(
             flow,
             self.registry,
             self.tokenizers,
             self.background,
-            self.book,
+            self.stats,
             self.access.authenticator,
-            config.max_running_requests,
+            self.config.max_running_requests,
             self.routes,
+            self.limits,
+            self.parser,
         )
-        self.server: RpcServer = make_server(
-            max_message_bytes=config.max_message_bytes, guard=self.access.guard
+
+    def _add_services(self) -> None:
+        """Registers the servicers of all gRPC services on the server."""
+        server = self.server.grpc_server
+        add_InferenceServiceServicer_to_server(InferenceService(self.api, self.access), server)
+        add_GRPCInferenceServiceServicer_to_server(self.kserve, server)
+        routes_service = RoutesService(self.routes, self.registry, self.access, self.coordinator_id)
+        add_RoutesServiceServicer_to_server(routes_service, server)
+        registry_service = RegistryService(
+            self.registry, self.coordinator_id, self.tokenizers.tokenizer, mutual=self.access.guard.mutual
         )
-        inference = InferenceService(self.door, self.access)
-        add_InferenceServiceServicer_to_server(inference, self.server.grpc_server)
-        self.kserve = KserveService(self.door, self.access)
-        add_GRPCInferenceServiceServicer_to_server(self.kserve, self.server.grpc_server)
-        routing = RoutesService(self.routes, self.registry, self.access, self.coordinator_id)
-        add_RoutesServiceServicer_to_server(routing, self.server.grpc_server)
-        members = RegistryService(self.registry, self.coordinator_id, self.tokenizers.tokenizer)
-        add_RegistryServiceServicer_to_server(members, self.server.grpc_server)
-        self.scaling = ScalingService(self.registry, self.book, self.coordinator_id, self.access)
-        add_ScalingServiceServicer_to_server(self.scaling, self.server.grpc_server)
+        add_RegistryServiceServicer_to_server(registry_service, server)
+        add_ScalingServiceServicer_to_server(self.scaling, server)
+
+    def background_loops(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
+        """What runs beside the servers for as long as they do, by name."""
+        return {
+            "clients": self.clients.run,
+            "failure_detector": self.failure_detector.run,
+            "circuit_breakers": self.breakers.run,
+            "expiry": self.expire_silent_workers,
+            "worker_states": self.scaling.watch_states,
+            "files": self.files.follow,
+            "loop_lag": self.loop_lag.watch,
+        }
 
     async def expire_silent_workers(self) -> None:
-        """Drops workers that do not report in time, until cancelled."""
+        """Drops workers that miss the heartbeat timeout, until cancelled.
+
+        A coordinator that was stopped for a while has not heard its workers; they have not been silent.
+        """
+        every_s = self.config.heartbeat_timeout_s / 4
         while True:
-            await asyncio.sleep(self.config.heartbeat_timeout_s / 4)
-            self.registry.expire(time.monotonic())
+            due_s = time.monotonic() + every_s
+            await asyncio.sleep(every_s)
+            now = time.monotonic()
+            self.registry.expire(now, absent_s=max(0.0, now - due_s))
 
     def metrics(self) -> list[Metric]:
-        """What the Prometheus endpoint shows, at this moment."""
-        figures = coordinator_metrics(self.registry.snapshot(), self.door.running, self.book.models())
+        """The current values of all metrics, for a Prometheus scrape."""
+        requests = coordinator_metrics(self.registry.snapshot(), self.api.running, self.stats.models())
         queue = admission_metrics(self.admission.counts()) if self.admission is not None else []
+        tenants = tenant_metrics(self.access.tenants) if self.access.tenants else []
         blocks = gauge(
             "splitserve_prefix_index_blocks", "KV blocks known by their holders", len(self.registry.prefixes)
         )
-        return [*figures, *queue, blocks, self.lag.metric(), *self.access.metrics()]
+        process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
+        return [*requests, *queue, blocks, *process, *tenants]
 
     async def listen(self) -> None:
-        """Binds and starts serving; with TLS also at the port for the cluster's own parts."""
-        config, tls = self.config, self.access.security.tls
+        """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""
+        config, tls = self.config, self.access.security.server_tls
         self.access.warn_if_open(config.host)
         if tls is not None:
             port = config.grpc_port + 1 if config.grpc_port else 0
@@ -160,38 +215,47 @@ class Coordinator:
 
     @asynccontextmanager
     async def serving_http(self) -> AsyncIterator[None]:
-        """Serves the OpenAI-compatible API while the context is open, where a port for it is set."""
+        """Serves the OpenAI-compatible API while the context is open, if `http_port` is set."""
         config = self.config
         if config.http_port is None:
             yield
             return
-        app = make_app(self.door, self.metrics, config.max_message_bytes)
-        async with serving_http(app, config.host, config.http_port, self.access.security.tls) as port:
+        app = make_app(self.api, self.metrics)
+        most = connections_that_fit(config.max_connections, LISTENERS)
+        tls = self.access.security.server_tls
+        async with serving_http(app, config.host, config.http_port, tls, most) as port:
             self.http_port = port
             yield
 
     async def drain(self) -> None:
-        """Refuses new generations and waits up to `drain_s` for the running ones.
+        """Refuses new requests and waits up to `drain_s` for the running ones.
 
-        Workers stay connected meanwhile, so that what runs can still go on elsewhere.
+        Workers stay connected, so that a running request can still be resumed on another pair.
         """
-        log_event("coordinator.draining", running_requests=self.door.running)
-        self.door.draining = True
+        log_event("coordinator.draining", running_requests=self.api.running)
+        self.api.draining = True
         await self.server.set_serving(False)
         await self._idle(self.config.drain_s)
 
     async def close(self) -> None:
-        """Ends what still runs, lets its clean-up reach the workers, stops the server. Idempotent."""
-        self.door.cut_off()
+        """Ends running requests, lets their aborts reach the workers, stops the server. Idempotent."""
+        self.api.end_all()
         await self._idle(CLEANUP_GRACE_S)
-        # Before the server: stopping it breaks the report streams, and with them the links.
+        # Before the server: stopping it breaks the report streams, which drops the workers and their clients.
         await self.background.close(CLEANUP_GRACE_S)
         await self.server.stop()
 
     async def _idle(self, wait_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                await self.door.idle.wait()
+                await self.api.idle.wait()
+
+
+def _model_routes(config: CoordinatorConfig, registry: Registry) -> ModelRoutes:
+    routes = [
+        checked_route(name, weights, f"model_routes.{name}") for name, weights in config.model_routes.items()
+    ]
+    return ModelRoutes(registry, routes, config.direct_model_names == "allow")
 
 
 @asynccontextmanager
@@ -201,13 +265,13 @@ async def running_coordinator(
     load: Callable[[str], Tokenizer] = load_tokenizer,
     router: Router | None = None,
 ) -> AsyncIterator[Coordinator]:
-    """A coordinator that serves while the context is open; leaving it cancels what still runs.
+    """A coordinator that serves while the context is open; leaving it cancels running requests.
 
-    Raises UnavailableError when the port is taken.
+    Raises UnavailableError when a port is taken.
     """
     coordinator = Coordinator(config, load, router)
     with serving_metrics(
-        coordinator.metrics, config.host, config.metrics_port, coordinator.access.security.tls
+        coordinator.metrics, config.host, config.metrics_port, coordinator.access.security.server_tls
     ):
         async with _serving(coordinator, config):
             yield coordinator
@@ -218,16 +282,8 @@ async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> Async
     try:
         await coordinator.listen()
         async with coordinator.serving_http(), asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(coordinator.links.run()),
-                group.create_task(coordinator.ended.run()),
-                group.create_task(coordinator.circuits.run()),
-                group.create_task(coordinator.expire_silent_workers()),
-                group.create_task(coordinator.scaling.watch_states()),
-                group.create_task(coordinator.access.follow_files()),
-                group.create_task(coordinator.lag.watch()),
-                group.create_task(coordinator.pulse.watch()),
-            ]
+            loops = coordinator.background_loops().items()
+            tasks = [group.create_task(coordinator.loops.run(name, loop)) for name, loop in loops]
             try:
                 yield
             finally:
@@ -237,6 +293,7 @@ async def _serving(coordinator: Coordinator, config: CoordinatorConfig) -> Async
     finally:
         await coordinator.server.stop()
         coordinator.tokenizers.close()
+        coordinator.parser.close()
 
 
 async def serve(
@@ -245,11 +302,12 @@ async def serve(
     load: Callable[[str], Tokenizer] = load_tokenizer,
     router: Router | None = None,
 ) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
+    """Runs a coordinator until SIGTERM or SIGINT, then drains. A second signal ends the process at once.
 
-    Raises UnavailableError when the port is taken.
+    Raises UnavailableError when a port is taken.
     """
     stop = stop_signal()
+    load_compiler()
     async with running_coordinator(config, load=load, router=router) as coordinator:
         log_event(
             "coordinator.ready",
@@ -260,6 +318,7 @@ async def serve(
             coordinator_id=coordinator.coordinator_id,
         )
         relax_collector()
+        favor_event_loop()
         await stop.wait()
         await coordinator.drain()
     log_event("coordinator.stopped")

@@ -1,1 +1,1 @@
-"""Reserved KV in, token stream out."""
+"""The decode worker: reserves blocks, admits pushed KV, streams tokens. Read `kv_consumer.py` first."""

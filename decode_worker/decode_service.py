@@ -1,4 +1,4 @@
-"""The gRPC face of a decode worker."""
+"""The gRPC service of a decode worker."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf import duration_pb2
 
+from decode_worker.attachment import UNNUMBERED
+from decode_worker.kv_consumer import KvConsumer, Outputs
 from decode_worker.output_streams import OutputStreams
-from decode_worker.receive_listener import Outputs, ReceiveListener
-from decode_worker.waiting_room import Answer, Granted, WaitingReservation
-from engine.host import WorkerHost
-from engine.messages import engine_request
+from decode_worker.reservation_queue import Granted, Reply, WaitingReservation
+from engine.worker.messages import engine_request
+from engine.worker.process import WorkerProcess
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError
 from splitserve.v1 import decode_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer
@@ -22,35 +24,38 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeService(DecodeServiceServicer):
-    """Reserves, aborts and streams. Ids of coordinators keep their requests apart."""
+    """Reserves blocks, aborts requests and streams outputs. Request ids are unique per coordinator."""
 
-    def __init__(self, worker: WorkerHost[ReceiveListener], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker: WorkerProcess[KvConsumer], loop: asyncio.AbstractEventLoop) -> None:
         self._worker = worker
         self._loop = loop
-        self._streams = OutputStreams(self._on_stream_lost)
+        self._lease = duration_pb2.Duration()
+        self._lease.FromNanoseconds(round(worker.config.lease_s * 1e9))
+        self._streams = OutputStreams(self._on_coordinator_lost, worker.config.lease_s)
         self._reserving = 0
 
     @property
     def reserving(self) -> int:
-        """Reserve calls that are open."""
+        """Number of open Reserve calls."""
         return self._reserving
 
     def deliver(self, outputs: Outputs) -> None:
-        """Hands a step's outputs to their streams; runs on the event loop."""
+        """Passes a step's outputs to their streams; runs on the event loop."""
         self._streams.deliver(outputs)
 
     def close(self) -> None:
-        """Ends the output streams."""
+        """Ends the output streams and leases."""
         self._streams.close_all()
 
     async def Reserve(
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
         """See DecodeService.Reserve in the proto."""
-        # First, because the stream must not break unnoticed between the look at it and the reservation.
+        # Awaited first: between the check of the stream and the queued reservation the stream must not be lost
+        # unnoticed.
         grammar = await self._worker.parts.grammars.compiled(request.sampling)
         self._worker.require_accepting()
-        if not self._streams.is_open(request.coordinator_id):
+        if not self._streams.takes(request.coordinator_id, request.attachment):
             raise FailedPreconditionError(
                 f"coordinator {request.coordinator_id!r} has no output stream open here",
                 reason="NO_OUTPUT_STREAM",
@@ -60,44 +65,48 @@ class DecodeService(DecodeServiceServicer):
         prompt = engine_request(
             request,
             engine_id=engine_id,
-            facts=self._worker.parts.runner.facts,
+            facts=self._worker.parts.facts,
             now=now,
             prefill_only=False,
             grammar=grammar,
             ceilings=self._worker.config.ceilings,
         )
-        answer: asyncio.Future[Granted] = self._loop.create_future()
+        reply: asyncio.Future[Granted] = self._loop.create_future()
         entry = WaitingReservation(
             prompt,
             request.coordinator_id,
             request.writer_agent_id,
             now,
-            self._answering(answer),
+            self._replying(reply),
             local_prefill_tokens=request.local_prefill_tokens,
         )
         self._reserving += 1
-        granted = None
+        response = None
         try:
-            await self._worker.engine.call(lambda core, receiver: receiver.reserve(core, entry))
-            granted = await answer
+            await self._worker.engine.call(lambda core, consumer: consumer.reserve(core, entry))
+            granted = await reply
+            ticket = granted.ticket.to_proto(time.monotonic()) if granted.ticket is not None else None
+            response = decode_pb2.ReserveResponse(ticket=ticket, wait_ms=granted.wait_s * 1e3)
         finally:
             self._reserving -= 1
-            if granted is None:
+            if not self._reserving:
+                self._worker.service_idle()
+            if response is None:
                 # Cancelled or failed: the caller has no ticket, so nobody can write.
                 self._abort_later(engine_id, request.coordinator_id)
-        ticket = granted.ticket.to_proto(time.monotonic()) if granted.ticket is not None else None
-        return decode_pb2.ReserveResponse(ticket=ticket, wait_ms=granted.wait_s * 1e3)
+        return response
 
     async def Abort(self, request: decode_pb2.AbortRequest, context: Context) -> decode_pb2.AbortResponse:
         """See DecodeService.Abort in the proto."""
         engine_id = _engine_id(request.coordinator_id, request.request_id)
         now = time.monotonic()
-        aborted = await self._worker.engine.call(
-            lambda core, receiver: receiver.abort(
+        call = self._worker.engine.call(
+            lambda core, consumer: consumer.abort(
                 core, engine_id, request.coordinator_id, request.no_writer, now
             )
         )
-        return decode_pb2.AbortResponse(aborted=aborted)
+        # A step may outlast the caller's patience, and a call that is cancelled before it begins does not run.
+        return decode_pb2.AbortResponse(aborted=await asyncio.shield(call))
 
     async def StreamOutputs(
         self, request: decode_pb2.StreamOutputsRequest, context: Context
@@ -105,22 +114,51 @@ class DecodeService(DecodeServiceServicer):
         """See DecodeService.StreamOutputs in the proto."""
         if not request.coordinator_id:
             raise InvalidArgumentError("coordinator_id must not be empty", field="coordinator_id")
-        stream = self._streams.open(request.coordinator_id)
+        coordinator_id = request.coordinator_id
+        positions = {attached.request_id: attached.next_position for attached in request.requests}
+        stream = self._streams.open(coordinator_id, request.attachment)
+        # Queued before the coordinator can know that the stream is open, so before any reservation under it.
+        joining = asyncio.ensure_future(self._keep_requests(coordinator_id, frozenset(positions)))
         try:
-            yield decode_pb2.StreamOutputsResponse(epoch=self._worker.epoch)
-            async for outputs in stream.batches():
-                yield decode_pb2.StreamOutputsResponse(outputs=outputs)
+            resumes = request.attachment != UNNUMBERED
+            yield decode_pb2.StreamOutputsResponse(
+                epoch=self._worker.epoch, lease=self._lease if resumes else None
+            )
+            # What the engine had emitted before it answered has been delivered by now.
+            live = await joining
+            if lost := stream.rewind(positions, live):
+                yield decode_pb2.StreamOutputsResponse(lost_request_ids=lost)
+            async for message in stream.messages():
+                yield message
         finally:
-            self._streams.release(request.coordinator_id, stream)
+            joining.cancel()
+            self._streams.release(stream)
 
-    def _answering(self, answer: asyncio.Future[Granted]) -> Answer:
+    async def AcknowledgeOutputs(
+        self, request: decode_pb2.AcknowledgeOutputsRequest, context: Context
+    ) -> decode_pb2.AcknowledgeOutputsResponse:
+        """See DecodeService.AcknowledgeOutputs in the proto."""
+        if not request.coordinator_id:
+            raise InvalidArgumentError("coordinator_id must not be empty", field="coordinator_id")
+        self._streams.acknowledge(request.coordinator_id, request.attachment, request.messages)
+        return decode_pb2.AcknowledgeOutputsResponse()
+
+    async def _keep_requests(self, coordinator_id: str, request_ids: frozenset[str]) -> frozenset[str]:
+        now = time.monotonic()
+        return await self._worker.engine.call(
+            lambda core, consumer: consumer.keep_requests(core, coordinator_id, request_ids, now)
+        )
+
+    def _replying(self, reply: asyncio.Future[Granted]) -> Reply:
+        """A callback for the engine thread that sets the future on the event loop."""
+
         def settle(result: Granted | SplitserveError) -> None:
-            if answer.done():
+            if reply.done():
                 return
             if isinstance(result, SplitserveError):
-                answer.set_exception(result)
+                reply.set_exception(result)
             else:
-                answer.set_result(result)
+                reply.set_result(result)
 
         def post(result: Granted | SplitserveError) -> None:
             self._loop.call_soon_threadsafe(settle, result)
@@ -130,14 +168,14 @@ class DecodeService(DecodeServiceServicer):
     def _abort_later(self, engine_id: str, coordinator_id: str) -> None:
         now = time.monotonic()
         self._worker.engine.post(
-            lambda core, receiver: receiver.abort(core, engine_id, coordinator_id, True, now)
+            lambda core, consumer: consumer.abort(core, engine_id, coordinator_id, True, now)
         )
 
-    def _on_stream_lost(self, coordinator_id: str) -> None:
+    def _on_coordinator_lost(self, coordinator_id: str) -> None:
         now = time.monotonic()
-        self._worker.engine.post(lambda core, receiver: receiver.coordinator_lost(core, coordinator_id, now))
+        self._worker.engine.post(lambda core, consumer: consumer.coordinator_lost(core, coordinator_id, now))
 
 
 def _engine_id(coordinator_id: str, request_id: str) -> str:
-    """Unique in this worker: coordinators choose request ids without asking each other."""
+    """An id that is unique in this worker: coordinators choose request ids independently."""
     return f"{coordinator_id}/{request_id}"

@@ -1,61 +1,58 @@
-"""One decode worker process: the role, and `serve`."""
+"""The decode worker process: its role, and `serve`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from decode_worker.decode_service import DecodeService
-from decode_worker.receive_listener import Outputs, ReceiveListener
-from engine.build import EngineParts
-from engine.host import WorkerHost, WorkerRole
-from kv_transfer.transport import TransferEndpoint
-from splitserve.config import WorkerConfig
+from decode_worker.kv_consumer import KvConsumer, Outputs
+from engine.worker.build import EngineParts
+from engine.worker.process import WorkerProcess, WorkerRole
+from engine.worker.status import WorkerStatus
+from kv_transfer.transports.transport import TransferEndpoint
+from splitserve.config.worker import WorkerConfig
 from splitserve.v1 import decode_pb2, registry_pb2
 from splitserve.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 
 
-class DecodeRole(WorkerRole[ReceiveListener]):
-    """Takes reservations and decodes what arrives."""
+class DecodeRole(WorkerRole[KvConsumer]):
+    """Takes reservations, and decodes the sequences whose KV arrives."""
 
     pool = registry_pb2.POOL_DECODE
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-
-    def make_listener(self, parts: EngineParts, epoch: int) -> ReceiveListener:
-        """See WorkerRole."""
-        return ReceiveListener(parts, epoch, self._emit)
-
-    def add_services(self, server: grpc.aio.Server, worker: WorkerHost[ReceiveListener]) -> Sequence[str]:
-        """See WorkerRole."""
+    def __init__(self, worker: WorkerProcess[KvConsumer]) -> None:
         self._worker = worker
+        self._loop = asyncio.get_running_loop()
         self._service = DecodeService(worker, self._loop)
+
+    def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> KvConsumer:
+        """See WorkerRole."""
+        return KvConsumer(parts, epoch, self._emit, on_idle)
+
+    def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
+        """See WorkerRole."""
         add_DecodeServiceServicer_to_server(self._service, server)
         return [decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name]
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
-        """Decode workers write to nobody."""
+        """Does nothing: decode workers write to nobody."""
 
     def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
-        """Shortens the quarantine of what these prefill workers held."""
+        """Shortens the quarantine of blocks that these prefill workers were writing."""
         now = time.monotonic()
-        self._worker.engine.post(lambda _core, receiver: receiver.writers_lost(agent_ids, now))
+        self._worker.engine.post(lambda _core, consumer: consumer.writers_lost(agent_ids, now))
 
-    def rejected_handoffs(self) -> int:
+    def rejected_handoffs(self, status: WorkerStatus) -> int:
         """See WorkerRole."""
-        return self._worker.listener.rejected_handoffs
-
-    def connected_agents(self) -> Sequence[str]:
-        """See WorkerRole."""
-        return ()
+        return sum(status.handoffs_rejected.values())
 
     def busy(self) -> bool:
         """See WorkerRole."""
-        return self._service.reserving > 0 or self._worker.listener.live_requests > 0
+        return self._service.reserving > 0 or self._worker.connector.status.in_progress > 0
 
     def close(self) -> None:
         """See WorkerRole."""
@@ -67,4 +64,4 @@ class DecodeRole(WorkerRole[ReceiveListener]):
 
 async def serve(config: WorkerConfig) -> None:
     """Runs a decode worker until SIGTERM or SIGINT."""
-    await WorkerHost(config, DecodeRole()).run()
+    await WorkerProcess(config, DecodeRole).run()

@@ -1,1 +1,1 @@
-"""What the Makefile runs: not part of the installed package."""
+"""Development programs that the Makefile runs; not part of the installed package."""

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import IO
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the name of the capital of France?"
 START_TIMEOUT_S = 300
 ANSWER_TIMEOUT_S = 120
 STOP_TIMEOUT_S = 60
@@ -26,7 +26,7 @@ def address_from(stdout: IO[str]) -> str:
 
 
 def ask(target: str) -> dict[str, object]:
-    """Streams the answer to the terminal, then asks again for the facts as JSON."""
+    """Streams the answer to the terminal, then repeats the request for the figures as JSON."""
     command = [*SPLITSERVE, "generate", QUESTION, "--target", target, "--max-tokens", "32"]
     print(f"\n> {QUESTION}", flush=True)
     subprocess.run([*command, "--timings"], check=True, timeout=ANSWER_TIMEOUT_S)

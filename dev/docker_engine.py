@@ -1,4 +1,4 @@
-"""A Docker Engine to test with: installed and started where there is none, and stopped again if it was started here."""
+"""A Docker Engine for tests: installed and started if there is none, and then stopped again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_compose() -> bool:
 
 
 def install_missing(*, base_image_needed: bool) -> None:
-    """Installs what is missing from Debian's packages. Ends the program where it may not."""
+    """Installs missing Debian packages. Exits where it lacks permission."""
     missing = (
         (not engine_answers() and shutil.which("dockerd") is None)
         or not has_compose()
@@ -58,7 +58,7 @@ def install_missing(*, base_image_needed: bool) -> None:
 
 @contextmanager
 def running_engine() -> Iterator[None]:
-    """An Engine that answers. One that already runs is used and left alone."""
+    """A responsive Engine. One that already runs is used and left running."""
     if engine_answers():
         yield
         return

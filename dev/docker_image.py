@@ -20,6 +20,7 @@ from dev.image_requirements import requirements
 from dev.install_torch import CPU_INDEX, pinned, pip_options
 
 WHEELS = Path("compose/wheels")
+KERNELS = Path("compose/kernels")
 DEFAULT_BASE = "python:3.11-slim"
 MADE_BASE = "splitserve-base:debian"
 IMAGE = "splitserve:e2e"
@@ -52,6 +53,11 @@ def download_wheels(cpu_index: str, python: str = OWN_PYTHON) -> None:
     stamp.write_text(wanted)
 
 
+def compile_kernels() -> None:
+    """The cpu kernels for the image into compose/kernels, where this machine has a compiler; else the build does it."""
+    subprocess.run([sys.executable, "-m", "engine.backends.cpu.build", str(KERNELS)], check=False)
+
+
 def python_of(image: str) -> str:
     """The version of an image's Python, as "3.11"."""
     ask = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -60,7 +66,7 @@ def python_of(image: str) -> str:
 
 
 def base_image() -> str:
-    """The name of a base image that is here."""
+    """Name of a local base image."""
     for image in (DEFAULT_BASE, MADE_BASE):
         if _succeeds(["docker", "image", "inspect", image]):
             return image
@@ -86,11 +92,11 @@ def base_image() -> str:
 
 
 def build(base: str) -> str:
-    """Builds the image on this base from compose/wheels; returns its name. Docker's own cache makes it quick again."""
+    """Builds the image on this base from compose/wheels; returns its name. Docker's cache makes repetitions fast."""
     # The first stage gets a name, so that its layers stay for the next time.
     _build(base, f"{IMAGE}-build", "--target", "build")
     _build(base, IMAGE)
-    # Images of earlier builds, which have lost their name, would fill the disk over time.
+    # Untagged images of earlier builds would fill the disk over time.
     _succeeds(["docker", "image", "prune", "--force", "--filter", f"label={LABEL}"], PRUNE_S)
     return IMAGE
 
@@ -98,7 +104,7 @@ def build(base: str) -> str:
 def _build(base: str, tag: str, *options: str) -> None:
     command = ["docker", "build", "--quiet", "--file", "compose/Dockerfile", "--tag", tag, "--label", LABEL]
     arguments = ["--build-arg", f"BASE_IMAGE={base}", "--build-arg", "PIP_NO_INDEX=1", *options, "."]
-    # The classic builder is on every Engine; BuildKit's client is a package of its own.
+    # Every Engine has the classic builder; BuildKit's client is a separate package.
     classic = os.environ | {"DOCKER_BUILDKIT": "0"}
     built = subprocess.run([*command, *arguments], env=classic, capture_output=True, text=True, check=False)
     if built.returncode != 0:
@@ -119,6 +125,7 @@ def main() -> None:
     parser.add_argument("--python", default=OWN_PYTHON, help="version in the base image, as 3.11")
     args = parser.parse_args()
     download_wheels(args.cpu_index, args.python)
+    compile_kernels()
 
 
 if __name__ == "__main__":

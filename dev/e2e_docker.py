@@ -1,4 +1,4 @@
-"""What `make e2e-docker` runs: Docker Engine, image, and the tests marked `docker` on them; then it tidies up."""
+"""What `make e2e-docker` runs: Docker Engine, image, the tests marked `docker`, and cleanup."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dev.docker_engine import install_missing, running_engine
-from dev.docker_image import DEFAULT_BASE, MADE_BASE, base_image, build, download_wheels, python_of
+from dev.docker_image import (
+    DEFAULT_BASE,
+    MADE_BASE,
+    base_image,
+    build,
+    compile_kernels,
+    download_wheels,
+    python_of,
+)
 from dev.install_torch import CPU_INDEX
 
 T = TypeVar("T")
 TESTS = (
     ("-m", "docker", "tests/e2e"),
-    ("-k", "docker", "tests/contract/test_actuator.py"),
+    ("-k", "docker", "tests/contract/actuators/test_actuator.py"),
 )
 
 
 def timed(what: str, action: Callable[[], T]) -> T:
-    """Does it and says how long it took."""
+    """Runs a step and prints its duration."""
     began = time.monotonic()
     result = action()
     print(f"{what}: {time.monotonic() - began:.0f} s", flush=True)
@@ -30,7 +38,7 @@ def timed(what: str, action: Callable[[], T]) -> T:
 
 
 def has_base() -> bool:
-    """Whether a base image is here already, or debootstrap is not needed to have one. Without an Engine: unknown."""
+    """Whether a local base image exists, so that debootstrap is not needed. Unknown without an Engine."""
     for image in (DEFAULT_BASE, MADE_BASE):
         command = ["docker", "image", "inspect", image]
         try:
@@ -50,6 +58,7 @@ def main() -> int:
     with running_engine():
         base = timed("base image", base_image)
         timed("wheels", lambda: download_wheels(args.cpu_index, python_of(base)))
+        timed("kernels", compile_kernels)
         image = timed("image", lambda: build(base))
         environment = os.environ | {"SPLITSERVE_E2E_IMAGE": image}
         codes = [

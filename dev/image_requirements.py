@@ -15,7 +15,7 @@ NEED_TORCH = frozenset({"accelerate"})
 
 
 EXTRAS = ("docker", "kubernetes")
-"""What the autoscaler acts through."""
+"""Extras of the autoscaler's actuators."""
 
 
 def requirements(project: Path, *, torch: bool, extras: Sequence[str] = EXTRAS) -> list[str]:

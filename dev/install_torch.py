@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
-import subprocess
+import re
 import sys
 from pathlib import Path
+
+from dev.installer import NO_COMPILE, install
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -26,15 +27,14 @@ def pinned(constraints: Path) -> str:
 
 
 def offered_version(requirement: str, *options: str) -> str | None:
-    """Version that pip would install, without installing or downloading it; None if there is none."""
-    # What is installed already would not be in the report.
-    look = ["--dry-run", "--ignore-installed", "--no-deps", "--report", "-"]
-    command = [sys.executable, "-m", "pip", "install", "--quiet", *look]
-    run = subprocess.run([*command, *options, requirement], capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        return None
-    installs = json.loads(run.stdout)["install"]
-    return str(installs[0]["metadata"]["version"]) if installs else None
+    """Version that would be installed, without installing or downloading it; None if there is none."""
+    name = requirement.partition("==")[0]
+    # An installed version would not be reported.
+    look = ["--dry-run", "--no-deps", "--force-reinstall", *options, requirement]
+    run = install(look, check=False)
+    # "Would install torch-2.9.0+cpu" of pip, " + torch==2.9.0+cpu" of uv.
+    found = re.search(rf"(?:Would install| \+) {name}(?:-|==)(\S+)", run.stdout + run.stderr)
+    return found[1] if found and run.returncode == 0 else None
 
 
 def pip_options(requirement: str, *, gpu: bool, any_build: bool, cpu_index: str) -> list[str]:
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--constraints", type=Path, default=Path("constraints.txt"))
     parser.add_argument("--cpu-index", default=CPU_INDEX)
     parser.add_argument("--any-build", action="store_true")
+    parser.add_argument(NO_COMPILE, action="store_true")
     args = parser.parse_args()
     requirement = pinned(args.constraints)
     try:
@@ -68,17 +69,10 @@ def main() -> None:
         pass
     gpu = Path("/proc/driver/nvidia/version").exists()
     options = pip_options(requirement, gpu=gpu, any_build=args.any_build, cpu_index=args.cpu_index)
-    # The CPU index carries torch alone; what torch needs comes from the usual index afterwards.
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        *(["--no-deps"] if options else []),
-        *options,
-    ]
-    subprocess.run([*command, "--constraint", str(args.constraints), requirement], check=True)
+    # The CPU index has torch only; its dependencies come from the default index afterwards.
+    alone = ["--no-deps"] if options else []
+    compiled = [NO_COMPILE] if args.no_compile else []
+    install([*alone, *compiled, *options, "--constraint", str(args.constraints), requirement])
 
 
 if __name__ == "__main__":

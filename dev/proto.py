@@ -1,4 +1,4 @@
-"""Generates splitserve/v1 and /kserve from protos/, or with `--check` proves that what is committed is current."""
+"""Generates splitserve/v1 and /kserve from protos/, or with `--check` verifies that the committed files are current."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def generate(into: Path) -> None:
 
 
 def stale_files() -> list[str]:
-    """Names of generated files that are missing, left over or different from what protos/ gives now."""
+    """Generated files that are missing, left over or outdated."""
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
         fresh, committed = Path(scratch), ROOT

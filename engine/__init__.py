@@ -1,1 +1,1 @@
-"""What both workers run: model, paged KV pool, scheduler, sampler."""
+"""The engine that both workers run: model, paged KV cache, scheduler, sampler. Read `core/engine_core.py` first."""

@@ -1,1 +1,1 @@
-"""Tickets, layouts, reservations and the transports that move KV blocks between workers."""
+"""Moves KV blocks between workers' memories. Read `handoff/ticket.py` first, then `handoff/pusher.py`."""

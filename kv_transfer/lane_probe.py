@@ -1,8 +1,7 @@
-"""Measures lanes: a few writes of growing size into blocks of the peer that no request ever owns.
+"""Measures lanes with a few writes of increasing size into the peer's probe blocks, which no request owns.
 
-Runs on the transport's thread. A write is posted and then polled for; a turn waits for it no longer than
-`TURN_S`, after which the thread goes on and the write is looked at in later turns. Peers are measured one
-after the other, each once, at first contact.
+Runs on the transport's thread. One `poll` waits at most `MAX_POLL_S` for a posted write; later polls pick it up.
+Peers are measured one at a time, once each, at first contact.
 """
 
 from __future__ import annotations
@@ -12,35 +11,36 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kv_transfer.lanes import Lane, lane_kind
-from kv_transfer.transport import PollResult, PoolMemory, TransferEndpoint, Transport
+from kv_transfer.lane import Lane, lane_kind
+from kv_transfer.transports.transport import KvMemoryRegion, PollResult, TransferEndpoint, Transport
 from splitserve.errors import SplitserveError
 
 PROBE_BYTES = 4 * 2**20
 MAX_PROBE_BLOCKS = 256
 WRITE_BYTES = (2**18, 2**20, 2**22, 2**24)
-"""Larger writes than the probe blocks hold go over them again and again."""
+"""Target sizes of the writes. Writes larger than the probe blocks wrap around and overwrite them."""
 MAX_WRITE_BLOCKS = 1024
-"""Posting costs 0.2 us a block; with tiny blocks more of them would measure that."""
+"""Posting costs 0.2 us per block; more tiny blocks would measure that cost instead of the lane."""
 SMALL_WRITES = 4
-"""Of one block; the first of them sets the connection up and does not count."""
+"""Single-block writes for latency; the first one sets the connection up and does not count."""
 REPEATS = 2
-LONG_ENOUGH_S = 1e-2
-"""A write that took so long is well above the time between two polls; larger ones tell nothing new."""
-TURN_S = 2e-3
-PAUSE_S = 5e-5
+LONG_WRITE_S = 1e-2
+"""A write of this duration is far above the poll interval; larger ones add no information."""
+MAX_POLL_S = 2e-3
+POLL_INTERVAL_S = 5e-5
+"""Sleep between two polls for a write's completion; leaves the core to the peer."""
 TIMEOUT_S = 3.0
 NETWORK_SHARE = 0.8
-"""A write of which the network interfaces counted this much went through them."""
+"""A write counts as sent over the network if the interfaces counted this share of its bytes."""
 
 
 def probe_blocks(block_bytes: int) -> int:
-    """How many blocks a pool should set aside for probes: `PROBE_BYTES`, at least one block."""
+    """Number of blocks to reserve for probes: `PROBE_BYTES`, at least one block."""
     return max(1, min(MAX_PROBE_BLOCKS, PROBE_BYTES // block_bytes))
 
 
 def write_plan(block_bytes: int) -> list[int]:
-    """Blocks of each write, small ones first."""
+    """Number of blocks of each write, smallest first."""
     counts = sorted({max(1, min(MAX_WRITE_BLOCKS, size // block_bytes)) for size in WRITE_BYTES})
     return [1] * SMALL_WRITES + [count for count in counts for _ in range(REPEATS)]
 
@@ -61,20 +61,20 @@ class _Probe:
     write: _Write | None = None
     small_s: list[float] = field(default_factory=list)
     gb_per_s: dict[int, float] = field(default_factory=dict)
-    """Best speed of each size of write."""
+    """Highest speed by size of write in bytes."""
     through_network: bool | None = None
 
 
 class LaneProber:
-    """Measures the lanes from the pool `own` on machine `host_id` to its peers.
+    """Measures the lanes from the region `own` on machine `host_id` to its peers.
 
-    `sent_bytes` counts what left through the network interfaces; None where it is not known.
+    `sent_bytes` returns the bytes sent over all network interfaces so far; None if unknown.
     """
 
     def __init__(
         self,
         transport: Transport,
-        own: PoolMemory,
+        own: KvMemoryRegion,
         host_id: str,
         sent_bytes: Callable[[], int | None],
         *,
@@ -92,37 +92,37 @@ class LaneProber:
 
     @property
     def active(self) -> bool:
-        """Whether a peer is still to be measured."""
+        """Whether a measurement is pending."""
         return bool(self._probes)
 
     def add(self, endpoint: TransferEndpoint) -> None:
-        """Queues a peer that was just connected."""
+        """Queues a newly connected peer."""
         self.forget(endpoint.agent_id)
         self._probes.append(_Probe(endpoint, deque(write_plan(self._own.layout.block_bytes))))
 
     def forget(self, agent_id: str) -> None:
-        """A peer is gone. Unknown ids are ignored."""
+        """Drops a lost peer. Unknown ids are ignored."""
         self._probes = deque(p for p in self._probes if p.endpoint.agent_id != agent_id)
 
     def poll(self) -> PollResult:
-        """Polls the transport, at least once, and moves the measurement on; returns everything polled."""
+        """Polls the transport at least once and advances the measurement; returns all poll results merged."""
         result = self._transport.poll()
         if not self._probes:
             return result
-        turn_end = self._clock() + TURN_S
+        deadline_s = self._clock() + MAX_POLL_S
         while self._probes:
             self._advance(self._probes[0], result)
-            if self._clock() >= turn_end:
+            if self._clock() >= deadline_s:
                 break
             more = self._transport.poll()
             result.writes += more.writes
             result.notifications += more.notifications
             if not more.writes:
-                self._sleep(PAUSE_S)
+                self._sleep(POLL_INTERVAL_S)
         return result
 
     def take(self) -> list[Lane]:
-        """The lanes whose measurement has ended since the last call."""
+        """Lanes measured since the last call."""
         lanes, self._lanes = self._lanes, []
         return lanes
 
@@ -135,16 +135,16 @@ class LaneProber:
             if ended is None and now - probe.started_s < TIMEOUT_S:
                 return
             if ended is None or ended.error is not None:
-                self._end(probe)
+                self._finish(probe)
                 return
-            self._note(probe, probe.write, now)
-        if probe.plan and min(self._own.probe_blocks, probe.endpoint.pool.probe_blocks) > 0:
+            self._record(probe, probe.write, now)
+        if probe.plan and min(self._own.probe_blocks, probe.endpoint.memory.probe_blocks) > 0:
             self._post(probe)
         else:
-            self._end(probe)
+            self._finish(probe)
 
     def _post(self, probe: _Probe) -> None:
-        count, theirs = probe.plan.popleft(), probe.endpoint.pool
+        count, theirs = probe.plan.popleft(), probe.endpoint.memory
         ring = min(self._own.probe_blocks, theirs.probe_blocks)
         offsets = [number % ring for number in range(count)]
         local = [self._own.request_blocks + offset for offset in offsets]
@@ -153,11 +153,11 @@ class LaneProber:
         try:
             handle = self._transport.write(probe.endpoint.agent_id, local, remote)
         except SplitserveError:
-            self._end(probe)
+            self._finish(probe)
             return
         probe.write = _Write(handle, count * theirs.layout.block_bytes, posted_s, before)
 
-    def _note(self, probe: _Probe, write: _Write, now: float) -> None:
+    def _record(self, probe: _Probe, write: _Write, now: float) -> None:
         seconds = max(now - write.posted_s, 1e-9)
         probe.write = None
         if len(probe.small_s) < SMALL_WRITES:
@@ -168,14 +168,14 @@ class LaneProber:
         after = self._sent_bytes()
         if write.sent_before is not None and after is not None:
             counted = after - write.sent_before >= NETWORK_SHARE * write.size
-            # Others use the interfaces too: one write that did not show up there proves that none has to.
+            # Other traffic is counted too, so one uncounted write is proof that the lane is not TCP.
             probe.through_network = counted and probe.through_network is not False
-        if seconds >= LONG_ENOUGH_S and len(probe.plan) % REPEATS == 0:
+        if seconds >= LONG_WRITE_S and len(probe.plan) % REPEATS == 0:
             probe.plan.clear()
 
-    def _end(self, probe: _Probe) -> None:
+    def _finish(self, probe: _Probe) -> None:
         self._probes.remove(probe)
-        # Small writes stay in the caches; of the largest size alone, one hiccup would decide.
+        # Small writes measure the CPU caches; two sizes make one outlier harmless.
         largest = sorted(probe.gb_per_s)[-2:]
         same_host = bool(self._host_id) and self._host_id == probe.endpoint.host_id
         self._lanes.append(
@@ -186,5 +186,6 @@ class LaneProber:
                 min(probe.small_s[1:], default=0.0),
                 max(largest, default=0),
                 same_host,
+                self._own.memory_kind,
             )
         )

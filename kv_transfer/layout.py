@@ -1,4 +1,4 @@
-"""How KV blocks lie in memory, and whether two workers' blocks fit each other."""
+"""Memory layout of KV blocks, and whether two workers' layouts are compatible."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ SAME, FP8_E4M3 = "same", "fp8_e4m3"
 WIRE_DTYPES = (SAME, FP8_E4M3)
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8")
-"""How the weights that make the KV are kept. KV of others is not what this worker would have computed."""
+"""Weight quantizations. Workers with different ones compute different KV and must not exchange it."""
 SCALE_BYTES = 2
-"""A bfloat16 scale for each vector that travels as fp8."""
+"""Size of the bfloat16 scale that precedes each fp8 vector on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape and meaning of one KV block; see `KvLayout` in protos/splitserve/v1/kv_transfer.proto.
 
-    A block is `[num_layers, 2, num_kv_heads, block_size_tokens, head_dim]` elements of `dtype`,
-    contiguous, so that one descriptor moves all layers of a block. With `wire_dtype` "fp8_e4m3" it is what
-    travels instead of that: two bytes for the scale of each vector of `head_dim` elements, all of them first, then
-    one byte for each element, both in the axes' order; see `engine.fp8_wire`.
+    A block is a contiguous `[num_layers, 2, num_kv_heads, block_size_tokens, head_dim]` array of `dtype`, so that
+    one descriptor moves all layers. With `wire_dtype` "fp8_e4m3" a block on the wire is instead all vectors' scales
+    (bfloat16, one for each `head_dim` elements), then one byte per element, both in axis order; see
+    `engine.runner.fp8_wire`.
     """
 
     model_fingerprint: str
@@ -43,12 +43,12 @@ class KvLayout:
 
     @property
     def block_vectors(self) -> int:
-        """Key and value vectors of one block, `head_dim` elements each."""
+        """Number of key and value vectors in a block, `head_dim` elements each."""
         return self.num_layers * 2 * self.num_kv_heads * self.block_size_tokens
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block with all its layers, keys and values, scales included."""
+        """Bytes of one block on the wire: all layers, keys and values, and scales if any."""
         if self.wire_dtype == FP8_E4M3:
             return self.block_vectors * (SCALE_BYTES + self.head_dim)
         return self.block_vectors * self.head_dim * DTYPE_BYTES[self.dtype]

@@ -1,1 +1,1 @@
-"""Prompt in, first token and pushed KV out."""
+"""The prefill worker: computes prompts, returns first tokens, pushes KV. Read `kv_producer.py` first."""

@@ -1,20 +1,20 @@
-"""Which decode pools a prefill worker may write to: connected, measured, and not refused for their lane."""
+"""The decode workers that a prefill worker may write to: connected, measured, and not refused for a slow lane."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any, Literal
 
+from kv_transfer.lane import JudgedLane, Lane, device_link, lane_problem
 from kv_transfer.lane_probe import LaneProber
-from kv_transfer.lanes import JudgedLane, Lane, lane_problem
-from kv_transfer.transport import PollResult, TransferEndpoint, Transport
+from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
 from splitserve.errors import FailedPreconditionError
 from splitserve.host_facts import network_bytes_sent, rdma_devices
 from splitserve.logs import log_event
 
 
 class PeerLanes:
-    """Measures each peer at first contact and judges it. Runs on the engine thread.
+    """Measures the lane to each peer at first contact and judges it. Runs on the engine thread.
 
     `expected_gb_per_s` and `policy` are `WorkerConfig.expected_lane_gb_per_s` and `lane_policy`.
     """
@@ -27,7 +27,7 @@ class PeerLanes:
         policy: Literal["warn", "refuse"],
     ) -> None:
         self._transport = transport
-        self._prober = LaneProber(transport, endpoint.pool, endpoint.host_id, network_bytes_sent)
+        self._prober = LaneProber(transport, endpoint.memory, endpoint.host_id, network_bytes_sent)
         self._expected_gb_per_s = expected_gb_per_s
         self._policy = policy
         self._has_rdma = bool(rdma_devices())
@@ -35,37 +35,37 @@ class PeerLanes:
 
     @property
     def measuring(self) -> bool:
-        """Whether a peer is still to be measured; the transport must then be polled."""
+        """Whether a lane is still to be measured; the transport must then be polled."""
         return self._prober.active
 
     def connected(self, endpoint: TransferEndpoint) -> None:
-        """A peer's pool was connected: its lane will be measured."""
+        """Adds a peer that was connected; its lane will be measured."""
         self._judged.pop(endpoint.agent_id, None)
         self._prober.add(endpoint)
 
     def lost(self, agent_id: str) -> None:
-        """A peer is gone."""
+        """Forgets a peer."""
         self._judged.pop(agent_id, None)
         self._prober.forget(agent_id)
 
     def poll(self) -> PollResult:
-        """Polls the transport, and moves the measurements on."""
+        """Polls the transport and advances the measurements; returns what the transport returned."""
         result = self._prober.poll()
         for lane in self._prober.take():
             self._judge(lane)
         return result
 
     def usable(self) -> frozenset[str]:
-        """Agent ids that can be written to and should be."""
+        """Agent ids of the peers that are connected, measured and not refused."""
         good = {agent_id for agent_id, judged in self._judged.items() if not judged.refused}
         return self._transport.connected() & good
 
     def lanes(self) -> tuple[JudgedLane, ...]:
-        """All lanes measured so far."""
+        """The lanes measured so far."""
         return tuple(self._judged.values())
 
     def require_not_refused(self, agent_id: str) -> None:
-        """Raises FailedPreconditionError (SLOW_LANE) for a peer whose lane is refused."""
+        """Raises FailedPreconditionError (SLOW_LANE) for a peer with a refused lane."""
         judged = self._judged.get(agent_id)
         if judged is not None and judged.refused:
             message = f"the lane to decode agent {agent_id} is refused: {judged.problem}"
@@ -81,6 +81,8 @@ class PeerLanes:
             "gb_per_s": round(lane.gb_per_s, 3),
             "latency_ms": round(lane.latency_s * 1e3, 3),
         }
+        if (link := device_link(lane)) is not None:
+            fields["link"] = link
         if problem is None:
             log_event("lane.measured", **fields)
             return

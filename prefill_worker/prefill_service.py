@@ -1,4 +1,4 @@
-"""The gRPC face of a prefill worker."""
+"""The gRPC service of a prefill worker."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import grpc
 
-from engine.host import WorkerHost
-from engine.messages import engine_request, output_delta
-from kv_transfer.ticket import KvTicket
-from prefill_worker.events import Failed, FirstTokenReady, HandedOff, PrefillEvent
-from prefill_worker.push_listener import PushListener
+from engine.worker.messages import engine_request, output_delta
+from engine.worker.process import WorkerProcess
+from kv_transfer.handoff.ticket import KvTicket
+from prefill_worker.kv_producer import Failed, FirstTokenReady, HandedOff, KvProducer, PrefillEvent
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event
 from splitserve.v1 import prefill_pb2
@@ -25,14 +24,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PrefillService(PrefillServiceServicer):
-    """Runs prompts. One call is one prompt; cancelling the call ends it."""
+    """Computes prompts, one per call; cancelling the call ends it."""
 
-    def __init__(self, worker: WorkerHost[PushListener]) -> None:
+    def __init__(self, worker: WorkerProcess[KvProducer]) -> None:
         self._worker = worker
         self._numbers = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[PrefillEvent]] = {}
+        """The events of each call, by engine id."""
         self.rejected_tickets = 0
-        """Since the start."""
+        """Tickets rejected since the start."""
 
     @property
     def busy(self) -> bool:
@@ -40,7 +40,7 @@ class PrefillService(PrefillServiceServicer):
         return bool(self._queues)
 
     def deliver(self, events: list[tuple[str, PrefillEvent]]) -> None:
-        """Hands the engine thread's events to their calls; runs on the event loop."""
+        """Passes the engine thread's events to their calls; runs on the event loop."""
         for engine_id, event in events:
             if queue := self._queues.get(engine_id):
                 queue.put_nowait(event)
@@ -56,10 +56,10 @@ class PrefillService(PrefillServiceServicer):
         engine_id = f"{request.request_id}/{next(self._numbers)}"
         queue = self._queues[engine_id] = asyncio.Queue()
         try:
-            # From now on the ticket's owner hears how it ends, so the caller may cancel.
+            # Once the caller has these it may cancel: from here on the ticket's owner is told how the handoff ends.
             await context.send_initial_metadata(())
             self._worker.require_accepting()
-            facts = self._worker.parts.runner.facts
+            facts = self._worker.parts.facts
             prompt = engine_request(
                 request,
                 engine_id=engine_id,
@@ -70,17 +70,23 @@ class PrefillService(PrefillServiceServicer):
                 ceilings=self._worker.config.ceilings,
             )
             with self._counting_refusals():
-                await self._worker.engine.call(lambda core, pushes: pushes.start(core, prompt, ticket, now))
+                await self._worker.engine.call(
+                    lambda core, producer: producer.start(core, prompt, ticket, now)
+                )
             while True:
                 event = await queue.get()
                 response, last = _response(event)
                 yield response
                 if last:
                     return
+                if isinstance(event, FirstTokenReady):
+                    event.sent.set()  # gRPC asks for the next response when it has written this one
         finally:
             del self._queues[engine_id]
+            if not self._queues:
+                self._worker.service_idle()
             ended_s = time.monotonic()
-            self._worker.engine.post(lambda core, pushes: pushes.end(core, engine_id, ticket, ended_s))
+            self._worker.engine.post(lambda core, producer: producer.end(core, engine_id, ticket, ended_s))
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -94,7 +100,7 @@ class PrefillService(PrefillServiceServicer):
 
 
 def _response(event: PrefillEvent) -> tuple[prefill_pb2.PrefillResponse, bool]:
-    """The message for an event, and whether it is the last one."""
+    """The message for an event, and whether it is the last one. Raises the error of a Failed."""
     match event:
         case FirstTokenReady():
             token = prefill_pb2.FirstToken(

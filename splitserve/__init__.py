@@ -1,3 +1,3 @@
-"""What every part of splitserve shares: wire contract, client, CLI, configuration, errors, RPC plumbing."""
+"""Shared by all components: wire contract, client, CLI, configuration, errors, gRPC plumbing."""
 
 __version__ = "0.1.0"

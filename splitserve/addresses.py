@@ -1,25 +1,63 @@
-""" "host:port" addresses: checking them, joining them, and finding a port to listen on."""
+""" "host:port" addresses: validation, formatting, and finding a free port."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import re
 import socket
 
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 
-_ADDRESS = re.compile(r"^(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})$")
+_ADDRESS = re.compile(r"(?P<host>\[(?P<ipv6>[^\[\]]+)\]|[^:\[\]]+):(?P<port>[0-9]{1,5})\Z")
+_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\Z")
+"""A label of a host name as in RFC 1123, with the underscores that container names have."""
+_SCOPE = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
+MAX_HOST_CHARACTERS = 253
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def check_address(address: str, field: str) -> str:
-    """The address itself. Raises InvalidArgumentError naming `field` unless it is "host:port", port 1..65535."""
+    """Returns the address. Raises InvalidArgumentError naming `field` unless it is "host:port" with a host name
+    (RFC 1123), an IPv4 address or an IPv6 address in brackets, and a port of 1..65535."""
     match = _ADDRESS.match(address)
     if match is None or not 1 <= int(match["port"]) <= 65535:
-        raise InvalidArgumentError(
-            f'{field} must be "host:port" with a port of 1..65535 (given: {address!r})', field=field
-        )
+        raise _bad_address(field, address, '"host:port" with a port of 1..65535')
+    if match["ipv6"] is not None:
+        if not _is_ipv6(match["ipv6"]):
+            raise _bad_address(field, address, '"[IPv6 address]:port"')
+    elif not _is_host(match["host"]):
+        raise _bad_address(field, address, '"host:port" with a valid host name or IPv4 address')
     return address
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of a checked address."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _is_host(host: str) -> bool:
+    labels = host.removesuffix(".").split(".")
+    if labels[-1].isdecimal():  # no top-level domain is a number: this is meant as an IPv4 address
+        try:
+            return host.isascii() and ipaddress.IPv4Address(host) is not None
+        except ValueError:
+            return False
+    return len(host) <= MAX_HOST_CHARACTERS and all(_LABEL.match(label) for label in labels)
+
+
+def _is_ipv6(text: str) -> bool:
+    bare, percent, scope = text.partition("%")
+    try:
+        ipaddress.IPv6Address(bare)
+    except ValueError:
+        return False
+    return not percent or _SCOPE.match(scope) is not None
+
+
+def _bad_address(field: str, address: str, bound: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{field} must be {bound} (given: {address[:300]!r})", field=field)
 
 
 def join_address(host: str, port: int) -> str:
@@ -28,22 +66,22 @@ def join_address(host: str, port: int) -> str:
 
 
 def reachable_host(host: str) -> str:
-    """The host at which a server that listens on `host` can be reached from this machine."""
+    """The host under which a server that listens on `host` is reachable from this machine."""
     return _ANY_HOST.get(host, host)
 
 
 def claim_port(host: str, port: int, setting: str = "grpc_port") -> int:
-    """A port of `host` that can be listened on now: `port`, or a free one for 0.
+    """A port of `host` that is free now: `port`, or any free one for 0.
 
-    Raises FailedPreconditionError (PORT_IN_USE) or UnavailableError (BIND_FAILED). Nothing keeps another
-    program from taking the port before it is used; the service itself then fails with the same words.
+    Raises FailedPreconditionError (PORT_IN_USE) or UnavailableError (BIND_FAILED). The port is not held: another
+    program may take it before the service binds it; the service then reports the same error.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-            # Binding succeeds beside a listener that shares its port; listening does not.
+            # With SO_REUSEADDR, bind may succeed although another socket listens; listen then fails.
             probe.listen(1)
         except OSError as error:
             raise _bind_error(host, port, setting, error) from None

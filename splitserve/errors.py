@@ -1,4 +1,4 @@
-"""One tree of errors. Each kind knows its gRPC code; `splitserve.rpc` maps them at one boundary."""
+"""The hierarchy of errors. Each class has its gRPC status code; `splitserve.rpc.status` converts both ways."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import grpc
 
 
 class SplitserveError(Exception):
-    """Base of everything splitserve raises on purpose.
+    """Base of all errors that splitserve raises deliberately.
 
-    `reason` is the upper-case word that goes into `google.rpc.ErrorInfo`, stable for programs;
-    `message` is one line for people; `field` names the offending input, where there is one;
-    `retry_after_s` is the hint sent as `RetryInfo`, in seconds.
+    `reason` is the stable upper-case identifier in `google.rpc.ErrorInfo`; `message` is one line for people;
+    `field` names the invalid input, if any; `retry_after_s` is the retry hint sent as `RetryInfo`, in seconds.
     """
 
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
@@ -35,7 +34,7 @@ class SplitserveError(Exception):
 
 
 class InvalidArgumentError(SplitserveError):
-    """The request itself is wrong; `field` says where."""
+    """The request is invalid; `field` names the invalid part."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     default_reason = "INVALID_ARGUMENT"
@@ -49,35 +48,35 @@ class NotFoundError(SplitserveError):
 
 
 class UnauthenticatedError(SplitserveError):
-    """No credential, or one that is not known."""
+    """A missing or unknown credential."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     default_reason = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(SplitserveError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but not permitted to do this."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     default_reason = "PERMISSION_DENIED"
 
 
 class ResourceExhaustedError(SplitserveError):
-    """No room now (with a retry hint) or ever (without one)."""
+    """Not enough capacity now (with a retry hint) or ever (without one)."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     default_reason = "RESOURCE_EXHAUSTED"
 
 
 class FailedPreconditionError(SplitserveError):
-    """The two sides do not fit each other, or not yet."""
+    """The system is not in the state that the operation requires, for example incompatible peers."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     default_reason = "FAILED_PRECONDITION"
 
 
 class UnavailableError(SplitserveError):
-    """A part that should be there is not; trying again may help."""
+    """A component cannot be reached or used now; a retry may succeed."""
 
     code = grpc.StatusCode.UNAVAILABLE
     default_reason = "UNAVAILABLE"
@@ -91,25 +90,32 @@ class DeadlineExceededError(SplitserveError):
 
 
 class CancelledByPeerError(SplitserveError):
-    """The other side gave the request up."""
+    """The peer cancelled the request."""
 
     code = grpc.StatusCode.CANCELLED
     default_reason = "CANCELLED"
 
 
 class UnsupportedModelError(InvalidArgumentError):
-    """A model family or option that the engine refuses at load, with the reason."""
+    """A model family or option that the engine does not support; raised at load."""
 
     default_reason = "UNSUPPORTED_MODEL"
 
 
 class TransferError(UnavailableError):
-    """A KV write failed or its peer is gone."""
+    """A KV write failed or its peer is lost."""
 
     default_reason = "TRANSFER_FAILED"
 
 
 class ConfigError(InvalidArgumentError):
-    """A setting is wrong; `field` names it."""
+    """A setting is invalid; `field` names it."""
 
     default_reason = "INVALID_CONFIG"
+
+
+class BrokenInvariantError(AssertionError):
+    """The books of an engine are wrong, which is a bug and ends its process.
+
+    Not a SplitserveError: no request gets it as an answer, and no guard around one request may swallow it.
+    """

@@ -1,4 +1,4 @@
-"""What this machine offers to transfers: read from the kernel, each fact on its own."""
+"""Facts of this machine that matter for transfers, read from the kernel."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MAX_HOST_ID_LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """None means: not known here."""
+    """Facts of one machine. None means unknown unless stated otherwise."""
 
     shared_memory_bytes: int | None
     """Size of /dev/shm."""
     memlock_bytes: int | None
-    """Memory that a process may lock; None also when there is no limit."""
+    """Memory that a process may lock; None means no limit."""
     in_container: bool
     rdma_devices: tuple[str, ...]
     gpus: int
-    """NVIDIA devices that this process can see."""
+    """Number of NVIDIA devices visible to this process."""
     ptrace_scope: int | None
-    """Yama's setting; above 0 a process may not read or write a stranger's memory."""
+    """kernel.yama.ptrace_scope; above 0, process_vm_writev between unrelated processes is restricted."""
     variables: Mapping[str, str]
-    """UCX_TLS and UCX_NET_DEVICES, where they are set."""
+    """UCX_TLS and UCX_NET_DEVICES, if set."""
 
 
 def read_host_facts() -> HostFacts:
@@ -46,13 +46,13 @@ def read_host_facts() -> HostFacts:
 
 
 def rdma_devices() -> tuple[str, ...]:
-    """Names of the RDMA devices that the kernel knows."""
+    """Names of the RDMA devices."""
     folder = _SYS / "class/infiniband"
     return tuple(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else ()
 
 
 def host_id() -> str:
-    """The kernel's boot id: equal for all processes of one machine, in containers too. Empty if unknown."""
+    """The kernel's boot id: equal for all processes of a machine, also in containers. Empty if unknown."""
     try:
         return (_PROC / "sys/kernel/random/boot_id").read_text().strip()[:MAX_HOST_ID_LENGTH]
     except OSError:
@@ -62,14 +62,13 @@ def host_id() -> str:
 def network_bytes_sent() -> int | None:
     """Bytes sent over all network interfaces of this process's network namespace, loopback included.
 
-    None where the kernel does not tell. Bytes that go through shared memory, process_vm_writev, CUDA IPC or
-    RDMA are not among them.
+    None if unknown. Excludes shared memory, process_vm_writev, CUDA IPC and RDMA.
     """
     try:
         lines = (_PROC / "net/dev").read_text().splitlines()[2:]
     except OSError:
         return None
-    # After the interface's name: eight columns of what was received, then what was sent, bytes first.
+    # Columns after the interface's name: eight of received traffic, then those of sent traffic, bytes first.
     return sum(int(line.partition(":")[2].split()[8]) for line in lines)
 
 

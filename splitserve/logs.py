@@ -1,8 +1,8 @@
 """Structured logs: named events with fields, and the request id from a context variable.
 
-`log_event("handoff.completed", request_id=..., bytes=...)` writes one line to stderr: JSON, or text for
-people when stderr is a terminal. Fields hold ids, counts and times; never prompts or generated text.
-The level comes from SPLITSERVE_LOG_LEVEL (debug, info, warning, error; default info).
+`log_event("handoff.completed", request_id=..., bytes=...)` writes one line to stderr: JSON, or readable text
+if stderr is a terminal. Fields hold ids, counts and times, never prompts or generated text. The level is
+SPLITSERVE_LOG_LEVEL (debug, info, warning, error; default info).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ LOG_LEVEL_VARIABLE = "SPLITSERVE_LOG_LEVEL"
 LogFormat = Literal["auto", "json", "text"]
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+MAX_FIELD_CHARACTERS = 2000
+"""Longer texts in a field are cut: an error's message may repeat what a client sent."""
 _QUIET = ("asyncio", "grpc", "grpc_reflection", "transformers", "tokenizers", "urllib3", "filelock", "httpx")
 _logger = logging.getLogger("splitserve")
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
@@ -59,9 +61,9 @@ def _log(event: str, level: int, fields: dict[str, Any], error: BaseException | 
 
 
 def configure_logging(part: str, *, format: LogFormat = "auto", level: str | None = None) -> None:
-    """Sets up logging of a process; `part` ("coordinator", a worker's id) stands in every line.
+    """Configures logging of a process; `part` ("coordinator", a worker's id) is in every line.
 
-    Raises ConfigError for an unknown level. Calling it again replaces the earlier set-up.
+    Raises ConfigError for an unknown level. Calling it again replaces the earlier configuration.
     """
     name = (level or os.environ.get(LOG_LEVEL_VARIABLE) or "info").lower()
     if name not in _LEVELS:
@@ -79,9 +81,16 @@ def configure_logging(part: str, *, format: LogFormat = "auto", level: str | Non
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    # Records of other libraries carry no fields of ours; their message becomes one.
+    # Records of other libraries have no event fields; their message becomes one.
     fields = record.__dict__.get("event_fields")
-    return dict(fields) if fields is not None else {"logger": record.name, "message": record.getMessage()}
+    shown = dict(fields) if fields is not None else {"logger": record.name, "message": record.getMessage()}
+    return {name: _cut(value) for name, value in shown.items()}
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_FIELD_CHARACTERS:
+        return f"{value[:MAX_FIELD_CHARACTERS]}… ({len(value)} characters)"
+    return value
 
 
 def _event(record: logging.LogRecord) -> str:
@@ -96,7 +105,7 @@ class JsonFormatter(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of JSON; values that JSON cannot hold are written as strings."""
+        """The record as one line of JSON; values without a JSON form are written as strings."""
         whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{whole}.{int(record.msecs):03d}Z",
@@ -119,7 +128,7 @@ class TextFormatter(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, followed by the traceback where there is one."""
+        """The record as one line, followed by its traceback, if any."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         pairs = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
         level = record.levelname.lower()

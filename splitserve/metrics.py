@@ -1,19 +1,21 @@
-"""A Prometheus endpoint for one process. Values are read when they are asked for; nothing is kept here."""
+"""The Prometheus endpoint of a process. Values are read at each scrape; nothing is stored here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from splitserve.addresses import join_address
 from splitserve.errors import FailedPreconditionError
 from splitserve.logs import log_event
-from splitserve.tls import TlsFiles
+from splitserve.metrics_server import MetricsServer
+from splitserve.runtime.reload import ReloadedFiles
+from splitserve.security.server_tls import ServerTls
 
 Samples = Mapping[str, float]
 """Label value to number."""
@@ -21,7 +23,7 @@ Read = Callable[[], list[Metric]]
 
 
 class Metrics(Collector):
-    """What `read` gives at each scrape, which runs on a thread of its own."""
+    """Collects what `read` returns at each scrape. Scrapes run on their own thread."""
 
     def __init__(self, read: Read) -> None:
         self._read = read
@@ -32,27 +34,20 @@ class Metrics(Collector):
 
 
 @contextmanager
-def serving_metrics(read: Read, host: str, port: int | None, tls: TlsFiles | None = None) -> Iterator[None]:
+def serving_metrics(read: Read, host: str, port: int | None, tls: ServerTls | None = None) -> Iterator[None]:
     """Serves `/metrics` while the context is open; does nothing when `port` is None. 0 takes a free port.
 
-    With `tls` it speaks HTTPS, and who asks must show a certificate of the authority.
-    Raises FailedPreconditionError (BIND_FAILED) naming `metrics_port`.
+    With `tls` it serves HTTPS and requires a client certificate of the authority. Raises
+    FailedPreconditionError (BIND_FAILED) naming `metrics_port`.
     """
     if port is None:
         yield
         return
     registry = CollectorRegistry()
     registry.register(Metrics(read))
-    secure: dict[str, Any] = {}
-    if tls is not None:
-        secure = {
-            "certfile": str(tls.certificate),
-            "keyfile": str(tls.key),
-            "client_cafile": str(tls.authority),
-            "client_auth_required": True,
-        }
+    context = tls.ssl_context(mutual=True) if tls is not None else None
     try:
-        server, thread = start_http_server(port, addr=host, registry=registry, **secure)
+        server = MetricsServer(host, port, registry, context)
     except OSError as error:
         message = f"metrics_port: cannot listen on {join_address(host, port)}: {error.strerror}"
         raise FailedPreconditionError(message, reason="BIND_FAILED", field="metrics_port") from None
@@ -60,9 +55,7 @@ def serving_metrics(read: Read, host: str, port: int | None, tls: TlsFiles | Non
     try:
         yield
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        server.close()
 
 
 def gauge(name: str, text: str, value: float) -> Metric:
@@ -71,7 +64,7 @@ def gauge(name: str, text: str, value: float) -> Metric:
 
 
 def gauges(name: str, text: str, label: str, samples: Samples) -> Metric:
-    """A gauge with one label, whose values must be few and fixed."""
+    """A gauge with one label of low cardinality."""
     family = GaugeMetricFamily(name, text, labels=[label])
     for key, value in samples.items():
         family.add_metric([key], value)
@@ -84,8 +77,23 @@ def counter(name: str, text: str, value: float) -> Metric:
 
 
 def counters(name: str, text: str, label: str, samples: Samples) -> Metric:
-    """A counter with one label, whose values must be few and fixed."""
+    """A counter with one label of low cardinality."""
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in samples.items():
         family.add_metric([key], value)
     return family
+
+
+def reload_metrics(files: Sequence[ReloadedFiles[Any]]) -> list[Metric]:
+    """Counts of reloads, and which files are refused as they are now; none if nothing reloads."""
+    if not files:
+        return []
+    reloads = CounterMetricFamily(
+        "splitserve_file_reloads", "Changed files that were read again", labels=["file", "outcome"]
+    )
+    for one in files:
+        for outcome, count in one.outcomes.items():
+            reloads.add_metric([one.name, outcome], count)
+    refused = {one.name: float(one.rejected) for one in files}
+    text = "Whether a file as it is now was refused, so that an older one is in force"
+    return [reloads, gauges("splitserve_file_rejected", text, "file", refused)]

@@ -1,13 +1,55 @@
-"""What holds for every test: nothing it started may outlive the run."""
+"""What holds for every test: nothing it started may outlive the run, and property tests are deterministic.
+
+`SPLITSERVE_HYPOTHESIS_PROFILE` names the profile of property tests. `fixed`, the default, tries the same examples in
+each run. `search` tries new ones, more of them where a test names no number, and prints how to repeat a failure. What
+it finds belongs into the test as an `@example`.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 
-END_TIMEOUT_S = 5.0
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
+
+PROFILE_VARIABLE = "SPLITSERVE_HYPOTHESIS_PROFILE"
+
+# Neither a deadline nor a check of speed: how long an example takes depends on what else the machine does.
+settings.register_profile(
+    "fixed", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "search",
+    derandomize=False,
+    deadline=None,
+    max_examples=100,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile(os.environ.get(PROFILE_VARIABLE, "fixed"))
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules and classes out of every later garbage collection, which tests that count on one repeat."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A timeout ends a test that hangs, on a busy machine too; it does not say how fast a test should be."""
+    for item in items:
+        if item.get_closest_marker("alone") and "integration" not in item.path.parts:
+            raise pytest.UsageError(
+                f"{item.nodeid}: the run of tests marked `alone` looks in tests/integration only"
+            )
+        own = item.get_closest_marker("timeout")
+        if own is None or own.args[0] < LEAST_TIMEOUT_S:
+            item.add_marker(pytest.mark.timeout(LEAST_TIMEOUT_S), append=False)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,7 +61,7 @@ def no_process_left_behind() -> Iterator[None]:
         for child in psutil.Process().children(recursive=True)
         if "multiprocessing.resource_tracker" not in " ".join(child.cmdline())  # ends with the run itself
     ]
-    _, alive = psutil.wait_procs(children, timeout=END_TIMEOUT_S)
+    _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     left = [f"{child.pid} {' '.join(child.cmdline()[:6])}" for child in alive if child.is_running()]
     for child in alive:
         child.kill()

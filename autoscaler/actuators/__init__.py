@@ -1,1 +1,1 @@
-"""Where replicas live: local processes, Docker Engine, Kubernetes."""
+"""Actuators: local processes, Docker Engine, Kubernetes. Read `actuator.py` first: the interface."""

@@ -1,10 +1,10 @@
 """Replicas of compose services on one Docker host.
 
-A pool's containers carry the label `splitserve.pool`; which of them there are, what they look like, who drains and
-until when is read off the Engine every time, so a restarted autoscaler goes on where the last one stopped, and what
-compose started counts like what the autoscaler added. One more replica is a copy of the newest container of the pool.
+A pool's containers carry the label `splitserve.pool`. All state, drains and their deadlines included, is read from the
+Engine every time: a restarted autoscaler continues where the last one stopped, and containers that compose started
+count like those of the autoscaler. A new replica is a copy of the pool's newest container.
 
-The last container of a pool stays, ended, until another one is there: it is the pattern.
+The last container of a pool is kept after it has ended, as the template for the next one.
 """
 
 from __future__ import annotations
@@ -19,44 +19,58 @@ from typing import Any
 from docker import APIClient
 from docker.errors import APIError, NotFound
 
-from autoscaler.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.actuators.docker_engine import DockerEngine
 from autoscaler.actuators.docker_template import (
+    MODEL_LABEL,
     POOL_LABEL,
     PROJECT_LABEL,
     Container,
+    free_gpus,
     further_networks,
     gpu_of,
     replica_body,
     replica_name,
     worker_id,
 )
-from autoscaler.actuators.gpu_inventory import first_free
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError
 from splitserve.logs import log_event
 
 LOG_LINES = 20
-"""The end of a failed replica's log goes into the autoscaler's, for its container is removed."""
+"""Log lines of a failed replica that are copied to the autoscaler's log before its container is removed."""
 
 
 class DockerActuator(Actuator):
-    """Scales the pools of one compose project. `gpus` are all that replicas may get; empty: they need none."""
+    """Scales the pools of one compose project. `gpus` are those that replicas may use; empty: they need none.
 
-    def __init__(self, engine: DockerEngine, project: str, gpus: Sequence[str] = ()) -> None:
+    With `model` only containers whose label `splitserve.model` says so are replicas; nothing is done to the others.
+    """
+
+    proves_end = True  # the Engine lists a container until its processes have ended
+
+    def __init__(self, engine: DockerEngine, project: str, gpus: Sequence[str] = (), model: str = "") -> None:
         self._engine = engine
         self._project = project
         self._gpus = tuple(gpus)
+        self._model = model
+        self._taken_by_others = 0
+        """GPUs of the inventory that replicas of other models have."""
         self._facts: dict[str, tuple[str, str | None]] = {}
-        """Worker id and GPU by container id: neither ever changes."""
+        """Worker id and GPU by container id; neither ever changes."""
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
         """See Actuator. Also removes containers that ended and kills those that overran their drain."""
         return await self._engine.call("list replicas", self._look)
 
-    async def start(self, pool: PoolName, count: int) -> None:
+    @property
+    def gpu_inventory(self) -> int | None:
+        """See Actuator. Without the GPUs that replicas of other models have."""
+        return max(0, len(self._gpus) - self._taken_by_others) if self._gpus else None
+
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
         """See Actuator. Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container."""
-        await self._engine.call(f"start {pool}", lambda client: self._start(client, pool, count))
+        await self._engine.call(f"start {pool}", lambda client: self._start(client, pool, count, gpus_each))
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator."""
@@ -68,12 +82,20 @@ class DockerActuator(Actuator):
 
     def _look(self, client: APIClient) -> tuple[ActualReplica, ...]:
         living = []
-        for container in self._tidied(client, self._containers(client)):
+        everything = self._containers(client)
+        self._facts = {c.id: self._facts[c.id] for c in everything if c.id in self._facts}
+        if self._gpus and self._model:
+            others = [container for container in everything if container.model != self._model]
+            self._taken_by_others = len(self._gpus_in_use(client, others) & set(self._gpus))
+        for container in self._tidied(client, self._ours(everything)):
             if (facts := self._facts_of(client, container)) is not None:
                 name, gpu = facts
                 stopping = container.drain_until_s is not None
                 living.append(ActualReplica(name, container.pool, stopping, container.created_wall_s, gpu))
         return tuple(sorted(living, key=lambda replica: replica.name))
+
+    def _ours(self, containers: Sequence[Container]) -> list[Container]:
+        return [c for c in containers if not self._model or c.model == self._model]
 
     def _containers(self, client: APIClient) -> list[Container]:
         labels = [f"{PROJECT_LABEL}={self._project}", POOL_LABEL]
@@ -82,15 +104,15 @@ class DockerActuator(Actuator):
         return [container for container in found if container is not None and container.state != "removing"]
 
     def _tidied(self, client: APIClient, containers: Sequence[Container]) -> list[Container]:
-        """The living ones, after removing what ended and killing what should have."""
+        """Running containers. Removes ended ones and kills those past their drain deadline."""
         living = []
         for pool in POOLS:
             members = [container for container in containers if container.pool == pool]
             gone = [container for container in members if container.gone]
-            pattern = max(gone, key=_age) if len(gone) == len(members) and gone else None
+            template = max(gone, key=_age) if len(gone) == len(members) and gone else None
             for container in members:
                 if container.gone:
-                    if container is not pattern:
+                    if container is not template:
                         self._remove(client, container)
                     continue
                 if container.drain_until_s is not None and container.drain_until_s < time.time():
@@ -98,7 +120,6 @@ class DockerActuator(Actuator):
                     with _may_be_gone():
                         client.kill(container.id)
                 living.append(container)
-        self._facts = {c.id: self._facts[c.id] for c in living if c.id in self._facts}
         return living
 
     def _facts_of(self, client: APIClient, container: Container) -> tuple[str, str | None] | None:
@@ -126,33 +147,36 @@ class DockerActuator(Actuator):
                 log=log,
             )
 
-    def _start(self, client: APIClient, pool: PoolName, count: int) -> None:
+    def _start(self, client: APIClient, pool: PoolName, count: int, gpus_each: int) -> None:
         for _ in range(count):
             containers = self._containers(client)
-            members = [container for container in containers if container.pool == pool]
+            members = [container for container in self._ours(containers) if container.pool == pool]
             if not members:
+                labels = f"{POOL_LABEL}={pool}" + (f" and {MODEL_LABEL}={self._model}" if self._model else "")
                 message = (
-                    f"project {self._project} has no container with the label {POOL_LABEL}={pool} to copy; "
+                    f"project {self._project} has no container with the label {labels} to copy; "
                     "`docker compose up` makes the first one"
                 )
                 raise FailedPreconditionError(message, reason="NO_TEMPLATE")
-            pattern = max(members, key=_age)
-            inspected = client.inspect_container(pattern.id)
-            number = 1 + max(c.number for c in containers if c.service == pattern.service)
-            gpu = first_free(self._gpus, self._gpus_in_use(client, containers)) if self._gpus else None
-            name = replica_name(pattern.name, self._project, pattern.service, number)
-            self._create(client, name, inspected, number, gpu)
-            log_event("replica.ordered", container=name, pool=pool, gpu=gpu)
+            template = max(members, key=_age)
+            inspected = client.inspect_container(template.id)
+            number = 1 + max(c.number for c in containers if c.service == template.service)
+            gpus: tuple[str, ...] = ()
+            if self._gpus and gpus_each:
+                gpus = free_gpus(self._gpus, self._gpus_in_use(client, containers), gpus_each)
+            name = replica_name(template.name, self._project, template.service, number)
+            self._create(client, name, inspected, number, gpus)
+            log_event("replica.ordered", container=name, pool=pool, gpu=",".join(gpus) or None)
 
     def _gpus_in_use(self, client: APIClient, containers: Sequence[Container]) -> set[str]:
         facts = [self._facts_of(client, container) for container in containers if not container.gone]
-        return {gpu for fact in facts if fact is not None and (gpu := fact[1]) is not None}
+        return {gpu for fact in facts if fact is not None and fact[1] for gpu in fact[1].split(",")}
 
     def _create(
-        self, client: APIClient, name: str, inspected: dict[str, Any], number: int, gpu: str | None
+        self, client: APIClient, name: str, inspected: dict[str, Any], number: int, gpus: Sequence[str]
     ) -> None:
         create: Any = client.create_container_from_config  # not in the stubs
-        made = create(replica_body(inspected, number, gpu), name)["Id"]
+        made = create(replica_body(inspected, number, gpus), name)["Id"]
         try:
             for network, endpoint in further_networks(inspected).items():
                 client.connect_container_to_network(made, network, aliases=endpoint["Aliases"])
@@ -162,7 +186,7 @@ class DockerActuator(Actuator):
             raise
 
     def _stop(self, client: APIClient, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        for container in self._containers(client):
+        for container in self._ours(self._containers(client)):
             if container.pool != pool or container.gone or container.drain_until_s is not None:
                 continue
             facts = self._facts_of(client, container)
@@ -171,7 +195,7 @@ class DockerActuator(Actuator):
             if container.state == "created":
                 self._remove(client, container)
                 continue
-            # First the signal, then the mark: a mark without a signal would be a replica that waits to be killed.
+            # Signal before renaming: a renamed container without the signal would only wait to be killed.
             signal = client.inspect_container(container.id)["Config"].get("StopSignal") or "SIGTERM"
             with _may_be_gone():
                 client.kill(container.id, signal)
@@ -184,7 +208,7 @@ def _age(container: Container) -> tuple[float, int]:
 
 @contextmanager
 def _may_be_gone() -> Iterator[None]:
-    """For what is done to a container that somebody may have ended or removed meanwhile."""
+    """Ignores errors of a container that has ended or was removed meanwhile."""
     try:
         yield
     except APIError as error:

@@ -20,8 +20,8 @@ T = TypeVar("T")
 class DockerEngine:
     """The Engine that DOCKER_HOST names, by default the one behind /var/run/docker.sock.
 
-    One thread makes all calls, in their order: a call whose caller has given up still ends before the next begins, so
-    none ever sees another one half done.
+    One thread runs all calls in order: a call whose caller has given up still ends before the next one starts, so calls
+    never interleave.
     """
 
     def __init__(self, request_timeout_s: float = 10.0, deadline_s: float = 25.0) -> None:
@@ -45,7 +45,7 @@ class DockerEngine:
             raise DeadlineExceededError(message) from None
 
     async def close(self) -> None:
-        """Lets the connection go. Calls that wait for their turn are given up."""
+        """Closes the connection. Queued calls are cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, what: str, work: Callable[[APIClient], T]) -> T:

@@ -1,7 +1,7 @@
-"""Replicas as pods of one Deployment or StatefulSet a pool, counted through its scale subresource.
+"""Replicas as pods of one Deployment or StatefulSet per pool, scaled through the scale subresource.
 
-The order is the replica count, the pods follow later: between the two, an ordered pod that is not there yet is
-listed under a name of its own, and a pod that has to go is listed as stopping, so that nothing is ordered twice.
+Pods follow the replica count with a delay. Meanwhile an ordered pod that does not exist yet is listed under a
+placeholder name, and a surplus pod as stopping, so that nothing is ordered twice.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.actuators.kubernetes_api import KubernetesApi, Pod, Scale
 from autoscaler.snapshot import POOLS, PoolName
-from splitserve.config import KubernetesConfig
+from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.logs import log_event
 
 CHOSEN_COST = -1000
-"""Deletion cost of the pod that is to go; pods without one have 0."""
+"""Deletion cost of the pod to remove; the default is 0."""
 
 
 class KubernetesActuator(Actuator):
     """Pod names are worker ids. How long a drain may take is the pods' `terminationGracePeriodSeconds`.
 
-    A Deployment lets the chosen pod go, unless another one is not ready: Kubernetes removes those first. A
-    StatefulSet always lets its highest ordinal go, whichever was chosen. Which GPU a pod gets is the scheduler's.
+    A Deployment removes the chosen pod, unless another one is not ready: Kubernetes removes those first. A StatefulSet
+    always removes its highest ordinal. GPUs are assigned by the Kubernetes scheduler.
     """
 
     def __init__(self, api: KubernetesApi, workloads: Mapping[PoolName, str]) -> None:
@@ -46,11 +46,14 @@ class KubernetesActuator(Actuator):
             for pod in seen.pods:
                 stopping = pod.deleting or pod in seen.leaving
                 found.append(ActualReplica(pod.name, pool, stopping, pod.created_wall_s))
-            found += [ActualReplica(name, pool, False, time.time()) for name in seen.pending]
+            found += [
+                ActualReplica(name, pool, False, time.time(), placeholder=True) for name in seen.pending
+            ]
         return tuple(sorted(found, key=lambda replica: replica.name))
 
-    async def start(self, pool: PoolName, count: int) -> None:
-        """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue."""
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+        """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue, and the pod's
+        specification says how many it gets."""
         scale = await self._api.scale(self._workloads[pool])
         await self._api.set_replicas(self._workloads[pool], scale.replicas + count, scale.version)
 
@@ -65,7 +68,7 @@ class KubernetesActuator(Actuator):
             for pod in seen.staying:
                 if pod in chosen:
                     await self._api.set_deletion_cost(pod.name, CHOSEN_COST)
-                elif pod.chosen:  # by an attempt that went no further
+                elif pod.chosen:  # by an earlier, incomplete attempt
                     await self._api.set_deletion_cost(pod.name, None)
         await self._api.set_replicas(self._workloads[pool], seen.scale.replicas - fewer, seen.scale.version)
         self._check_grace(chosen, drain_s)
@@ -107,7 +110,7 @@ class _Seen:
 
     @property
     def leaving(self) -> list[Pod]:
-        """Pods above the ordered count that nobody has deleted yet: first those that the controller takes first."""
+        """Surplus pods that are not deleted yet, in the controller's order of removal."""
         alive = [pod for pod in self.pods if not pod.deleting]
         return sorted(alive, key=self._goes_first)[: max(0, len(alive) - self.scale.replicas)]
 
@@ -118,7 +121,7 @@ class _Seen:
 
     @property
     def pending(self) -> frozenset[str]:
-        """Names for pods that are ordered and not there yet."""
+        """Placeholder names of ordered pods that do not exist yet."""
         missing = self.scale.replicas - len(self.staying)
         name = self.workload.partition("/")[2]
         return frozenset(f"{name}-pending-{number}" for number in range(missing))

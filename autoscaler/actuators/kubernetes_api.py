@@ -1,4 +1,4 @@
-"""The few calls to a Kubernetes API server that the actuator needs, each with a deadline, off the event loop."""
+"""The Kubernetes API calls of the actuator, each with a deadline, off the event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 from urllib3.exceptions import HTTPError
 
-from splitserve.config import KubernetesConfig
+from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.errors import (
     ConfigError,
     FailedPreconditionError,
@@ -37,7 +37,7 @@ class Scale:
     selector: str
     """Label selector of its pods."""
     version: str
-    """Resource version: a change made against an older one is refused."""
+    """Resource version: changes based on an older one are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Pod:
     deleting: bool
     ready: bool
     chosen: bool
-    """It was marked to be the first that goes."""
+    """It is marked to be removed first."""
     grace_s: float
-    """How long it may take to end."""
+    """Termination grace period, seconds."""
 
 
 class KubernetesApi:
@@ -60,7 +60,7 @@ class KubernetesApi:
 
     def __init__(self, settings: KubernetesConfig) -> None:
         configuration, namespace = _load(settings)
-        configuration.retries = False  # the control loop tries again, with its next look
+        configuration.retries = False  # the control loop retries at its next tick
         self._client = client.ApiClient(configuration)
         self._core, self._apps = client.CoreV1Api(self._client), client.AppsV1Api(self._client)
         self._timeout_s = settings.request_timeout_s
@@ -77,7 +77,7 @@ class KubernetesApi:
         return Scale(found.spec.replicas or 0, found.status.selector, found.metadata.resource_version)
 
     async def set_replicas(self, workload: str, replicas: int, version: str) -> None:
-        """Orders so many replicas, unless somebody changed the workload's scale since `version`."""
+        """Sets the replica count, unless the workload's scale has changed since `version`."""
         kind, _, name = workload.partition("/")
         patch = {
             "deployment": self._apps.patch_namespaced_deployment_scale,
@@ -95,7 +95,7 @@ class KubernetesApi:
         return sorted(pods, key=lambda pod: pod.name)
 
     async def set_deletion_cost(self, pod: str, cost: int | None) -> None:
-        """Sets a pod's deletion cost, or with None takes it away. A pod that is gone is no failure."""
+        """Sets a pod's deletion cost; None removes it. A missing pod is no error."""
         annotations = {DELETION_COST: None if cost is None else str(cost)}
         body = {"metadata": {"annotations": annotations}}
         try:
@@ -155,10 +155,10 @@ def _pod(item: Any) -> Pod:
 
 
 def _known(what: str, error: client.ApiException) -> SplitserveError:
-    said = error.reason
+    detail = error.reason
     with suppress(ValueError, KeyError, TypeError):  # no Status object
-        said = json.loads(error.body)["message"]
-    message = f"kubernetes: {what}: {error.status} {said}"
+        detail = json.loads(error.body)["message"]
+    message = f"kubernetes: {what}: {error.status} {detail}"
     match error.status:
         case 404:
             return NotFoundError(message)

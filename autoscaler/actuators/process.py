@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoscaler.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.snapshot import POOLS, PoolName
-from splitserve.cluster_setup import WorkerSpecMaker
-from splitserve.local_cluster import LocalCluster
-from splitserve.placement import Inventory
+from splitserve.cluster.placement import Inventory
+from splitserve.cluster.process_specs import WorkerSpecMaker
+from splitserve.cluster.supervisor import LocalCluster
 
 
 class ProcessActuator(Actuator):
-    """Adds workers to a running `LocalCluster` and lets them go.
+    """Adds workers to a running `LocalCluster` and removes them.
 
-    The cluster itself starts a worker that died again, under its name; one that crashes again and again is given
-    up and is then missing here. A worker that is added gets a GPU of its own where there are any.
+    The cluster itself restarts a worker that died, under its name; one that keeps crashing is given up and no longer
+    listed. An added worker gets its own GPU where there are any.
     """
+
+    proves_end = True  # a child stays a member until it has been waited for
 
     def __init__(self, cluster: LocalCluster, inventory: Inventory, make_spec: WorkerSpecMaker) -> None:
         self._cluster = cluster
         self._inventory = inventory
         self._make_spec = make_spec
         self._next_number = dict.fromkeys(POOLS, 0)
-        for member in cluster.members:
+        for member in cluster.processes:
             pool, number = member.child.spec.role, member.name.rpartition("-")[2]
             if pool != "coordinator":
                 self._next_number[pool] = max(self._next_number[pool], int(number) + 1)
@@ -31,7 +33,7 @@ class ProcessActuator(Actuator):
     async def replicas(self) -> tuple[ActualReplica, ...]:
         """See Actuator."""
         found = []
-        for member in self._cluster.members:
+        for member in self._cluster.processes:
             pool = member.child.spec.role
             if pool == "coordinator":
                 continue
@@ -41,12 +43,18 @@ class ProcessActuator(Actuator):
             found.append(ActualReplica(member.name, pool, leaving, member.started_wall_s, gpu))
         return tuple(sorted(found, key=lambda replica: replica.name))
 
-    async def start(self, pool: PoolName, count: int) -> None:
-        """See Actuator. Raises UnavailableError when no process can be started."""
-        self._inventory.keep({member.name for member in self._cluster.members})
+    @property
+    def gpu_inventory(self) -> int | None:
+        """See Actuator."""
+        return len(self._inventory.devices) or None
+
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+        """See Actuator. Raises UnavailableError when no process can be started. A process computes on one GPU, of its
+        own unless `gpus_each` is 0."""
+        self._inventory.release_except({member.name for member in self._cluster.processes})
         for _ in range(count):
             name = self._new_name(pool)
-            place = self._inventory.take(name, own_device=True)
+            place = self._inventory.take(name, own_device=gpus_each > 0)
             try:
                 await self._cluster.add(self._make_spec(pool, name, place))
             except BaseException:
@@ -55,7 +63,7 @@ class ProcessActuator(Actuator):
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator."""
-        for member in self._cluster.members:
+        for member in self._cluster.processes:
             if member.child.spec.role == pool and member.name in names:
                 self._cluster.remove(member.name, drain_s)
 
@@ -63,7 +71,7 @@ class ProcessActuator(Actuator):
         """The processes stay with the cluster, which ends them with itself."""
 
     def _new_name(self, pool: PoolName) -> str:
-        """A name that no worker of this cluster has had: peers may still remember those that left."""
+        """A name not used before in this cluster: peers may still know workers that have left."""
         name = f"{pool}-{self._next_number[pool]}"
         self._next_number[pool] += 1
         return name

@@ -1,1 +1,4 @@
-"""Replay of traces on a virtual clock, with the routing and policy code that production runs."""
+"""Replay of traces on a virtual clock, with the routing and policy code that production runs.
+
+Read `simulator.py` first.
+"""

@@ -1,11 +1,11 @@
-"""How long a replica takes: the formulas of `engine.simulated_runner`, and presets for real hardware."""
+"""Timing of a replica: the formulas of `engine.runner.simulated_runner`, and presets for real hardware."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from splitserve.config import EngineConfig
+from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
 
 DEFAULT_KV_TOKENS = 65536 * 16
@@ -37,9 +37,9 @@ class EngineModel:
     link_gb_per_s: float = 10.0
     """Of one prefill replica's lane, 10^9 bytes a second."""
     handoff_s: float = 2e-3
-    """From the last byte's arrival to the first decode step: completion, admission."""
+    """From the arrival of the last byte to the first decode step: completion, admission."""
     prefill_step_s: float | None = None
-    """What a step with prompt tokens takes besides them. Default: as a decode step, `step_s`."""
+    """Fixed part of a step with prompt tokens. Default: `step_s`, as for a decode step."""
     request_s: float = 0.0
     """From a request's arrival until its prompt is queued: validation, tokenization, routing, reservation."""
 
@@ -60,16 +60,16 @@ class EngineModel:
         )
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Compute time of a prompt's tokens from `start` to `end`, without what any step takes."""
+        """Compute time of the prompt positions [`start`, `end`), without the fixed part of a step."""
         return self.prefill_token_s * (end - start) + self.prefill_token2_s * (end * end - start * start)
 
     def prompt_s(self, tokens: int) -> float:
-        """Time of a whole prompt alone on a replica."""
+        """Time of a whole prompt on an idle replica."""
         return math.ceil(tokens / self.max_step_tokens) * self.prefill_base_s + self.prefill_s(0, tokens)
 
     @property
     def prefill_base_s(self) -> float:
-        """What a step with prompt tokens takes besides them."""
+        """Fixed part of a step with prompt tokens, seconds."""
         return self.step_s if self.prefill_step_s is None else self.prefill_step_s
 
     def decode_step_s(self, sequences: float, context_tokens: float) -> float:
@@ -77,7 +77,7 @@ class EngineModel:
         return self.step_s + self.sequence_s * sequences + self.context_token_s * context_tokens
 
     def transfer_s(self, tokens: int) -> float:
-        """Time to write the KV of so many tokens over one lane."""
+        """Time to write the KV of `tokens` tokens over one lane."""
         return tokens * self.kv_bytes_per_token / (self.link_gb_per_s * 1e9)
 
 

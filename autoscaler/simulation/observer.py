@@ -1,29 +1,31 @@
-"""What the autoscaler's observer would see of the simulated cluster: windowed histograms, arrivals, measured rates."""
+"""Snapshots of the simulated cluster, as the autoscaler's observer makes them: windowed histograms, arrivals, rates."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
 
-from autoscaler.histogram import LATENCY_BOUNDS_S, Histogram
-from autoscaler.simulation.cluster import Cluster
+from autoscaler.simulation.cluster.cluster import Cluster
+from autoscaler.simulation.cluster.replica import SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
-from autoscaler.simulation.jobs import Job
 from autoscaler.snapshot import (
     ArrivalBucket,
     DecodeSignals,
     LinkSignals,
+    PoolName,
     PrefillSignals,
     Replica,
     Snapshot,
-    StepFit,
+    StepTimeModel,
 )
+from coordinator.admission.entry import NOTHING_HELD, Held
+from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 
 BUCKET_S = 5.0
 KEPT_S = 1860.0
-"""Arrivals that are remembered."""
+"""How long arrivals are kept, seconds."""
 _OUTPUT_MEMORY = 200.0
-"""Answers whose lengths make the expected one."""
+"""Number of recent answers that the expected output length averages over."""
 _FIRST_GUESS_TOKENS = 128.0
 
 
@@ -50,7 +52,7 @@ class _Window:
 
 
 class SimulatedObserver:
-    """Collects what happens and makes snapshots. There are no cold samples: replicas are as fast as ever at once."""
+    """Collects request events and makes snapshots. There are no cold samples: new replicas have full speed."""
 
     def __init__(self, cluster: Cluster, engine: EngineModel, window_s: float) -> None:
         self._cluster = cluster
@@ -67,43 +69,43 @@ class SimulatedObserver:
         self._tokens_per_s: float | None = None
         self._decoded = False
 
-    def arrived(self, job: Job, now_s: float) -> None:
-        """A request came in."""
+    def arrived(self, request: SimulatedRequest, now_s: float) -> None:
+        """Counts an arrival."""
         index = int(now_s // BUCKET_S) - self._first_bucket
         while index >= len(self._buckets):
             self._buckets.append([0, 0, 0.0, 0.0])
         bucket = self._buckets[index]
         bucket[0] += 1
-        bucket[1] += job.prompt_tokens
-        bucket[2] += job.prompt_tokens * self._uncached_share
+        bucket[1] += request.prompt_tokens
+        bucket[2] += request.prompt_tokens * self._uncached_share
         bucket[3] += self._mean_output
 
-    def first_token(self, job: Job) -> None:
-        """Prefill has computed a prompt."""
-        if job.first_token_s is None or job.reserved_s is None:
+    def first_token(self, request: SimulatedRequest) -> None:
+        """Counts a computed prompt."""
+        if request.first_token_s is None or request.reserved_s is None:
             return
-        self._prefill.add(job.first_token_s - job.reserved_s)
-        self._ttft.add(job.first_token_s - job.arrival_s)
-        self._reserve.add(job.reserved_s - job.arrival_s)
-        share = 1 - job.cached / job.prompt_tokens
+        self._prefill.add(request.first_token_s - request.reserved_s)
+        self._ttft.add(request.first_token_s - request.arrival_s)
+        self._reserve.add(request.reserved_s - request.admitted_s)
+        share = 1 - request.cached / request.prompt_tokens
         # Weighted by length: the share of tokens, not of prompts.
-        weight = min(1.0, job.prompt_tokens / (_OUTPUT_MEMORY * 1000))
+        weight = min(1.0, request.prompt_tokens / (_OUTPUT_MEMORY * 1000))
         self._uncached_share += (share - self._uncached_share) * weight
 
-    def ended(self, job: Job) -> None:
-        """A request is over."""
-        if job.failed:
+    def ended(self, request: SimulatedRequest) -> None:
+        """Counts a request that ended."""
+        if request.failed:
             return
         self._answers = min(_OUTPUT_MEMORY, self._answers + 1)
-        self._mean_output += (job.output_tokens - self._mean_output) / self._answers
-        if (tpot_s := job.tpot_s) is not None:
+        self._mean_output += (request.output_tokens - self._mean_output) / self._answers
+        if (tpot_s := request.tpot_s) is not None:
             self._decoded = True
             self._tpot.add(tpot_s)
-        if job.joined_s is not None and job.first_token_s is not None:
-            self._transfer.add(job.joined_s - job.first_token_s)
+        if request.joined_s is not None and request.first_token_s is not None:
+            self._transfer.add(request.joined_s - request.first_token_s)
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """Everything at this moment. To be called once a decision: a call ends a slice of the windows."""
+        """The snapshot at `now_s`. Call once per decision: each call ends a slice of the windows."""
         cluster, engine = self._cluster, self._engine
         link = LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token, self._transfer.read(now_s))
         return Snapshot(
@@ -112,11 +114,12 @@ class SimulatedObserver:
             decode=DecodeSignals(
                 replicas=tuple(Replica(r.name, r.state, r.since_s, float(r.load)) for r in cluster.decode),
                 running_requests=sum(r.running for r in cluster.decode),
-                waiting_reservations=sum(r.waiting_reservations for r in cluster.decode),
+                waiting_reservations=sum(r.waiting_reservations for r in cluster.decode)
+                + self._held("decode").requests,
                 context_tokens=int(sum(r.context_tokens for r in cluster.decode)),
                 kv_capacity_tokens=engine.kv_capacity_tokens,
                 max_running_requests=engine.max_running_requests,
-                step=StepFit(engine.step_s, engine.sequence_s, engine.context_token_s)
+                step=StepTimeModel(engine.step_s, engine.sequence_s, engine.context_token_s)
                 if self._decoded
                 else None,
                 tpot=self._tpot.read(now_s),
@@ -130,24 +133,29 @@ class SimulatedObserver:
         )
 
     def _prefill_signals(self, now_s: float) -> PrefillSignals:
-        replicas = self._cluster.prefill
+        replicas, held = self._cluster.prefill, self._held("prefill")
         self._measure_rate(now_s)
         return PrefillSignals(
             replicas=tuple(Replica(r.name, r.state, r.since_s, float(r.load)) for r in replicas),
-            waiting_requests=sum(r.waiting for r in replicas),
-            backlog_tokens=sum(r.queued_tokens for r in replicas),
+            waiting_requests=sum(r.waiting for r in replicas) + held.requests,
+            backlog_tokens=sum(r.queued_tokens for r in replicas) + round(held.uncached_tokens),
             tokens_per_s=self._tokens_per_s,
             latency=self._prefill.read(now_s),
             ttft=self._ttft.read(now_s),
             cold_start_s=self._cluster.measured_cold_start_s.get("prefill"),
         )
 
+    def _held(self, cause: PoolName) -> Held:
+        """What admission holds back for want of this pool's capacity."""
+        held = self._cluster.held
+        return held if held.cause == cause else NOTHING_HELD
+
     def _measure_rate(self, now_s: float) -> None:
-        """Tokens a busy second over the window; the last measurement stays while nothing is computed."""
-        gone = [r for r in self._cluster.ended if r.name.startswith("prefill")]
-        everyone = [*self._cluster.prefill, *gone]
-        tokens = sum(r.computed_tokens for r in everyone)  # type: ignore[attr-defined]
-        busy_s = sum(r.busy_s for r in everyone)  # type: ignore[attr-defined]
+        """Tokens per busy second over the window; keeps the last measurement while nothing is computed."""
+        ended = [r for r in self._cluster.ended if r.name.startswith("prefill")]
+        replicas = [*self._cluster.prefill, *ended]
+        tokens = sum(r.computed_tokens for r in replicas)  # type: ignore[attr-defined]
+        busy_s = sum(r.busy_s for r in replicas)  # type: ignore[attr-defined]
         self._rates.append((now_s, tokens, busy_s))
         while len(self._rates) > 2 and self._rates[1][0] <= now_s - self._window_s:
             self._rates.popleft()

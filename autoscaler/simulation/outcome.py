@@ -1,4 +1,4 @@
-"""What came of a run: attainment, latency by phase, replica-hours, actions, and a record over time."""
+"""The outcome of a run: attainment, latency by phase, replica-hours, actions, and a record over time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from autoscaler.plan import Plan
-from autoscaler.simulation.cluster import Cluster
-from autoscaler.simulation.jobs import Job
+from autoscaler.plan import ScalingPlan
+from autoscaler.simulation.cluster.cluster import Cluster
+from autoscaler.simulation.cluster.replica import SimulatedRequest
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 
 PERCENTILES = (50, 95, 99)
@@ -30,7 +30,7 @@ class Moment:
 
     at_s: float
     demand_tokens_per_s: float
-    """Prompt tokens that arrived a second since the last moment but one bucket."""
+    """Prompt tokens per second over the last three full arrival buckets."""
     output_tokens_per_s: float
     replicas: Mapping[PoolName, Mapping[str, int]]
     """By pool and state."""
@@ -43,7 +43,7 @@ class Moment:
     lending: bool
 
 
-def moment_of(snapshot: Snapshot, plan: Plan) -> Moment:
+def moment_of(snapshot: Snapshot, plan: ScalingPlan) -> Moment:
     """The record of a decision."""
     full = [b for b in snapshot.arrivals if b.start_s + b.length_s <= snapshot.now_s][-3:]
     length_s = sum(bucket.length_s for bucket in full) or 1.0
@@ -88,7 +88,7 @@ class Outcome:
 
     name: str
     slo: Slo
-    jobs: Sequence[Job]
+    requests: Sequence[SimulatedRequest]
     moments: Sequence[Moment]
     actions: Mapping[str, int]
     action_times: Sequence[tuple[float, str]]
@@ -98,18 +98,18 @@ class Outcome:
 
     @property
     def total_replica_hours(self) -> float:
-        """Of both pools."""
+        """Replica-hours of both pools."""
         return sum(self.replica_hours.values())
 
     @property
     def failed_requests(self) -> int:
-        """Requests that were never answered."""
-        return sum(job.failed for job in self.jobs)
+        """Requests without an answer."""
+        return sum(request.failed for request in self.requests)
 
     @property
     def attainment(self) -> float:
         """Share of requests within both targets."""
-        return self._share(lambda job: self.ttft_met(job) and self.tpot_met(job))
+        return self._share(lambda request: self.ttft_met(request) and self.tpot_met(request))
 
     @property
     def attainment_ttft(self) -> float:
@@ -118,32 +118,34 @@ class Outcome:
 
     @property
     def attainment_tpot(self) -> float:
-        """Share of requests within the TPOT target; answers of one token have none to miss."""
+        """Share of requests within the TPOT target; answers of one token always are."""
         return self._share(self.tpot_met)
 
-    def ttft_met(self, job: Job) -> bool:
-        """Whether the first token came in time."""
-        return job.ttft_s is not None and job.ttft_s <= self.slo.ttft_s
+    def ttft_met(self, request: SimulatedRequest) -> bool:
+        """Whether TTFT is within its target."""
+        return request.ttft_s is not None and request.ttft_s <= self.slo.ttft_s
 
-    def tpot_met(self, job: Job) -> bool:
-        """Whether the other tokens came in time."""
-        if job.failed:
+    def tpot_met(self, request: SimulatedRequest) -> bool:
+        """Whether TPOT is within its target."""
+        if request.failed:
             return False
-        return job.tpot_s is None or job.tpot_s <= self.slo.tpot_s
+        return request.tpot_s is None or request.tpot_s <= self.slo.tpot_s
 
     def _share(self, met: Any) -> float:
-        return sum(1 for job in self.jobs if met(job)) / len(self.jobs) if self.jobs else 1.0
+        return (
+            sum(1 for request in self.requests if met(request)) / len(self.requests) if self.requests else 1.0
+        )
 
     def phases(self) -> dict[str, dict[str, float]]:
         """p50, p95 and p99 of each phase of the requests' lives, seconds."""
-        served = [job for job in self.jobs if not job.failed]
+        served = [request for request in self.requests if not request.failed]
         spans = {
-            "ttft": [job.ttft_s for job in served],
-            "tpot": [job.tpot_s for job in served],
-            "reserve_wait": [_span(job.arrival_s, job.reserved_s) for job in served],
-            "prefill_queue": [_span(job.reserved_s, job.started_s) for job in served],
-            "prefill_compute": [_span(job.started_s, job.first_token_s) for job in served],
-            "transfer": [_span(job.first_token_s, job.joined_s) for job in served],
+            "ttft": [request.ttft_s for request in served],
+            "tpot": [request.tpot_s for request in served],
+            "reserve_wait": [_span(request.arrival_s, request.reserved_s) for request in served],
+            "prefill_queue": [_span(request.reserved_s, request.started_s) for request in served],
+            "prefill_compute": [_span(request.started_s, request.first_token_s) for request in served],
+            "transfer": [_span(request.first_token_s, request.joined_s) for request in served],
         }
         return {
             name: _percentiles([value for value in values if value is not None])
@@ -154,7 +156,7 @@ class Outcome:
         """Plain values; times in seconds unless the name says otherwise."""
         return {
             "policy": self.name,
-            "requests": len(self.jobs),
+            "requests": len(self.requests),
             "attainment": round(self.attainment, 5),
             "attainment_ttft": round(self.attainment_ttft, 5),
             "attainment_tpot": round(self.attainment_tpot, 5),
@@ -167,7 +169,7 @@ class Outcome:
             "actions_by_kind": dict(self.actions),
             "phases_s": self.phases(),
             "duration_s": self.duration_s,
-            "cpu_ms_per_request": round(self.cpu_s / max(1, len(self.jobs)) * 1e3, 4),
+            "cpu_ms_per_request": round(self.cpu_s / max(1, len(self.requests)) * 1e3, 4),
         }
 
     @property

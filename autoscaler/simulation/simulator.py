@@ -1,4 +1,4 @@
-"""Runs a policy against a trace on a virtual clock."""
+"""Replays a trace against a policy on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 
 from autoscaler.plan import Decide, Memory
 from autoscaler.reconcile import Bounds, reconcile
-from autoscaler.simulation.cluster import Cluster, ClusterSettings
+from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
+from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
-from autoscaler.simulation.jobs import Job
 from autoscaler.simulation.observer import SimulatedObserver
 from autoscaler.simulation.outcome import Moment, Outcome, Slo, moment_of, replica_hours
-from autoscaler.simulation.replica import Agenda
-from autoscaler.simulation.scaling import decode_claim
-from autoscaler.simulation.trace import Trace
+from autoscaler.simulation.traces.scaling import decode_claim
+from autoscaler.simulation.traces.trace import Trace
 from autoscaler.snapshot import POOLS, PoolName
+from splitserve.config.coordinator import AdmissionConfig
 
 NO_BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 10_000), "decode": Bounds(1, 10_000)}
 _MINUTE_S = 60.0
@@ -27,25 +27,33 @@ _FIRST_UTILIZATION = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """All that a run depends on but the policy. Times in seconds."""
+    """Everything that determines a run, except the policy. Times in seconds."""
 
     trace: Trace
     engine: EngineModel = field(default_factory=EngineModel)
     slo: Slo = field(default_factory=Slo)
     cold_start_s: float = 60.0
     initial: Mapping[PoolName, int] | None = None
-    """Replicas that are ready at the start. Default: enough for the busiest of the first five minutes at 80%
-    utilization, as somebody would have who served this traffic before. All policies begin with them."""
+    """Replicas ready at the start, the same for all policies. Default: enough for the busiest of the first five
+    minutes at 80% utilization."""
     window_s: float = 60.0
-    """Window of the histograms that policies see."""
+    """Window of the histograms in snapshots."""
     prefix_cache: str = "worker"
     """See `ClusterSettings`."""
     no_worker_wait_s: float = 2.0
+    admission: AdmissionConfig | None = None
+    """See `ClusterSettings`."""
 
     @property
     def settings(self) -> ClusterSettings:
-        """The cluster's part."""
-        return ClusterSettings(self.engine, self.cold_start_s, self.prefix_cache, self.no_worker_wait_s)
+        """Settings of the simulated cluster."""
+        return ClusterSettings(
+            self.engine,
+            self.cold_start_s,
+            self.prefix_cache,
+            no_worker_wait_s=self.no_worker_wait_s,
+            admission=self.admission,
+        )
 
     def first_replicas(self) -> Mapping[PoolName, int]:
         """Replicas at the start."""
@@ -73,42 +81,42 @@ class Simulation:
     bounds: Mapping[PoolName, Bounds] = field(default_factory=lambda: NO_BOUNDS)
     name: str = "policy"
     _memory: Memory = None
-    _jobs: list[Job] = field(default_factory=list)
+    _requests: list[SimulatedRequest] = field(default_factory=list)
     _moments: list[Moment] = field(default_factory=list)
     _actions: dict[str, int] = field(default_factory=dict)
     _action_times: list[tuple[float, str]] = field(default_factory=list)
 
     def run(self) -> Outcome:
-        """Plays the trace to the end of its last request. Decisions end with the last arrival."""
+        """Replays the trace until its last request has ended. Decisions stop with the last arrival."""
         began = time.process_time()
         scenario = self.scenario
-        agenda = Agenda()
-        self._jobs = [Job(request) for request in scenario.trace.requests]
+        events = EventQueue()
+        self._requests = [SimulatedRequest(request) for request in scenario.trace.requests]
         cluster = Cluster(
             scenario.settings,
-            agenda,
-            on_first_token=lambda job, _: observer.first_token(job),
-            on_end=lambda job, _: observer.ended(job),
+            events,
+            on_first_token=lambda request, _: observer.first_token(request),
+            on_end=lambda request, _: observer.ended(request),
         )
         observer = SimulatedObserver(cluster, scenario.engine, scenario.window_s)
         for pool, count in scenario.first_replicas().items():
             cluster.order(pool, count, 0.0, cold_start_s=0.0)
         end_s = self._horizon_s()
-        self._decide_at(0.0, end_s, agenda, cluster, observer)
-        for job in self._jobs:
-            arrival_s = job.arrival_s
-            while agenda.next_s <= arrival_s:
-                when_s, happening = agenda.pop()
-                happening(when_s)
-            observer.arrived(job, arrival_s)
-            cluster.arrive(job, arrival_s)
-        while agenda.next_s < float("inf"):
-            when_s, happening = agenda.pop()
-            happening(when_s)
+        self._decide_at(0.0, end_s, events, cluster, observer)
+        for request in self._requests:
+            arrival_s = request.arrival_s
+            while events.next_s <= arrival_s:
+                when_s, event = events.pop()
+                event(when_s)
+            observer.arrived(request, arrival_s)
+            cluster.arrive(request, arrival_s)
+        while events.next_s < float("inf"):
+            when_s, event = events.pop()
+            event(when_s)
         return Outcome(
             name=self.name,
             slo=scenario.slo,
-            jobs=self._jobs,
+            requests=self._requests,
             moments=self._moments,
             actions=self._actions,
             action_times=self._action_times,
@@ -121,9 +129,9 @@ class Simulation:
         return math.ceil(max(self.scenario.trace.duration_s, 1e-9) / self.interval_s) * self.interval_s
 
     def _decide_at(
-        self, at_s: float, end_s: float, agenda: Agenda, cluster: Cluster, observer: SimulatedObserver
+        self, at_s: float, end_s: float, events: EventQueue, cluster: Cluster, observer: SimulatedObserver
     ) -> None:
-        def happen(now_s: float) -> None:
+        def decide(now_s: float) -> None:
             snapshot = observer.snapshot(now_s)
             plan, self._memory = self.decide(self._memory, snapshot)
             self._moments.append(moment_of(snapshot, plan))
@@ -135,6 +143,6 @@ class Simulation:
                 cluster.act(action, now_s)
             cluster.lending = plan.lend_decode_to_prefill
             if now_s + self.interval_s < end_s:
-                self._decide_at(now_s + self.interval_s, end_s, agenda, cluster, observer)
+                self._decide_at(now_s + self.interval_s, end_s, events, cluster, observer)
 
-        agenda.at(at_s, happen)
+        events.at(at_s, decide)

@@ -1,1 +1,1 @@
-"""Other serving systems, measured beside splitserve. Each lives in an environment of its own."""
+"""Other serving systems, measured beside splitserve. Each has its own environment."""

@@ -1,4 +1,4 @@
-"""Makes `.peers/dynamo`: an environment with NVIDIA Dynamo's frontend and its engine mock, apart from splitserve's own.
+"""Makes `.peers/dynamo`: an environment with NVIDIA Dynamo's frontend and its engine mock, separate from splitserve's.
 
     python bench/peers/dynamo_setup.py [--folder .peers/dynamo]
 

@@ -1,4 +1,4 @@
-"""The front of a vLLM prefill/decode pair: two calls a request, as vLLM documents them for NixlConnector.
+"""Client of a vLLM prefill/decode pair: two calls per request, as vLLM documents them for NixlConnector.
 
 The prefill server gets the prompt with `max_tokens` 1 and `do_remote_decode`; its answer holds the parameters with
 which the decode server, which gets the same prompt, pulls the KV. No process stands between client and servers.
@@ -21,7 +21,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True)
-class Answered:
+class PairAnswer:
     """One request. Times are seconds since the first call was sent.
 
     `prefilled_s`: the prefill server's answer has come; `token_s` and `token_ids`: what the decode server streamed.
@@ -32,7 +32,7 @@ class Answered:
     token_ids: tuple[int, ...]
 
 
-class Pair:
+class VllmPair:
     """One connection to each server, for one request at a time."""
 
     def __init__(self, host: str, prefill_port: int, decode_port: int, model: str) -> None:
@@ -40,7 +40,7 @@ class Pair:
         self._decode = http.client.HTTPConnection(host, decode_port, timeout=TIMEOUT_S)
         self._model = model
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> Answered:
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> PairAnswer:
         """Greedy, exactly `max_tokens` tokens. Raises RuntimeError when a server refuses or fails."""
         body = {
             "model": self._model,
@@ -50,7 +50,7 @@ class Pair:
             "return_token_ids": True,
         }
         wish = {"do_remote_decode": True, "do_remote_prefill": False}
-        # Anew for every request, before the clock starts: the servers close what is idle for 5 s.
+        # Reconnect for every request, before the clock starts: the servers close connections idle for 5 s.
         self.close()
         self._prefill.connect()
         self._decode.connect()
@@ -69,10 +69,10 @@ class Pair:
             token_s += [time.perf_counter() - start] * len(new)
         if len(token_ids) != max_tokens:
             raise RuntimeError(f"vLLM gave {len(token_ids)} tokens, not {max_tokens}")
-        return Answered(prefilled_s, tuple(token_s), tuple(token_ids))
+        return PairAnswer(prefilled_s, tuple(token_s), tuple(token_ids))
 
     def shake_hands(self) -> None:
-        """Makes decode connect to prefill, which it does at its first request and gives 5 s. Tries it a few times."""
+        """Makes decode connect to prefill, which it does at its first request within 5 s. Retries a few times."""
         for left in reversed(range(HANDSHAKE_TRIES)):
             try:
                 self.generate(range(1000, 1016), 2)

@@ -42,14 +42,15 @@ from rich.table import Table
 
 from bench.asking import ask, random_prompt
 from bench.cluster import running_cluster
-from bench.machine import report, this_machine
-from bench.peers.vllm_client import Pair
+from bench.machine import OtherLoad, report, this_machine
+from bench.peers.vllm_client import VllmPair
 from bench.peers.vllm_server import Layout, RunningPair, running_pair
-from bench.quiet import OtherLoad
 from splitserve.client import AsyncClient
-from splitserve.config import ClusterConfig, CoordinatorConfig, EngineConfig
-from splitserve.core_layout import available_cores
-from splitserve.models import resolve_model
+from splitserve.cluster.placement import available_cores
+from splitserve.config.cluster import ClusterConfig
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.engine import EngineConfig
+from splitserve.models.sources import resolve_model
 
 MODEL = "smollm2-135m-instruct"
 LENGTHS = (16, 128, 512, 1000, 2000)
@@ -59,7 +60,7 @@ MAX_OTHER_LOAD = 0.1
 HOPES = 2
 WARM_UP_TURNS = 2
 SETTLE_S = 0.3
-"""From the moment vLLM's processes go on until they are asked, and from their answer until they stop."""
+"""Wait after vLLM's processes resume and before they are paused again, seconds."""
 IDLE_S = 5.0
 FRONT = "split"
 
@@ -76,8 +77,8 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One prompt through both. `equal_tokens`: the part of the output that both gave alike, to tell a wrong run."""
+class VllmPairTurn:
+    """One prompt through both. `equal_tokens`: share of equal output tokens, to detect a wrong run."""
 
     splitserve: Times
     vllm: Times
@@ -86,7 +87,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Row:
+class VllmPairRow:
     """One prompt length; `equal_tokens` is a mean, all else medians."""
 
     prompt_tokens: int
@@ -107,7 +108,7 @@ async def ask_splitserve(
     return _times(first_s, second_s, first_s, second_s, answer.token_s[1:]), answer.token_ids
 
 
-async def ask_vllm(pair: Pair, prompt: Sequence[int], max_tokens: int) -> tuple[Times, tuple[int, ...]]:
+async def ask_vllm(pair: VllmPair, prompt: Sequence[int], max_tokens: int) -> tuple[Times, tuple[int, ...]]:
     """One request through vLLM's pair."""
     answer = await asyncio.to_thread(pair.generate, prompt, max_tokens)
     first_s, second_s = answer.token_s[:2]
@@ -116,8 +117,8 @@ async def ask_vllm(pair: Pair, prompt: Sequence[int], max_tokens: int) -> tuple[
     return times, answer.token_ids
 
 
-class Bench:
-    """The two in turns over fresh prompts; who begins changes from prompt to prompt."""
+class VllmPairBench:
+    """Alternates both systems over fresh prompts; the first one changes from prompt to prompt."""
 
     def __init__(self, client: AsyncClient, pair: RunningPair, arguments: argparse.Namespace) -> None:
         self._client, self._pair = client, pair
@@ -126,11 +127,11 @@ class Bench:
         self._random = random.Random(arguments.seed)
         self._load = OtherLoad()
 
-    async def row(self, length: int, repeats: int) -> Row:
+    async def row(self, length: int, repeats: int) -> VllmPairRow:
         """`repeats` turns at one prompt length, after a few that are not counted."""
         for number in range(WARM_UP_TURNS):
             await self._turn(length, number)
-        turns: list[Turn] = []
+        turns: list[VllmPairTurn] = []
         hopes = HOPES * repeats
         while len(turns) < repeats:
             self._load.mark()
@@ -142,7 +143,7 @@ class Bench:
             turns.append(turn)
         return make_row(length, turns)
 
-    async def _turn(self, length: int, number: int) -> Turn:
+    async def _turn(self, length: int, number: int) -> VllmPairTurn:
         prompt = random_prompt(self._random, length)
         if number % 2:
             vllm, vllm_ids = await self._ask_vllm(prompt)
@@ -151,7 +152,7 @@ class Bench:
             own, own_ids = await ask_splitserve(self._client, prompt, self._max_tokens)
             vllm, vllm_ids = await self._ask_vllm(prompt)
         equal = sum(a == b for a, b in zip(own_ids, vllm_ids, strict=True)) / self._max_tokens
-        return Turn(own, vllm, equal)
+        return VllmPairTurn(own, vllm, equal)
 
     async def _ask_vllm(self, prompt: Sequence[int]) -> tuple[Times, tuple[int, ...]]:
         self._pair.resume()
@@ -163,11 +164,11 @@ class Bench:
             self._pair.pause()
 
 
-def make_row(length: int, turns: Sequence[Turn]) -> Row:
+def make_row(length: int, turns: Sequence[VllmPairTurn]) -> VllmPairRow:
     """The medians of these turns, and how the two compare."""
     own, vllm = _medians([turn.splitserve for turn in turns]), _medians([turn.vllm for turn in turns])
     quotients = {name: round(value / asdict(vllm)[name], 3) for name, value in asdict(own).items()}
-    return Row(
+    return VllmPairRow(
         length,
         len(turns),
         round(median(turn.other_load for turn in turns), 3),
@@ -202,7 +203,7 @@ async def compare(arguments: argparse.Namespace, tell: Console) -> dict[str, Any
             idle = {"splitserve": await idle_cores(own), "vllm": await idle_cores(pair.family())}
             tell.print(f"idle: {idle} cores")
             pair.pause()
-            bench = Bench(fronts.clients[FRONT], pair, arguments)
+            bench = VllmPairBench(fronts.clients[FRONT], pair, arguments)
             rows = []
             for length in arguments.lengths:
                 rows.append(await bench.row(length, arguments.repeats))
@@ -211,14 +212,14 @@ async def compare(arguments: argparse.Namespace, tell: Console) -> dict[str, Any
 
 
 async def idle_cores(processes: Sequence[psutil.Process]) -> float:
-    """How many cores' time these processes use while nothing is asked of them."""
+    """Cores used by these processes while idle."""
     await asyncio.sleep(SETTLE_S)
     before = sum(sum(process.cpu_times()[:2]) for process in processes)
     await asyncio.sleep(IDLE_S)
     return round((sum(sum(process.cpu_times()[:2]) for process in processes) - before) / IDLE_S, 3)
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[VllmPairRow]) -> Table:
     """splitserve / vLLM (ratio) in each cell."""
     shown = Table(title="p50 in ms: splitserve / vLLM (ratio)")
     for column in ("prompt", "prefill", "handoff", "TTFT", "first to second", "TPOT", "equal tokens"):
@@ -241,7 +242,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--max-other-load", type=float, default=MAX_OTHER_LOAD, metavar="SHARE")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--environment", type=Path, default=Path(".peers/vllm"), help="made by vllm_setup.py")
+    parser.add_argument(
+        "--environment", type=Path, default=Path(".peers/vllm"), help="made by `make peer-vllm`"
+    )
     parser.add_argument("--vllm-eager", action="store_true", help="run vLLM without torch.compile")
     parser.add_argument(
         "--vllm-whole-server",

@@ -1,4 +1,4 @@
-"""vLLM's prefill and decode servers as processes of this machine: loopback only, one core each.
+"""vLLM's prefill and decode servers as local processes: loopback only, one core each.
 
 Options as vLLM 0.32 documents them: `--kv-transfer-config` with NixlConnector and `kv_buffer_device: cpu`, the
 variables VLLM_CPU_* for cores and cache, VLLM_NIXL_SIDE_CHANNEL_* for the handshake of the two.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.peers.vllm_client import Pair, is_healthy
+from bench.peers.vllm_client import VllmPair, is_healthy
 from splitserve.addresses import claim_port
 
 HOST = "127.0.0.1"
@@ -79,7 +79,7 @@ class VllmServer:
         return [server, *server.children(recursive=True)]
 
     def stop(self) -> None:
-        """Ends the whole family."""
+        """Ends the server and all its children."""
         if self._process.poll() is not None:
             return
         family = self.family()[1:]
@@ -98,7 +98,7 @@ class VllmServer:
 class RunningPair:
     """Both servers and their client."""
 
-    client: Pair
+    client: VllmPair
     servers: Sequence[VllmServer]
 
     def family(self) -> list[psutil.Process]:
@@ -106,12 +106,12 @@ class RunningPair:
         return [process for server in self.servers for process in server.family()]
 
     def pause(self) -> None:
-        """Stops all processes, for their NIXL threads use the cores even when there is nothing to do."""
+        """Pauses all processes (SIGSTOP): their NIXL threads use the cores even when idle."""
         for process in self.family():
             process.suspend()
 
     def resume(self) -> None:
-        """Lets them go on."""
+        """Resumes them (SIGCONT)."""
         for process in self.family():
             process.resume()
 
@@ -123,10 +123,10 @@ async def running_pair(layout: Layout) -> AsyncIterator[RunningPair]:
     try:
         for role, core in zip(("kv_producer", "kv_consumer"), layout.cores, strict=True):
             servers.append(VllmServer(layout, role, core))
-            # One after the other: the second finds what the first has compiled.
+            # Sequentially: the second one reuses what the first has compiled.
             await servers[-1].wait_ready()
         prefill, decode = servers
-        pair = RunningPair(Pair(HOST, prefill.port, decode.port, layout.model), servers)
+        pair = RunningPair(VllmPair(HOST, prefill.port, decode.port, layout.model), servers)
         try:
             await asyncio.to_thread(pair.client.shake_hands)
             yield pair

@@ -1,1 +1,1 @@
-"""Who waits at the coordinator, for how long, and in which order. `gate.py` is the edge; the rest is pure."""
+"""The queue of requests that wait for capacity. Read `controller.py` first: the asynchronous edge; the rest is pure."""

@@ -1,4 +1,4 @@
-"""When a request would get its first token, and what a refused one is told. Pure."""
+"""Forecasts of queueing time and TTFT, their learned bias, and retry hints. Pure."""
 
 from __future__ import annotations
 
@@ -6,49 +6,53 @@ import math
 import zlib
 from dataclasses import dataclass
 
-from coordinator.admission.decode_room import DecodeRoom
+from coordinator.admission.decode_capacity import DecodeCapacity
 from coordinator.admission.entry import Entry
-from coordinator.admission.prefill_room import PrefillRoom
+from coordinator.admission.prefill_capacity import PrefillCapacity
 from coordinator.admission.queue import Ahead
 
 LEAST_RETRY_S = 0.1
 MOST_RETRY_S = 60.0
 _JITTER = 0.25
+"""Relative spread of retry hints."""
 _NEW_SHARE = 0.05
+"""Weight of a new observation in the bias."""
 _FADING_SHARE = 0.005
+"""How fast the bias returns to 1 without observations, per request."""
 _MOST_BIAS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds. None where rates have not been measured: nothing is refused on a guess."""
+    """A forecast for one request, in seconds."""
 
     wait_s: float | None
-    """Until a worker begins with the prompt."""
+    """Until a worker starts the prompt. None while no rate has been measured: requests are never refused on a guess."""
     queue_s: float
-    """How much of it is spent in the queue, not on the worker."""
+    """The part of `wait_s` spent in the coordinator's queue, not on the worker."""
     compute_s: float
-    """What the prompt then takes alone."""
+    """Time to compute the prompt once started."""
 
     @property
     def ttft_s(self) -> float | None:
-        """Until the first token."""
+        """Time until the first token."""
         return None if self.wait_s is None else self.wait_s + self.compute_s
 
 
 def forecast(
-    entry: Entry, ahead: Ahead, prefill: PrefillRoom, decode: DecodeRoom, bias: float, now: float
+    entry: Entry, ahead: Ahead, prefill: PrefillCapacity, decode: DecodeCapacity, bias: float, now: float
 ) -> Forecast:
-    """The larger one of two waits, for each pool the work before the request over what the pool gets done.
+    """The forecast for an entry with `ahead` queued before it: the longer of the waits for prefill and for decode.
 
-    Prefill: tokens over tokens/s. Decode: as many sequences must end as are ahead, less those for which there is room.
-    Those that run end when their remaining output has been made; after them, by Little's law, a worker with n sequences
-    ends n / (output tokens x step) a second. `bias` is what such forecasts turned out to be wrong by.
+    Each wait is the work ahead over the pool's throughput. Prefill: uncached tokens over tokens per second. Decode: as
+    many sequences must end as are ahead, less those that fit now; running sequences end when their remaining output is
+    done, and beyond those, by Little's law, a worker with n sequences completes n / (output tokens x step time) per
+    second. The result is multiplied by `bias`, the learned ratio of actual to forecast waits.
     """
     rate = prefill.rate
     if rate is None:
         return Forecast(None, 0.0, 0.0)
-    compute_s = entry.uncached_tokens * len(prefill.lanes) / rate
+    compute_s = entry.uncached_tokens * len(prefill.workers) / rate
     wait_s = prefill.backlog_s(now) + ahead.uncached_tokens / rate
     queue_s = max(0.0, wait_s - prefill.horizon_s)
     if entry.needs_decode:
@@ -57,17 +61,18 @@ def forecast(
     return Forecast(wait_s * bias, queue_s * bias, compute_s)
 
 
-def _decode_wait_s(entry: Entry, ahead: Ahead, decode: DecodeRoom) -> float:
+def _decode_wait_s(entry: Entry, ahead: Ahead, decode: DecodeCapacity) -> float:
     waiting = ahead.requests + 1
     output = max(1.0, (ahead.output_tokens + entry.expected_output) / waiting)
     free = ended_per_s = 0.0
     ends_s: list[float] = []
-    for lane in decode.lanes.values():
-        context = lane.context_tokens / len(lane.entries) if lane.entries else entry.prompt_tokens
-        free += max(0.0, decode.batch_limit(lane, context, output) - lane.requests)
-        if lane.measured:
-            ended_per_s += lane.requests / (output * lane.step_s)
-            ends_s += [other.remaining_output * lane.step_s for other in lane.entries]
+    for load in decode.workers.values():
+        context = load.context_tokens / len(load.flights) if load.flights else entry.prompt_tokens
+        free += max(0.0, decode.batch_limit(load, context, output) - load.requests)
+        if step_s := load.measured_step_s:
+            ended_per_s += load.requests / (output * step_s)
+            ends_s += [other.remaining_output * step_s for other in load.flights]
+    # Sequences that must end before this request fits: first those running, by their remaining output.
     missing = math.ceil(waiting - free)
     if missing <= 0 or ended_per_s <= 0:
         return 0.0
@@ -78,31 +83,31 @@ def _decode_wait_s(entry: Entry, ahead: Ahead, decode: DecodeRoom) -> float:
 
 
 class Bias:
-    """By how much forecasts are too low (above 1) or too high: an exponential mean over requests that waited."""
+    """The ratio of actual to forecast waits, as an exponential mean over requests that waited; above 1: too low."""
 
     def __init__(self) -> None:
         self.value = 1.0
 
     def learn(self, predicted_s: float, actual_s: float) -> None:
-        """`predicted_s` is a forecast made without any bias."""
+        """Learns from a completed wait. `predicted_s` is the forecast without bias; 0 is ignored."""
         if predicted_s > 0:
             ratio = min(max(actual_s / predicted_s, 1 / _MOST_BIAS), _MOST_BIAS)
             self.value += _NEW_SHARE * (ratio - self.value)
 
     def learn_at_least(self, predicted_s: float, waited_s: float) -> None:
-        """A request gave up waiting: its forecast was too low by this factor or more."""
+        """Learns from a request that gave up waiting: its forecast was too low by at least this factor."""
         if predicted_s > 0 and waited_s / predicted_s > self.value:
             self.learn(predicted_s, waited_s)
 
     def relax(self) -> None:
-        """A request did not have to wait, or was refused: nothing was learned, and the bias fades."""
+        """A request did not wait or was refused: there is nothing to learn, and the bias fades towards 1."""
         self.value += _FADING_SHARE * (1.0 - self.value)
 
 
 def retry_after_s(request_id: str, wait_s: float | None, limit_s: float) -> float:
-    """Seconds until there would be room: until the forecast has fallen to the limit; 1 s where nothing is known.
+    """Retry hint in seconds: until the forecast wait has fallen to the limit; about 1 s without a forecast.
 
-    Bounded, and spread by the request id, so that those refused together do not come back together.
+    Bounded, and spread by a hash of the request id, so that requests refused together do not retry together.
     """
     hint_s = 1.0 if wait_s is None else wait_s - limit_s
     spread = zlib.crc32(request_id.encode()) / 2**32

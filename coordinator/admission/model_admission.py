@@ -1,6 +1,6 @@
-"""Admission to one model: the queue, what the workers have room for, and what becomes of a request. Pure.
+"""Admission to one model: the queue, the workers' capacity, and the decision about each request. Pure.
 
-Every method takes the time where it needs it and says what is to be done; `coordinator.admission.gate` does it.
+Methods take the time as an argument and return what is to be done; `coordinator.admission.controller` does it.
 """
 
 from __future__ import annotations
@@ -8,39 +8,46 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
 
-from coordinator.admission.decode_room import DecodeLane, DecodeRoom
-from coordinator.admission.entry import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, Entry
+from coordinator.admission.decode_capacity import DecodeCapacity
+from coordinator.admission.entry import (
+    OUTPUT_TOKEN_COST,
+    PROMPT_TOKEN_COST,
+    Cause,
+    Entry,
+    Refusal,
+    RefusalReason,
+)
 from coordinator.admission.forecast import Bias, Forecast, forecast, retry_after_s
-from coordinator.admission.prefill_room import PrefillLane, PrefillRoom
+from coordinator.admission.prefill_capacity import PrefillCapacity
 from coordinator.admission.queue import AdmissionQueue
-from coordinator.admission.refusal import Refusal, RefusalReason
-from coordinator.pools import PoolSnapshot, Worker, WorkerKey
-from splitserve.admission_settings import AdmissionConfig
+from coordinator.workers.load import DecodeLoad, PrefillLoad
+from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.snapshot import PoolSnapshot, WorkerKey
+from splitserve.config.coordinator import AdmissionConfig
+from splitserve.queues import Offer, offer_in_order
 
-Cause = Literal["prefill", "decode"]
 MAX_LOOKS = 8
-"""Requests tried a round."""
+"""Requests tried per release."""
 MAX_BYPASSES = 16
-"""How many smaller ones may be let past a request that does not fit the free KV; then it holds the queue up."""
+"""How many smaller requests may bypass one that does not fit the free KV; after that it blocks the queue."""
 GONE = -1
-"""Number of an entry that is neither in the queue nor at the workers."""
+"""`Entry.number` of an entry that is neither queued nor running."""
 _MAX_OFFERS = 256
 _CAUTION = 0.85
-"""Share of an allowed wait that a forecast may fill: it is right on average only."""
+"""Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
 _LEAST_SLO_SHARE = 0.25
-"""A prompt that takes nearly all of the TTFT target, or more, may still wait for this share of it."""
+"""A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What becomes of a newcomer: it waits unless it has started or is refused."""
+    """The decision about a new request: it is queued unless it has started or is refused."""
 
     started: bool = False
     refused: Refusal | None = None
     evicted: tuple[Refusal, ...] = ()
-    """Others that had to leave the queue for it."""
+    """Queued requests that were removed to make room for it."""
 
 
 _STARTED = Arrival(started=True)
@@ -48,22 +55,22 @@ _STARTED = Arrival(started=True)
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Who leaves the queue."""
+    """The requests that leave the queue."""
 
     started: tuple[Entry, ...] = ()
     refused: tuple[Refusal, ...] = ()
 
 
 class ModelAdmission:
-    """All requests of one model between arrival and end."""
+    """All requests of one model between arrival and end. Counts them in the ledger as in flight on their workers."""
 
-    def __init__(self, settings: AdmissionConfig) -> None:
-        self._settings = settings
+    def __init__(self, settings: AdmissionConfig, loads: LoadLedger) -> None:
+        self._settings, self._loads = settings, loads
         self.queue = AdmissionQueue(settings.max_queued_requests, settings.max_queued_prompt_tokens)
-        self.prefill = PrefillRoom(settings.prefill_horizon_s)
-        self.decode = DecodeRoom(settings.tpot_slo_s, settings.decode_headroom)
+        self.prefill = PrefillCapacity(settings.prefill_horizon_s)
+        self.decode = DecodeCapacity(settings.tpot_slo_s, settings.decode_headroom)
         self.held_by: Cause = "prefill"
-        """What the queue waits for, while there is one."""
+        """The pool that the queue waits for, while it is not empty."""
         self._others_may_fit = False
         self.bounds_prefill = True
         """False while decode workers compute all prompts."""
@@ -71,46 +78,40 @@ class ModelAdmission:
         self._numbers = 0
         self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0}
         self._held_since_s = 0.0
-        self._late: list[tuple[float, int, Entry]] = []
+        self._deadlines: list[tuple[float, int, Entry]] = []
 
-    def renew(self, snapshot: PoolSnapshot, model: str) -> None:
-        """The workers are these now."""
-        self.prefill.renew(snapshot.accepting(model, "prefill"))
-        self.decode.renew(snapshot.accepting(model, "decode"))
-
-    def hear(self, worker: Worker) -> None:
-        """A load report has come."""
-        if (prefill := self.prefill.lanes.get(worker.key)) is not None:
-            prefill.hear(worker)
-        elif (decode := self.decode.lanes.get(worker.key)) is not None:
-            decode.hear(worker)
+    def set_workers(self, snapshot: PoolSnapshot, model: str) -> None:
+        """Replaces the set of workers. The ledger has the load of each."""
+        loads = self._loads
+        self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.accepting(model, "prefill"))
+        self.decode.set_workers(loads.decode[worker.key] for worker in snapshot.accepting(model, "decode"))
 
     def arrive(self, entry: Entry, now: float) -> Arrival:
-        """Starts the newcomer if nobody is before it and there is room; else queues or refuses it."""
+        """Starts a new request if the queue is empty and there is capacity; otherwise queues or refuses it."""
         self._numbers += 1
         entry.number = self._numbers
-        self.decode.saw(entry.priority_class, now)
+        self.decode.on_arrival(entry.priority_class, now)
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
                 self._bias.relax()
                 return _STARTED
             self._held_since_s = now
         ahead = self.queue.ahead_of(entry)
-        seen = forecast(entry, ahead, self.prefill, self.decode, self._bias.value, now)
-        if (refusal := self._refusal(entry, seen, now)) is not None:
+        predicted = forecast(entry, ahead, self.prefill, self.decode, self._bias.value, now)
+        if (refusal := self._refusal(entry, predicted, now)) is not None:
             self._bias.relax()
             return Arrival(refused=refusal)
         evicted = self.queue.make_room(entry)
         if evicted is None:
-            return Arrival(refused=self._full(entry, seen))
+            return Arrival(refused=self._full(entry, predicted))
         self.queue.add(entry)
-        self._note_wait(entry, seen, now)
+        self._begin_wait(entry, predicted, now)
         for other in evicted:
             other.number = GONE
-        return Arrival(evicted=tuple(self._full(other, seen) for other in evicted))
+        return Arrival(evicted=tuple(self._full(other, predicted) for other in evicted))
 
     def release(self, now: float) -> Release:
-        """Lets everybody go who can start soon, or who has waited too long."""
+        """Takes out of the queue all requests that can start, and those that have waited too long."""
         refused = self._expired(now)
         started: list[Entry] = []
         while self.queue.requests:
@@ -120,105 +121,109 @@ class ModelAdmission:
             started.append(entry)
         return Release(tuple(started), tuple(refused))
 
-    def next_look_s(self, now: float) -> float:
-        """When `release` can do something though nothing has happened; infinity: never."""
+    def next_release_s(self, now: float) -> float:
+        """When `release` may have something to do without any event; infinity: never."""
         if not self.queue.requests:
-            self._late.clear()
+            self._deadlines.clear()
             return float("inf")
-        while not self._waits(self._late[0][2]):
-            heapq.heappop(self._late)
-        return min(self._late[0][0], self.prefill.next_long_s(now))
+        while not self._is_waiting(self._deadlines[0][2]):
+            heapq.heappop(self._deadlines)
+        return min(self._deadlines[0][0], self.prefill.next_long_s(now))
 
     def routed(self, entry: Entry, prefill: WorkerKey, decode: WorkerKey | None, now: float) -> None:
-        """An attempt goes to these workers. A further attempt computes the prompt anew."""
+        """An attempt was routed to these workers. A further attempt computes the prompt again."""
         if entry.prefill == prefill and entry.decode == decode and not entry.computed:
             return
-        self._give_back(entry)
+        self._remove_flight(entry)
         entry.computed, entry.prefill, entry.decode = False, prefill, decode
-        self.prefill.take(prefill, entry, now)
-        if decode is not None and (target := self.decode.lanes.get(decode)) is not None:
-            target.take(entry)
+        if (prefill_load := self._loads.prefill.get(prefill)) is not None:
+            self.prefill.add_flight(prefill_load, entry, now)
+        if decode is not None and (decode_load := self._loads.decode.get(decode)) is not None:
+            decode_load.add_flight(entry)
 
     def sent(self, entry: Entry, tokens: int, now: float) -> bool:
-        """Tokens go to the client; whether these are the first ones, so that the prefill worker has room."""
+        """Output tokens were sent. True if they are the first, which frees capacity on the prefill worker."""
         first = not entry.computed
         if first:
-            if entry.prefill is not None and (lane := self.prefill.lanes.get(entry.prefill)) is not None:
-                lane.give_back(entry)
+            self._leave_prefill(entry)
             self._bias.learn(entry.predicted_ttft_s, now - entry.arrived_s)
             entry.predicted_ttft_s = 0.0
             entry.computed = True
         entry.sent += tokens
-        if entry.decode is not None and (target := self.decode.lanes.get(entry.decode)) is not None:
-            target.grown(entry, tokens, first)
+        if entry.decode is not None and (decode_load := self._loads.decode.get(entry.decode)) is not None:
+            decode_load.grow_flight(entry, tokens, first)
         self.queue.charge(entry, OUTPUT_TOKEN_COST * tokens)
         return first
 
     def decoded(self, entry: Entry) -> None:
-        """The decode worker holds nothing for it any more."""
-        if entry.decode is not None and (target := self.decode.lanes.get(entry.decode)) is not None:
-            target.give_back(entry)
+        """The decode worker holds nothing for the entry any more."""
+        if entry.decode is not None and (decode_load := self._loads.decode.get(entry.decode)) is not None:
+            decode_load.remove_flight(entry)
         entry.decode = None
 
     def ended(self, entry: Entry) -> None:
-        """The request is over, wherever it was."""
+        """The request is over, whether it was queued or running."""
         if entry.started:
-            self._give_back(entry)
+            self._remove_flight(entry)
         elif entry.number != GONE:
             self.queue.remove(entry)
         entry.number = GONE
 
     def _next(self, now: float) -> Entry | None:
-        skipped: list[Entry] = []
+        """Starts the next entry that can start, within the bounds on bypasses and looks."""
         least_long = float("inf")
-        for entry in islice(self.queue.offers(), _MAX_OFFERS):
+
+        def attempt(entry: Entry) -> Offer:
+            nonlocal least_long
             if entry.uncached_tokens >= least_long:
-                continue  # long prompts wait for each other only, so that no bypass can starve them
+                return Offer.SKIP  # long prompts are served in order among themselves, so that none starves
             if self._try_start(entry, now):
-                for other in skipped:
-                    other.bypassed += 1
-                return entry
+                return Offer.TAKEN
             if not self._others_may_fit:
-                return None
+                return Offer.STOP
             if self.prefill.held_by_long:
                 least_long = entry.uncached_tokens
-                continue
-            skipped.append(entry)
-            if entry.bypassed >= MAX_BYPASSES or len(skipped) == MAX_LOOKS:
-                return None
-        return None
+                return Offer.SKIP
+            return Offer.MISFIT
+
+        offers = islice(self.queue.offers(), _MAX_OFFERS)
+        taken = offer_in_order(offers, attempt, max_bypasses=MAX_BYPASSES, max_looks=MAX_LOOKS)
+        return next(taken, None)  # one at a time: serving a request changes the order
 
     def _try_start(self, entry: Entry, now: float, queued: bool = True) -> bool:
-        """Starts an entry if there is room; else says why not in `held_by` and `_others_may_fit`."""
+        """Starts an entry if there is capacity; otherwise sets `held_by` and `_others_may_fit`."""
         self._others_may_fit = False
-        if not self.prefill.lanes or (entry.needs_decode and not self.decode.lanes):
-            self._start(entry, None, None, now, queued)  # who is missing is told by the request flow
+        if not self.prefill.workers or (entry.needs_decode and not self.decode.workers):
+            self._start(entry, None, None, now, queued)  # the request flow reports the missing workers
             return True
-        lane = self.prefill.fit(entry, now)
-        if lane is None and self.bounds_prefill:
+        prefill_load = self.prefill.fit(entry, now)
+        if prefill_load is None and self.bounds_prefill:
             self._hold("prefill", now)
             self._others_may_fit = self.prefill.held_by_long
             return False
-        target: DecodeLane | None = None
+        decode_load: DecodeLoad | None = None
         if entry.needs_decode:
-            prefill_s = lane.backlog_s(now) + entry.uncached_tokens / lane.rate if lane is not None else 0.0
+            prefill_s = 0.0
+            if prefill_load is not None:
+                prefill_s = prefill_load.backlog_s(now) + entry.uncached_tokens / prefill_load.rate
             found = self.decode.fit(entry, prefill_s, now)
-            if not isinstance(found, DecodeLane):
+            if not isinstance(found, DecodeLoad):
                 self._hold("decode", now)
                 self._others_may_fit = found.smaller_may_fit
                 return False
-            target = found
-        self._start(entry, lane, target, now, queued)
+            decode_load = found
+        self._start(entry, prefill_load, decode_load, now, queued)
         return True
 
     def _start(
         self,
         entry: Entry,
-        prefill: PrefillLane | None,
-        decode: DecodeLane | None,
+        prefill: PrefillLoad | None,
+        decode: DecodeLoad | None,
         now: float,
         queued: bool,
     ) -> None:
+        """Takes an entry out of the queue if it is `queued`, charges its prompt, counts it on its workers."""
         if queued:
             self._hold(self.held_by, now)
             entry.marks = (
@@ -232,72 +237,81 @@ class ModelAdmission:
         entry.started = True
         if prefill is not None:
             entry.prefill = prefill.key
-            self.prefill.take(prefill.key, entry, now)
+            self.prefill.add_flight(prefill, entry, now)
         if decode is not None:
             entry.decode = decode.key
-            decode.take(entry)
+            decode.add_flight(entry)
 
-    def _waits(self, entry: Entry) -> bool:
+    def _is_waiting(self, entry: Entry) -> bool:
         return not entry.started and entry.number != GONE
 
     def _hold(self, cause: Cause, now: float) -> None:
+        """Adds the time since the last call to the current cause; from now on the queue waits for `cause`."""
         self._held_s[self.held_by] += max(0.0, now - self._held_since_s) if self.queue.requests else 0.0
         self._held_since_s, self.held_by = now, cause
 
-    def _give_back(self, entry: Entry) -> None:
-        if entry.prefill is not None and (lane := self.prefill.lanes.get(entry.prefill)) is not None:
-            lane.give_back(entry)
+    def _remove_flight(self, entry: Entry) -> None:
+        self._leave_prefill(entry)
         self.decoded(entry)
 
-    def _note_wait(self, entry: Entry, seen: Forecast, now: float) -> None:
+    def _leave_prefill(self, entry: Entry) -> None:
+        if entry.prefill is not None and (prefill_load := self._loads.prefill.get(entry.prefill)) is not None:
+            prefill_load.remove_flight(entry)
+
+    def _begin_wait(self, entry: Entry, predicted: Forecast, now: float) -> None:
+        """Sets what a newly queued entry's end of waiting is measured against."""
         self._hold(self.held_by, now)
         entry.marks = self._held_s["prefill"], self._held_s["decode"]
-        entry.predicted_ttft_s = (seen.ttft_s or 0.0) / self._bias.value
-        entry.start_by_s = now + self._queue_limit_s(entry, seen.compute_s)
-        heapq.heappush(self._late, (entry.start_by_s, entry.number, entry))
+        entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._bias.value
+        entry.start_by_s = now + self._queue_limit_s(entry, predicted.compute_s)
+        heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
 
     def _slo_wait_s(self, entry: Entry, compute_s: float) -> float:
-        """How long a request may wait for its prompt to begin; batch has no TTFT target."""
+        """Seconds that a request may wait until its prompt starts. Batch requests have no TTFT target."""
         slo_s = self._settings.ttft_slo_s
         if slo_s is None or entry.priority_class == "batch":
             return float("inf")
         return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
 
     def _queue_limit_s(self, entry: Entry, compute_s: float) -> float:
-        """How long it may stay in the queue: on its worker it may wait again, for as long as the horizon."""
+        """Seconds that a request may stay queued; on its worker it may wait for another `prefill_horizon_s`."""
         slo_s = self._slo_wait_s(entry, compute_s)
         return min(self._settings.max_queue_s, max(slo_s - self._settings.prefill_horizon_s, slo_s / 2))
 
-    def _refusal(self, entry: Entry, seen: Forecast, now: float) -> Refusal | None:
-        if seen.wait_s is None:
+    def _refusal(self, entry: Entry, predicted: Forecast, now: float) -> Refusal | None:
+        if predicted.wait_s is None:
             return None
         left_s = entry.deadline_s - now
-        slo_s = _CAUTION * min(self._settings.max_queue_s, self._slo_wait_s(entry, seen.compute_s))
-        queue_s = _CAUTION * self._queue_limit_s(entry, seen.compute_s)
-        if seen.wait_s + seen.compute_s > left_s:
+        slo_s = _CAUTION * min(self._settings.max_queue_s, self._slo_wait_s(entry, predicted.compute_s))
+        queue_s = _CAUTION * self._queue_limit_s(entry, predicted.compute_s)
+        if predicted.wait_s + predicted.compute_s > left_s:
             return _too_late(
-                entry, "WOULD_MISS_DEADLINE", "begin", seen.wait_s, max(0.0, left_s - seen.compute_s)
+                entry,
+                "WOULD_MISS_DEADLINE",
+                "begin",
+                predicted.wait_s,
+                max(0.0, left_s - predicted.compute_s),
             )
-        if seen.wait_s > slo_s:
-            return _too_late(entry, "WOULD_MISS_SLO", "begin", seen.wait_s, slo_s)
-        if seen.queue_s > queue_s:
-            return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", seen.queue_s, queue_s)
+        if predicted.wait_s > slo_s:
+            return _too_late(entry, "WOULD_MISS_SLO", "begin", predicted.wait_s, slo_s)
+        if predicted.queue_s > queue_s:
+            return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", predicted.queue_s, queue_s)
         return None
 
-    def _full(self, entry: Entry, seen: Forecast) -> Refusal:
+    def _full(self, entry: Entry, predicted: Forecast) -> Refusal:
         message = f"{self.queue.requests} requests with {self.queue.prompt_tokens} prompt tokens are waiting"
-        # Half of the queue: who comes back to a queue that is just not full is refused again soon.
-        wait_s = None if seen.wait_s is None else seen.wait_s / 2
+        # Half of the wait: a client that returns to a queue with only one place free is soon refused again.
+        wait_s = None if predicted.wait_s is None else predicted.wait_s / 2
         return Refusal(entry, "QUEUE_FULL", message, retry_after_s(entry.request_id, wait_s, 0.0))
 
     def _expired(self, now: float) -> list[Refusal]:
         refused = []
-        while self._late and self._late[0][0] <= now:
-            entry = heapq.heappop(self._late)[2]
-            if not self._waits(entry):
+        while self._deadlines and self._deadlines[0][0] <= now:
+            entry = heapq.heappop(self._deadlines)[2]
+            if not self._is_waiting(entry):
                 continue
             self.ended(entry)
-            # Those that were served would alone show too bright a picture.
+            # Learning from admitted requests alone would be too optimistic.
             self._bias.learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
             message = f"no worker could begin with the prompt within {now - entry.arrived_s:.3g} s"
             hint_s = retry_after_s(entry.request_id, now - entry.arrived_s, 0.0)

@@ -1,7 +1,7 @@
-"""The bounded queue of one model: classes by weighted share, tenants within a class by fair share. Pure.
+"""The bounded queue of one model: priority classes by weighted share, tenants within a class by fair share. Pure.
 
-Shares of the classes are 16 : 4 : 1 (interactive, standard, batch) of the service while all of them wait, so none
-starves; whoever asks for less than its share hardly waits at all.
+While all classes are backlogged, they get service in the ratio 16 : 4 : 1 (interactive, standard, batch), so none
+starves. A class that asks for less than its share hardly waits.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from coordinator.admission.entry import CLASSES, RANK, Entry
-from coordinator.admission.fair_share import Account, FairShare
-from coordinator.caller import PriorityClass
+from coordinator.admission.fair_share import FairShare, FairShareCounter
+from coordinator.request.caller import PriorityClass
 
 CLASS_WEIGHTS: Mapping[PriorityClass, float] = MappingProxyType(
     {"interactive": 16.0, "standard": 4.0, "batch": 1.0}
 )
 LOOK_AHEAD = 64
-"""How many of one tenant's requests are offered a round, so that long ones let short ones past."""
+"""How many of one tenant's requests are offered per round, so that short ones can bypass long ones."""
 
 
 @dataclass(slots=True)
 class Ahead:
-    """What will be served before a newcomer, in expectation."""
+    """Expected work that is served before a new request."""
 
     requests: float = 0.0
     uncached_tokens: float = 0.0
@@ -33,31 +33,31 @@ class Ahead:
 
 
 @dataclass(eq=False, slots=True)
-class _Line:
+class _TenantQueue:
     """One tenant's requests of one class, in order of service."""
 
-    account: Account
+    counter: FairShareCounter
     entries: list[Entry] = field(default_factory=list)
     cost: float = 0.0
 
 
 @dataclass(eq=False, slots=True)
-class _Class:
-    account: Account
+class _ClassQueue:
+    counter: FairShareCounter
     tenants: FairShare[str] = field(default_factory=FairShare)
-    lines: dict[str, _Line] = field(default_factory=dict)
+    queues: dict[str, _TenantQueue] = field(default_factory=dict)
     cost: float = 0.0
     requests: int = 0
 
 
 class AdmissionQueue:
-    """Holds entries until they are taken; says in which order. Bounds are on entries and on their prompt tokens."""
+    """Holds entries in order of service. Bounded in entries and in their prompt tokens."""
 
     def __init__(self, max_requests: int, max_prompt_tokens: int) -> None:
         self._max_requests, self._max_prompt_tokens = max_requests, max_prompt_tokens
         self._shares: FairShare[PriorityClass] = FairShare()
         self._classes = {
-            name: _Class(self._shares.account(name, weight)) for name, weight in CLASS_WEIGHTS.items()
+            name: _ClassQueue(self._shares.counter(name, weight)) for name, weight in CLASS_WEIGHTS.items()
         }
         self.requests = 0
         self.prompt_tokens = 0
@@ -68,14 +68,14 @@ class AdmissionQueue:
         return self.requests
 
     def lengths(self) -> dict[PriorityClass, int]:
-        """Requests that wait, by class."""
+        """Number of queued requests by class."""
         return {name: self._classes[name].requests for name in CLASSES}
 
     def make_room(self, newcomer: Entry) -> list[Entry] | None:
-        """Whom to refuse so that the newcomer can wait, already taken out; None: the newcomer itself.
+        """Evicts entries until the newcomer fits, and returns them; None: the newcomer itself is to be refused.
 
-        Room is taken from the back of lower classes first, then, in the newcomer's own class, from tenants that hold
-        more of the queue for their weight than the newcomer's tenant would.
+        Victims are taken from the back of lower classes first, then, within the newcomer's class, from tenants that
+        hold more of the queue relative to their weight than the newcomer's tenant would.
         """
         evicted: list[Entry] = []
         while not self._has_room(newcomer):
@@ -89,70 +89,71 @@ class AdmissionQueue:
         return evicted
 
     def pass_by(self, entry: Entry) -> None:
-        """An entry goes on without waiting, for the queue is empty."""
-        of_class = self._classes[entry.priority_class]
-        line = self._line(of_class, entry)
-        self._shares.passes(of_class.account)
-        of_class.tenants.passes(line.account)
+        """An entry is admitted without queueing, because the queue is empty."""
+        class_queue = self._classes[entry.priority_class]
+        queue = self._queue_of(class_queue, entry)
+        self._shares.skip(class_queue.counter)
+        class_queue.tenants.skip(queue.counter)
 
     def add(self, entry: Entry) -> None:
-        """Queues an entry, whatever the bounds."""
-        of_class = self._classes[entry.priority_class]
-        line = self._line(of_class, entry)
-        insort(line.entries, entry, key=_ORDER)
-        self._shares.joins(entry.priority_class, of_class.account)
-        of_class.tenants.joins(entry.tenant, line.account)
-        self._count(entry, of_class, line, 1)
+        """Queues an entry, regardless of the bounds."""
+        class_queue = self._classes[entry.priority_class]
+        queue = self._queue_of(class_queue, entry)
+        insort(queue.entries, entry, key=_ORDER)
+        self._shares.join(entry.priority_class, class_queue.counter)
+        class_queue.tenants.join(entry.tenant, queue.counter)
+        self._count(entry, class_queue, queue, 1)
 
     def remove(self, entry: Entry) -> None:
-        """Takes an entry out, whether it is served or not."""
-        of_class = self._classes[entry.priority_class]
-        line = of_class.lines[entry.tenant]
-        place = bisect_left(line.entries, entry.order, key=_ORDER)
-        assert line.entries[place] is entry
-        del line.entries[place]
-        self._shares.leaves(entry.priority_class, of_class.account)
-        of_class.tenants.leaves(entry.tenant, line.account)
-        self._count(entry, of_class, line, -1)
+        """Removes an entry, whether it is served or not."""
+        class_queue = self._classes[entry.priority_class]
+        queue = class_queue.queues[entry.tenant]
+        place = bisect_left(queue.entries, entry.order, key=_ORDER)
+        assert queue.entries[place] is entry
+        del queue.entries[place]
+        self._shares.leave(entry.priority_class, class_queue.counter)
+        class_queue.tenants.leave(entry.tenant, queue.counter)
+        self._count(entry, class_queue, queue, -1)
 
     def charge(self, entry: Entry, cost: float) -> None:
-        """Counts service that an entry got, now or after it has left the queue."""
-        of_class = self._classes[entry.priority_class]
-        of_class.account.charge(cost)
-        of_class.lines[entry.tenant].account.charge(cost)
+        """Charges service given to an entry, queued or not."""
+        class_queue = self._classes[entry.priority_class]
+        class_queue.counter.charge(cost)
+        class_queue.queues[entry.tenant].counter.charge(cost)
 
     def offers(self) -> Iterator[Entry]:
-        """The entries in order of service: the first few of every tenant that waits. Do not change the queue
-        meanwhile."""
+        """The entries in order of service, the first LOOK_AHEAD of each tenant. Do not modify the queue meanwhile."""
         for name in sorted(self._shares.waiting, key=self._class_key):
-            of_class = self._classes[name]
-            lines = [of_class.lines[tenant] for tenant in of_class.tenants.waiting]
-            lines.sort(key=_line_key)
-            for line in lines:
-                yield from line.entries[:LOOK_AHEAD]
+            class_queue = self._classes[name]
+            queues = [class_queue.queues[tenant] for tenant in class_queue.tenants.waiting]
+            queues.sort(key=_tenant_key)
+            for queue in queues:
+                yield from queue.entries[:LOOK_AHEAD]
 
     def ahead_of(self, newcomer: Entry) -> Ahead:
-        """What is served before a newcomer that is not in the queue yet, were nothing more to come.
+        """Expected work served before a newcomer that is not queued yet, if no further requests arrive.
 
-        As in generalized processor sharing: while its own tenant's x is served, another one gets at most x by the
-        ratio of their weights, plus the lead that the newcomer's counter has; classes likewise.
+        As in generalized processor sharing: while the newcomer's tenant gets service x, another tenant gets at most x
+        times the ratio of their weights, plus the lead of the newcomer's counter over its own. Likewise for classes.
         """
-        of_class = self._classes[newcomer.priority_class]
-        line = of_class.lines.get(newcomer.tenant)
+        class_queue = self._classes[newcomer.priority_class]
+        queue = class_queue.queues.get(newcomer.tenant)
         before = 0.0
-        if line is not None:
-            last = line.entries[-1] if line.entries else None
+        if queue is not None:
+            last = queue.entries[-1] if queue.entries else None
             if last is not None and newcomer.priority > last.priority:
-                before = sum(e.cost for e in line.entries if e.priority >= newcomer.priority)
+                before = sum(e.cost for e in queue.entries if e.priority >= newcomer.priority)
             else:
-                before = line.cost
+                before = queue.cost
         own = before + newcomer.cost
         in_class = before
-        served = line.account.served if line is not None and line.account.waiting else 0.0
-        for tenant, other in of_class.tenants.waiting.items():
+        served = queue.counter.served if queue is not None and queue.counter.waiting else 0.0
+        for tenant, other in class_queue.tenants.waiting.items():
             if tenant != newcomer.tenant:
                 lead = max(0.0, served - other.served) if served else 0.0
-                in_class += min(of_class.lines[tenant].cost, (own / newcomer.weight + lead) * other.weight)
+                in_class += min(
+                    class_queue.queues[tenant].cost, (own / newcomer.weight + lead) * other.weight
+                )
         total = in_class
         for name in self._shares.waiting:
             if name != newcomer.priority_class:
@@ -162,30 +163,32 @@ class AdmissionQueue:
         part = total / whole if whole else 0.0
         return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part)
 
-    def _line(self, of_class: _Class, entry: Entry) -> _Line:
-        line = of_class.lines.get(entry.tenant)
-        if line is None:
-            account = of_class.tenants.account(entry.tenant, entry.weight)
-            line = of_class.lines[entry.tenant] = _Line(account)
-        line.account.weight = entry.weight
-        return line
+    def _queue_of(self, class_queue: _ClassQueue, entry: Entry) -> _TenantQueue:
+        queue = class_queue.queues.get(entry.tenant)
+        if queue is None:
+            counter = class_queue.tenants.counter(entry.tenant, entry.weight)
+            queue = class_queue.queues[entry.tenant] = _TenantQueue(counter)
+        queue.counter.weight = entry.weight
+        return queue
 
     def _has_room(self, newcomer: Entry) -> bool:
         if not self.requests:
-            return True  # a prompt beyond the bound on tokens waits alone
+            return True  # a prompt above the token bound may wait alone
         tokens = self.prompt_tokens + newcomer.prompt_tokens
         return self.requests < self._max_requests and tokens <= self._max_prompt_tokens
 
     def _victim(self, newcomer: Entry) -> Entry | None:
         for name in reversed(CLASSES[RANK[newcomer.priority_class] + 1 :]):
-            lines = [line for line in self._classes[name].lines.values() if line.entries]
-            if lines:
-                return max(lines, key=_holding).entries[-1]
-        of_class = self._classes[newcomer.priority_class]
-        own = of_class.lines.get(newcomer.tenant)
+            queues = [queue for queue in self._classes[name].queues.values() if queue.entries]
+            if queues:
+                return max(queues, key=_holding).entries[-1]
+        class_queue = self._classes[newcomer.priority_class]
+        own = class_queue.queues.get(newcomer.tenant)
         would_hold = ((own.cost if own else 0.0) + newcomer.cost) / newcomer.weight
         others = [
-            line for tenant, line in of_class.lines.items() if tenant != newcomer.tenant and line.entries
+            queue
+            for tenant, queue in class_queue.queues.items()
+            if tenant != newcomer.tenant and queue.entries
         ]
         if others:
             most = max(others, key=_holding)
@@ -196,17 +199,17 @@ class AdmissionQueue:
         return None
 
     def _class_key(self, name: PriorityClass) -> tuple[float, int]:
-        return self._classes[name].account.served, RANK[name]
+        return self._classes[name].counter.served, RANK[name]
 
-    def _count(self, entry: Entry, of_class: _Class, line: _Line, sign: int) -> None:
-        of_class.requests += sign
+    def _count(self, entry: Entry, class_queue: _ClassQueue, queue: _TenantQueue, sign: int) -> None:
+        class_queue.requests += sign
         self.requests += sign
         self.prompt_tokens += sign * entry.prompt_tokens
         self.uncached_tokens += sign * entry.uncached_tokens
         self.output_tokens += sign * entry.expected_output
-        # No rounding error outlives the last of them.
-        line.cost = line.cost + sign * entry.cost if line.entries else 0.0
-        of_class.cost = of_class.cost + sign * entry.cost if of_class.requests else 0.0
+        # Reset at empty, so that rounding errors do not accumulate.
+        queue.cost = queue.cost + sign * entry.cost if queue.entries else 0.0
+        class_queue.cost = class_queue.cost + sign * entry.cost if class_queue.requests else 0.0
         if not self.requests:
             self.uncached_tokens = self.output_tokens = 0.0
 
@@ -214,9 +217,9 @@ class AdmissionQueue:
 _ORDER = attrgetter("order")
 
 
-def _line_key(line: _Line) -> tuple[float, int]:
-    return line.account.served, line.entries[0].number
+def _tenant_key(queue: _TenantQueue) -> tuple[float, int]:
+    return queue.counter.served, queue.entries[0].number
 
 
-def _holding(line: _Line) -> float:
-    return line.cost / line.account.weight
+def _holding(queue: _TenantQueue) -> float:
+    return queue.cost / queue.counter.weight

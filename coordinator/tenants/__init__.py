@@ -1,1 +1,1 @@
-"""Tenants: who they are, what they may use, and how much of it."""
+"""Authentication, permissions and quotas of tenants. Read `access_control.py` first."""

@@ -1,4 +1,4 @@
-"""The file of tenants: one YAML mapping, validated as a whole. See docs/security.md for an example."""
+"""The tenants file: one YAML mapping, validated as a whole. See docs/security.md for an example."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from coordinator.caller import Caller, PriorityClass
-from splitserve.config import read_settings_file
+from coordinator.request.caller import Caller, PriorityClass
+from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -30,50 +30,50 @@ class _Section(BaseModel):
 
 
 class TenantPolicy(_Section):
-    """One tenant. What has no bound here has none."""
+    """One tenant. Limits that are not set do not apply."""
 
     name: Name
-    """Stands in logs and metrics; unique in the file."""
+    """Name in logs and metrics; unique in the file."""
     key_hashes: Annotated[tuple[KeyHash, ...], Field(max_length=64)] = ()
-    """Hashes of this tenant's API keys, as `splitserve keys new` prints them. Two during a change of keys."""
+    """Hashes of this tenant's API keys, as printed by `splitserve keys new`. Two during key rotation."""
     models: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ("*",)
     """Patterns of the model names, adapters included, that the tenant may use: `*`, `?` and `[...]`. Others do not
     exist for it."""
     requests_per_second: Rate | None = None
-    """Requests that may begin."""
+    """Rate of new requests."""
     prompt_tokens_per_second: Rate | None = None
-    """Prompt tokens that may come in, cached ones included."""
+    """Rate of prompt tokens, cached ones included."""
     output_tokens_per_second: Rate | None = None
-    """Tokens that may go out. They are counted as they go, so an answer may overdraw this; the next request waits
-    until the debt is paid."""
+    """Rate of output tokens. They are charged as they are sent, so an answer may overdraw this; the next request is
+    refused until the debt is paid."""
     burst_seconds: Annotated[float, Field(gt=0, le=86_400)] = 10.0
-    """What so many idle seconds bring can be spent at once, of each rate; one request always."""
+    """Each rate allows bursts of what accrues in this many seconds, and of one request at least."""
     max_concurrent_requests: Annotated[int, Field(ge=1, le=10**6)] | None = None
     """Requests in progress."""
     max_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Tokens of one prompt."""
+    """Tokens per prompt."""
     max_output_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Output tokens of one request; the default for those that name no number."""
+    """Output tokens per request; the default for requests that do not set a maximum."""
     priority_class: PriorityClass = "standard"
-    """Who goes first where requests have to wait."""
+    """Order of service when requests have to wait."""
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
-    """Part of a crowded cluster, beside the other tenants of the same class."""
+    """Share of a saturated cluster, relative to the other tenants of the same class."""
     shared_cache_group: Name | None = None
-    """Tenants of one group share cached KV of equal prompts, and can find out by timing what the others have asked.
-    Default: nobody."""
+    """Tenants of one group share cached KV of equal prompts, and can infer each other's prompts from timing.
+    Default: no sharing."""
     admin: bool = False
-    """May see workers and metrics, and change the plan of scaling."""
+    """May read workers and metrics, and change the scaling plan."""
 
 
 class TenantsFile(_Section):
-    """The whole file."""
+    """The content of the tenants file."""
 
     tenants: Annotated[tuple[TenantPolicy, ...], Field(min_length=1, max_length=10_000)]
     """The tenants."""
     cache_salt_secret_file: Path | None = None
     """File with at least 16 random bytes, from which each tenant's cache salt is derived; relative to this file's
-    folder. Coordinators that share workers should share it. Default: random at each start, so that what was cached
-    before is not found again."""
+    folder. Coordinators that share workers should share it. Default: random at each start, which invalidates what was
+    cached before."""
 
     @model_validator(mode="after")
     def _unique(self) -> TenantsFile:
@@ -92,14 +92,16 @@ class TenantsFile(_Section):
 
 
 @dataclass(frozen=True, slots=True)
-class TenantBook:
-    """A file of tenants with its secret: everything that a request is decided by."""
+class TenantsConfig:
+    """A tenants file with its secret."""
 
     file: TenantsFile
     secret: bytes = field(repr=False)
+    secret_path: Path | None = None
+    """Where the secret was read from."""
 
     def caller(self, policy: TenantPolicy) -> Caller:
-        """The caller that holders of this tenant's keys are."""
+        """The caller for holders of this tenant's keys."""
         return Caller(
             tenant=policy.name,
             cache_salt=cache_salt(self.secret, policy),
@@ -113,28 +115,31 @@ class TenantBook:
 
 
 def cache_salt(secret: bytes, policy: TenantPolicy) -> bytes:
-    """16 bytes that nobody can guess without the secret: HMAC-SHA256 of the tenant's name, or of its group's."""
+    """16 bytes, not guessable without the secret: HMAC-SHA256 of the tenant's name, or of its group's."""
     group = policy.shared_cache_group
     owner = f"tenant:{policy.name}" if group is None else f"group:{group}"
     return hmac.digest(secret, owner.encode(), hashlib.sha256)[:SALT_BYTES]
 
 
 def new_secret() -> bytes:
-    """A random secret, for files that name none."""
+    """A random secret, for files without a secret file."""
     return secrets.token_bytes(32)
 
 
-def load_tenants(path: Path, fallback_secret: bytes) -> TenantBook:
-    """Reads the file and its secret. Raises ConfigError naming the field and its bound; no hash is repeated there."""
-    try:
-        file = TenantsFile.model_validate(read_settings_file(path))
-    except ValidationError as error:
-        first = error.errors(include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"]) or "tenants"
-        raise ConfigError(f"{path}: {place}: {first['msg']}", field=place) from None
-    if file.cache_salt_secret_file is None:
-        return TenantBook(file, fallback_secret)
-    return TenantBook(file, _read_secret(path.parent / file.cache_salt_secret_file))
+def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
+    """Reads the file and its secret. Raises ConfigError naming line, field and bound, without repeating key hashes."""
+    yaml_file = read_yaml_file(path)
+    with yaml_file.naming_lines():
+        try:
+            file = TenantsFile.model_validate(yaml_file.values)
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"]) or "tenants"
+            raise ConfigError(f"{place}: {first['msg']}", field=place) from None
+        if file.cache_salt_secret_file is None:
+            return TenantsConfig(file, fallback_secret)
+        secret_path = path.parent / file.cache_salt_secret_file
+        return TenantsConfig(file, _read_secret(secret_path), secret_path)
 
 
 def _read_secret(path: Path) -> bytes:

@@ -1,47 +1,42 @@
-"""The tenants as they are now: who holds a key, and what each has used. Follows its file while it runs."""
+"""The tenants in force: authenticates API keys, keeps each tenant's usage, reloads the tenants file."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import signal
+import hashlib
+import hmac
+import secrets
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from coordinator.caller import Caller
-from coordinator.tenants.accounts import Account
-from coordinator.tenants.key_ring import KeyRing
-from coordinator.tenants.policy_file import TenantBook, TenantPolicy, load_tenants, new_secret
-from splitserve.errors import ConfigError, UnauthenticatedError
-from splitserve.logs import log_event
-
-LOOK_EVERY_S = 1.0
-
-Stamp = tuple[int, int, int]
+from coordinator.request.caller import Caller
+from coordinator.tenants.policy_file import TenantPolicy, TenantsConfig, load_tenants, new_secret
+from coordinator.tenants.usage import TenantUsage
+from splitserve.errors import UnauthenticatedError
+from splitserve.runtime.reload import ReloadedFiles
+from splitserve.security.api_keys import HASH_PREFIX, MAX_KEY_CHARACTERS
 
 
 class Tenants:
-    """An Authenticator. A reload replaces all keys and limits between two requests; running ones go on.
+    """An Authenticator. A reload replaces all keys and limits at once; running requests continue.
 
-    Raises ConfigError when the file is wrong at the start. Later a wrong file changes nothing.
+    Raises ConfigError if the file is invalid at the start. Later, an invalid file changes nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self.unauthenticated = 0
-        """Calls without a key that is known, since the start."""
-        self._path = path
+        """Calls without a known key since the start."""
+        self._usages: dict[str, TenantUsage] = {}
+        self._paths = [path]
         self._fallback_secret = new_secret()
-        self._accounts: dict[str, Account] = {}
-        self._changed = asyncio.Event()
-        self._stamp = _stamp(path)
-        self._adopt(load_tenants(path, self._fallback_secret))
+        self.file = ReloadedFiles("tenants", lambda: self._paths, self._load, self._adopt)
+        """The tenants file with its secret, for a `FileWatcher`."""
+        self.file.start()
 
     @property
-    def accounts(self) -> Mapping[str, Account]:
-        """By name, only of tenants in the file."""
-        return {policy.name: self._accounts[policy.name] for policy in self._policies}
+    def usages(self) -> Mapping[str, TenantUsage]:
+        """Usage by tenant name, for tenants in the file only."""
+        return {policy.name: self._usages[policy.name] for policy in self._policies}
 
     def caller(self, credential: str | None) -> Caller:
         """See Authenticator."""
@@ -54,67 +49,54 @@ class Tenants:
             raise UnauthenticatedError(message, reason="NO_API_KEY")
         raise UnauthenticatedError("the API key is not known", reason="WRONG_API_KEY")
 
-    def account(self, caller: Caller) -> Account:
-        """What the caller's tenant has used. Callers that are no tenants have an account without limits."""
-        account = self._accounts.get(caller.tenant)
-        if account is None:
-            account = Account(TenantPolicy(name=caller.tenant), time.monotonic())
-        return account
+    def usage_of(self, caller: Caller) -> TenantUsage:
+        """The usage of the caller's tenant. Callers without a tenant get a new one without limits."""
+        usage = self._usages.get(caller.tenant)
+        if usage is None:
+            usage = TenantUsage(TenantPolicy(name=caller.tenant), time.monotonic())
+        return usage
 
-    def reload(self) -> bool:
-        """Reads the file again. A wrong one is told of in the log, and what was in force stays. True: adopted."""
-        self._stamp = _stamp(self._path)
-        try:
-            book = load_tenants(self._path, self._fallback_secret)
-        except ConfigError as error:
-            log_event("tenants.rejected", level=logging.ERROR, field=error.field, error=error.message)
-            return False
-        self._adopt(book)
-        log_event("tenants.reloaded", tenants=len(book.file.tenants))
-        return True
+    def _load(self) -> tuple[TenantsConfig, KeyRing]:
+        loaded = load_tenants(self._paths[0], self._fallback_secret)
+        return loaded, KeyRing(loaded)
 
-    async def follow(self) -> None:
-        """Reloads after SIGHUP, and when the file changes, until cancelled."""
-        with self._on_hangup():
-            while True:
-                told = False
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_EVERY_S):
-                        told = await self._changed.wait()
-                self._changed.clear()
-                if told or _stamp(self._path) != self._stamp:
-                    self.reload()
-
-    def _adopt(self, book: TenantBook) -> None:
-        now = time.monotonic()
-        for policy in book.file.tenants:
-            if account := self._accounts.get(policy.name):
-                account.adopt(policy, now)
+    def _adopt(self, content: tuple[TenantsConfig, KeyRing]) -> None:
+        now, (loaded, keys) = time.monotonic(), content
+        for policy in loaded.file.tenants:
+            if usage := self._usages.get(policy.name):
+                usage.adopt(policy, now)
             else:
-                self._accounts[policy.name] = Account(policy, now)
-        names = {policy.name for policy in book.file.tenants}
-        for gone in self._accounts.keys() - names:
-            del self._accounts[gone]
-        self._policies = book.file.tenants
-        self._keys = KeyRing(book)
-
-    @contextmanager
-    def _on_hangup(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        try:
-            loop.add_signal_handler(signal.SIGHUP, self._changed.set)
-        except (NotImplementedError, RuntimeError, ValueError):
-            yield  # off the main thread: the file is looked at all the same
-            return
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGHUP)
+                self._usages[policy.name] = TenantUsage(policy, now)
+        names = {policy.name for policy in loaded.file.tenants}
+        for name in self._usages.keys() - names:
+            del self._usages[name]
+        self._policies = loaded.file.tenants
+        self._keys = keys
+        self._paths = [self._paths[0], *([loaded.secret_path] if loaded.secret_path else [])]
 
 
-def _stamp(path: Path) -> Stamp | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
+class KeyRing:
+    """Callers by the hashes of their keys. Immutable.
+
+    Hashes are looked up under a second hash, keyed with random bytes. Timing of a look-up therefore reveals nothing
+    about partial matches, and it takes constant time in the number of tenants.
+    """
+
+    def __init__(self, loaded: TenantsConfig) -> None:
+        self._blind = secrets.token_bytes(32)
+        self._callers: Mapping[bytes, Caller] = dict(self._entries(loaded))
+
+    def find(self, key: str) -> Caller | None:
+        """The holder of this key, or None. Accepts any text."""
+        if len(key) > MAX_KEY_CHARACTERS:
+            return None
+        return self._callers.get(self._blinded(hashlib.sha256(key.encode("utf-8", "replace")).digest()))
+
+    def _entries(self, loaded: TenantsConfig) -> Iterable[tuple[bytes, Caller]]:
+        for policy in loaded.file.tenants:
+            caller = loaded.caller(policy)
+            for hashed in policy.key_hashes:
+                yield self._blinded(bytes.fromhex(hashed.removeprefix(HASH_PREFIX))), caller
+
+    def _blinded(self, digest: bytes) -> bytes:
+        return hmac.digest(self._blind, digest, "sha256")

@@ -1,4 +1,4 @@
-"""What people see of a local cluster: bars on a terminal, lines elsewhere, a log file for each child."""
+"""Display of a local cluster: progress bars on a terminal, lines elsewhere, a log file per child."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import IO, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from splitserve.child_process import ChildSpec, Event
+from splitserve.cluster.child_process import ChildSpec, Event
 from splitserve.errors import ConfigError
 
 LOUD_LEVELS = frozenset({"warning", "error", "critical"})
 PLAIN_STEP = 0.25
-"""Share of the weights between two lines where there is no terminal."""
+"""Share of the weights between two progress lines without a terminal."""
 
 
 class ClusterDisplay:
@@ -30,7 +30,7 @@ class ClusterDisplay:
         self._stack = ExitStack()
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
-        self._told: dict[str, float] = {}
+        self._shown: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         for name in self._names:
@@ -56,9 +56,9 @@ class ClusterDisplay:
                 self._tasks[name] = self._bar.add_task(f"{name}: loading weights", total=1.0)
             self._bar.update(self._tasks[name], completed=fraction, visible=fraction < 1.0)
             return
-        last = self._told.get(name, -PLAIN_STEP)
+        last = self._shown.get(name, -PLAIN_STEP)
         if fraction >= last + PLAIN_STEP or fraction < last or fraction == 1.0 > last:
-            self._told[name] = fraction
+            self._shown[name] = fraction
             self._print(f"{name}: loading weights, {fraction:.0%}")
 
     def ready(self, model: str) -> None:
@@ -77,7 +77,7 @@ class ClusterDisplay:
             self._print(f"[{spec.name}] {line}")
 
     def _print(self, text: str) -> None:
-        # Nobody may be left to read; the cluster goes on.
+        # Without a reader the cluster keeps running.
         with suppress(OSError):
             self._console.print(text)
 
@@ -85,7 +85,7 @@ class ClusterDisplay:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-            self._told = dict.fromkeys(self._names, 1.0)
+            self._shown = dict.fromkeys(self._names, 1.0)
 
     def _open_log(self, name: str) -> IO[str] | None:
         folder = self._log_dir

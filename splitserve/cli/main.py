@@ -1,34 +1,24 @@
-"""The `splitserve` program: collects the commands and turns every error into one line and an exit code."""
+"""The `splitserve` program: runs a command and turns every error into one line and an exit code."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-# gRPC reads this once, at its import. What goes wrong comes as errors; its own log would only add noise.
+# gRPC reads this once, on import. Failures surface as errors; its own log only adds noise.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import typer
 from typer.exceptions import TyperException
 
 from splitserve import __version__
-from splitserve.cli import (
-    certs,
-    doctor,
-    generate,
-    health,
-    keys,
-    model,
-    routes,
-    services,
-    simulate,
-    status,
-    up,
-)
+from splitserve.cli.commands import CommandGroup
 from splitserve.cli.output import write
-from splitserve.errors import InvalidArgumentError, SplitserveError
+
+if TYPE_CHECKING:
+    from splitserve.errors import SplitserveError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -40,10 +30,11 @@ EPILOG = (
 
 app = typer.Typer(
     name="splitserve",
+    cls=CommandGroup,
     help="LLM serving with prefill and decode split into separate pools.",
     epilog=EPILOG,
-    no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -64,26 +55,15 @@ def _root(
     """LLM serving with prefill and decode split into separate pools."""
 
 
-up.register(app)
-generate.register(app)
-status.register(app)
-doctor.register(app)
-health.register(app)
-model.register(app)
-routes.register(app)
-certs.register(app)
-keys.register(app)
-services.register(app)
-simulate.register(app)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code."""
-    return exit_code_of(lambda: app(args=arguments, standalone_mode=False))
+    """Runs one command and returns its exit code. Without a command: the help, and the code of wrong usage."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    code = exit_code_of(lambda: app(args=given or ["--help"], standalone_mode=False))
+    return code if given else EXIT_USAGE
 
 
 def exit_code_of(action: Callable[[], object]) -> int:
-    """Runs something: what it returns if that is a number, else 0, or the code of its error, which is told.
+    """Runs a callable and returns its exit code: its result if that is a number, else 0; the code of its printed error.
 
     1 failure, 2 wrong usage, 130 Ctrl-C; the code of `typer.Exit` comes as a number from the command itself.
     """
@@ -92,7 +72,7 @@ def exit_code_of(action: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except TyperException as error:
-        # Without a message the help was shown instead.
+        # No message: the help was shown instead.
         message = error.format_message()
         return _complain(message, error.exit_code) if message else EXIT_USAGE
     except Exception as error:
@@ -101,17 +81,15 @@ def exit_code_of(action: Callable[[], object]) -> int:
 
 
 def _explain(error: Exception) -> int:
-    # Imported here: it is needed on failure only.
-    from splitserve.rpc_errors import known_error
+    # Imported here: needed on failure only, and gRPC comes with them.
+    from splitserve.errors import InvalidArgumentError
+    from splitserve.rpc.status import known_error
 
     known = known_error(error)
     if known is None:
         return _complain(f"unexpected {type(error).__name__}: {error}", EXIT_FAILED)
-    return _complain(_with_retry_hint(known), EXIT_USAGE if _is_usage(known) else EXIT_FAILED)
-
-
-def _is_usage(error: SplitserveError) -> bool:
-    return isinstance(error, InvalidArgumentError)
+    code = EXIT_USAGE if isinstance(known, InvalidArgumentError) else EXIT_FAILED
+    return _complain(_with_retry_hint(known), code)
 
 
 def _with_retry_hint(error: SplitserveError) -> str:
@@ -120,6 +98,6 @@ def _with_retry_hint(error: SplitserveError) -> str:
 
 
 def _complain(message: str, code: int) -> int:
-    # One line, whatever the message holds: log readers and people count on it.
+    # Always one line: scripts that read logs rely on it.
     print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code

@@ -13,7 +13,7 @@ import typer
 from splitserve.cli.output import write
 
 if TYPE_CHECKING:
-    from splitserve.models import Progress
+    from splitserve.models.sources import Progress
 
 
 def register(app: typer.Typer) -> None:
@@ -30,9 +30,9 @@ def fetch(name: Annotated[str, typer.Argument(help="Name of an embedded model.")
 
 
 def list_models() -> None:
-    """List embedded models and where they lie."""
+    """List embedded models and their folders."""
     from splitserve.errors import NotFoundError
-    from splitserve.models import EMBEDDED, resolve_model
+    from splitserve.models.sources import EMBEDDED, resolve_model
 
     for name in EMBEDDED:
         try:
@@ -43,8 +43,8 @@ def list_models() -> None:
 
 
 def fetch_with_progress(name: str) -> Path:
-    """Fetches with a bar on a terminal, with one line for each step otherwise."""
-    from splitserve.model_fetch import fetch_model
+    """Fetches with a progress bar on a terminal, else with one line per step."""
+    from splitserve.models.fetch import fetch_model
 
     with _progress(name) as progress:
         return fetch_model(name, progress)
@@ -64,13 +64,13 @@ def _progress(name: str) -> Iterator[Progress]:
 
 
 def _plain(name: str) -> Progress:
-    told: set[str] = set()
+    shown: set[str] = set()
 
     def progress(what: str, fraction: float) -> None:
-        # The words of a step may hold changing numbers; a log wants the step once.
+        # A step's text may contain changing numbers; a log gets each step once.
         step = what.split(" ", 1)[0]
-        if step not in told:
-            told.add(step)
+        if step not in shown:
+            shown.add(step)
             print(f"{name}: {what}", file=sys.stderr, flush=True)
 
     return progress

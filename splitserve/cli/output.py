@@ -8,15 +8,15 @@ import sys
 import typer
 
 EXIT_BROKEN_PIPE = 141
-"""What a shell reports of a program that ended with SIGPIPE."""
+"""Exit code that a shell reports for SIGPIPE."""
 
 
 def write(text: str) -> None:
-    """Writes and flushes. When nobody reads any more, ends the program quietly with EXIT_BROKEN_PIPE."""
+    """Writes and flushes. If the reader has gone, exits quietly with EXIT_BROKEN_PIPE."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python flushes once more at its end and would complain then.
+        # Python flushes again at exit and would report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_BROKEN_PIPE) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,18 +16,74 @@ from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from autoscaler.policy_file import ScalingPolicy
-    from autoscaler.simulation.comparison import Comparison
+    from autoscaler.policies.policy_file import ScalingPolicy
     from autoscaler.simulation.engine_model import EngineModel
+    from autoscaler.simulation.evaluation.comparison import Comparison
     from autoscaler.simulation.outcome import Outcome, Slo
     from autoscaler.simulation.simulator import Scenario
-    from autoscaler.simulation.trace import Trace
+    from autoscaler.simulation.traces.synthetic import TraceShape
+    from autoscaler.simulation.traces.trace import Trace
+    from splitserve.config.coordinator import AdmissionConfig
 
 SYNTHETIC_PANEL = "Synthetic traces"
 PIPED_WIDTH = 160
 DEFAULT_TTFT_MS = 2000.0
 DEFAULT_TPOT_MS = 100.0
 PREFIX_CACHES = ("worker", "pool", "off")
+BASELINE_HELP = (
+    "Compare with static-peak, hpa-p95-latency, token-backlog, dynamo-thresholds or all. Repeatable."
+)
+
+TraceName = Annotated[
+    str, typer.Option(help="Azure CSV or Mooncake JSONL file; or constant, ramp, burst, diurnal.")
+]
+PolicyFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The scaling policy, YAML. Default: `slo` in both pools.")
+]
+PlotFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the run: .png or .svg.")]
+Baselines = Annotated[list[str] | None, typer.Option(metavar="NAME", help=BASELINE_HELP)]
+OldBaselines = Annotated[list[str] | None, typer.Option("--opponent", hidden=True)]
+SearchBound = Annotated[
+    bool, typer.Option("--bound/--no-bound", help="Search the clairvoyant lower bound (about 20 runs).")
+]
+AttainmentBar = Annotated[
+    float, typer.Option(help="Share of requests within the SLO that the bound must reach.")
+]
+ColdStart = Annotated[
+    float, typer.Option(metavar="SECONDS", help="From the order of a replica until it is ready.")
+]
+TtftTarget = Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 2000.")]
+TpotTarget = Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 100.")]
+PeakReplicas = Annotated[
+    float | None,
+    typer.Option(help="Scale the trace so that its busiest minute fills this number of replicas."),
+]
+Scale = Annotated[
+    float | None, typer.Option(help="Multiply the arrival rate instead; 1 is the trace as it is.")
+]
+Jitter = Annotated[
+    float, typer.Option(metavar="SECONDS", help="How far copies of a request are moved when scaling.")
+]
+EnginePreset = Annotated[
+    str, typer.Option(help="How fast a replica is: simulated, h100-8b, h100x4-70b or h100x8-70b.")
+]
+PrefixCacheKind = Annotated[
+    str, typer.Option(help="worker: one for each prefill replica; pool: one for all; off.")
+]
+AdmissionMode = Annotated[
+    str,
+    typer.Option(help="queue: the coordinator's admission, with its defaults; off: requests go on at once."),
+]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Rate = Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)]
+PeakRate = Annotated[
+    float, typer.Option(help="Requests a second at the top.", rich_help_panel=SYNTHETIC_PANEL)
+]
+Duration = Annotated[float, typer.Option(metavar="SECONDS", help="Length.", rich_help_panel=SYNTHETIC_PANEL)]
+Burst = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Length of a burst.", rich_help_panel=SYNTHETIC_PANEL)
+]
+MeanTokens = Annotated[int, typer.Option(help="Mean.", rich_help_panel=SYNTHETIC_PANEL)]
 
 
 def register(app: typer.Typer) -> None:
@@ -34,70 +91,69 @@ def register(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
 
 
+@dataclass(frozen=True, slots=True)
+class _TraceScaling:
+    """At most one of `peak_replicas` and `factor` is given; `jitter_s` in seconds."""
+
+    peak_replicas: float | None
+    factor: float | None
+    jitter_s: float
+    seed: int
+
+
 def simulate(
-    trace: Annotated[
-        str,
-        typer.Option(help="Azure CSV or Mooncake JSONL file; or constant, ramp, burst, diurnal."),
-    ],
-    policy: Annotated[Path, typer.Option(metavar="FILE", help="The scaling policy, YAML.")],
+    trace: TraceName,
+    policy: PolicyFile = None,
     as_json: options.AsJson = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the run: .png or .svg.")] = None,
-    opponent: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Compare with static-peak, hpa-p95-latency, token-backlog, dynamo-thresholds or all. Repeatable.",
-        ),
-    ] = None,
-    bound: Annotated[
-        bool, typer.Option("--bound/--no-bound", help="Search the clairvoyant lower bound (20 runs or so).")
-    ] = True,
-    attainment_bar: Annotated[
-        float, typer.Option(help="Share of requests within the SLO that the bound must reach.")
-    ] = 0.97,
-    cold_start: Annotated[
-        float, typer.Option(metavar="SECONDS", help="From the order of a replica until it is ready.")
-    ] = 60.0,
-    ttft_ms: Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 2000.")] = None,
-    tpot_ms: Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 100.")] = None,
-    peak_replicas: Annotated[
-        float | None, typer.Option(help="Scale the trace so that its busiest minute fills so many replicas.")
-    ] = None,
-    scale: Annotated[
-        float | None, typer.Option(help="Multiply the arrival rate instead; 1 is the trace as it is.")
-    ] = None,
-    jitter: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How far copies of a request are moved when scaling.")
-    ] = 120.0,
-    engine_preset: Annotated[
-        str, typer.Option(help="How fast a replica is: simulated, h100-8b, h100x4-70b or h100x8-70b.")
-    ] = "simulated",
-    prefix_cache: Annotated[
-        str, typer.Option(help="worker: one for each prefill replica; pool: one for all; off.")
-    ] = "worker",
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    rate: Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)] = 2.0,
-    peak_rate: Annotated[
-        float, typer.Option(help="Requests a second at the top.", rich_help_panel=SYNTHETIC_PANEL)
-    ] = 8.0,
-    duration: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Length.", rich_help_panel=SYNTHETIC_PANEL)
-    ] = 3600.0,
-    burst: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Length of a burst.", rich_help_panel=SYNTHETIC_PANEL)
-    ] = 300.0,
-    prompt_tokens: Annotated[int, typer.Option(help="Mean.", rich_help_panel=SYNTHETIC_PANEL)] = 1000,
-    output_tokens: Annotated[int, typer.Option(help="Mean.", rich_help_panel=SYNTHETIC_PANEL)] = 200,
+    plot: PlotFile = None,
+    baseline: Baselines = None,
+    opponent: OldBaselines = None,
+    bound: SearchBound = True,
+    attainment_bar: AttainmentBar = 0.97,
+    cold_start: ColdStart = 60.0,
+    ttft_ms: TtftTarget = None,
+    tpot_ms: TpotTarget = None,
+    peak_replicas: PeakReplicas = None,
+    scale: Scale = None,
+    jitter: Jitter = 120.0,
+    engine_preset: EnginePreset = "simulated",
+    prefix_cache: PrefixCacheKind = "worker",
+    admission: AdmissionMode = "off",
+    seed: Seed = 0,
+    rate: Rate = 2.0,
+    peak_rate: PeakRate = 8.0,
+    duration: Duration = 3600.0,
+    burst: Burst = 300.0,
+    prompt_tokens: MeanTokens = 1000,
+    output_tokens: MeanTokens = 200,
 ) -> None:
     """Replay a trace against a scaling policy in simulated time."""
-    from autoscaler.policy_file import load_policy
-    from autoscaler.simulation.comparison import compare, opponent_names
+    from autoscaler.policies.policy_file import load_policy
     from autoscaler.simulation.engine_model import preset
-    from autoscaler.simulation.plot import check_plot_path, draw
+    from autoscaler.simulation.evaluation.comparison import baseline_names, compare
+    from autoscaler.simulation.evaluation.plot import check_plot_path, draw
     from autoscaler.simulation.simulator import Scenario
-    from autoscaler.simulation.synthetic import SYNTHETIC, Shape, synthetic
-    from autoscaler.simulation.trace_files import load_trace
+    from autoscaler.simulation.traces.synthetic import TraceShape
 
+    _check_options(cold_start, jitter, attainment_bar, prefix_cache)
+    names = baseline_names([*(baseline or ()), *(opponent or ())])
+    if plot is not None:
+        check_plot_path(plot)
+    rules = _default_policy(ttft_ms, tpot_ms, peak_replicas) if policy is None else load_policy(policy)
+    engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
+    shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
+    scaling = _TraceScaling(peak_replicas, scale, jitter, seed)
+    replayed = _scaled(_load(shape), engine, slo, scaling)
+    scenario = Scenario(
+        replayed, engine, slo, cold_start, prefix_cache=prefix_cache, admission=_admission(admission)
+    )
+    found = compare(scenario, rules, names, attainment_bar if bound else None)
+    if plot is not None:
+        draw(plot, found.policy, f"{replayed.name}, cold start {cold_start:g} s", found.bound)
+    write(f"{json.dumps(found.to_json())}\n" if as_json else _table(found, scenario))
+
+
+def _check_options(cold_start: float, jitter: float, attainment_bar: float, prefix_cache: str) -> None:
     _check_above("cold_start", cold_start, least=0.0)
     _check_above("jitter", jitter, least=0.0)
     if not 0 < attainment_bar <= 1:
@@ -108,29 +164,46 @@ def simulate(
         raise InvalidArgumentError(
             f"prefix_cache must be {', '.join(PREFIX_CACHES)}, not {prefix_cache!r}", field="prefix_cache"
         )
-    names = opponent_names(opponent or [])
-    if plot is not None:
-        check_plot_path(plot)
-    rules = load_policy(policy)
-    engine = preset(engine_preset)
-    slo = _slo(rules, ttft_ms, tpot_ms)
-    if trace in SYNTHETIC:
-        shape = Shape(
-            trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, equal=False, seed=seed
-        )
-        played = synthetic(shape)
-    else:
-        played = load_trace(Path(trace), seed)
-    played = _scaled(played, engine, slo, peak_replicas, scale, jitter, seed)
-    scenario = Scenario(played, engine, slo, cold_start, prefix_cache=prefix_cache)
-    found = compare(scenario, rules, names, attainment_bar if bound else None)
-    if plot is not None:
-        draw(plot, found.policy, f"{played.name}, cold start {cold_start:g} s", found.bound)
-    write(f"{json.dumps(found.to_json())}\n" if as_json else _table(found, scenario))
+
+
+def _admission(mode: str) -> AdmissionConfig:
+    from pydantic import ValidationError
+
+    from splitserve.config.coordinator import AdmissionConfig
+
+    try:
+        return AdmissionConfig(mode=mode)  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise InvalidArgumentError(
+            f"admission must be queue or off, not {mode!r}", field="admission"
+        ) from error
+
+
+def _load(shape: TraceShape) -> Trace:
+    """The synthetic trace of that kind, or the file of that name."""
+    from autoscaler.simulation.traces.synthetic import SYNTHETIC, synthetic
+    from autoscaler.simulation.traces.trace import load_trace
+
+    return synthetic(shape) if shape.kind in SYNTHETIC else load_trace(Path(shape.kind), shape.seed)
+
+
+def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:
+    """The kind `slo` with its defaults in both pools; where a trace is scaled up, twice the replicas that it fills."""
+    from autoscaler.policies.policy_file import PoolPolicy, parse_policy
+
+    ttft = DEFAULT_TTFT_MS if ttft_ms is None else ttft_ms
+    tpot = DEFAULT_TPOT_MS if tpot_ms is None else tpot_ms
+    peak = 0.0 if peak is None else peak
+    _check_above("ttft_ms", ttft)
+    _check_above("tpot_ms", tpot)
+    _check_above("peak_replicas", peak, least=0.0)
+    most = max(PoolPolicy.model_fields["max_replicas"].default, math.ceil(2 * peak))
+    pools = {"prefill": {"target_ms": ttft}, "decode": {"target_ms": tpot}}
+    return parse_policy({name: {"max_replicas": most, **pool} for name, pool in pools.items()})
 
 
 def _slo(policy: ScalingPolicy, ttft_ms: float | None, tpot_ms: float | None) -> Slo:
-    from autoscaler.policy_file import SloPool
+    from autoscaler.policies.policy_file import SloPool
     from autoscaler.simulation.outcome import Slo
 
     prefill, decode = policy.prefill, policy.decode
@@ -143,26 +216,19 @@ def _slo(policy: ScalingPolicy, ttft_ms: float | None, tpot_ms: float | None) ->
     return Slo(ttft / 1e3, tpot / 1e3)
 
 
-def _scaled(
-    trace: Trace,
-    engine: EngineModel,
-    slo: Slo,
-    peak: float | None,
-    scale: float | None,
-    jitter_s: float,
-    seed: int,
-) -> Trace:
-    from autoscaler.simulation.scaling import scaled, scaled_to_peak
+def _scaled(trace: Trace, engine: EngineModel, slo: Slo, scaling: _TraceScaling) -> Trace:
+    from autoscaler.simulation.traces.scaling import scaled, scaled_to_peak
 
-    if peak is not None and scale is not None:
+    peak, factor = scaling.peak_replicas, scaling.factor
+    if peak is not None and factor is not None:
         raise InvalidArgumentError("peak_replicas and scale exclude each other", field="scale")
     if peak is not None:
         _check_above("peak_replicas", peak)
-        return scaled_to_peak(trace, peak, engine, slo.tpot_s, seed, jitter_s)
-    if scale is None:
+        return scaled_to_peak(trace, peak, engine, slo.tpot_s, scaling.seed, scaling.jitter_s)
+    if factor is None:
         return trace
-    _check_above("scale", scale)
-    return scaled(trace, scale, seed, jitter_s)
+    _check_above("scale", factor)
+    return scaled(trace, factor, scaling.seed, scaling.jitter_s)
 
 
 def _check_above(name: str, value: float, least: float | None = None) -> None:

@@ -3,90 +3,85 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from splitserve.addresses import claim_port
-from splitserve.cli import options
+from splitserve.cli.options import DEFAULT_TARGET
 from splitserve.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from autoscaler.local_scaling import LocalScaling
-    from splitserve.cluster_setup import CommandFactory
-    from splitserve.config import ClusterConfig
-    from splitserve.local_cluster import LocalCluster
-    from splitserve.part_security import PartSecurity
-    from splitserve.restart_policy import RestartPolicy
+    from splitserve.cluster.child_process import RestartPolicy
+    from splitserve.cluster.process_specs import CommandFactory
+    from splitserve.cluster.supervisor import LocalCluster
+    from splitserve.config.cluster import ClusterConfig
+    from splitserve.rpc.credentials import ClusterCredentials
 
 EXIT_KILLED = 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SHOWN = (
+    "model",
+    "prefill",
+    "decode",
+    "coordinators",
+    "coordinator.host",
+    "coordinator.grpc_port",
+    "coordinator.http_port",
+    "served_model_name",
+    "ready_timeout_s",
+    "coordinator.drain_s",
+    "pin_cores",
+    "autoscale",
+    "autoscale_interval_s",
+    "autoscale_window_s",
+    "tls",
+    "coordinator.cluster_port",
+    "cluster_token_file",
+    "coordinator.tenants",
+    "verify_kv",
+    "wire_dtype",
+    "engine.kind",
+    "engine.engine_args",
+    "engine.dtype",
+    "engine.quantization",
+    "engine.device",
+    "engine.block_size_tokens",
+    "engine.num_blocks",
+    "engine.max_step_tokens",
+    "engine.context_tokens",
+    "engine.threads",
+)
+"""Settings with an option; the others are set in the file or by environment variables."""
 
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
-    app.command("up")(up)
+    # Imported here: listing the commands needs no settings.
+    from splitserve.config.cluster import ClusterConfig
+    from splitserve.config.command_line import EPILOG, command, optional
+
+    log_dir = typer.Option(metavar="DIR", help="Write each process's log to a file there.")
+    summary = (
+        "Start a local cluster and keep it running until Ctrl-C, which drains it; a second one kills it."
+    )
+    function = command(ClusterConfig, up, shown=SHOWN, beside=[optional("log_dir", Path, log_dir)])
+    app.command("up", help=summary, epilog=EPILOG)(function)
 
 
-def up(
-    ctx: typer.Context,
-    model: options.Model = None,
-    prefill: Annotated[
-        int | None, typer.Option(help="Prefill workers. Default: 1, or the policy's least.")
-    ] = None,
-    decode: Annotated[
-        int | None, typer.Option(help="Decode workers. Default: 1, or the policy's least.")
-    ] = None,
-    coordinators: Annotated[
-        int | None, typer.Option(help="Coordinators, on consecutive ports. Default: 1.")
-    ] = None,
-    host: options.Host = None,
-    grpc_port: options.GrpcPort = None,
-    http_port: options.HttpPort = None,
-    config: options.Config = None,
-    served_model_name: options.ServedModelName = None,
-    ready_timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="How long loading may take. Default: 300.")
-    ] = None,
-    drain: options.Drain = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each process's log to a file there.")
-    ] = None,
-    pin_cores: Annotated[
-        bool | None,
-        typer.Option("--pin-cores/--no-pin-cores", help="Give each worker its own cores. Default: yes."),
-    ] = None,
-    autoscale: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Scale both pools by this policy. Default: fixed.")
-    ] = None,
-    autoscale_interval: options.ScalingInterval = None,
-    autoscale_window: options.ScalingWindow = None,
-    tls: options.Tls = None,
-    cluster_port: options.ClusterPort = None,
-    cluster_token_file: options.ClusterTokenFile = None,
-    tenants: options.Tenants = None,
-    verify_kv: options.VerifyKv = None,
-    wire_dtype: options.WireDtype = None,
-    engine: options.Engine = None,
-    dtype: options.Dtype = None,
-    quantization: options.Quantization = None,
-    device: options.Device = None,
-    block_size: options.BlockSize = None,
-    num_blocks: options.NumBlocks = None,
-    max_step_tokens: options.MaxStepTokens = None,
-    context_tokens: options.ContextTokens = None,
-    threads: options.Threads = None,
-) -> None:
-    """Start a local cluster and keep it running until Ctrl-C, which drains it; a second one kills it."""
-    from splitserve.config import ClusterConfig, load_settings
-    from splitserve.service_arguments import CLUSTER_OPTIONS, to_settings
+def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
+    """Runs a cluster with these settings. Removes the parts' variables from the environment.
 
-    settings = load_settings(ClusterConfig, config, **to_settings(ctx.params, CLUSTER_OPTIONS))
+    Raises UnavailableError or FailedPreconditionError for a port that is taken, NotFoundError without the model.
+    """
+    _leave_settings_to_options()
     front = settings.coordinator
     ports = {"grpc_port": claim_port(front.host, front.grpc_port)}
     if front.http_port is not None:
@@ -102,9 +97,20 @@ def up(
         raise typer.Exit(EXIT_KILLED)
 
 
+def _leave_settings_to_options() -> None:
+    """The parts are configured by their command lines, which omit defaults: a variable must not override those."""
+    from splitserve.config.command_line import settings_of
+    from splitserve.config.coordinator import CoordinatorConfig
+    from splitserve.config.worker import WorkerConfig
+
+    for kind in (CoordinatorConfig, WorkerConfig):
+        for setting in settings_of(kind):
+            os.environ.pop(setting.variable, None)
+
+
 def _claim_further_ports(config: ClusterConfig) -> None:
-    """Makes sure that every further coordinator can have its ports. Raises UnavailableError naming the taken one."""
-    from splitserve.cluster_setup import each_coordinator
+    """Checks the ports of further coordinators. Raises UnavailableError naming one in use."""
+    from splitserve.cluster.process_specs import each_coordinator
 
     if config.coordinators > 1 and config.autoscale is not None:
         raise ConfigError("coordinators: an autoscaled local cluster has one", field="coordinators")
@@ -125,7 +131,8 @@ async def run_cluster(
     """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
     from splitserve.cli.cluster_display import ClusterDisplay
     from splitserve.client import AsyncClient
-    from splitserve.cluster_setup import (
+    from splitserve.cluster.placement import available_cores, cuda_devices, make_inventory
+    from splitserve.cluster.process_specs import (
         cluster_probe,
         cluster_target,
         cluster_token,
@@ -136,10 +143,8 @@ async def run_cluster(
         worker_spec,
         worker_specs,
     )
-    from splitserve.core_layout import available_cores
-    from splitserve.local_cluster import ClusterTimes, LocalCluster
-    from splitserve.part_security import TOKEN_VARIABLE
-    from splitserve.placement import cuda_devices, make_inventory
+    from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
+    from splitserve.rpc.credentials import TOKEN_VARIABLE
 
     token = cluster_token(config)
     security = operator_security(config, token)
@@ -167,7 +172,7 @@ async def run_cluster(
     return cluster.was_killed
 
 
-def _scaling(config: ClusterConfig, security: PartSecurity) -> LocalScaling | None:
+def _scaling(config: ClusterConfig, security: ClusterCredentials) -> LocalScaling | None:
     if config.autoscale is None:
         return None
     from autoscaler.local_scaling import LocalScaling
@@ -178,8 +183,8 @@ def _scaling(config: ClusterConfig, security: PartSecurity) -> LocalScaling | No
 
 
 def _provide_model(config: ClusterConfig) -> None:
-    """Makes sure that the model can be loaded before anything starts; fetches an embedded one."""
-    from splitserve.models import EMBEDDED, resolve_model
+    """Checks before the start that the model can be loaded; fetches an embedded one."""
+    from splitserve.models.sources import EMBEDDED, resolve_model
 
     if config.engine.kind == "simulated":
         return
@@ -215,12 +220,12 @@ def _steer_by_signals(cluster: LocalCluster, tell: Callable[[str], None]) -> Non
 
 
 def _ready_line(config: ClusterConfig, target: str) -> str:
-    elsewhere = "" if target == options.DEFAULT_TARGET else f" --target {target}"
+    elsewhere = "" if target == DEFAULT_TARGET else f" --target {target}"
     if config.tls is not None:
         elsewhere += f" --tls {config.tls}"
     pools = f"{config.prefill} prefill + {config.decode} decode"
     line = f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{elsewhere}'
-    from splitserve.cluster_setup import openai_url
+    from splitserve.cluster.process_specs import openai_url
 
     url = openai_url(config)
     return line if url is None else f"{line}\nOpenAI-compatible API: {url}"

@@ -33,19 +33,18 @@ class ReserveRequest(_message.Message):
     PRIOR_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     WRITER_AGENT_ID_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    PRECEDENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
     """Id of the coordinator, as given to StreamOutputs. Required."""
     prior_output_tokens: _builtins.int
     """How many at the end of token_ids are output of earlier attempts. Default 0. Less than len(token_ids)."""
-    priority: _builtins.int
-    """Higher is served first. Default 0."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache; different salts never share blocks. At most 64 bytes. Default empty."""
     writer_agent_id: _builtins.str
@@ -54,6 +53,8 @@ class ReserveRequest(_message.Message):
     """Compute the prompt here, without a prefill worker, when at most so many of its tokens are not in this
     worker's prefix cache. Default 0: never.
     """
+    attachment: _builtins.int
+    """The coordinator's output stream that will carry the output, as in StreamOutputsRequest. Default 0: any that is open."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then tokens that earlier attempts already emitted. Required, at least one."""
@@ -70,6 +71,10 @@ class ReserveRequest(_message.Message):
     def timeout(self) -> _duration_pb2.Duration:
         """Time left for the whole generation. Required. Range (0, 24 h]."""
 
+    @_builtins.property
+    def precedence(self) -> _generation_pb2.Precedence:
+        """Its place among others in the worker's queues, and in preemption. Default: class 0 and no tenant."""
+
     def __init__(
         self,
         *,
@@ -79,15 +84,16 @@ class ReserveRequest(_message.Message):
         prior_output_tokens: _builtins.int = ...,
         sampling: _generation_pb2.SamplingParams | None = ...,
         stop: _generation_pb2.StopParams | None = ...,
-        priority: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
         cache_salt: _builtins.bytes = ...,
         writer_agent_id: _builtins.str = ...,
         local_prefill_tokens: _builtins.int = ...,
+        attachment: _builtins.int = ...,
+        precedence: _generation_pb2.Precedence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "prior_output_tokens", b"prior_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -182,20 +188,58 @@ class StreamOutputsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
     coordinator_id: _builtins.str
     """Id of the coordinator, a UUID made at its boot. Required."""
+    attachment: _builtins.int
+    """Number of this stream, greater than that of any earlier one of this coordinator. Default 0: the coordinator resumes
+    no stream, and its requests end when this one breaks.
+    """
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedRequest]:
+        """The coordinator's requests on this worker that have not ended. All others of this coordinator are ended."""
+
     def __init__(
         self,
         *,
         coordinator_id: _builtins.str = ...,
+        attachment: _builtins.int = ...,
+        requests: _abc.Iterable[Global___AttachedRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "coordinator_id", b"coordinator_id", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamOutputsRequest: _TypeAlias = StreamOutputsRequest  # noqa: Y015
+
+@_typing.final
+class AttachedRequest(_message.Message):
+    """How far a coordinator has received the output of one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NEXT_POSITION_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    next_position: _builtins.int
+    """Position after the last token received from this worker; output goes on there. 0 when nothing was received."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        next_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_position", b"next_position", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachedRequest: _TypeAlias = AttachedRequest  # noqa: Y015
 
 @_typing.final
 class StreamOutputsResponse(_message.Message):
@@ -205,25 +249,84 @@ class StreamOutputsResponse(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    LOST_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Boot epoch of the worker, in the first message only, which has no outputs."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceOutput]:
         """Requests that progressed in this step."""
 
+    @_builtins.property
+    def lease(self) -> _duration_pb2.Duration:
+        """How long requests outlive this stream, in the first message only. Not set: they end with it."""
+
+    @_builtins.property
+    def lost_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of the named requests that this worker does not have, in a message before any outputs."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         outputs: _abc.Iterable[Global___SequenceOutput] | None = ...,
+        lease: _duration_pb2.Duration | None = ...,
+        lost_request_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease", b"lease", "lost_request_ids", b"lost_request_ids", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamOutputsResponse: _TypeAlias = StreamOutputsResponse  # noqa: Y015
+
+@_typing.final
+class AcknowledgeOutputsRequest(_message.Message):
+    """What a coordinator has read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    coordinator_id: _builtins.str
+    """Id of the coordinator, as given to StreamOutputs. Required."""
+    attachment: _builtins.int
+    """The stream that was read, as given to StreamOutputs."""
+    messages: _builtins.int
+    """Messages with outputs that were received on it."""
+    def __init__(
+        self,
+        *,
+        coordinator_id: _builtins.str = ...,
+        attachment: _builtins.int = ...,
+        messages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "coordinator_id", b"coordinator_id", "messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcknowledgeOutputsRequest: _TypeAlias = AcknowledgeOutputsRequest  # noqa: Y015
+
+@_typing.final
+class AcknowledgeOutputsResponse(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcknowledgeOutputsResponse: _TypeAlias = AcknowledgeOutputsResponse  # noqa: Y015
 
 @_typing.final
 class SequenceOutput(_message.Message):

@@ -50,6 +50,11 @@ class DecodeServiceStub:
                 request_serializer=splitserve_dot_v1_dot_decode__pb2.StreamOutputsRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_decode__pb2.StreamOutputsResponse.FromString,
                 _registered_method=True)
+        self.AcknowledgeOutputs = channel.unary_unary(
+                '/splitserve.v1.DecodeService/AcknowledgeOutputs',
+                request_serializer=splitserve_dot_v1_dot_decode__pb2.AcknowledgeOutputsRequest.SerializeToString,
+                response_deserializer=splitserve_dot_v1_dot_decode__pb2.AcknowledgeOutputsResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -59,22 +64,34 @@ class DecodeServiceServicer:
     def Reserve(self, request, context):
         """Reserves KV blocks for a prompt and keeps the request until its KV arrives; then it decodes by itself.
         Waits for room until `timeout`. Failures: RESOURCE_EXHAUSTED (can never fit, queue full), DEADLINE_EXCEEDED,
-        UNAVAILABLE (draining), FAILED_PRECONDITION (no output stream of this coordinator is open).
+        UNAVAILABLE (draining), FAILED_PRECONDITION (NO_OUTPUT_STREAM: this coordinator has no output stream open, or
+        another one than `attachment` names).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request in any state. Idempotent. Reserved blocks go to quarantine until their writer has let go.
+        """Ends a request in any state. Idempotent; once received it is carried out, even if the caller no longer waits.
+        Reserved blocks go to quarantine until their writer has let go.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamOutputs(self, request, context):
-        """All output of one coordinator's requests, batched per step. One stream a coordinator; a second one with the
-        same id replaces the first. When it breaks, its requests are aborted after the lease.
+        """All output of one coordinator's requests, batched per step. One stream a coordinator; a newer one replaces the
+        older. When it breaks, its requests go on, and their output is kept until the coordinator opens the next one and
+        says what it has received; after the lease they are ended. Requests that the coordinator does not name then are
+        ended at once. Failure: FAILED_PRECONDITION (STALE_ATTACHMENT: a newer one was opened before).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcknowledgeOutputs(self, request, context):
+        """Says how far a coordinator has read its output stream, so that the worker need not keep what was sent. Cumulative;
+        what is said of another attachment than the present one is ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,6 +114,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.StreamOutputs,
                     request_deserializer=splitserve_dot_v1_dot_decode__pb2.StreamOutputsRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_decode__pb2.StreamOutputsResponse.SerializeToString,
+            ),
+            'AcknowledgeOutputs': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcknowledgeOutputs,
+                    request_deserializer=splitserve_dot_v1_dot_decode__pb2.AcknowledgeOutputsRequest.FromString,
+                    response_serializer=splitserve_dot_v1_dot_decode__pb2.AcknowledgeOutputsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -181,6 +203,33 @@ class DecodeService:
             '/splitserve.v1.DecodeService/StreamOutputs',
             splitserve_dot_v1_dot_decode__pb2.StreamOutputsRequest.SerializeToString,
             splitserve_dot_v1_dot_decode__pb2.StreamOutputsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcknowledgeOutputs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.DecodeService/AcknowledgeOutputs',
+            splitserve_dot_v1_dot_decode__pb2.AcknowledgeOutputsRequest.SerializeToString,
+            splitserve_dot_v1_dot_decode__pb2.AcknowledgeOutputsResponse.FromString,
             options,
             channel_credentials,
             insecure,

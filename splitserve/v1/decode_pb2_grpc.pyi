@@ -36,13 +36,22 @@ class DecodeServiceStub:
     Reserve: _grpc.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]
     """Reserves KV blocks for a prompt and keeps the request until its KV arrives; then it decodes by itself.
     Waits for room until `timeout`. Failures: RESOURCE_EXHAUSTED (can never fit, queue full), DEADLINE_EXCEEDED,
-    UNAVAILABLE (draining), FAILED_PRECONDITION (no output stream of this coordinator is open).
+    UNAVAILABLE (draining), FAILED_PRECONDITION (NO_OUTPUT_STREAM: this coordinator has no output stream open, or
+    another one than `attachment` names).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]
-    """Ends a request in any state. Idempotent. Reserved blocks go to quarantine until their writer has let go."""
+    """Ends a request in any state. Idempotent; once received it is carried out, even if the caller no longer waits.
+    Reserved blocks go to quarantine until their writer has let go.
+    """
     StreamOutputs: _grpc.UnaryStreamMultiCallable[_decode_pb2.StreamOutputsRequest, _decode_pb2.StreamOutputsResponse]
-    """All output of one coordinator's requests, batched per step. One stream a coordinator; a second one with the
-    same id replaces the first. When it breaks, its requests are aborted after the lease.
+    """All output of one coordinator's requests, batched per step. One stream a coordinator; a newer one replaces the
+    older. When it breaks, its requests go on, and their output is kept until the coordinator opens the next one and
+    says what it has received; after the lease they are ended. Requests that the coordinator does not name then are
+    ended at once. Failure: FAILED_PRECONDITION (STALE_ATTACHMENT: a newer one was opened before).
+    """
+    AcknowledgeOutputs: _grpc.UnaryUnaryMultiCallable[_decode_pb2.AcknowledgeOutputsRequest, _decode_pb2.AcknowledgeOutputsResponse]
+    """Says how far a coordinator has read its output stream, so that the worker need not keep what was sent. Cumulative;
+    what is said of another attachment than the present one is ignored.
     """
 
 @_typing.type_check_only
@@ -53,13 +62,22 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     Reserve: _aio.UnaryUnaryMultiCallable[_decode_pb2.ReserveRequest, _decode_pb2.ReserveResponse]  # type: ignore[assignment]
     """Reserves KV blocks for a prompt and keeps the request until its KV arrives; then it decodes by itself.
     Waits for room until `timeout`. Failures: RESOURCE_EXHAUSTED (can never fit, queue full), DEADLINE_EXCEEDED,
-    UNAVAILABLE (draining), FAILED_PRECONDITION (no output stream of this coordinator is open).
+    UNAVAILABLE (draining), FAILED_PRECONDITION (NO_OUTPUT_STREAM: this coordinator has no output stream open, or
+    another one than `attachment` names).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_decode_pb2.AbortRequest, _decode_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request in any state. Idempotent. Reserved blocks go to quarantine until their writer has let go."""
+    """Ends a request in any state. Idempotent; once received it is carried out, even if the caller no longer waits.
+    Reserved blocks go to quarantine until their writer has let go.
+    """
     StreamOutputs: _aio.UnaryStreamMultiCallable[_decode_pb2.StreamOutputsRequest, _decode_pb2.StreamOutputsResponse]  # type: ignore[assignment]
-    """All output of one coordinator's requests, batched per step. One stream a coordinator; a second one with the
-    same id replaces the first. When it breaks, its requests are aborted after the lease.
+    """All output of one coordinator's requests, batched per step. One stream a coordinator; a newer one replaces the
+    older. When it breaks, its requests go on, and their output is kept until the coordinator opens the next one and
+    says what it has received; after the lease they are ended. Requests that the coordinator does not name then are
+    ended at once. Failure: FAILED_PRECONDITION (STALE_ATTACHMENT: a newer one was opened before).
+    """
+    AcknowledgeOutputs: _aio.UnaryUnaryMultiCallable[_decode_pb2.AcknowledgeOutputsRequest, _decode_pb2.AcknowledgeOutputsResponse]  # type: ignore[assignment]
+    """Says how far a coordinator has read its output stream, so that the worker need not keep what was sent. Cumulative;
+    what is said of another attachment than the present one is ignored.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -73,7 +91,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_decode_pb2.ReserveResponse, _abc.Awaitable[_decode_pb2.ReserveResponse]]:
         """Reserves KV blocks for a prompt and keeps the request until its KV arrives; then it decodes by itself.
         Waits for room until `timeout`. Failures: RESOURCE_EXHAUSTED (can never fit, queue full), DEADLINE_EXCEEDED,
-        UNAVAILABLE (draining), FAILED_PRECONDITION (no output stream of this coordinator is open).
+        UNAVAILABLE (draining), FAILED_PRECONDITION (NO_OUTPUT_STREAM: this coordinator has no output stream open, or
+        another one than `attachment` names).
         """
 
     @_abc_1.abstractmethod
@@ -82,7 +101,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_decode_pb2.AbortResponse, _abc.Awaitable[_decode_pb2.AbortResponse]]:
-        """Ends a request in any state. Idempotent. Reserved blocks go to quarantine until their writer has let go."""
+        """Ends a request in any state. Idempotent; once received it is carried out, even if the caller no longer waits.
+        Reserved blocks go to quarantine until their writer has let go.
+        """
 
     @_abc_1.abstractmethod
     def StreamOutputs(
@@ -90,8 +111,20 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.StreamOutputsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.StreamOutputsResponse], _abc.AsyncIterator[_decode_pb2.StreamOutputsResponse]]:
-        """All output of one coordinator's requests, batched per step. One stream a coordinator; a second one with the
-        same id replaces the first. When it breaks, its requests are aborted after the lease.
+        """All output of one coordinator's requests, batched per step. One stream a coordinator; a newer one replaces the
+        older. When it breaks, its requests go on, and their output is kept until the coordinator opens the next one and
+        says what it has received; after the lease they are ended. Requests that the coordinator does not name then are
+        ended at once. Failure: FAILED_PRECONDITION (STALE_ATTACHMENT: a newer one was opened before).
+        """
+
+    @_abc_1.abstractmethod
+    def AcknowledgeOutputs(
+        self,
+        request: _decode_pb2.AcknowledgeOutputsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_decode_pb2.AcknowledgeOutputsResponse, _abc.Awaitable[_decode_pb2.AcknowledgeOutputsResponse]]:
+        """Says how far a coordinator has read its output stream, so that the worker need not keep what was sent. Cumulative;
+        what is said of another attachment than the present one is ignored.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

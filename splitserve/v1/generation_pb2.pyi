@@ -241,6 +241,38 @@ class StopParams(_message.Message):
 Global___StopParams: _TypeAlias = StopParams  # noqa: Y015
 
 @_typing.final
+class Precedence(_message.Message):
+    """A request's place among others in a worker's queues. Made by the coordinator from who the client is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASS_RANK_FIELD_NUMBER: _builtins.int
+    TENANT_KEY_FIELD_NUMBER: _builtins.int
+    WITHIN_TENANT_FIELD_NUMBER: _builtins.int
+    class_rank: _builtins.int
+    """Class of the tenant's requests: a higher one is served first and preempted last. Default 0."""
+    tenant_key: _builtins.int
+    """Which tenant, the same number on every coordinator. Within a class, tenants are served by arrival. Default 0."""
+    within_tenant: _builtins.int
+    """Among the requests of one class and tenant, a higher one is served first and preempted last. Others are not
+    affected. Default 0.
+    """
+    def __init__(
+        self,
+        *,
+        class_rank: _builtins.int = ...,
+        tenant_key: _builtins.int = ...,
+        within_tenant: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["class_rank", b"class_rank", "tenant_key", b"tenant_key", "within_tenant", b"within_tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Precedence: _TypeAlias = Precedence  # noqa: Y015
+
+@_typing.final
 class TokenLogprob(_message.Message):
     """Log-probability of one emitted token, from the model's raw logits."""
 

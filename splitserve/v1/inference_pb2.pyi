@@ -36,6 +36,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name from ListModels. Default: the only model served. Failure: NOT_FOUND."""
     text: _builtins.str
@@ -43,7 +44,9 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Name chosen by the client for logs and traces. Default: made by the server. At most 128 characters of [A-Za-z0-9._-]."""
     priority: _builtins.int
-    """Higher is served first. Default 0. Range -100..100."""
+    """Higher is served first among the requests of one tenant; those of others are not affected. Default 0. Range
+    -100..100.
+    """
     session_id: _builtins.str
     """Requests of one session go to the same workers while these are not much busier than others, so that they find
     their prefix cached. Default: none. At most 128 characters of [A-Za-z0-9._-].
@@ -68,6 +71,13 @@ class GenerateRequest(_message.Message):
     def timeout(self) -> _duration_pb2.Duration:
         """Time for the whole generation. Default: the call's gRPC deadline, else the server's limit. Range (0, server's limit]."""
 
+    @_builtins.property
+    def resume(self) -> Global___GenerationResume:
+        """Goes on with a generation that broke off, at any coordinator of the cluster. Everything else in the request is as it
+        was then, with sampling.seed and request_id from GenerationStart. The answer is the rest of the same one: equal
+        tokens, from position len(token_ids) on. Default: a new generation.
+        """
+
     def __init__(
         self,
         *,
@@ -81,16 +91,51 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
         session_id: _builtins.str = ...,
+        resume: Global___GenerationResume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "stop", b"stop", "text", b"text", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class GenerationResume(_message.Message):
+    """What the client has of a generation that broke off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SERVED_MODEL_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    served_model: _builtins.str
+    """GenerationStart.served_model. Failure: FAILED_PRECONDITION (MODEL_CHANGED) where the requested name does not stand
+    for it any more. Default: chosen as for a new generation.
+    """
+    finish_reason: _generation_pb2.FinishReason.ValueType
+    """finish_reason of the last delta, if that one has come and only `done` is missing."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All output tokens that have come, from position 0. At most stop.max_tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        served_model: _builtins.str = ...,
+        finish_reason: _generation_pb2.FinishReason.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "served_model", b"served_model", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationResume: _TypeAlias = GenerationResume  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -190,6 +235,7 @@ class GenerateResponse(_message.Message):
 
     DELTA_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    STARTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def delta(self) -> _generation_pb2.OutputDelta:
         """A piece of output."""
@@ -198,21 +244,56 @@ class GenerateResponse(_message.Message):
     def done(self) -> Global___GenerationDone:
         """The end, sent once, last."""
 
+    @_builtins.property
+    def started(self) -> Global___GenerationStart:
+        """Set on the first message: what to go on with if the stream breaks, see GenerateRequest.resume."""
+
     def __init__(
         self,
         *,
         delta: _generation_pb2.OutputDelta | None = ...,
         done: Global___GenerationDone | None = ...,
+        started: Global___GenerationStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "done", b"done", "event", b"event", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "done", b"done", "event", b"event"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "done", b"done", "event", b"event", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["delta", "done"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class GenerationStart(_message.Message):
+    """What was chosen for a generation when it began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    SERVED_MODEL_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    seed: _builtins.int
+    """The seed of sampling."""
+    served_model: _builtins.str
+    """The served model that answers."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        served_model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "seed", b"seed", "served_model", b"served_model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationStart: _TypeAlias = GenerationStart  # noqa: Y015
 
 @_typing.final
 class GenerationDone(_message.Message):
@@ -472,6 +553,7 @@ class WorkerInfo(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     CIRCUIT_FIELD_NUMBER: _builtins.int
     TRIPPED_FIELD_NUMBER: _builtins.int
+    EXPERIMENTAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     pool: _builtins.str
@@ -515,6 +597,8 @@ class WorkerInfo(_message.Message):
     """Circuit breaker: "closed", "open" (too many failures lately) or "half-open" (one request decides)."""
     tripped: _builtins.bool
     """Whether it gets no requests because of its circuit breaker. One that is open serves on where nobody else could."""
+    experimental: _builtins.bool
+    """Whether its engine computes in a way that is experimental: splitserve's own CUDA path."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
         """Lanes to decode workers (prefill workers only), in order of their ids."""
@@ -543,10 +627,11 @@ class WorkerInfo(_message.Message):
         lanes: _abc.Iterable[Global___LaneInfo] | None = ...,
         circuit: _builtins.str = ...,
         tripped: _builtins.bool = ...,
+        experimental: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

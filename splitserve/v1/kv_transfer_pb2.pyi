@@ -106,6 +106,7 @@ class TransferEndpoint(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     PROBE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    LAYER_STRIDE_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """Agent id, a UUID made at boot (36 characters). Required. Never reused."""
     transport: _builtins.str
@@ -130,6 +131,11 @@ class TransferEndpoint(_message.Message):
     """Equal for all processes of one machine (the kernel's boot id), so that a peer knows what lane to expect. At most
     64 characters. Empty if unknown.
     """
+    layer_stride: _builtins.int
+    """Bytes between the starts of two layers. Each layer then has a row of num_blocks pieces, block_bytes / layout.num_layers
+    bytes each, and block b is the b-th piece of every row; block_bytes is the sum of its pieces. At least one row.
+    Default 0: a block is one contiguous piece with all its layers.
+    """
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """How the pool is laid out. Required."""
@@ -148,10 +154,11 @@ class TransferEndpoint(_message.Message):
         layout: Global___KvLayout | None = ...,
         probe_blocks: _builtins.int = ...,
         host_id: _builtins.str = ...,
+        layer_stride: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "host_id", b"host_id", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "probe_blocks", b"probe_blocks", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "host_id", b"host_id", "layer_stride", b"layer_stride", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "probe_blocks", b"probe_blocks", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

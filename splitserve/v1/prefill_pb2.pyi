@@ -33,15 +33,13 @@ class PrefillRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRECEDENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id. Required."""
     prior_output_tokens: _builtins.int
     """How many at the end of token_ids are output of earlier attempts. Default 0. Less than len(token_ids)."""
-    priority: _builtins.int
-    """Higher is served first. Default 0."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache; different salts never share blocks. At most 64 bytes. Default empty."""
     @_builtins.property
@@ -64,6 +62,10 @@ class PrefillRequest(_message.Message):
     def timeout(self) -> _duration_pb2.Duration:
         """Time left for the whole generation. Required. Range (0, 24 h]."""
 
+    @_builtins.property
+    def precedence(self) -> _generation_pb2.Precedence:
+        """Its place among others in the worker's queues. Default: class 0 and no tenant."""
+
     def __init__(
         self,
         *,
@@ -73,13 +75,13 @@ class PrefillRequest(_message.Message):
         sampling: _generation_pb2.SamplingParams | None = ...,
         stop: _generation_pb2.StopParams | None = ...,
         ticket: _kv_transfer_pb2.KvTicket | None = ...,
-        priority: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
         cache_salt: _builtins.bytes = ...,
+        precedence: _generation_pb2.Precedence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "prior_output_tokens", b"prior_output_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,7 @@ class RegisterRequest(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
+    EXPERIMENTAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -74,6 +75,8 @@ class RegisterRequest(_message.Message):
     """Sequences of one step at most. Range 1..65536. Required."""
     standby: _builtins.bool
     """Stay out of rotation, connected and loaded, until a plan puts this worker into it; see ScalingService. Default false."""
+    experimental: _builtins.bool
+    """Whether its engine computes in a way that no device has been through yet; for people to see. Default false."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -94,10 +97,11 @@ class RegisterRequest(_message.Message):
         max_step_tokens: _builtins.int = ...,
         max_running_requests: _builtins.int = ...,
         standby: _builtins.bool = ...,
+        experimental: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -228,7 +232,7 @@ Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
 @_typing.final
 class CacheEvents(_message.Message):
     """Changes of a prefix cache, in order: first `cleared`, then `removed`, then `stored`. Names are the first 8 bytes of
-    the blocks' chained hashes; see `splitserve.block_hashes`.
+    the blocks' chained hashes; see `splitserve.generation.kv_blocks`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -24,13 +24,14 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asplitserve/v1/routes.proto\x12\rsplitserve.v1\"E\n\nModelRoute\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x06shares\x18\x02 \x03(\x0b\x32\x19.splitserve.v1.RouteShare\"+\n\nRouteShare\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\x12\n\x10GetRoutesRequest\"X\n\x11GetRoutesResponse\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12+\n\x06routes\x18\x02 \x03(\x0b\x32\x1b.splitserve.v1.RouteInForce\"\x8c\x01\n\x0cRouteInForce\x12(\n\x05route\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.ModelRoute\x12+\n\x08previous\x18\x02 \x03(\x0b\x32\x19.splitserve.v1.RouteShare\x12\x14\n\x0cready_models\x18\x03 \x03(\t\x12\x0f\n\x07\x63hanged\x18\x04 \x01(\x08\"=\n\x10SetRoutesRequest\x12)\n\x06routes\x18\x01 \x03(\x0b\x32\x19.splitserve.v1.ModelRoute\"C\n\x11SetRoutesResponse\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x16\n\x0eunknown_models\x18\x02 \x03(\t2\xaf\x01\n\rRoutesService\x12N\n\tGetRoutes\x12\x1f.splitserve.v1.GetRoutesRequest\x1a .splitserve.v1.GetRoutesResponse\x12N\n\tSetRoutes\x12\x1f.splitserve.v1.SetRoutesRequest\x1a .splitserve.v1.SetRoutesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1asplitserve/v1/routes.proto\x12\rsplitserve.v1\"E\n\nModelRoute\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x06shares\x18\x02 \x03(\x0b\x32\x19.splitserve.v1.RouteShare\"+\n\nRouteShare\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\x01\"\x12\n\x10GetRoutesRequest\"X\n\x11GetRoutesResponse\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12+\n\x06routes\x18\x02 \x03(\x0b\x32\x1b.splitserve.v1.RouteInForce\"\x8c\x01\n\x0cRouteInForce\x12(\n\x05route\x18\x01 \x01(\x0b\x32\x19.splitserve.v1.ModelRoute\x12+\n\x08previous\x18\x02 \x03(\x0b\x32\x19.splitserve.v1.RouteShare\x12\x14\n\x0cready_models\x18\x03 \x03(\t\x12\x0f\n\x07\x63hanged\x18\x04 \x01(\x08\"=\n\x10SetRoutesRequest\x12)\n\x06routes\x18\x01 \x03(\x0b\x32\x19.splitserve.v1.ModelRoute\"C\n\x11SetRoutesResponse\x12\x16\n\x0e\x63oordinator_id\x18\x01 \x01(\t\x12\x16\n\x0eunknown_models\x18\x02 \x03(\t2\xaf\x01\n\rRoutesService\x12N\n\tGetRoutes\x12\x1f.splitserve.v1.GetRoutesRequest\x1a .splitserve.v1.GetRoutesResponse\x12N\n\tSetRoutes\x12\x1f.splitserve.v1.SetRoutesRequest\x1a .splitserve.v1.SetRoutesResponseB\x1cZ\x1asplitserve/v1;splitservev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'splitserve.v1.routes_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-  DESCRIPTOR._loaded_options = None
+  _globals['DESCRIPTOR']._loaded_options = None
+  _globals['DESCRIPTOR']._serialized_options = b'Z\032splitserve/v1;splitservev1'
   _globals['_MODELROUTE']._serialized_start=45
   _globals['_MODELROUTE']._serialized_end=114
   _globals['_ROUTESHARE']._serialized_start=116

@@ -275,7 +275,9 @@ Global___ModelSignals: _TypeAlias = ModelSignals  # noqa: Y015
 
 @_typing.final
 class Arrivals(_message.Message):
-    """Demand, counted when a request arrives, whether or not it is served. Resumed attempts count once."""
+    """Demand, counted when a request arrives, whether or not it is served. Resumed attempts count once, and so does a request
+    that was refused and comes again within 120 s: the same prompt and limits from the same tenant.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -288,7 +290,9 @@ class Arrivals(_message.Message):
     prompt_tokens: _builtins.int
     """Their prompt tokens."""
     uncached_tokens: _builtins.float
-    """Prompt tokens that have to be computed, by the cached share known at arrival."""
+    """Prompt tokens that have to be computed, as estimated at arrival: those that the prefix index does not find on a
+    prefill worker or, without the index, the prompt without the learned cached share.
+    """
     output_tokens: _builtins.float
     """Output tokens expected at arrival: the learned mean, at most max_tokens."""
     def __init__(
@@ -485,8 +489,13 @@ class ApplyPlanRequest(_message.Message):
     ACTIVE_WORKER_IDS_FIELD_NUMBER: _builtins.int
     LEND_DECODE_TO_PREFILL_FIELD_NUMBER: _builtins.int
     VALID_FOR_FIELD_NUMBER: _builtins.int
+    LEASE_NUMBER_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """Decode workers compute prompts themselves where that is sooner, whatever `local_prefill` says. Default false."""
+    lease_number: _builtins.int
+    """Fencing number of the sender's lease on this coordinator. Another one than that of the lease in force is refused.
+    0: sent without a lease, which is refused while anybody holds one.
+    """
     @_builtins.property
     def standby_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers to keep out of rotation. What they run they finish. Ids that are not registered count once they are.
@@ -512,14 +521,161 @@ class ApplyPlanRequest(_message.Message):
         active_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         lend_decode_to_prefill: _builtins.bool = ...,
         valid_for: _duration_pb2.Duration | None = ...,
+        lease_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "lend_decode_to_prefill", b"lend_decode_to_prefill", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApplyPlanRequest: _TypeAlias = ApplyPlanRequest  # noqa: Y015
+
+@_typing.final
+class AcquireLeaseRequest(_message.Message):
+    """Asks for the lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    VALID_FOR_FIELD_NUMBER: _builtins.int
+    holder: _builtins.str
+    """Who asks: unique to one run of one autoscaler, 1 to 128 bytes."""
+    model: _builtins.str
+    """The model that it scales; empty: all. Leases of different models do not exclude each other."""
+    number: _builtins.int
+    """Fencing number that this coordinator gave, while the sender's lease has not expired by its own clock; else 0."""
+    @_builtins.property
+    def valid_for(self) -> _duration_pb2.Duration:
+        """How long the lease shall last from now on; 0 gives it up. Range [0, 600 s]."""
+
+    def __init__(
+        self,
+        *,
+        holder: _builtins.str = ...,
+        model: _builtins.str = ...,
+        number: _builtins.int = ...,
+        valid_for: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "model", b"model", "number", b"number", "valid_for", b"valid_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcquireLeaseRequest: _TypeAlias = AcquireLeaseRequest  # noqa: Y015
+
+@_typing.final
+class AcquireLeaseResponse(_message.Message):
+    """Whether the sender holds the lease on this coordinator now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    GRANTED_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    EXPIRES_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    coordinator_id: _builtins.str
+    """Id of the coordinator, a UUID made at its boot."""
+    granted: _builtins.bool
+    """False: another holds it, or this coordinator has not been up for `valid_for` and so does not know who held it."""
+    number: _builtins.int
+    """Fencing number of the lease in force; greater than that of every lease before it. 0 when there is none."""
+    holder: _builtins.str
+    """Its holder. Empty when there is none."""
+    expires_in_seconds: _builtins.float
+    """Time until it ends, or until one can be granted. Seconds."""
+    def __init__(
+        self,
+        *,
+        coordinator_id: _builtins.str = ...,
+        granted: _builtins.bool = ...,
+        number: _builtins.int = ...,
+        holder: _builtins.str = ...,
+        expires_in_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id", "expires_in_seconds", b"expires_in_seconds", "granted", b"granted", "holder", b"holder", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcquireLeaseResponse: _TypeAlias = AcquireLeaseResponse  # noqa: Y015
+
+@_typing.final
+class ReportEndedRequest(_message.Message):
+    """Boots whose processes have ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def boots(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerBoot]:
+        """At most 4096. Failure: INVALID_ARGUMENT."""
+
+    def __init__(
+        self,
+        *,
+        boots: _abc.Iterable[Global___WorkerBoot] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boots", b"boots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportEndedRequest: _TypeAlias = ReportEndedRequest  # noqa: Y015
+
+@_typing.final
+class WorkerBoot(_message.Message):
+    """One life of a worker's process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Worker id, as registered. Required."""
+    epoch: _builtins.int
+    """Epoch, as registered. Required, never 0."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerBoot: _TypeAlias = WorkerBoot  # noqa: Y015
+
+@_typing.final
+class ReportEndedResponse(_message.Message):
+    """The word was taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_ID_FIELD_NUMBER: _builtins.int
+    coordinator_id: _builtins.str
+    """Id of the coordinator, a UUID made at its boot."""
+    def __init__(
+        self,
+        *,
+        coordinator_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_id", b"coordinator_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportEndedResponse: _TypeAlias = ReportEndedResponse  # noqa: Y015
 
 @_typing.final
 class ApplyPlanResponse(_message.Message):

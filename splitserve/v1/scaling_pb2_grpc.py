@@ -45,6 +45,16 @@ class ScalingServiceStub:
                 request_serializer=splitserve_dot_v1_dot_scaling__pb2.ApplyPlanRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_scaling__pb2.ApplyPlanResponse.FromString,
                 _registered_method=True)
+        self.AcquireLease = channel.unary_unary(
+                '/splitserve.v1.ScalingService/AcquireLease',
+                request_serializer=splitserve_dot_v1_dot_scaling__pb2.AcquireLeaseRequest.SerializeToString,
+                response_deserializer=splitserve_dot_v1_dot_scaling__pb2.AcquireLeaseResponse.FromString,
+                _registered_method=True)
+        self.ReportEnded = channel.unary_unary(
+                '/splitserve.v1.ScalingService/ReportEnded',
+                request_serializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.SerializeToString,
+                response_deserializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.FromString,
+                _registered_method=True)
 
 
 class ScalingServiceServicer:
@@ -61,7 +71,25 @@ class ScalingServiceServicer:
     def ApplyPlan(self, request, context):
         """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
         idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
+        Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcquireLease(self, request, context):
+        """Takes, extends or gives up the right to scale, so that of several autoscalers one acts. An autoscaler holds the
+        lease while a majority of its coordinators grants it. Refusal is no failure: see `granted`.
         Failure: INVALID_ARGUMENT (field and bound named).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportEnded(self, request, context):
+        """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
+        end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
+        boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +107,16 @@ def add_ScalingServiceServicer_to_server(servicer, server):
                     servicer.ApplyPlan,
                     request_deserializer=splitserve_dot_v1_dot_scaling__pb2.ApplyPlanRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_scaling__pb2.ApplyPlanResponse.SerializeToString,
+            ),
+            'AcquireLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcquireLease,
+                    request_deserializer=splitserve_dot_v1_dot_scaling__pb2.AcquireLeaseRequest.FromString,
+                    response_serializer=splitserve_dot_v1_dot_scaling__pb2.AcquireLeaseResponse.SerializeToString,
+            ),
+            'ReportEnded': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEnded,
+                    request_deserializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.FromString,
+                    response_serializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +174,60 @@ class ScalingService:
             '/splitserve.v1.ScalingService/ApplyPlan',
             splitserve_dot_v1_dot_scaling__pb2.ApplyPlanRequest.SerializeToString,
             splitserve_dot_v1_dot_scaling__pb2.ApplyPlanResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcquireLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.ScalingService/AcquireLease',
+            splitserve_dot_v1_dot_scaling__pb2.AcquireLeaseRequest.SerializeToString,
+            splitserve_dot_v1_dot_scaling__pb2.AcquireLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEnded(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.ScalingService/ReportEnded',
+            splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.SerializeToString,
+            splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,7 +40,17 @@ class ScalingServiceStub:
     ApplyPlan: _grpc.UnaryUnaryMultiCallable[_scaling_pb2.ApplyPlanRequest, _scaling_pb2.ApplyPlanResponse]
     """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
     idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
+    Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
+    """
+    AcquireLease: _grpc.UnaryUnaryMultiCallable[_scaling_pb2.AcquireLeaseRequest, _scaling_pb2.AcquireLeaseResponse]
+    """Takes, extends or gives up the right to scale, so that of several autoscalers one acts. An autoscaler holds the
+    lease while a majority of its coordinators grants it. Refusal is no failure: see `granted`.
     Failure: INVALID_ARGUMENT (field and bound named).
+    """
+    ReportEnded: _grpc.UnaryUnaryMultiCallable[_scaling_pb2.ReportEndedRequest, _scaling_pb2.ReportEndedResponse]
+    """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
+    end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
+    boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
     """
 
 @_typing.type_check_only
@@ -53,7 +63,17 @@ class ScalingServiceAsyncStub(ScalingServiceStub):
     ApplyPlan: _aio.UnaryUnaryMultiCallable[_scaling_pb2.ApplyPlanRequest, _scaling_pb2.ApplyPlanResponse]  # type: ignore[assignment]
     """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
     idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
+    Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
+    """
+    AcquireLease: _aio.UnaryUnaryMultiCallable[_scaling_pb2.AcquireLeaseRequest, _scaling_pb2.AcquireLeaseResponse]  # type: ignore[assignment]
+    """Takes, extends or gives up the right to scale, so that of several autoscalers one acts. An autoscaler holds the
+    lease while a majority of its coordinators grants it. Refusal is no failure: see `granted`.
     Failure: INVALID_ARGUMENT (field and bound named).
+    """
+    ReportEnded: _aio.UnaryUnaryMultiCallable[_scaling_pb2.ReportEndedRequest, _scaling_pb2.ReportEndedResponse]  # type: ignore[assignment]
+    """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
+    end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
+    boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
     """
 
 class ScalingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -75,7 +95,29 @@ class ScalingServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_scaling_pb2.ApplyPlanResponse, _abc.Awaitable[_scaling_pb2.ApplyPlanResponse]]:
         """Says which workers are in rotation and whether decode workers are lent to prefill. Level-triggered and
         idempotent: each plan replaces the last one, and ends after `valid_for` unless another comes.
+        Failure: INVALID_ARGUMENT (field and bound named); FAILED_PRECONDITION (STALE_LEASE) while another holds the lease.
+        """
+
+    @_abc_1.abstractmethod
+    def AcquireLease(
+        self,
+        request: _scaling_pb2.AcquireLeaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scaling_pb2.AcquireLeaseResponse, _abc.Awaitable[_scaling_pb2.AcquireLeaseResponse]]:
+        """Takes, extends or gives up the right to scale, so that of several autoscalers one acts. An autoscaler holds the
+        lease while a majority of its coordinators grants it. Refusal is no failure: see `granted`.
         Failure: INVALID_ARGUMENT (field and bound named).
+        """
+
+    @_abc_1.abstractmethod
+    def ReportEnded(
+        self,
+        request: _scaling_pb2.ReportEndedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scaling_pb2.ReportEndedResponse, _abc.Awaitable[_scaling_pb2.ReportEndedResponse]]:
+        """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
+        end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
+        boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
         """
 
 def add_ScalingServiceServicer_to_server(servicer: ScalingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

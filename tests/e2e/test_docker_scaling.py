@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from splitserve.client import AsyncClient
-from tests.support.compose import Compose
-from tests.support.streams import tokens
+from tests.support.cluster.streams import tokens
+from tests.support.scaling.compose import Compose
 
 SCALE_S = 90.0
 POLL_S = 0.2
@@ -60,7 +60,7 @@ class Traffic:
     async def of(self, kind: str, clients: int, prompt: int, output: int) -> AsyncIterator[None]:
         """So many clients that ask again as soon as they are answered. At the end every answer is awaited."""
         stop = asyncio.Event()
-        async with AsyncClient(self._stack.target) as client, asyncio.TaskGroup() as group:
+        async with self._stack.client() as client, asyncio.TaskGroup() as group:
             for number in range(clients):
                 group.create_task(self._ask(client, kind, number, prompt, output, stop))
             try:
@@ -98,7 +98,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Compo
             "STOP_GRACE": "25s",
             "PREFILL_OPTIONS": ENGINE,
             "DECODE_OPTIONS": ENGINE,
-            "AUTOSCALER_OPTIONS": "--window 5",
+            "AUTOSCALER_OPTIONS": "--window 5 --lease 5",
         },
     )
     try:
@@ -171,7 +171,7 @@ async def test_a_killed_replica_is_replaced(stack: Compose) -> None:
     await until(stack, lambda now: now["decode"] == 0)
     await one_each(stack)
     assert victim not in stack.containers(pool=None)
-    async with AsyncClient(stack.target) as client:
+    async with stack.client() as client:
         assert len((await client.generate(tokens(8, 1), max_tokens=4)).token_ids) == 4
 
 
@@ -204,3 +204,31 @@ async def ordered(stack: Compose, holds: Callable[[dict[str, str]], bool]) -> No
     while not holds(there := stack.containers("prefill")):
         assert time.monotonic() < deadline, (there, await last_decisions(stack))
         await asyncio.sleep(POLL_S / 4)
+
+
+async def test_blocks_of_a_killed_prefill_replica_come_back_on_the_runtimes_word(stack: Compose) -> None:
+    """Its name vanishes with it, so that nobody can refuse a connection; the tickets would hold blocks for 130 s."""
+    await one_each(stack)
+    async with stack.client() as client:
+        asking = asyncio.create_task(client.generate(tokens(8000, 1), max_tokens=2))
+        await held(stack, lambda blocks: blocks > 0)
+        (victim,) = [name for name, state in stack.containers("prefill").items() if state == "running"]
+        stack.docker.kill(victim)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        began_s = time.monotonic()
+        await held(stack, lambda blocks: blocks == 0)
+        assert time.monotonic() - began_s < SCALE_S / 2
+        await one_each(stack)
+        assert len((await client.generate(tokens(8, 1), max_tokens=4)).token_ids) == 4
+
+
+async def held(stack: Compose, holds: Callable[[int], bool]) -> None:
+    """Waits until it holds of the decode pool's blocks that a writer may write."""
+    deadline = time.monotonic() + SCALE_S
+    while True:
+        workers = [worker for worker in (await stack.info()).workers if worker.pool == "decode"]
+        if holds(sum(worker.reserved_blocks + worker.quarantined_blocks for worker in workers)):
+            return
+        assert time.monotonic() < deadline, workers
+        await asyncio.sleep(POLL_S)

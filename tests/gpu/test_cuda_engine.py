@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.cuda.paged_forward import PagedForward
-from engine.torch_runner import TorchRunner
-from engine.types import SamplingParams
-from tests.fakes.tiny_models import CONTEXT, EOS, FAMILIES, WINDOW
-from tests.support.runner_driver import (
+from engine.backends.cuda.forward import CudaForward
+from engine.core.types import SamplingParams
+from engine.runner.torch_runner import TorchRunner
+from tests.support.engine.runner_driver import (
     BLOCK,
     GREEDY,
     NUM_BLOCKS,
@@ -28,6 +27,7 @@ from tests.support.runner_driver import (
     runner_of,
     tokens_of,
 )
+from tests.support.engine.tiny_models import CONTEXT, EOS, FAMILIES, WINDOW
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -49,12 +49,15 @@ def released() -> Iterator[None]:
 
 def cuda_runner(folder: Path, family: str, dtype: str = "float32", **settings: int | str) -> TorchRunner:
     runner = runner_of(folder, family, dtype, device="cuda:0", **settings)
+    # The self-test at the start switches off what fails; nothing may have been, or these tests would test torch.
+    assert isinstance(runner._forward, CudaForward) == (settings.get("attention_backend") != "torch")
+    assert not runner._samples_on_host
     runner._pool.tensor.fill_(float("nan"))
     return runner
 
 
 def graph_sizes(runner: TorchRunner) -> list[int]:
-    assert isinstance(runner._forward, PagedForward)
+    assert isinstance(runner._forward, CudaForward)
     return runner._forward.graph_sizes
 
 

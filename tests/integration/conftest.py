@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from splitserve.errors import NotFoundError
-from splitserve.models import resolve_model
-from tests.support.cluster import Cluster, running
+from splitserve.models.sources import resolve_model
+from tests.support.cluster.forked import fork_server, stop_fork_servers
+from tests.support.cluster.real_cluster import Cluster, running
 
 SMOLLM2 = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_servers() -> Iterator[None]:
+    """Ends the processes that services are forked from, and fails if one of the services still runs."""
+    yield
+    stop_fork_servers()
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> str:
     """Folder of the embedded model."""
+    fork_server("torch")  # imports while the test prepares its prompts
     try:
         return str(resolve_model(SMOLLM2).path)
     except NotFoundError as error:

@@ -1,1 +1,1 @@
-"""What the integration tests share: real clusters and the leak oracle."""
+"""What tests share: real clusters, stand-ins that behave like the real thing, and the leak oracle."""

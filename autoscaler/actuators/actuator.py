@@ -1,0 +1,58 @@
+"""The actuator interface: starts and ends replicas. Actuators decide nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoscaler.snapshot import PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class ActualReplica:
+    """A replica that exists. `name` is the worker id that it registers with."""
+
+    name: str
+    pool: PoolName
+    stopping: bool
+    """It is draining and has not ended yet."""
+    created_wall_s: float
+    """Seconds since the epoch; survives a restart of the autoscaler."""
+    gpu: str | None = None
+    """The GPU assigned to it, or several with commas between."""
+    placeholder: bool = False
+    """Ordered and not made yet: it will vanish, and another name stand in its place."""
+
+
+class Actuator(ABC):
+    """Replicas of both pools. Every method has its own deadline and raises SplitserveError.
+
+    No state between calls that `replicas` could not recover: a restarted autoscaler adopts what runs.
+    """
+
+    proves_end = False
+    """Whether the process of a replica that is listed no more has certainly ended; the coordinators are told then."""
+
+    @abstractmethod
+    async def replicas(self) -> tuple[ActualReplica, ...]:
+        """All replicas that exist now, in order of their names. Those that ended are not among them."""
+
+    @property
+    def gpu_inventory(self) -> int | None:
+        """GPUs that it may give to replicas, used ones included; None where it gives none out."""
+        return None
+
+    @abstractmethod
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+        """Creates replicas; returns once they are ordered. Raises ResourceExhaustedError (NO_GPU) when the
+        inventory has not `gpus_each` GPUs for the next one; those before it stay ordered."""
+
+    @abstractmethod
+    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+        """Tells these replicas to drain and to end within `drain_s` seconds; returns at once. What is still
+        there after the deadline is killed. Names that do not exist are ignored."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Closes the connection. Replicas keep running, unless they are children of this process."""

@@ -1,0 +1,293 @@
+"""The control loop: observe, decide, reconcile, act; once per interval.
+
+Failures are logged and retried at the next tick. A tick without a snapshot does nothing, so neither an unreachable
+coordinator nor a failing actuator ever scales anything down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.lease import Lease
+from autoscaler.loop_metrics import LoopStatus
+from autoscaler.plan import Decide, Memory, ScalingPlan
+from autoscaler.reconcile import Action, Activate, Bounds, Drain, ReplicaView, Rest, Start, members, reconcile
+from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.start_watch import StartLimits, StartWatch
+from splitserve.errors import ConfigError, DeadlineExceededError, SplitserveError
+from splitserve.logs import log_event
+
+T = TypeVar("T")
+
+
+class Rotation(Protocol):
+    """Tells the coordinators which workers are on standby and whether decode is lent to prefill."""
+
+    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+        """Takes `standby` out of rotation and `active` into it. Called at every tick. Raises SplitserveError."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSettings:
+    """Bounds and deadlines. Times in seconds."""
+
+    bounds: Mapping[PoolName, Bounds] = field(default_factory=lambda: dict.fromkeys(POOLS, Bounds(1, 1)))
+    drain_s: Mapping[PoolName, float] = field(default_factory=lambda: dict.fromkeys(POOLS, 0.0))
+    interval_s: float = 15.0
+    observe_s: float = 10.0
+    """Deadline of observing the coordinators, and of listing replicas."""
+    act_s: float = 30.0
+    """Deadline of each action."""
+    dry_run: bool = False
+    """Decide and log, but do not act."""
+    gpus_each: Mapping[PoolName, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 1))
+    """GPUs of one replica."""
+    starts: Mapping[PoolName, StartLimits] = field(
+        default_factory=lambda: dict.fromkeys(POOLS, StartLimits())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChange:
+    """A policy that takes the place of the one in force."""
+
+    decide: Decide
+    settings: LoopSettings
+    carry: Callable[[Memory], Memory]
+    """The memory of the policy before, as far as the new one can go on from it."""
+
+
+@dataclass(slots=True)
+class ControlLoop:
+    """Owns the policy's memory. `run` is its only task.
+
+    Without an actuator every worker that the coordinators report counts as a replica, and nothing is acted on.
+    """
+
+    observe: Callable[[], Awaitable[Snapshot]]
+    decide: Decide
+    rotation: Rotation
+    actuator: Actuator | None
+    settings: LoopSettings
+    lease: Lease | None = None
+    """Without one nobody else may scale the same replicas."""
+    changed_policy: Callable[[], PolicyChange | None] = lambda: None
+    """Asked before each tick. Raises ConfigError for a file that cannot be taken, once for each of its versions."""
+    status: LoopStatus = field(default_factory=LoopStatus)
+    _starts: StartWatch = field(default_factory=StartWatch)
+    _own_names: frozenset[str] = frozenset()
+    """Names that the actuator has listed, and that are still registered."""
+    _memory: Memory = None
+    _last_plan: ScalingPlan | None = None
+
+    async def run(self) -> None:
+        """Ticks until cancelled. A tick longer than the interval is followed by the next one at once."""
+        while True:
+            began = time.monotonic()
+            await self.tick()
+            await asyncio.sleep(max(0.0, began + self.settings.interval_s - time.monotonic()))
+
+    async def tick(self) -> None:
+        """One round. Errors that a later round may not have are logged, not raised."""
+        self._take_policy()
+        if self.lease is not None and self._would_act:
+            await self.lease.renew()
+        try:
+            snapshot = await _within(self.settings.observe_s, self.observe(), "observe")
+            actual = await self._replicas(snapshot)
+        except SplitserveError as error:
+            self._failed("observe", error)
+            return
+        snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
+        plan, self._memory = self.decide(self._memory, snapshot)
+        pools = self._pools(snapshot, actual)
+        pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
+        actions = reconcile(plan, pools, self.settings.bounds, [pool for pool in POOLS if pauses[pool] > 0])
+        if not snapshot.complete:
+            actions = tuple(action for action in actions if isinstance(action, Start | Activate))
+        for pool in POOLS:
+            if broken := plan.pool(pool).error:
+                self._failed("policy", ConfigError(broken), pool=pool)
+        self.status.starts(self._starts.failed_starts, pauses)
+        self._log_decision(plan, pools, actions)
+        if not self._may_act or not await self._rotate(plan, pools, actions):
+            return
+        for action in actions:
+            # An action may take long: the lease is looked at before each one.
+            if self.actuator is not None and self._may_act:
+                await self._act(self.actuator, plan, action)
+
+    @property
+    def _would_act(self) -> bool:
+        return self.actuator is not None and not self.settings.dry_run
+
+    @property
+    def _may_act(self) -> bool:
+        return self._would_act and (self.lease is None or self.lease.held)
+
+    def _take_policy(self) -> None:
+        try:
+            change = self.changed_policy()
+        except SplitserveError as error:
+            self.status.policy_is_current = False
+            self._failed("policy", error)
+            return
+        if change is not None:
+            self.decide, self.settings = change.decide, change.settings
+            self._memory = change.carry(self._memory)
+            self.status.policy_is_current = True
+            self.status.policy_reloads += 1
+
+    def _known(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with what only the loop knows."""
+        self.status.holds_lease = self.lease is None or self.lease.held
+        inventory = None if self.actuator is None else self.actuator.gpu_inventory
+        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory)
+
+    async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
+        if self.actuator is None:
+            seen = {"prefill": snapshot.prefill.replicas, "decode": snapshot.decode.replicas}
+            return [ActualReplica(replica.name, pool, False, 0.0) for pool in POOLS for replica in seen[pool]]
+        there = await _within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
+        return [replica for replica in there if replica.name not in snapshot.foreign]
+
+    def _pools(
+        self, snapshot: Snapshot, actual: Sequence[ActualReplica]
+    ) -> dict[PoolName, tuple[ReplicaView, ...]]:
+        seen: dict[PoolName, tuple[Replica, ...]] = {
+            "prefill": snapshot.prefill.replicas,
+            "decode": snapshot.decode.replicas,
+        }
+        known = {replica.name: replica for pool in POOLS for replica in seen[pool]}
+        # The coordinators know a replica for a while after it has died: that is not somebody else's.
+        registered = {name for name, replica in known.items() if replica.registered}
+        self._own_names = frozenset(replica.name for replica in actual) | (self._own_names & registered)
+        return {
+            pool: members(
+                pool,
+                actual,
+                known,
+                [r for r in seen[pool] if r.registered and not r.ours and r.name not in self._own_names],
+            )
+            for pool in POOLS
+        }
+
+    async def _rotate(
+        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+    ) -> bool:
+        """Tells the coordinators. False when they say that another autoscaler acts."""
+        there = [member for pool in POOLS for member in pools[pool] if member.ours]
+        standby = {member.name for member in there if member.state is ReplicaState.STANDBY}
+        active = {member.name for member in there if member.state is ReplicaState.READY}
+        for action in actions:
+            match action:
+                case Activate(name=name):
+                    standby.discard(name)
+                    active.add(name)
+                case Rest(name=name):
+                    active.discard(name)
+                    standby.add(name)
+                case Drain(names=names):
+                    # Out of rotation before it drains: no request is routed to a worker that refuses it.
+                    active.difference_update(names)
+                    standby.update(names)
+                case Start():
+                    pass
+        applied = self.rotation.apply(sorted(standby), sorted(active), plan.lend_decode_to_prefill)
+        try:
+            await _within(self.settings.act_s, applied, "apply the plan")
+        except SplitserveError as error:
+            self._failed("rotate", error)
+            if self.lease is None or error.reason != "STALE_LEASE":
+                return True
+            self.lease.lose()
+            return False
+        for action in actions:
+            if isinstance(action, Activate | Rest):
+                self._acted(plan, action)
+        return True
+
+    async def _act(self, actuator: Actuator, plan: ScalingPlan, action: Action) -> None:
+        try:
+            match action:
+                case Start(pool, count):
+                    ordered = actuator.start(pool, count, self.settings.gpus_each[pool])
+                    await _within(self.settings.act_s, ordered, "start")
+                case Drain(pool, names):
+                    self._starts.told_to_end(names)
+                    stopped = actuator.stop(pool, names, self.settings.drain_s[pool])
+                    await _within(self.settings.act_s, stopped, "stop")
+                case Activate() | Rest():
+                    return
+        except SplitserveError as error:
+            self._failed(_word(action), error, pool=action.pool)
+            return
+        self._acted(plan, action)
+
+    def _log_decision(
+        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+    ) -> None:
+        self.status.decided(plan, pools)
+        changed = bool(actions) or self._last_plan is None or _numbers(plan) != _numbers(self._last_plan)
+        self._last_plan = plan
+        for pool in POOLS:
+            wanted, counts = plan.pool(pool), self.status.actual[pool]
+            log_event(
+                "scaling.decided",
+                level=logging.INFO if changed else logging.DEBUG,
+                pool=pool,
+                desired=wanted.desired,
+                standby=wanted.standby,
+                lend=plan.lend_decode_to_prefill,
+                reason=wanted.reason,
+                actions=[_word(action) for action in actions if action.pool == pool],
+                dry_run=not self._would_act,
+                acts=self._may_act,
+                replicas={state.value: count for state, count in counts.items() if count},
+            )
+
+    def _acted(self, plan: ScalingPlan, action: Action) -> None:
+        self.status.actions[_word(action)] += 1
+        match action:
+            case Start(count=count):
+                what: dict[str, Any] = {"count": count}
+            case Drain(names=names):
+                what = {"names": list(names)}
+            case Activate(name=name) | Rest(name=name):
+                what = {"names": [name]}
+        reason = plan.pool(action.pool).reason
+        log_event("scaling.acted", pool=action.pool, action=_word(action), reason=reason, **what)
+
+    def _failed(self, hop: str, error: SplitserveError, **where: str) -> None:
+        self.status.errors[hop] += 1
+        log_event(
+            "scaling.failed",
+            level=logging.WARNING,
+            hop=hop,
+            error=error.message,
+            error_reason=error.reason,
+            **where,
+        )
+
+
+def _word(action: Action) -> str:
+    return type(action).__name__.lower()
+
+
+def _numbers(plan: ScalingPlan) -> tuple[object, ...]:
+    wanted = [(plan.pool(pool).desired, plan.pool(pool).standby) for pool in POOLS]
+    return *wanted, plan.lend_decode_to_prefill
+
+
+async def _within(deadline_s: float, work: Awaitable[T], what: str) -> T:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceededError(f"{what}: not done within {deadline_s:g} s") from None

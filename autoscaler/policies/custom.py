@@ -1,0 +1,127 @@
+"""The policy `custom`: a function of your own for one pool. Loaded and tried when the policy file is read.
+
+Behavior, bounds, the GPU budget and the drain apply to it as to every kind. It cannot end the control loop: where it
+fails, the count is kept and it begins with a new memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from autoscaler.policies.policy_file import CustomPool, ScalingPolicy
+from autoscaler.policies.recommendation import PoolStatus, Recommend, Recommendation
+from autoscaler.snapshot import DecodeSignals, PrefillSignals, Snapshot
+from splitserve.errors import ConfigError
+
+ENTRY_POINTS = "splitserve.scaling_policies"
+"""Group of entry points that packages offer policies under."""
+
+
+def custom_policy(pool: CustomPool, name: str) -> Recommend:
+    """The pool's function, which never raises. Raises ConfigError when it cannot be loaded or breaks the contract."""
+    field = f"{name}.function"
+    try:
+        found: Any = _found(pool.function)
+        function: Recommend = partial(found, **pool.options) if pool.options else found
+        _tried(function)
+    except Exception as error:
+        # Foreign code: whatever it raises, the policy is refused.
+        said = str(error) or type(error).__name__
+        message = f"{field}: {pool.function}: {_where(error)}{said}"
+        raise ConfigError(message, field=field) from None
+    return partial(_guarded, function)
+
+
+def loaded_functions(policy: ScalingPolicy) -> dict[str, Recommend]:
+    """The custom policies by pool. Raises ConfigError."""
+    pools = (("prefill", policy.prefill), ("decode", policy.decode))
+    return {name: custom_policy(pool, name) for name, pool in pools if isinstance(pool, CustomPool)}
+
+
+def source_files(policy: ScalingPolicy) -> list[Path]:
+    """The files of code that the policy names."""
+    named = [pool.function for pool in (policy.prefill, policy.decode) if isinstance(pool, CustomPool)]
+    places = [name.rpartition(":")[0] for name in named]
+    return [Path(place) for place in places if place.endswith(".py")]
+
+
+def _found(reference: str) -> Callable[..., Any]:
+    place, _, attribute = reference.rpartition(":")
+    if not place:
+        found = list(entry_points(group=ENTRY_POINTS, name=reference))
+        if not found:
+            raise LookupError(f"no entry point of this name in {ENTRY_POINTS}; write module:function")
+        function = found[0].load()
+    elif place.endswith(".py"):
+        function = getattr(_run(Path(place)), attribute)
+    else:
+        function = getattr(importlib.import_module(place), attribute)
+    if not callable(function):
+        raise TypeError("is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _run(path: Path) -> Any:
+    """The module in this file, run anew, so that a reload sees its edits. Compiled here, past any cached bytecode."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    name = f"splitserve_policy_{path.stem}"
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))  # type: ignore[arg-type]
+    module.__file__ = str(path)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    return module
+
+
+def _tried(function: Recommend) -> None:
+    """Calls it as in the first seconds, when nothing has been measured. Raises what it raises, or TypeError."""
+    snapshot, status = Snapshot(0.0, PrefillSignals(), DecodeSignals()), PoolStatus(1, 1, 0)
+    first, _ = _checked(function(None, snapshot, status))
+    again, _ = _checked(function(None, snapshot, status))
+    if first != again:
+        raise TypeError(
+            f"answers {first} and then {again} to the same snapshot: it must not read clocks or keep state"
+        )
+
+
+def _checked(answer: Any) -> tuple[Recommendation, Any]:
+    if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], Recommendation)):
+        raise TypeError(f"must return (Recommendation, memory), not {answer!r:.80}")
+    given = answer[0]
+    if isinstance(given.wanted, bool) or not isinstance(given.wanted, int) or given.wanted < 0:
+        raise TypeError(f"wanted must be a whole number from 0 on, not {given.wanted!r:.40}")
+    if not isinstance(given.reason, str) or not given.reason.strip():
+        raise TypeError("reason must say why, in one line")
+    if not isinstance(given.need, int | float) or not math.isfinite(given.need) or given.need < 0:
+        raise TypeError(f"need must be a finite number from 0 on, not {given.need!r:.40}")
+    return given, answer[1]
+
+
+def _guarded(
+    function: Recommend, memory: Any, snapshot: Snapshot, status: PoolStatus
+) -> tuple[Recommendation, Any]:
+    try:
+        return _checked(function(memory, snapshot, status))
+    except Exception as error:
+        # Foreign code: whatever it raises, the loop goes on, and the next call begins without memory.
+        why = f"{_where(error)}{type(error).__name__}: {error}"
+        return Recommendation(status.current, "custom policy failed: count kept", 0.0, error=why), None
+
+
+def _where(error: Exception) -> str:
+    """The line of the error: of a syntax error its own, else the innermost that ran."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: "
+    trace, found = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file != __file__ and "importlib" not in file:
+            found = f"line {trace.tb_lineno}: "
+        trace = trace.tb_next
+    return found

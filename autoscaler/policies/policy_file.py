@@ -1,0 +1,324 @@
+"""The policy file: one YAML that says how each pool scales. Validated, frozen, documented field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from autoscaler.policies.behavior import HPA_DOWN, HPA_UP, Behavior, Limits, PolicyModel, Rules, ScalingRule
+from autoscaler.policies.schedule import ScheduleWindow
+from splitserve.config.yaml_file import YamlFile, read_yaml_file
+from splitserve.errors import ConfigError
+
+
+def broken_rule(message: str) -> PydanticCustomError:
+    """Error of a rule over several fields. The message begins with the name of the field to change."""
+    return PydanticCustomError("rule", "{message}", {"message": message})
+
+
+Percentile = Annotated[float, Field(gt=0, lt=100)]
+
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class PoolPolicy(PolicyModel):
+    """Settings of every kind of policy."""
+
+    min_replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Never fewer in rotation."""
+    max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 8
+    """Never more in rotation."""
+    gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 1
+    """GPUs that one replica takes from `gpu_budget`, and that the Docker actuator gives to it; 0: none, as on a machine
+    without GPUs. On Kubernetes the pod's specification must say the same."""
+    warm_standby: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs."""
+    drain_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0
+    """How long a draining replica may take to finish its requests; then they resume elsewhere and it is stopped."""
+    cold_start_s: Seconds = 60.0
+    """Time from the order of a replica until it is ready, until one is measured."""
+    start_deadline_cold_starts: Annotated[float, Field(ge=1, le=1000)] = 5.0
+    """A replica that is not ready after this many cold starts (the measured or the given time, whichever is longer) is
+    overdue: no capacity, logged, counted in `splitserve_autoscaler_replicas`, replaced with growing pauses."""
+    schedule: tuple[ScheduleWindow, ...] = ()
+    """Windows with their own minimum, for every kind; the only input of `kind: schedule`."""
+    behavior: Behavior = Behavior()
+    """How fast the count may change, as in an HPA. The kinds `slo` and `predictive` have their own defaults for
+    what is not given here: growing is not slowed down, shrinking waits for `slo.scale_down_cold_starts`."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PoolPolicy:
+        if self.max_replicas < self.min_replicas:
+            raise broken_rule(
+                f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})"
+            )
+        return self
+
+    def limits(self, cold_start_s: float) -> Limits:
+        """`behavior` with its defaults filled in."""
+        return Limits.of(self.behavior)
+
+
+class SloTuning(PolicyModel):
+    """How the default policy estimates demand."""
+
+    history_s: Seconds = 1800.0
+    """How far back forecasts are compared with what then arrived."""
+    span_s: Seconds = 40.0
+    """Demand is averaged over this time, or over the time that a request may wait if that is longer: shorter peaks are
+    worked off."""
+    fade_s: Seconds = 900.0
+    """Age at which arrivals count 1/e of current ones in the forecast."""
+    miss_share: Annotated[float, Field(gt=0, le=4)] = 2.0
+    """Requests for which the head-room may be too small, as a multiple of those that `percentile` lets miss their
+    target. Many of them still meet it. Lower: safer and more expensive."""
+    slow_window_s: Seconds = 60.0
+    """The current demand is the mean over this window; growth is measured against the window before it."""
+    fast_window_s: Seconds = 10.0
+    """Window in which a step of the demand is detected."""
+    growth_noise: Annotated[float, Field(ge=0, le=10)] = 4.0
+    """Standard errors by which demand must have risen before growth is extrapolated over the cold start."""
+    growth_limit: Annotated[float, Field(ge=0, le=10)] = 0.5
+    """Largest share by which growth is extrapolated."""
+    drain_backlog_s: Seconds = 30.0
+    """Time in which new replicas, once ready, clear a backlog."""
+    hysteresis: Annotated[float, Field(ge=0, le=10)] = 3.0
+    """Before one of N replicas is removed, N - 1 must carry the demand plus this many standard errors of its mean."""
+    settle_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
+    """No replica is removed before arrivals were observed for this long: burstiness is not known sooner."""
+    scale_down_cold_starts: Annotated[float, Field(ge=0, le=100)] = 0.5
+    """Replicas are removed when not wanted for this many cold starts: sooner, keeping one that is wanted again would
+    have been cheaper. `behavior.scaleDown.stabilizationWindowSeconds` wins."""
+    min_samples: Annotated[int, Field(ge=1, le=10_000)] = 20
+    """Fewest requests in the window for measured latency to count."""
+    trim_after_s: Seconds = 120.0
+    """How long the percentile must exceed the target, with nothing starting, before latency alone adds a replica."""
+    comfortable: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """While a pool is busy (half used or more), replicas are removed only with the measured percentile below this
+    share of the target."""
+    kv_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """Decode: share of the KV capacity that expected sequences may fill."""
+    batch_spread: Annotated[float, Field(ge=0, le=5)] = 1.0
+    """Decode: standard deviations of a replica's batch size that the TPOT target covers."""
+
+
+class SloPool(PoolPolicy):
+    """Sized by arriving demand, corrected by measured latency. The default."""
+
+    kind: Literal["slo"] = "slo"
+    """Which policy."""
+    signal: Literal["ttft", "tpot"] | None = None
+    """The latency that the pool is sized for: `ttft` for prefill, `tpot` for decode, which are also the defaults."""
+    target_ms: Annotated[float, Field(gt=0, le=3_600_000)]
+    """What the percentile of that latency shall not exceed. Of the TTFT only the part that prefill answers for: the
+    wait for prefill, in the coordinator's queue or on a worker, and computing the prompt. The wait for admission to
+    decode (its KV), tokenization and transfer are left out. Requests that admission refused are in no percentile."""
+    percentile: Percentile = 95.0
+    """Percentile of requests that shall meet the target."""
+    slo: SloTuning = SloTuning()
+    """Section `slo`: how the policy estimates demand. The defaults suit most workloads."""
+
+    def limits(self, cold_start_s: float) -> Limits:
+        """`behavior`, where it is silent: up in one go, down after `slo.scale_down_cold_starts`."""
+        at_once = Rules(
+            0.0, "Max", (ScalingRule(type="Pods", value=10_000, periodSeconds=1),), HPA_UP.tolerance
+        )
+        window_s = min(3600.0, self.slo.scale_down_cold_starts * cold_start_s)
+        down = Rules(window_s, "Max", HPA_DOWN.policies, HPA_DOWN.tolerance)
+        return Limits.of(self.behavior, Limits(at_once, down))
+
+
+class TargetPool(PoolPolicy):
+    """The HPA formula: ceil(ready replicas * value / target), on any metric."""
+
+    kind: Literal["target"]
+    """Which policy."""
+    metric: str
+    """`ttft` or `tpot` (that percentile, in ms), `backlog_tokens`, `utilization` (share of the pool's capacity in
+    use, 0 to 1), or the name of another exported metric."""
+    target: Annotated[float, Field(gt=0)]
+    """Value of the metric that the pool is kept at."""
+    target_type: Literal["Value", "AverageValue"] = "Value"
+    """`AverageValue` divides the metric by the number of replicas first, as an HPA does."""
+    percentile: Percentile = 95.0
+    """Percentile of `ttft` and `tpot`."""
+
+
+class SchedulePool(PoolPolicy):
+    """`min_replicas`, and more in the windows of `schedule`."""
+
+    kind: Literal["schedule"]
+    """Which policy."""
+
+
+class PredictivePool(SloPool):
+    """As `slo`, and never below what a seasonal forecast of the demand needs one cold start from now.
+
+    Needs `pip install 'splitserve[predictive]'`.
+    """
+
+    kind: Literal["predictive"]  # type: ignore[assignment]
+    """Which policy."""
+    season_s: Annotated[float, Field(ge=60, le=31 * 86_400)] = 86_400.0
+    """Length of the season that repeats: a day."""
+    interval_s: Annotated[float, Field(ge=1, le=86_400)] = 900.0
+    """Interval over which demand is averaged for the forecast. At least four in a season."""
+    forecast_percentile: Annotated[float, Field(ge=50, lt=100)] = 80.0
+    """Percentile of the forecast's own error that is covered."""
+
+    @model_validator(mode="after")
+    def _enough_intervals(self) -> PredictivePool:
+        if self.season_s < 4 * self.interval_s:
+            raise broken_rule(
+                f"interval_s ({self.interval_s:g}) must be at most season_s / 4 ({self.season_s / 4:g})"
+            )
+        return self
+
+
+class CustomPool(PoolPolicy):
+    """A function of your own: `(memory, Snapshot, PoolStatus) -> (Recommendation, memory)`; docs/autoscaling.md."""
+
+    kind: Literal["custom"]
+    """Which policy."""
+    function: Annotated[str, Field(min_length=1)]
+    """`module:function`, `file.py:function` (relative to the policy file), or the name of an entry point in the group
+    `splitserve.scaling_policies`. It is tried when the file is read."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, PoolPolicy):
+        return str(value.model_dump()["kind"])
+    return str(value.get("kind", "slo")) if isinstance(value, dict) else "slo"
+
+
+AnyPool = Annotated[
+    Annotated[SloPool, Tag("slo")]
+    | Annotated[TargetPool, Tag("target")]
+    | Annotated[SchedulePool, Tag("schedule")]
+    | Annotated[PredictivePool, Tag("predictive")]
+    | Annotated[CustomPool, Tag("custom")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="kind",
+        custom_error_message="kind must be slo, target, schedule, predictive or custom",
+    ),
+]
+
+
+class Ratio(PolicyModel):
+    """Bounds on prefill replicas for each decode replica. They only ever add replicas, never take needed ones away."""
+
+    min_prefill_per_decode: Annotated[float, Field(ge=0, le=1000)] | None = None
+    """Fewest prefill replicas per decode replica. Default: no bound."""
+    max_prefill_per_decode: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Most prefill replicas per decode replica. Default: no bound."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Ratio:
+        low, high = self.min_prefill_per_decode, self.max_prefill_per_decode
+        if low is not None and high is not None and low > high:
+            raise broken_rule(
+                f"max_prefill_per_decode ({high:g}) must be at least min_prefill_per_decode ({low:g})"
+            )
+        return self
+
+
+class ScalingPolicy(PolicyModel):
+    """The whole file."""
+
+    gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """GPUs that both pools may take together, standby included. Default: the actuator's inventory (`docker.gpus`, or
+    the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget where it has none, as
+    on Kubernetes."""
+    interval_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
+    """Time between decisions."""
+    prefill: AnyPool
+    """Section `prefill`: the pool that answers for queue and compute of prompts."""
+    decode: AnyPool
+    """Section `decode`: the pool that determines the time per output token and holds the KV."""
+    ratio: Ratio = Ratio()
+    """Section `ratio`."""
+    link_gb_per_s: Annotated[float, Field(gt=0, le=100_000)] | None = None
+    """GB/s (10^9 bytes) of a link that the KV of all prefill replicas shares; more of them than it carries add
+    nothing. Default: every prefill replica has its own lane, whose speed is measured."""
+    lend_decode: bool = True
+    """Let decode workers compute prompts themselves while prefill replicas start, when that is sooner."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ScalingPolicy:
+        for name, pool, signal in (("prefill", self.prefill, "ttft"), ("decode", self.decode, "tpot")):
+            if isinstance(pool, SloPool) and pool.signal not in (None, signal):
+                raise broken_rule(f"{name}.signal must be {signal}: no other pool can improve it")
+        if self.gpu_budget is not None and self.least_gpus > self.gpu_budget:
+            raise broken_rule(
+                f"gpu_budget ({self.gpu_budget}) must hold min_replicas and warm_standby of both pools: "
+                f"{self.least_gpus}"
+            )
+        return self
+
+    @property
+    def least_gpus(self) -> int:
+        """GPUs of both pools at their smallest."""
+        pools = (self.prefill, self.decode)
+        return sum((pool.min_replicas + pool.warm_standby) * pool.gpus_per_replica for pool in pools)
+
+
+def load_policy(path: Path) -> ScalingPolicy:
+    """The policy in this YAML file. Raises ConfigError naming the line, the first bad field and its bound."""
+    return policy_in(read_yaml_file(path))
+
+
+def policy_in(file: YamlFile) -> ScalingPolicy:
+    """The policy in a file that has been read; see `load_policy`."""
+    values = dict(file.values)
+    for name in ("prefill", "decode"):
+        pool: Any = values.get(name)
+        function = pool.get("function") if isinstance(pool, dict) else None
+        if isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
+            values[name] = {**pool, "function": str(file.path.absolute().parent / function)}
+    with file.naming_lines():
+        return parse_policy(values)
+
+
+def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
+    """The policy in this mapping. Raises ConfigError naming the first bad field and its bound."""
+    try:
+        return ScalingPolicy.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # Pydantic puts the tag of a discriminated union (`kind`) into the location: leave it out.
+        where = [
+            str(part) for index, part in enumerate(first["loc"]) if not (index == 1 and _is_tag(first["loc"]))
+        ]
+        field = ".".join(where) or "policy"
+        if first["type"] == "rule":
+            field, message = _named_in(field, first["msg"])
+        elif first["type"] == "value_error":
+            message = f"{field}: {first['msg'].removeprefix('Value error, ')}"
+        else:
+            given = "" if first["type"] == "missing" else f" (given: {first.get('input')!r})"
+            message = f"{field}: {first['msg']}{given}"
+        raise ConfigError(message, field=field) from None
+
+
+def _is_tag(location: tuple[int | str, ...]) -> bool:
+    return location[0] in ("prefill", "decode") and location[1] in (
+        "slo",
+        "target",
+        "schedule",
+        "predictive",
+        "custom",
+    )
+
+
+def _named_in(block: str, message: str) -> tuple[str, str]:
+    """Field and text of a rule over several fields; its message begins with the field's name."""
+    field = message.split(maxsplit=1)[0]
+    full = field if block == "policy" else f"{block}.{field}"
+    return full, f"{full}{message.removeprefix(field)}"

@@ -1,0 +1,106 @@
+"""A pool policy's recommendation, before `behavior`, bounds and GPU budget apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autoscaler.policies.policy_file import SloTuning
+from autoscaler.snapshot import Replica, ReplicaState, Snapshot
+from splitserve.histograms import Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """A pool at the moment of a decision."""
+
+    current: int
+    """Replicas in rotation that the last plan wanted, including starting ones."""
+    ready: int
+    """Replicas in rotation."""
+    starting: int
+    """Replicas that are starting within their deadline."""
+    existing: int | None = None
+    """Replicas that are there to serve: in rotation, starting or on surplus standby. It is below `current` where the
+    last plan could not be carried out. None: as many as `current`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The replicas that a policy wants, with its reason."""
+
+    wanted: int
+    """Replicas."""
+    reason: str
+    """One line for operators."""
+    need: float = 0.0
+    """Replicas kept busy by the demand, not rounded; decides which pool yields under a GPU budget."""
+    error: str = ""
+    """Why the policy could not recommend anything else; empty while it works."""
+
+
+Recommend = Callable[[Any, Snapshot, PoolStatus], tuple[Recommendation, Any]]
+"""One pool's policy: (its memory, None at first; snapshot; status) -> (recommendation, memory). Pure."""
+
+
+def count(replicas: tuple[Replica, ...], state: ReplicaState) -> int:
+    """Replicas in this state."""
+    return sum(1 for replica in replicas if replica.state is state)
+
+
+BUSY = 0.5
+"""Below this utilization slow requests have another cause than too few replicas: long prompts, slow steps."""
+TOLERANCE = 0.1
+"""As an HPA's; histogram buckets are no finer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrimMemory:
+    """Since when the percentile has exceeded the target with nothing starting; None while it does not."""
+
+    above_since_s: float | None = None
+
+
+def trim(
+    memory: TrimMemory,
+    now_s: float,
+    status: PoolStatus,
+    recommendation: Recommendation,
+    measured_s: float | None,
+    idle: bool,
+    utilization: float,
+    target_s: float,
+    tuning: SloTuning,
+) -> tuple[Recommendation, TrimMemory]:
+    """Corrects a recommendation by the measured latency.
+
+    Adds a replica to the existing ones when the target has been missed for long although demand does not call for one;
+    one that was wanted and never came is not added to. Does not scale down while a busy pool's percentile is near the
+    target, or is unknown (`measured_s` None) with traffic (not `idle`).
+    """
+    above = measured_s is not None and measured_s > (1 + TOLERANCE) * target_s and utilization >= BUSY
+    since = (memory.above_since_s if memory.above_since_s is not None else now_s) if above else None
+    if status.starting > 0 or recommendation.wanted > status.current:
+        since = None
+    if since is not None and now_s - since >= tuning.trim_after_s and measured_s is not None:
+        reason = f"latency {measured_s * 1e3:.0f} ms above {target_s * 1e3:.0f} ms for {now_s - since:.0f} s"
+        existing = status.current if status.existing is None else status.existing
+        wanted = max(status.current, existing + 1)
+        return Recommendation(wanted, reason, max(recommendation.need, existing)), TrimMemory(None)
+    if recommendation.wanted < status.current and not idle:
+        if measured_s is None:
+            return Recommendation(
+                status.current, "latency not measured: no scaling down", recommendation.need
+            ), TrimMemory(since)
+        if measured_s > tuning.comfortable * target_s and utilization >= BUSY:
+            reason = f"latency {measured_s * 1e3:.0f} ms near {target_s * 1e3:.0f} ms: no scaling down"
+            return Recommendation(status.current, reason, recommendation.need), TrimMemory(since)
+    return recommendation, TrimMemory(since)
+
+
+def measured(histogram: Histogram | None, percentile: float, tuning: SloTuning) -> float | None:
+    """The percentile, seconds; None when too few requests were measured."""
+    if histogram is None or histogram.total < tuning.min_samples:
+        return None
+    return histogram.percentile(percentile)

@@ -1,0 +1,118 @@
+"""The policy file while the autoscaler runs: read again when it changes, without losing what was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from autoscaler.control_loop import LoopSettings, PolicyChange
+from autoscaler.decide import carried, make_decide
+from autoscaler.policies.custom import loaded_functions, source_files
+from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool, policy_in
+from autoscaler.policies.recommendation import Recommend
+from autoscaler.reconcile import Bounds
+from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
+from autoscaler.snapshot import PoolName
+from autoscaler.start_watch import StartLimits
+from splitserve.config.yaml_file import read_yaml_file
+from splitserve.errors import ConfigError
+from splitserve.logs import log_event
+from splitserve.runtime.reload import ReloadedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    """A policy with the code that it names."""
+
+    rules: ScalingPolicy
+    functions: Mapping[str, Recommend]
+    """Of pools of the kind `custom`, by pool."""
+
+
+class PolicyFile:
+    """The policy in a YAML file, with the code that it names."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads it. Raises ConfigError."""
+        self.path = path
+        self.value: LoadedPolicy
+        """The last version that was right."""
+        self._code: list[Path] = []
+        self.files = ReloadedFiles("policy", lambda: [path, *self._code], lambda: _loaded(path), self._adopt)
+        self.files.start()
+
+    def poll(self) -> LoadedPolicy | None:
+        """The new value if the files have changed, else None.
+
+        Raises ConfigError, once for each version of the files; `value` stays.
+        """
+        if not self.files.have_changed():
+            return None
+        if self.files.reload():
+            return self.value
+        if self.files.problem:
+            raise ConfigError(self.files.problem, field="policy")
+        return None  # they change right now
+
+    def _adopt(self, policy: LoadedPolicy) -> None:
+        self.value, self._code = policy, source_files(policy.rules)
+
+
+def history_s(policy: ScalingPolicy) -> float:
+    """How far back arrivals are kept, seconds."""
+    wanted = [pool.slo.history_s for pool in (policy.prefill, policy.decode) if isinstance(pool, SloPool)]
+    return max([DEFAULT_HISTORY_S, *wanted])
+
+
+def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
+    """The loop's settings under a policy. `given` has what is not the policy's; its interval wins unless it is 0."""
+    pools: dict[PoolName, AnyPool] = {"prefill": policy.prefill, "decode": policy.decode}
+    return replace(
+        given,
+        bounds={name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in pools.items()},
+        drain_s={name: pool.drain_s for name, pool in pools.items()},
+        gpus_each={name: pool.gpus_per_replica for name, pool in pools.items()},
+        starts={
+            name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts)
+            for name, pool in pools.items()
+        },
+        interval_s=given.interval_s or policy.interval_s,
+    )
+
+
+@dataclass(slots=True)
+class PolicyInForce:
+    """Makes the loop follow the file."""
+
+    file: PolicyFile
+    observer: Observer
+    given: LoopSettings
+
+    def first(self) -> PolicyChange:
+        """The policy at the start."""
+        return self._change(self.file.value, self.file.value)
+
+    def poll(self) -> PolicyChange | None:
+        """The changed policy, if the file has changed. Raises ConfigError; the policy before stays in force."""
+        before = self.file.value
+        after = self.file.poll()
+        if after is None:
+            return None
+        change = self._change(before, after)
+        self.observer.keep_history(history_s(after.rules))
+        log_event("policy.reloaded", policy=str(self.file.path))
+        return change
+
+    def _change(self, before: LoadedPolicy, after: LoadedPolicy) -> PolicyChange:
+        decide = make_decide(after.rules, after.functions)
+        carry = partial(carried, before=before.rules, after=after.rules)
+        return PolicyChange(decide, loop_settings(after.rules, self.given), carry)
+
+
+def _loaded(path: Path) -> LoadedPolicy:
+    file = read_yaml_file(path)
+    rules = policy_in(file)
+    with file.naming_lines():
+        return LoadedPolicy(rules, loaded_functions(rules))

@@ -1,0 +1,1 @@
+"""Makes snapshots from the coordinators' counters. Read `observer.py` first."""

@@ -1,0 +1,307 @@
+"""The senses of the autoscaler: asks all coordinators, remembers a window, and makes a `Snapshot`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Protocol
+
+from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.signals.arrival_log import ArrivalLog
+from autoscaler.signals.ended_replicas import EndedReplicas
+from autoscaler.signals.totals import CoordinatorTrack, Totals, totals_of
+from autoscaler.signals.worker_view import (
+    Sighting,
+    context_tokens,
+    kv_bytes_per_token,
+    kv_capacity_tokens,
+    lane_gb_per_s,
+    max_running_requests,
+    merged,
+    of_pool,
+    prefill_tokens_per_s,
+    replicas,
+    step_fit,
+)
+from autoscaler.snapshot import (
+    POOLS,
+    DecodeSignals,
+    LinkSignals,
+    PoolName,
+    PrefillSignals,
+    ReplicaState,
+    Snapshot,
+)
+from splitserve.errors import SplitserveError, UnavailableError
+from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
+from splitserve.logs import log_event
+from splitserve.v1 import scaling_pb2
+
+DEFAULT_WINDOW_S = 60.0
+DEFAULT_HISTORY_S = 900.0
+MAX_FOREIGN = 10_000
+"""Names of other models' workers that are remembered."""
+
+Replicas = Callable[[], Awaitable[Sequence[ActualReplica]]]
+OnEnded = Callable[[Sequence[tuple[str, int]]], Awaitable[None]]
+"""Takes (worker id, epoch) pairs."""
+
+
+class SignalSource(Protocol):
+    """One coordinator; `splitserve.client.scaling_client.ScalingClient` is one."""
+
+    target: str
+
+    async def signals(self, model: str = "") -> scaling_pb2.GetSignalsResponse:
+        """Its signals. Raises SplitserveError."""
+
+
+async def _no_replicas() -> Sequence[ActualReplica]:
+    return ()
+
+
+class Observer:
+    """Polls all coordinators at each `observe`; nothing runs in between. Memory is bounded by `history_s`.
+
+    The caller closes `sources`. `on_ended` is told of boots whose replicas are listed no more; give it only where that
+    proves that they have ended. `replicas` lists the actuator's replicas; other workers are included as well.
+    Histograms cover `window_s`, arrivals up to `history_s`. An empty `model` sums all models; with one, the workers of
+    the others are only named (`Snapshot.foreign`).
+
+    For a coordinator that does not answer, its last figures and mean demand count for `window_s`, then they are
+    missing. In both cases the snapshot is not `complete`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SignalSource],
+        replicas: Replicas = _no_replicas,
+        *,
+        model: str = "",
+        window_s: float = DEFAULT_WINDOW_S,
+        history_s: float = DEFAULT_HISTORY_S,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        on_ended: OnEnded | None = None,
+    ) -> None:
+        self._on_ended, self._ended = on_ended, EndedReplicas()
+        self._sources = tuple(sources)
+        self._replicas = replicas
+        self._model = model
+        self._window_s = window_s
+        self._clock, self._wall_clock = clock, wall_clock
+        self._tracks = {source.target: CoordinatorTrack(window_s) for source in self._sources}
+        self._log = ArrivalLog(max(history_s, window_s))
+        self._cold_starts = ColdStarts()
+        self._foreign: dict[str, None] = {}
+
+    def keep_history(self, history_s: float) -> None:
+        """From now on keeps the arrivals of this many seconds."""
+        self._log.history_s = max(history_s, self._window_s)
+
+    async def observe(self) -> Snapshot:
+        """Takes a snapshot. Raises UnavailableError (NO_COORDINATOR) when none answers, and what `replicas` raises."""
+        answers = await asyncio.gather(*(self._ask(source) for source in self._sources))
+        listed = await self._replicas()
+        answered = [answer for answer in answers if answer is not None]
+        if not answered:
+            named = ", ".join(source.target for source in self._sources)
+            raise UnavailableError(f"no coordinator answers: {named}", reason="NO_COORDINATOR")
+        if self._on_ended is not None and (ended := self._ended.look(_names(listed), _boots(answered))):
+            await self._on_ended(ended)
+        now, wall = self._clock(), self._wall_clock()
+        self._log.look(now)
+        for target, response, at_s in answered:
+            increment = self._tracks[target].take(response, totals_of(self._models(response)), at_s)
+            if increment is not None:
+                self._log.add(increment.start_s, increment.end_s, increment.totals.demand)
+        self._learn_foreign(answered)
+        actual = [replica for replica in listed if replica.name not in self._foreign]
+        return self._snapshot(actual, now, wall, complete=len(answered) == len(self._sources))
+
+    def _learn_foreign(self, answers: Sequence[tuple[str, scaling_pb2.GetSignalsResponse, float]]) -> None:
+        """Remembers the workers of other models, also while they are not registered: nobody then says whose they are.
+
+        Their names are forgotten once another model has taken them, and the oldest beyond a bound.
+        """
+        if not self._model:
+            return
+        for _, response, _ in answers:
+            for model in response.models:
+                for worker in model.workers:
+                    self._foreign.pop(worker.worker_id, None)
+                    if model.model != self._model:
+                        self._foreign[worker.worker_id] = None
+        while len(self._foreign) > MAX_FOREIGN:
+            del self._foreign[next(iter(self._foreign))]
+
+    async def _ask(self, source: SignalSource) -> tuple[str, scaling_pb2.GetSignalsResponse, float] | None:
+        try:
+            # Of all models: the workers of the others must be known, in order to be left alone.
+            response = await source.signals()
+        except SplitserveError as error:
+            log_event("signals.missing", coordinator=source.target, reason=error.reason, error=error.message)
+            return None
+        if tuple(response.bounds_seconds) != LATENCY_BOUNDS_S:
+            why = "its histograms have other bounds: another version"
+            log_event("signals.missing", coordinator=source.target, reason="VERSION_MISMATCH", error=why)
+            return None
+        return source.target, response, self._clock()
+
+    def _snapshot(
+        self, actual: Sequence[ActualReplica], now: float, wall: float, *, complete: bool
+    ) -> Snapshot:
+        held = [track for track in self._tracks.values() if self._is_held(track, now)]
+        models = [(self._models(track.last), track.last_s) for track in held if track.last and track.last_s]
+        seen = merged(models)
+        since = {name: (worker.state, wall - (now - worker.since_s)) for name, worker in seen.items()}
+        self._cold_starts.look(actual, since)
+        totals = _sum(track.window(now) for track in held)
+        here = [model for answer, _ in models for model in answer]
+        return Snapshot(
+            now_s=now,
+            prefill=self._prefill(seen, here, totals, actual, now, wall),
+            decode=self._decode(seen, here, totals, actual, now, wall),
+            link=_link(seen, totals),
+            arrivals=self._log.buckets([(t.last_s, t.demand_per_s(now)) for t in held if t.last_s]),
+            window_s=self._window_s,
+            wall_s=wall,
+            complete=complete,
+            foreign=frozenset(self._foreign),
+            metrics=_metrics(seen, here),
+        )
+
+    def _is_held(self, track: CoordinatorTrack, now: float) -> bool:
+        return track.last_s is not None and now - track.last_s <= self._window_s
+
+    def _models(self, response: scaling_pb2.GetSignalsResponse) -> list[scaling_pb2.ModelSignals]:
+        return [model for model in response.models if not self._model or model.model == self._model]
+
+    def _prefill(
+        self,
+        seen: dict[str, Sighting],
+        models: Sequence[scaling_pb2.ModelSignals],
+        totals: Totals | None,
+        actual: Sequence[ActualReplica],
+        now: float,
+        wall: float,
+    ) -> PrefillSignals:
+        workers = of_pool("prefill", seen)
+        return PrefillSignals(
+            replicas=replicas("prefill", seen, actual, now, wall),
+            waiting_requests=sum(model.in_progress.prefilling_requests for model in models),
+            backlog_tokens=round(sum(model.in_progress.prefilling_tokens for model in models)),
+            tokens_per_s=prefill_tokens_per_s(workers),
+            latency=_phase(totals, scaling_pb2.PHASE_PREFILL),
+            ttft=_phase(totals, scaling_pb2.PHASE_TTFT),
+            cold_start_s=self._cold_starts.of("prefill"),
+        )
+
+    def _decode(
+        self,
+        seen: dict[str, Sighting],
+        models: Sequence[scaling_pb2.ModelSignals],
+        totals: Totals | None,
+        actual: Sequence[ActualReplica],
+        now: float,
+        wall: float,
+    ) -> DecodeSignals:
+        workers = of_pool("decode", seen)
+        return DecodeSignals(
+            replicas=replicas("decode", seen, actual, now, wall),
+            running_requests=sum(worker.load.running_requests for worker in workers),
+            # The coordinators count those that wait on the workers as well.
+            waiting_reservations=max(
+                sum(model.in_progress.reserving_requests for model in models),
+                sum(worker.load.waiting_reservations for worker in workers),
+            ),
+            context_tokens=context_tokens(workers),
+            kv_capacity_tokens=kv_capacity_tokens(workers),
+            max_running_requests=max_running_requests(workers),
+            step=step_fit(workers),
+            tpot=_phase(totals, scaling_pb2.PHASE_TPOT),
+            reserve_wait=_phase(totals, scaling_pb2.PHASE_RESERVE),
+            cold_start_s=self._cold_starts.of("decode"),
+        )
+
+
+def _names(actual: Sequence[ActualReplica]) -> list[str]:
+    return [replica.name for replica in actual]
+
+
+def _boots(answers: Iterable[tuple[str, scaling_pb2.GetSignalsResponse, float]]) -> list[tuple[str, int]]:
+    models = [model for _, response, _ in answers for model in response.models]
+    return [(worker.worker_id, worker.epoch) for model in models for worker in model.workers]
+
+
+def _link(seen: dict[str, Sighting], totals: Totals | None) -> LinkSignals:
+    return LinkSignals(
+        gb_per_s=lane_gb_per_s(of_pool("prefill", seen)),
+        kv_bytes_per_token=kv_bytes_per_token([worker.signals for worker in seen.values()]),
+        transfer=_phase(totals, scaling_pb2.PHASE_TRANSFER),
+    )
+
+
+def _metrics(
+    seen: dict[str, Sighting], models: Sequence[scaling_pb2.ModelSignals]
+) -> dict[str, float | None]:
+    """Further metrics for `target` policies, by name; see docs/metrics.md."""
+    loads = [worker.load for worker in of_pool("decode", seen)]
+    total_blocks = sum(load.total_blocks for load in loads)
+    free_blocks = sum(load.free_blocks for load in loads)
+    progress = [model.in_progress for model in models]
+    return {
+        "admitting_requests": float(sum(p.admitting_requests for p in progress)),
+        "reserving_requests": float(sum(p.reserving_requests for p in progress)),
+        "prefilling_requests": float(sum(p.prefilling_requests for p in progress)),
+        "decoding_requests": float(sum(p.decoding_requests for p in progress)),
+        "decode_running_requests": float(sum(load.running_requests for load in loads)) if loads else None,
+        "decode_kv_usage": 1 - free_blocks / total_blocks if total_blocks else None,
+    }
+
+
+def _phase(totals: Totals | None, phase: int) -> Histogram | None:
+    return None if totals is None else totals.phases[phase]
+
+
+def _sum(parts: Iterable[Totals | None]) -> Totals | None:
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    total = known[0]
+    for part in known[1:]:
+        total += part
+    return total
+
+
+REMEMBERED = 5
+_UP = (ReplicaState.READY, ReplicaState.STANDBY)
+
+
+class ColdStarts:
+    """Measured cold starts. Only replicas that were observed starting and then up count, not adopted ones."""
+
+    def __init__(self) -> None:
+        self._starting: set[str] = set()
+        self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=REMEMBERED) for pool in POOLS}
+
+    def look(
+        self, actual: Sequence[ActualReplica], up_since: Mapping[str, tuple[ReplicaState, float]]
+    ) -> None:
+        """Updates with the existing replicas. `up_since`: state and its start (seconds since the epoch) by name."""
+        starting = set()
+        for replica in actual:
+            state, since_s = up_since.get(replica.name, (ReplicaState.STARTING, 0.0))
+            if state is ReplicaState.STARTING:
+                starting.add(replica.name)
+            elif state in _UP and replica.name in self._starting:
+                self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
+        self._starting = starting
+
+    def of(self, pool: PoolName) -> float | None:
+        """Median of the latest cold starts, seconds; None before the first."""
+        took_s = self._took_s[pool]
+        return median(took_s) if took_s else None

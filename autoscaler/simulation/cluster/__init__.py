@@ -1,0 +1,1 @@
+"""Simulated workers. Read `cluster.py` first."""

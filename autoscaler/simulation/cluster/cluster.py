@@ -1,0 +1,257 @@
+"""The simulated cluster: two pools of replicas, and the life of a request between them.
+
+As in production: a request is routed to a pair, decode reserves KV, prefill computes while finished chunks are
+written, the first token is sent as soon as prefill has it, and decode continues. Prefill waits for the reservation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoscaler.reconcile import Action, Activate, Drain, ReplicaView, Rest, Start
+from autoscaler.simulation.cluster.admitted_requests import AdmittedRequests
+from autoscaler.simulation.cluster.decode_replica import DecodeReplica
+from autoscaler.simulation.cluster.prefill_replica import PrefillReplica, PrefixCache
+from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.snapshot import PoolName, ReplicaState
+from coordinator.admission.entry import NOTHING_HELD, Held
+from coordinator.routing.router import Router
+from splitserve.config.coordinator import AdmissionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """Constants of a run. Times in seconds."""
+
+    engine: EngineModel
+    cold_start_s: float
+    prefix_cache: str = "worker"
+    """`worker`: one for each prefill replica; `pool`: one that all share; `off`."""
+    cache_tokens: int | None = None
+    """Capacity of each cache. Default: the KV capacity of a replica."""
+    no_worker_wait_s: float = 2.0
+    """How long a request waits for a ready replica before it fails."""
+    admission: AdmissionConfig | None = None
+    """The coordinator's admission control. None: requests go to the replicas at once."""
+
+
+class Cluster:
+    """All replicas, including ended ones. Calls `on_first_token` and `on_end` for every request."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        events: EventQueue,
+        on_first_token: Callable[[SimulatedRequest, float], None],
+        on_end: Callable[[SimulatedRequest, float], None],
+        router: Router | None = None,
+    ) -> None:
+        self._settings = settings
+        self._events = events
+        self._on_first_token = on_first_token
+        self._on_end = on_end
+        self._shared_cache = self._new_cache(own=False) if settings.prefix_cache == "pool" else None
+        self._numbers: dict[PoolName, int] = {"prefill": 0, "decode": 0}
+        self._unrouted: list[SimulatedRequest] = []
+        self.prefill: list[PrefillReplica] = []
+        self.decode: list[DecodeReplica] = []
+        self.ended: list[SimulatedReplica] = []
+        self._routed = RoutedWorkers(settings.engine, router)
+        self._admitted: AdmittedRequests | None = None
+        if settings.admission is not None and settings.admission.mode == "queue":
+            self._admitted = AdmittedRequests(
+                settings.admission, self._routed, events, self._send, self._refuse, lambda: self.lending
+            )
+        self.lending = False
+        self.measured_cold_start_s: dict[PoolName, float] = {}
+
+    def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
+        """The replicas of a pool that have not ended."""
+        return self.prefill if name == "prefill" else self.decode
+
+    def members(self, name: PoolName) -> tuple[ReplicaView, ...]:
+        """A pool as `autoscaler.reconcile` sees it."""
+        return tuple(ReplicaView(r.name, r.state, float(r.load), r.ordered_s) for r in self.pool(name))
+
+    def order(self, pool: PoolName, count: int, now_s: float, cold_start_s: float | None = None) -> None:
+        """Orders replicas; they are ready one cold start later (0: at once)."""
+        cold_s = self._settings.cold_start_s if cold_start_s is None else cold_start_s
+        for _ in range(count):
+            self._numbers[pool] += 1
+            replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s)
+            if cold_s > 0:
+                self._events.at(now_s + cold_s, self._becomes_ready(pool, replica, measured=True))
+            else:
+                self._becomes_ready(pool, replica, measured=False)(now_s)
+
+    def act(self, action: Action, now_s: float) -> None:
+        """Applies an action of `autoscaler.reconcile`."""
+        match action:
+            case Start(pool, count):
+                self.order(pool, count, now_s)
+            case Activate(pool, name):
+                self._named(pool, name).enter(ReplicaState.READY, now_s)
+            case Rest(pool, name):
+                self._named(pool, name).enter(ReplicaState.STANDBY, now_s)
+            case Drain(pool, names):
+                for name in names:
+                    replica = self._named(pool, name)
+                    replica.enter(ReplicaState.DRAINING, now_s)
+                    self._end_if_empty(replica, now_s)
+        self._rotation_changed(now_s)
+
+    def arrive(self, request: SimulatedRequest, now_s: float) -> None:
+        """Accepts a request that arrives now."""
+        if request_s := self._settings.engine.request_s:
+            self._events.at(now_s + request_s, lambda at_s: self._begin(request, at_s))
+        else:
+            self._begin(request, now_s)
+
+    @property
+    def held(self) -> Held:
+        """What waits for admission."""
+        return NOTHING_HELD if self._admitted is None else self._admitted.held
+
+    def _begin(self, request: SimulatedRequest, now_s: float) -> None:
+        if self._admitted is None:
+            self._send(request, now_s)
+        else:
+            self._admitted.arrive(request, now_s)
+
+    def _refuse(self, request: SimulatedRequest, now_s: float) -> None:
+        request.failed = True
+        self._on_end(request, now_s)
+
+    def _send(self, request: SimulatedRequest, now_s: float) -> None:
+        if not self._route(request, now_s):
+            self._unrouted.append(request)
+            self._events.at(
+                now_s + self._settings.no_worker_wait_s, lambda at_s: self._give_up(request, at_s)
+            )
+
+    def _route(self, request: SimulatedRequest, now_s: float) -> bool:
+        pair = self._routed.choose(request, now_s, self.lending)
+        if pair is None:
+            return False
+        request.prefill, request.decode = prefill, decode = pair
+        if self._admitted is not None:
+            self._admitted.routed(request, now_s)
+        for replica in pair:
+            if replica is not None:
+                replica.assigned += 1
+        if decode is not None:
+            decode.reserve(request, now_s)
+        elif prefill is not None:
+            request.reserved_s = now_s
+            prefill.enqueue(request, now_s)
+        return True
+
+    def _give_up(self, request: SimulatedRequest, now_s: float) -> None:
+        if request in self._unrouted:
+            self._unrouted.remove(request)
+            if self._admitted is not None:
+                self._admitted.ended(request, now_s)
+            self._refuse(request, now_s)
+
+    def _reserved(self, request: SimulatedRequest, now_s: float) -> None:
+        self._routed.reserved(request)
+        prefill, decode = request.prefill, request.decode
+        if isinstance(prefill, PrefillReplica):
+            prefill.enqueue(request, now_s)
+        elif isinstance(decode, DecodeReplica):
+            computed_s = decode.prefill_here(request, now_s)
+            self._events.at(computed_s, lambda at_s: self._computed(request, at_s, at_s))
+
+    def _computed(self, request: SimulatedRequest, now_s: float, transferred_s: float) -> None:
+        request.first_token_s = now_s
+        request.computed = request.prompt_tokens
+        self._on_first_token(request, now_s)
+        if self._admitted is not None:
+            self._admitted.first_token(request, now_s)
+        prefill = request.prefill
+        if prefill is not None:
+            prefill.assigned -= 1
+            self._end_if_empty(prefill, now_s)
+        if request.decode is None or request.output_tokens < 2:
+            self._decoded(request, now_s, joined=False)
+            return
+        handoff_s = self._settings.engine.handoff_s if prefill is not None else 0.0
+        self._events.at(transferred_s + handoff_s, lambda at_s: self._join(request, at_s))
+
+    def _join(self, request: SimulatedRequest, now_s: float) -> None:
+        request.joined_s = now_s
+        if isinstance(request.decode, DecodeReplica):
+            request.decode.join(request, now_s)
+
+    def _decoded(self, request: SimulatedRequest, now_s: float, joined: bool = True) -> None:
+        request.finished_s = now_s
+        self._routed.answered(request)
+        decode = request.decode
+        if isinstance(decode, DecodeReplica):
+            decode.assigned -= 1
+            if not joined:
+                decode.leave(request, now_s)
+            self._end_if_empty(decode, now_s)
+        if self._admitted is not None:
+            self._admitted.ended(request, now_s)
+        self._on_end(request, now_s)
+
+    def _make(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
+        engine, events = self._settings.engine, self._events
+        if pool == "prefill":
+            own = self._settings.prefix_cache == "worker"
+            cache = self._new_cache(own) if own else self._shared_cache
+            prefill = PrefillReplica(name, now_s, engine, events, cache, self._computed)
+            self.prefill.append(prefill)
+            return prefill
+        decode = DecodeReplica(name, now_s, engine, events, self._reserved, self._decoded)
+        self.decode.append(decode)
+        return decode
+
+    def _new_cache(self, own: bool) -> PrefixCache:
+        tokens = self._settings.cache_tokens or self._settings.engine.kv_capacity_tokens
+        # A shared cache cannot tell replicas apart, so its changes are not reported to the router.
+        return PrefixCache(tokens, keeps_changes=own)
+
+    def _becomes_ready(
+        self, pool: PoolName, replica: SimulatedReplica, measured: bool
+    ) -> Callable[[float], None]:
+        def become_ready(now_s: float) -> None:
+            if replica.state is not ReplicaState.STARTING:
+                return
+            # `reconcile` moves it to standby where the plan wants that.
+            replica.enter(ReplicaState.READY, now_s)
+            if measured:
+                self.measured_cold_start_s[pool] = now_s - replica.ordered_s
+            self._rotation_changed(now_s)
+
+        return become_ready
+
+    def _rotation_changed(self, now_s: float) -> None:
+        ready = ReplicaState.READY
+        self._routed.rotate(
+            [replica for replica in self.prefill if replica.state is ready],
+            [replica for replica in self.decode if replica.state is ready],
+            now_s,
+        )
+        waiting, self._unrouted = self._unrouted, []
+        self._unrouted = [request for request in waiting if not self._route(request, now_s)]
+        if self._admitted is not None:
+            self._admitted.rotated(now_s)
+
+    def _end_if_empty(self, replica: SimulatedReplica, now_s: float) -> None:
+        if replica.state is not ReplicaState.DRAINING or replica.assigned or replica.ended_s is not None:
+            return
+        replica.ended_s = now_s
+        self.ended.append(replica)
+        self._routed.ended(replica)
+        if isinstance(replica, PrefillReplica):
+            self.prefill.remove(replica)
+        elif isinstance(replica, DecodeReplica):
+            self.decode.remove(replica)
+
+    def _named(self, pool: PoolName, name: str) -> SimulatedReplica:
+        return next(replica for replica in self.pool(pool) if replica.name == name)

@@ -1,0 +1,155 @@
+"""A simulated prefill replica: one queue, steps of chunks, as the engine's scheduler cuts them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.traces.trace import BLOCK_TOKENS
+from engine.core.step_stats import StepRates
+
+_MIN_CHUNK_TOKENS = 16
+
+
+class PrefillReplica(SimulatedReplica):
+    """Computes prompts. Calls `done` with each complete prompt, the time, and the time when its KV is on decode."""
+
+    def __init__(
+        self,
+        name: str,
+        ordered_s: float,
+        engine: EngineModel,
+        events: EventQueue,
+        cache: PrefixCache | None,
+        done: Callable[[SimulatedRequest, float, float], None],
+    ) -> None:
+        super().__init__(name, ordered_s)
+        self._engine = engine
+        self._events = events
+        self.cache = cache
+        self._done = done
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._running: list[SimulatedRequest] = []
+        self._step: list[tuple[SimulatedRequest, int]] | None = None
+        self._lane_free_s = 0.0
+        self._began_s = 0.0
+        self.rates = StepRates()
+        self.queued_tokens = 0
+        """Prompt tokens to compute, of waiting and running prompts."""
+        self.computed_tokens = 0
+        self.busy_s = 0.0
+
+    @property
+    def waiting(self) -> int:
+        """Prompts not started yet."""
+        return len(self._waiting)
+
+    @property
+    def load(self) -> int:
+        """Prompts that run or wait."""
+        return len(self._waiting) + len(self._running)
+
+    def enqueue(self, request: SimulatedRequest, now_s: float) -> None:
+        """Queues a prompt for which decode has reserved KV."""
+        if self.cache is not None:
+            request.cached = request.computed = self.cache.cached_tokens(
+                request.block_ids, request.prompt_tokens
+            )
+        self.queued_tokens += request.remaining
+        self._waiting.append(request)
+        if self._step is None:
+            self._begin(now_s)
+
+    def _begin(self, now_s: float) -> None:
+        budget = self._engine.max_step_tokens
+        given: list[int] = []
+        for request in self._running:
+            tokens = _chunk(request.remaining, budget) if budget else 0
+            given.append(tokens)
+            budget -= tokens
+        while budget > 0 and self._waiting and len(self._running) < self._engine.max_running_requests:
+            request = self._waiting.popleft()
+            request.started_s = now_s
+            self._running.append(request)
+            tokens = _chunk(request.remaining, budget)
+            given.append(tokens)
+            budget -= tokens
+        duration_s = self._engine.prefill_base_s
+        step = []
+        for request, tokens in zip(self._running, given, strict=True):
+            if budget:
+                more = min(request.remaining - tokens, budget)
+                tokens += more  # noqa: PLW2901 - the remaining budget goes to the first in line
+                budget -= more
+            if tokens:
+                duration_s += self._engine.prefill_s(request.computed, request.computed + tokens)
+                step.append((request, tokens))
+        self._step, self._began_s = step, now_s
+        self._events.at(now_s + duration_s, self._end)
+
+    def _end(self, now_s: float) -> None:
+        step, self._step = self._step or [], None
+        total = 0
+        complete = []
+        for request, tokens in step:
+            request.computed += tokens
+            total += tokens
+            if request.computed == request.prompt_tokens:
+                complete.append(request)
+        self.queued_tokens -= total
+        self.computed_tokens += total
+        self.busy_s += now_s - self._began_s
+        self.rates.record(total, now_s - self._began_s)
+        # Writes overlap with the next step; the lane carries one chunk after the other.
+        self._lane_free_s = max(self._lane_free_s, now_s) + self._engine.transfer_s(total)
+        if complete:
+            gone = set(map(id, complete))
+            self._running = [request for request in self._running if id(request) not in gone]
+        if self._running or self._waiting:
+            self._begin(now_s)
+        for request in complete:
+            if self.cache is not None:
+                self.cache.keep(request.block_ids)
+            self._done(request, now_s, self._lane_free_s)
+
+
+def _chunk(remaining: int, budget: int) -> int:
+    # A prompt that does not fit takes half of the budget, so that short ones behind it are not blocked.
+    return remaining if remaining <= budget else min(budget, max(budget // 2, _MIN_CHUNK_TOKENS))
+
+
+class PrefixCache:
+    """LRU cache of 512-token blocks. An id names its block together with all blocks before it."""
+
+    def __init__(self, capacity_tokens: int, keeps_changes: bool = False) -> None:
+        self._capacity = max(1, capacity_tokens // BLOCK_TOKENS)
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.changes: dict[int, bool] | None = {} if keeps_changes else None
+        """Blocks stored (True) or evicted (False) since this was last emptied; None when not tracked."""
+
+    def cached_tokens(self, block_ids: Sequence[int], prompt_tokens: int) -> int:
+        """Prompt tokens that are cached. The last token is always computed."""
+        hits = 0
+        for block in block_ids:
+            if block not in self._blocks:
+                break
+            hits += 1
+        return min(hits * BLOCK_TOKENS, prompt_tokens - 1)
+
+    def keep(self, block_ids: Sequence[int]) -> None:
+        """Stores the blocks of a computed prompt, evicting the least recently used."""
+        blocks, changes = self._blocks, self.changes
+        # The last block goes in first, so that eviction shortens a chain from its end.
+        for block in reversed(block_ids):
+            if block in blocks:
+                blocks.move_to_end(block)
+                continue
+            blocks[block] = None
+            if changes is not None:
+                changes[block] = True
+        for _ in range(len(blocks) - self._capacity):
+            evicted, _ = blocks.popitem(last=False)
+            if changes is not None:
+                changes[evicted] = False

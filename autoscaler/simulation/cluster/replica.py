@@ -1,0 +1,127 @@
+"""What replicas of both pools have in common: identity, life cycle, and the event queue of the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from autoscaler.simulation.traces.trace import TraceRequest
+from autoscaler.snapshot import ReplicaState
+
+Event = Callable[[float], None]
+"""Callback of an event; its argument is the time, seconds."""
+
+
+class EventQueue:
+    """Future events in order of time; ties in order of insertion."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, Event]] = []
+        self._number = 0
+
+    def at(self, when_s: float, event: Event) -> None:
+        """Schedules an event."""
+        self._number += 1
+        heappush(self._events, (when_s, self._number, event))
+
+    @property
+    def next_s(self) -> float:
+        """Time of the next event; infinity when there is none."""
+        return self._events[0][0] if self._events else float("inf")
+
+    def pop(self) -> tuple[float, Event]:
+        """Removes and returns the next event."""
+        when_s, _, event = heappop(self._events)
+        return when_s, event
+
+
+class SimulatedReplica:
+    """A replica from the order to start it until it ended."""
+
+    def __init__(self, name: str, ordered_s: float) -> None:
+        self.name = name
+        self.state = ReplicaState.STARTING
+        self.since_s = ordered_s
+        self.ordered_s = ordered_s
+        self.ended_s: float | None = None
+        self.assigned = 0
+        """Requests routed to it that have not ended."""
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait here. The least loaded replica is drained first."""
+        return self.assigned
+
+    def enter(self, state: ReplicaState, now_s: float) -> None:
+        """Enters a state."""
+        self.state, self.since_s = state, now_s
+
+
+class SimulatedRequest:
+    """State and timestamps of one request. Times in seconds of the virtual clock; None: has not happened."""
+
+    __slots__ = (
+        "admitted_s",
+        "arrival_s",
+        "block_ids",
+        "cached",
+        "computed",
+        "decode",
+        "decoded",
+        "failed",
+        "finished_s",
+        "first_token_s",
+        "joined_s",
+        "output_tokens",
+        "prefill",
+        "prompt_tokens",
+        "reserved_s",
+        "started_s",
+    )
+
+    def __init__(self, request: TraceRequest) -> None:
+        self.arrival_s = request.arrival_s
+        self.admitted_s = request.arrival_s
+        """When admission let it through; its arrival where there is none."""
+        self.prompt_tokens = request.prompt_tokens
+        self.output_tokens = request.output_tokens
+        self.block_ids = request.block_ids
+        self.cached = 0
+        """Prompt tokens found in the prefix cache."""
+        self.computed = 0
+        """Prompt tokens computed, including cached ones."""
+        self.decoded = 0
+        """Tokens after the first that were decoded before a preemption."""
+        self.prefill: SimulatedReplica | None = None
+        self.decode: SimulatedReplica | None = None
+        self.reserved_s: float | None = None
+        """When decode reserved its KV."""
+        self.started_s: float | None = None
+        """When its first chunk started."""
+        self.first_token_s: float | None = None
+        self.joined_s: float | None = None
+        """When its KV was complete on decode."""
+        self.finished_s: float | None = None
+        self.failed = False
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens not computed yet."""
+        return self.prompt_tokens - self.computed
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens needed on decode at the start: the prompt, and what was decoded before a preemption."""
+        return self.prompt_tokens + self.decoded
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Arrival to first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first, handoff included; None with fewer than two tokens."""
+        if self.finished_s is None or self.first_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)

@@ -1,0 +1,278 @@
+"""Adapter: the coordinator's router on simulated replicas, which report as real workers do.
+
+Reports are due every half second, and 100 ms after a cache has changed. They are processed lazily, when the next
+request is routed, so a report that nobody would read costs nothing. All prefill replicas reach all decode replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heappop, heappush
+
+from autoscaler.simulation.cluster.decode_replica import DecodeReplica
+from autoscaler.simulation.cluster.prefill_replica import PrefillReplica
+from autoscaler.simulation.cluster.replica import SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.traces.trace import BLOCK_TOKENS
+from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
+from coordinator.request.state import RequestEstimate
+from coordinator.routing.local_prefill import HandoffMeter, LocalPrefillFacts, local_prefill_tokens
+from coordinator.routing.prefix_router import PrefixRouter
+from coordinator.routing.router import Pair, Router, RoutingRequest
+from coordinator.routing.scores import prefill_score_s
+from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
+from coordinator.workers.prefix_index.hits import NO_HITS
+from coordinator.workers.prefix_index.index import PrefixIndex
+from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker, WorkerKey
+from splitserve.v1 import registry_pb2
+
+REPORT_S = 0.5
+SOON_S = 0.1
+"""Report intervals, seconds, as in `splitserve.client.registry_client`: the heartbeat, and the least distance of two
+reports when only the cache has changed."""
+MODEL = Model("trace", "trace", 2**24, 2**24, BLOCK_TOKENS)
+_OUTPUT_MEMORY = 64
+"""Number of recent answers, approximately, that the expected output length averages over."""
+_GOLDEN = 0.618
+
+Replicas = tuple[PrefillReplica | None, DecodeReplica | None]
+
+
+class RoutedWorkers:
+    """Presents the replicas in rotation as workers to the coordinator's router, load ledger and prefix index.
+
+    KV blocks are those of the trace, 512 tokens each.
+    """
+
+    def __init__(self, engine: EngineModel, router: Router | None = None) -> None:
+        self._engine = engine
+        self._router = PrefixRouter() if router is None else router
+        self.loads = LoadLedger()
+        self.snapshot = PoolSnapshot()
+        self._index = PrefixIndex()
+        self._meter = HandoffMeter()
+        self._turn = -1
+        self._expected_output, self._answers = float(DEFAULT_OUTPUT_TOKENS), 0
+        self._workers: dict[str, Worker] = {}
+        self._prefill: dict[str, PrefillReplica] = {}
+        self._decode: dict[str, DecodeReplica] = {}
+        self._due: list[tuple[float, str]] = []
+        """Heap of (due time, replica). Entries of replicas that have reported since are skipped."""
+        self._reported_s: dict[str, float] = {}
+        self._sequence: dict[str, int] = {}
+        self._expected: dict[SimulatedRequest, ExpectedPrompt] = {}
+        """By request: prompts that wait for KV blocks on decode."""
+
+    def rotate(
+        self, prefill: Sequence[PrefillReplica], decode: Sequence[DecodeReplica], now_s: float
+    ) -> None:
+        """Sets the replicas in rotation. New ones report at once."""
+        before = self._prefill.keys() | self._decode.keys()
+        self._prefill = {replica.name: replica for replica in prefill}
+        self._decode = {replica.name: replica for replica in decode}
+        everyone: list[PrefillReplica | DecodeReplica] = [*prefill, *decode]
+        self._due = [(at_s, name) for at_s, name in self._due if self._replica(name) is not None]
+        heapify(self._due)
+        for replica in everyone:
+            if replica.name not in self._workers:
+                self._register(replica)
+            if replica.name not in before:
+                self._report(replica, now_s)
+        agents = frozenset(self._decode)
+        for name in self._prefill:
+            self._workers[name] = dataclasses.replace(self._workers[name], connected_agents=agents)
+        self.snapshot = PoolSnapshot(tuple(self._workers[replica.name] for replica in everyone))
+
+    def ended(self, replica: SimulatedReplica) -> None:
+        """Forgets a replica that has ended."""
+        if (worker := self._workers.pop(replica.name, None)) is not None:
+            self.loads.remove(worker.key)
+            self._index.forget(worker.key)
+
+    def answered(self, request: SimulatedRequest) -> None:
+        """Updates the expected output length with a complete answer, as `coordinator.request.estimates` does."""
+        self._answers = min(self._answers + 1, _OUTPUT_MEMORY)
+        self._expected_output += (request.output_tokens - self._expected_output) / self._answers
+
+    def reserved(self, request: SimulatedRequest) -> None:
+        """Decode has reserved KV for the request: its prompt now counts as sent to the prefill worker."""
+        if (expected := self._expected.pop(request, None)) is not None:
+            expected.begin()
+
+    def choose(self, request: SimulatedRequest, now_s: float, lending: bool) -> Replicas | None:
+        """Chooses a pair of replicas for a request; None while a pool has no replica in rotation.
+
+        The pair has no decode replica for answers of one token, and no prefill replica where decode computes the
+        prompt itself (only with `lending`).
+        """
+        self._turn += 1
+        self._meter.count_arrival(now_s)
+        self.take_reports(now_s)
+        if request.block_ids:
+            self._take_cache_changes(now_s)
+        routing_request = RoutingRequest(
+            MODEL.name,
+            request.prompt_tokens,
+            request.output_tokens > 1,
+            turn=self._turn,
+            hits=self._index.hits(request.block_ids, now_s) if request.block_ids else NO_HITS,
+            expected_output_tokens=self._expected_output,
+        )
+        pair = self._router.choose_pair(self.snapshot, self.loads, routing_request, now_s)
+        if pair is None:
+            return None
+        uncached_tokens = request.prompt_tokens - pair.cost.cached_tokens
+        if request.block_ids:
+            self._index.expect([pair.prefill.key], request.block_ids, now_s)
+        prefill = self._prefill[pair.prefill.worker_id]
+        if pair.decode is None:
+            self.loads.count_sent(pair.prefill.key, uncached_tokens)
+            return prefill, None
+        expected = self.loads.expect(pair.prefill.key, uncached_tokens)
+        if expected is not None:
+            self._expected[request] = expected
+        self.loads.count_sent(pair.decode.key, request.prompt_tokens)
+        decode = self._decode[pair.decode.worker_id]
+        if lending and uncached_tokens <= self._local_tokens(pair, pair.decode, uncached_tokens, now_s):
+            if expected is not None:
+                self._expected.pop(request).withdraw()
+            return None, decode
+        return prefill, decode
+
+    def _local_tokens(self, pair: Pair, decode: Worker, tokens: int, now_s: float) -> int:
+        """As `coordinator.routing.local_prefill.facts_of_pair`, with the handoff cost of the engine model."""
+        rate = self.loads.prefill[pair.prefill.key].measured_rate
+        if not rate:
+            return 0
+        report = self.loads.decode[decode.key].report
+        facts = LocalPrefillFacts(
+            split_s=prefill_score_s(pair.queued_tokens, tokens, rate) + self._engine.handoff_s,
+            tokens_per_s=rate,
+            waiting_tokens=report.waiting_tokens,
+            running_requests=report.running_requests,
+            arrivals_per_s=self._meter.arrivals_per_s(now_s) / pair.decode_candidates,
+        )
+        return local_prefill_tokens(facts)
+
+    @property
+    def decode_replicas(self) -> Iterable[DecodeReplica]:
+        """The decode replicas in rotation."""
+        return self._decode.values()
+
+    @property
+    def next_report_s(self) -> float:
+        """When the next report is due, as far as known; infinity: never."""
+        return self._due[0][0] if self._due else float("inf")
+
+    def key_of(self, name: str) -> WorkerKey:
+        """The key of a replica that has not ended."""
+        return self._workers[name].key
+
+    def estimate(self, request: SimulatedRequest, now_s: float) -> RequestEstimate:
+        """The estimate for a request that arrives now, as `coordinator.request.estimates` makes it."""
+        hits = self._index.hits(request.block_ids, now_s) if request.block_ids else NO_HITS
+        held_tokens = max((depth for depth, _ in hits.levels), default=0) * BLOCK_TOKENS
+        uncached = request.prompt_tokens - min(held_tokens, request.prompt_tokens - 1)
+        return RequestEstimate(self._expected_output, float(uncached), hits)
+
+    def take_reports(self, now_s: float) -> None:
+        """Processes the reports that are due."""
+        while self._due and self._due[0][0] <= now_s:
+            at_s, name = heappop(self._due)
+            replica = self._replica(name)
+            if replica is not None and at_s == self._reported_s[name] + REPORT_S:
+                self._report(replica, now_s)
+
+    def _take_cache_changes(self, now_s: float) -> None:
+        """Processes the reports that changes of the prefix caches cause."""
+        for prefill in self._prefill.values():
+            if (
+                prefill.cache is not None
+                and prefill.cache.changes
+                and now_s >= self._reported_s[prefill.name] + SOON_S
+            ):
+                self._report(prefill, now_s)
+
+    def _replica(self, name: str) -> PrefillReplica | DecodeReplica | None:
+        return self._prefill.get(name) or self._decode.get(name)
+
+    def _register(self, replica: PrefillReplica | DecodeReplica) -> None:
+        pool: PoolName = "prefill" if isinstance(replica, PrefillReplica) else "decode"
+        worker = Worker(
+            worker_id=replica.name,
+            epoch=1,
+            pool=pool,
+            address="simulated",
+            model=MODEL,
+            agent_id=replica.name,
+            transport="simulated",
+            block_size_tokens=BLOCK_TOKENS,
+            max_running_requests=self._engine.max_running_requests,
+            reported=True,
+            output_open=True,
+            block_bytes=BLOCK_TOKENS * self._engine.kv_bytes_per_token,
+        )
+        self.loads.add(worker)
+        if isinstance(replica, PrefillReplica):
+            self._tell_cache(replica, worker)
+            worker = dataclasses.replace(worker, prefix_slot=self._index.slot_of(worker.key))
+        self._workers[replica.name] = worker
+
+    def _report(self, replica: PrefillReplica | DecodeReplica, now_s: float) -> None:
+        worker = self._workers[replica.name]
+        if isinstance(replica, PrefillReplica):
+            self._tell_cache(replica, worker)
+            self.loads.on_report(worker.key, _prefill_load(replica))
+        else:
+            step_s = replica.step_s or self.loads.decode[worker.key].measured_step_s
+            self.loads.on_report(worker.key, _decode_load(replica, self._engine, step_s))
+        if replica.name not in self._reported_s:
+            # Staggers the reports of replicas that started together.
+            now_s -= len(self._workers) * _GOLDEN % REPORT_S
+        self._reported_s[replica.name] = now_s
+        heappush(self._due, (now_s + REPORT_S, replica.name))
+
+    def _tell_cache(self, replica: PrefillReplica, worker: Worker) -> None:
+        if replica.cache is None or replica.cache.changes is None:
+            return
+        sequence = self._sequence.get(worker.worker_id, 0) + 1
+        if not replica.cache.changes and sequence > 1:
+            return
+        self._sequence[worker.worker_id] = sequence
+        changes, replica.cache.changes = replica.cache.changes, {}
+        # Parents first: the simulated cache inserts a prompt's blocks from its end.
+        stored = [block for block, is_stored in reversed(changes.items()) if is_stored]
+        removed = [block for block, is_stored in changes.items() if not is_stored]
+        events = registry_pb2.CacheEvents(
+            sequence=sequence, cleared=sequence == 1, removed=_names(removed), stored=_names(stored)
+        )
+        self._index.apply(worker.key, events)
+
+
+def _prefill_load(replica: PrefillReplica) -> registry_pb2.WorkerLoad:
+    return registry_pb2.WorkerLoad(
+        waiting_requests=replica.waiting,
+        running_requests=replica.load - replica.waiting,
+        waiting_tokens=replica.queued_tokens,
+        prefill_tokens_per_second=replica.rates.prefill_tokens_per_s,
+    )
+
+
+def _decode_load(replica: DecodeReplica, engine: EngineModel, step_s: float) -> registry_pb2.WorkerLoad:
+    used = int(replica.context_tokens) // BLOCK_TOKENS
+    total = engine.kv_capacity_tokens // BLOCK_TOKENS
+    return registry_pb2.WorkerLoad(
+        total_blocks=total,
+        free_blocks=max(0, total - used),
+        referenced_blocks=used,
+        running_requests=replica.running,
+        waiting_reservations=replica.waiting_reservations,
+        waiting_tokens=replica.local_tokens,
+        decode_step_ms=step_s * 1e3,
+    )
+
+
+def _names(blocks: Sequence[int]) -> bytes:
+    return array("Q", blocks).tobytes()

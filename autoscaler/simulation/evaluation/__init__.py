@@ -1,0 +1,1 @@
+"""Baselines, the clairvoyant bound and plots. Read `comparison.py` first."""

@@ -1,0 +1,96 @@
+"""Runs a policy, the baselines and the clairvoyant bound on one scenario."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoscaler.decide import make_decide
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.reconcile import Bounds
+from autoscaler.simulation.evaluation.baselines import BASELINES, baselines
+from autoscaler.simulation.evaluation.clairvoyant import GRID_S, Bound, clairvoyant_bound, needs
+from autoscaler.simulation.outcome import Outcome
+from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.traces.scaling import PEAK_WINDOW_S
+from autoscaler.snapshot import POOLS, PoolName
+from splitserve.errors import InvalidArgumentError
+
+POLICY_NAME = "policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Runs of one scenario."""
+
+    policy: Outcome
+    others: Sequence[Outcome] = ()
+    bound: Bound | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The policy's run as JSON, with those of the baselines and of the bound."""
+        hours = self.bound.replica_hours if self.bound else None
+        return {
+            **self.policy.to_json(),
+            "replica_hours_bound": None if hours is None else round(hours, 4),
+            "replica_hours_over_bound": round(self.policy.total_replica_hours / hours, 4) if hours else None,
+            "bound": self.bound.outcome.to_json() if self.bound else None,
+            "opponents": {other.name: other.to_json() for other in self.others},
+        }
+
+
+def compare(
+    scenario: Scenario,
+    policy: ScalingPolicy,
+    names: Sequence[str] = (),
+    bound_share: float | None = None,
+) -> Comparison:
+    """Runs the policy, these baselines (see `baseline_names`), and with `bound_share` the search for the bound."""
+    bounds = bounds_of(policy)
+    run = Simulation(scenario, make_decide(policy), policy.interval_s, bounds, POLICY_NAME).run()
+    others = [run_baseline(scenario, name, bounds) for name in names]
+    bound = clairvoyant_bound(scenario, bound_share) if bound_share is not None else None
+    return Comparison(run, others, bound)
+
+
+def run_baseline(scenario: Scenario, name: str, bounds: Mapping[PoolName, Bounds]) -> Outcome:
+    """Runs one baseline within the bounds of the policy."""
+    peak = {pool: min(count, bounds[pool].max) for pool, count in static_peak(scenario).items()}
+    baseline = baselines(scenario.slo, scenario.engine, bounds, peak)[name]
+    if name == "static-peak":
+        scenario = replace(scenario, initial=peak)
+    return Simulation(scenario, baseline.decide, baseline.interval_s, bounds, name).run()
+
+
+def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:
+    """Minimum and maximum of both pools."""
+    return {
+        "prefill": Bounds(policy.prefill.min_replicas, policy.prefill.max_replicas),
+        "decode": Bounds(policy.decode.min_replicas, policy.decode.max_replicas),
+    }
+
+
+def static_peak(scenario: Scenario) -> dict[PoolName, int]:
+    """Replicas for the busiest minute, with square-root staffing."""
+    found: dict[PoolName, int] = {}
+    width = max(1, round(PEAK_WINDOW_S / GRID_S))
+    for pool, need in needs(scenario).items():
+        window = min(width, len(need))
+        peak = float(np.convolve(need, np.ones(window) / window, "valid").max())
+        found[pool] = max(1, math.ceil(peak + math.sqrt(peak)))
+    return {pool: found[pool] for pool in POOLS}
+
+
+def baseline_names(wanted: Sequence[str]) -> list[str]:
+    """The baselines to run; `all` expands to all of them. Raises InvalidArgumentError for an unknown name."""
+    names: list[str] = []
+    for name in wanted:
+        if name != "all" and name not in BASELINES:
+            known = ", ".join(("all", *BASELINES))
+            raise InvalidArgumentError(f"baseline: no such baseline: {name!r} ({known})", field="baseline")
+        names += BASELINES if name == "all" else [name]
+    return list(dict.fromkeys(names))

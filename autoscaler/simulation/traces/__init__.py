@@ -1,0 +1,1 @@
+"""Traces: file formats, synthetic load, scaling. Read `trace.py` first."""

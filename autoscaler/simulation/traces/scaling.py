@@ -1,0 +1,85 @@
+"""Scales a trace so that its peak needs a wanted number of replicas, without touching its time axis."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.traces.trace import Trace, TraceRequest
+
+PEAK_WINDOW_S = 60.0
+"""A peak is the mean over a minute."""
+JITTER_S = 120.0
+"""Copies move by up to two minutes either way; longer variations keep their shape."""
+
+
+def peak_replicas(trace: Trace, engine: EngineModel, tpot_s: float) -> float:
+    """Replicas of both pools together that the busiest minute keeps fully busy at the TPOT target.
+
+    Prefill: seconds of compute that arrive a second. Decode: seconds of a full batch that arrive a second
+    (`decode_claim`).
+    """
+    bins = math.floor(trace.duration_s / PEAK_WINDOW_S) + 1
+    work = np.zeros(bins)
+    for request in trace.requests:
+        share, length_s = decode_claim(engine, request, tpot_s)
+        work[int(request.arrival_s // PEAK_WINDOW_S)] += (
+            engine.prompt_s(request.prompt_tokens) + share * length_s
+        )
+    return float(work.max() / PEAK_WINDOW_S)
+
+
+def decode_claim(engine: EngineModel, request: TraceRequest, tpot_s: float) -> tuple[float, float]:
+    """(share of one decode replica that a request takes, for how many seconds) in a fully used replica.
+
+    A replica is full with B such requests when its step takes the TPOT target, its KV pool is taken, or its batch
+    has no slot left; the request then has 1/B of it for as long as its tokens take at that step.
+    """
+    context = request.prompt_tokens + request.output_tokens / 2
+    each_s = engine.sequence_s + engine.context_token_s * context
+    by_time = max(0.0, tpot_s - engine.step_s) / each_s if each_s > 0 else math.inf
+    by_kv = engine.kv_capacity_tokens / (request.prompt_tokens + request.output_tokens)
+    batch = max(1.0, min(by_time, by_kv, engine.max_running_requests))
+    return 1 / batch, (request.output_tokens - 1) * (engine.step_s + each_s * batch)
+
+
+def scaled(trace: Trace, factor: float, seed: int = 0, jitter_s: float = JITTER_S) -> Trace:
+    """The trace with its arrival rate times `factor`.
+
+    Each request comes floor(factor) or ceil(factor) times, at random so that `factor` is the mean, each copy
+    moved by up to `jitter_s` either way: more users who behave alike, but not in lock-step. The copies share no
+    prefix. This smooths bursts shorter than the jitter, as more users do; longer ones keep their shape.
+    """
+    chance = random.Random(seed)
+    last_s = trace.duration_s
+    copies: list[TraceRequest] = []
+    for request in trace.requests:
+        whole = math.floor(factor)
+        times = whole + (chance.random() < factor - whole)
+        for copy in range(times):
+            moved_s = request.arrival_s + (chance.uniform(-jitter_s, jitter_s) if factor > 1 else 0.0)
+            # Copies of the first and last requests are reflected at the trace's ends.
+            moved_s = abs(moved_s) if moved_s <= last_s else 2 * last_s - moved_s
+            blocks = tuple(block * math.ceil(factor) + copy for block in request.block_ids)
+            copies.append(
+                TraceRequest(max(0.0, moved_s), request.prompt_tokens, request.output_tokens, blocks)
+            )
+    copies.sort(key=lambda request: request.arrival_s)
+    return Trace(trace.name, copies)
+
+
+def scaled_to_peak(
+    trace: Trace,
+    replicas: float,
+    engine: EngineModel,
+    tpot_s: float,
+    seed: int = 0,
+    jitter_s: float = JITTER_S,
+) -> Trace:
+    """Scales the arrival rate so that the busiest minute, jitter included, fills `replicas` replicas."""
+    factor = replicas / peak_replicas(trace, engine, tpot_s)
+    smoothed = peak_replicas(scaled(trace, factor, seed, jitter_s), engine, tpot_s)
+    return scaled(trace, factor * replicas / smoothed, seed, jitter_s)

@@ -1,0 +1,149 @@
+"""Traces and their file formats: Azure CSV and Mooncake JSONL."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from splitserve.errors import InvalidArgumentError, NotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. `block_ids` name the prompt's 512-token blocks: equal beginnings have equal ids."""
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...] = ()
+
+
+BLOCK_TOKENS = 512
+"""Tokens of one of `block_ids`; the unit of Mooncake's traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A named sequence of requests. Arrivals are not negative and never decrease."""
+
+    name: str
+    requests: Sequence[TraceRequest]
+
+    @property
+    def duration_s(self) -> float:
+        """Until the last arrival."""
+        return self.requests[-1].arrival_s if self.requests else 0.0
+
+
+AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+MOST_TOKENS = 2**24
+_MICROSECOND_DIGITS = 26
+"""Length of a timestamp with six digits of fraction, as far as datetime reads."""
+
+
+def load_trace(path: Path, seed: int = 0) -> Trace:
+    """The trace in a file; its first character tells the format.
+
+    `seed` decides how arrivals are spread inside the ticks of a Mooncake trace. Raises NotFoundError
+    without the file, and InvalidArgumentError with the number of the first bad line.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise NotFoundError(f"trace: cannot read {path}: {error.strerror}", reason="NO_TRACE") from None
+    except UnicodeDecodeError as error:
+        raise _bad(path, 1, f"not UTF-8 text ({error.reason})") from None
+    mooncake = text.lstrip().startswith("{")
+    found = list(_mooncake(path, text) if mooncake else _azure(path, text))
+    if not found:
+        raise _bad(path, 1, "no requests")
+    found.sort(key=lambda request: request.arrival_s)
+    if mooncake:
+        found = _spread(found, seed)
+    first_s = found[0].arrival_s
+    return Trace(path.stem, [_shifted(request, -first_s) for request in found])
+
+
+def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
+    rows = csv.reader(text.splitlines())
+    if (header := next(rows, None)) != AZURE_HEADER:
+        raise _bad(
+            path, 1, f"expected the columns {','.join(AZURE_HEADER)}, found {','.join(header or [])!r}"
+        )
+    for line, row in enumerate(rows, 2):
+        if not row:
+            continue
+        if len(row) != len(AZURE_HEADER):
+            raise _bad(path, line, f"expected {len(AZURE_HEADER)} columns, found {len(row)}")
+        try:
+            arrival_s = datetime.fromisoformat(row[0].strip()[:_MICROSECOND_DIGITS]).timestamp()
+        except ValueError:
+            raise _bad(path, line, f"TIMESTAMP is not a time: {row[0]!r}") from None
+        prompt = _count(path, line, AZURE_HEADER[1], row[1])
+        yield TraceRequest(arrival_s, prompt, _count(path, line, AZURE_HEADER[2], row[2]))
+
+
+def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
+    for line, row in enumerate(text.splitlines(), 1):
+        if not row.strip():
+            continue
+        try:
+            data = json.loads(row)
+        except ValueError:
+            raise _bad(path, line, "not a JSON object") from None
+        if not isinstance(data, dict):
+            raise _bad(path, line, "not a JSON object")
+        timestamp = data.get("timestamp")
+        if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not timestamp >= 0:
+            raise _bad(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r}")
+        blocks = data.get("hash_ids", [])
+        if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
+            raise _bad(path, line, "hash_ids must be a list of integers")
+        prompt = _count(path, line, "input_length", data.get("input_length"))
+        output = _count(path, line, "output_length", data.get("output_length"))
+        yield TraceRequest(timestamp / 1e3, prompt, output, tuple(blocks))
+
+
+def _count(path: Path, line: int, name: str, value: Any) -> int:
+    try:
+        count = int(value)
+    except (TypeError, ValueError):
+        raise _bad(path, line, f"{name} must be a whole number, not {value!r}") from None
+    if not 0 <= count <= MOST_TOKENS:
+        raise _bad(path, line, f"{name} must be 0..{MOST_TOKENS}, not {count}")
+    # The engine has at least one prompt token and one output token.
+    return max(1, count)
+
+
+def _spread(found: list[TraceRequest], seed: int) -> list[TraceRequest]:
+    """Spreads the requests of each tick over the time until the next one; the last tick is as long as the mean.
+
+    Otherwise every tick, about 3 s, would be a burst that the real service never had.
+    """
+    ticks = [list(tick) for _, tick in groupby(found, key=lambda request: request.arrival_s)]
+    starts = [tick[0].arrival_s for tick in ticks]
+    mean_s = (starts[-1] - starts[0]) / max(1, len(starts) - 1)
+    chance = random.Random(seed)
+    spread = []
+    for tick, end_s in zip(ticks, [*starts[1:], starts[-1] + mean_s], strict=True):
+        length_s = end_s - tick[0].arrival_s
+        offsets = sorted(chance.uniform(0, length_s) for _ in tick)
+        spread += [_shifted(request, offset) for request, offset in zip(tick, offsets, strict=True)]
+    return spread
+
+
+def _shifted(request: TraceRequest, by_s: float) -> TraceRequest:
+    return TraceRequest(
+        request.arrival_s + by_s, request.prompt_tokens, request.output_tokens, request.block_ids
+    )
+
+
+def _bad(path: Path, line: int, what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"trace: {path}, line {line}: {what}", reason="BAD_TRACE", field="trace")

@@ -1,0 +1,1 @@
+"""Scaling policies on traces, in simulated time. Read `attainment.py` first."""

@@ -1,0 +1,139 @@
+"""Faults on a running cluster, and whether its streams notice: `python -m bench.chaos --minutes N [--json]`.
+
+Two coordinators, two prefill and two decode workers with the real model in float32, real processes and real NIXL.
+First the capacity is measured: what the undisturbed cluster completes with AT_ONCE clients that ask again at once. Then
+streams arrive at `--load` of it, and every few seconds there is one fault:
+
+* kill: SIGKILL of a worker; kill coordinator: of a coordinator. They are started again at once.
+* pause: SIGSTOP of any process, SIGCONT after 0.5 to 8 s.
+* reset: all TCP connections to one process are reset, those of streams too.
+* drain: SIGTERM of a worker, which finishes its streams and is started again.
+
+A fault hits a role only while both of its members serve, so one of two is always left. Clients know both coordinators.
+
+* streams, completed: those offered, and those that came to their regular end.
+* wrong_tokens: tokens that differ from the greedy ones of `transformers`, in float32.
+* longest_gap_s: longest time between two tokens of one stream; longest_ttft_s: until the first.
+* leaked_blocks: KV blocks that are not free a while after the last stream, and calls or sequences that are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.chaos.faults import Fault, attack
+from bench.chaos.members import ChaosCluster, running_cluster
+from bench.chaos.streams import StreamTally, capacity_per_s, offer, references
+from bench.machine import report, this_machine
+
+MODEL = "smollm2-135m-instruct"
+AT_ONCE = 8
+CALIBRATION_S = 15.0
+SETTLE_S = 90.0
+LEFT = (
+    "running_requests",
+    "waiting_requests",
+    "reserved_blocks",
+    "quarantined_blocks",
+    "waiting_reservations",
+)
+
+
+def main() -> int:
+    """Runs it; exit code 1 where tokens were wrong or blocks leaked."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, help="length of the attack")
+    parser.add_argument(
+        "--load", type=float, default=0.8, help="share of the measured capacity; default: 0.8"
+    )
+    parser.add_argument(
+        "--every", type=float, default=8.0, metavar="SECONDS", help="between faults; default: 8"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--prompts", type=int, default=24, help="different ones; default: 24")
+    parser.add_argument("--log", type=Path, default=Path("build/chaos.log"), help="the processes' output")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    found = asyncio.run(_run(options))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name}: {value}")
+    return 1 if found["wrong_tokens"] or found["leaked_blocks"] else 0
+
+
+async def _run(options: argparse.Namespace) -> dict[str, Any]:
+    known = references(options.model, options.prompts)
+    tally, stop = StreamTally(), asyncio.Event()
+    began_s = time.monotonic()
+
+    def tell(fault: Fault) -> None:
+        pause = f" for {fault.pause_s:.1f} s" if fault.pause_s else ""
+        so_far = f"{tally.completed} of {tally.streams} streams complete"
+        print(
+            f"{time.monotonic() - began_s:6.1f} s: {fault.kind} {fault.role}-{fault.number}{pause}; {so_far}",
+            file=sys.stderr,
+        )
+
+    async with running_cluster(options.model, options.log) as cluster:
+        # The first answers compile nothing but connect everything.
+        await capacity_per_s(cluster.target, known, AT_ONCE, 3.0)
+        capacity = await capacity_per_s(cluster.target, known, AT_ONCE, CALIBRATION_S)
+        rate = options.load * capacity
+        began_s = time.monotonic()
+        load = asyncio.create_task(offer(cluster.target, known, rate, stop, tally, options.seed + 1))
+        faults = await attack(cluster, options.minutes * 60, options.every, options.seed, tell)
+        stop.set()
+        await load
+        leaked = await _left(cluster)
+    found = {
+        "minutes": options.minutes,
+        "capacity_per_s": round(capacity, 3),
+        "offered_per_s": round(rate, 3),
+        "streams": tally.streams,
+        "completed": tally.completed,
+        "resumed": tally.resumed,
+        "wrong_tokens": tally.wrong_tokens,
+        "leaked_blocks": sum(leaked.values()),
+        "left": leaked,
+        "faults": sum(faults.values()),
+        "faults_by_kind": dict(faults),
+        "longest_gap_s": round(tally.longest_gap_s, 3),
+        "longest_ttft_s": round(tally.longest_ttft_s, 3),
+        "errors": dict(tally.errors),
+    }
+    return report(
+        "chaos", shlex.join(["python", "-m", "bench.chaos", *sys.argv[1:]]), this_machine(), **found
+    )
+
+
+async def _left(cluster: ChaosCluster) -> dict[str, int]:
+    """What is held though nothing runs, by worker and count, once everything serves again and had time to settle."""
+    await cluster.until_whole()
+    deadline_s = time.monotonic() + SETTLE_S
+    while True:
+        left: dict[str, int] = {}
+        for address in cluster.direct:
+            info = await cluster.info(address)
+            if info is None:
+                left[f"{address} does not answer"] = 1
+                continue
+            for worker in info.workers:
+                left |= {f"{worker.worker_id}.{name}": n for name in LEFT if (n := getattr(worker, name))}
+                if missing := worker.total_blocks - worker.free_blocks:
+                    left[f"{worker.worker_id}.blocks"] = missing
+        if not left or time.monotonic() > deadline_s:
+            return left
+        await asyncio.sleep(0.5)

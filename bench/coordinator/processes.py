@@ -1,0 +1,153 @@
+"""The processes of a measurement: coordinators, scripted workers, load generators; each on its own cores."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from splitserve.addresses import claim_port, join_address
+from splitserve.client import AsyncClient
+from splitserve.config.command_line import arguments
+from splitserve.config.coordinator import CoordinatorConfig
+
+HOST = "127.0.0.1"
+READY_S = 30.0
+END_S = 5.0
+GENERATOR_GRACE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """A running program and its addresses."""
+
+    pid: int
+    grpc: str
+    http: str = ""
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Front: the process under measurement. Rest: everything else."""
+
+    front: Sequence[int]
+    rest: Sequence[int]
+
+
+def split_cores(cores: Sequence[int]) -> Cores:
+    """One core for the front if there are two; else all share one."""
+    return Cores(cores[:1], cores[1:] or cores)
+
+
+@asynccontextmanager
+async def program(
+    command: Sequence[str], cores: Sequence[int], **variables: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Runs a program on these cores; its stdout is piped, its log is dropped."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "SPLITSERVE_LOG_LEVEL": "warning", **variables},
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+            try:
+                async with asyncio.timeout(END_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+@asynccontextmanager
+async def coordinator(config: CoordinatorConfig, cores: Sequence[int]) -> AsyncIterator[Process]:
+    """A coordinator on free ports."""
+    ports = {"grpc_port": claim_port(HOST, 0), "http_port": claim_port(HOST, 0)}
+    config = config.model_copy(update={"host": HOST, **ports})
+    command = [sys.executable, "-m", "splitserve", "coordinator", *arguments(config)]
+    async with program(command, cores) as process:
+        yield Process(
+            process.pid, join_address(HOST, ports["grpc_port"]), join_address(HOST, ports["http_port"])
+        )
+
+
+@asynccontextmanager
+async def scripted_workers(
+    coordinators: Sequence[str], step_ms: float, tokenizer: str, vocabulary: int, cores: Sequence[int]
+) -> AsyncIterator[Process]:
+    """The two scripted workers; ready when every coordinator can serve with them."""
+    command = [sys.executable, "-m", "bench.coordinator.scripted_workers", "--step-ms", str(step_ms)]
+    command += ["--tokenizer", tokenizer, "--vocabulary", str(vocabulary)]
+    for address in coordinators:
+        command += ["--coordinator", address]
+    async with program(command, cores) as process:
+        assert process.stdout is not None
+        address = (await process.stdout.readline()).decode().strip()
+        for target in coordinators:
+            async with AsyncClient(target) as client:
+                await client.wait_ready(READY_S)
+        yield Process(process.pid, address)
+
+
+async def generate_load(cores: Sequence[int], **options: Any) -> dict[str, Any]:
+    """Runs a load generator and returns what it printed. Raises RuntimeError with its output if it fails."""
+    command = [sys.executable, "-m", "bench.coordinator.load"]
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        command += [flag] if value is True else [flag, str(value)]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+    try:
+        async with asyncio.timeout(GENERATOR_GRACE_S):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise RuntimeError(err.decode(errors="replace")[-2000:])
+    result: dict[str, Any] = json.loads(out)
+    return result
+
+
+@asynccontextmanager
+async def front_and_workers(
+    config: CoordinatorConfig, step_ms: float, model: tuple[str, int], cores: Cores, count: int = 1
+) -> AsyncIterator[tuple[Sequence[Process], Process]]:
+    """`count` coordinators that share the same workers."""
+    async with AsyncExitStack() as stack:
+        fronts = []
+        for number in range(count):
+            place = cores.front if count == 1 else [[*cores.front, *cores.rest][number % 2]]
+            fronts.append(await stack.enter_async_context(coordinator(config, place)))
+        for front in fronts:
+            await _answers(front.grpc)
+        workers = await stack.enter_async_context(
+            scripted_workers([front.grpc for front in fronts], step_ms, *model, cores.rest)
+        )
+        yield fronts, workers
+
+
+async def _answers(target: str) -> None:
+    async with asyncio.timeout(READY_S), AsyncClient(target) as client:
+        while True:
+            try:
+                await client.models()
+                return
+            except Exception:
+                await asyncio.sleep(0.1)

@@ -1,0 +1,38 @@
+"""A model of given shapes with random weights, made on the device: as fast as a real one, without files."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.backends.cuda.forward import prepare_device
+from engine.core.types import ModelFacts
+from engine.kv_cache.memory import DTYPES
+from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
+from engine.model.loaded_model import LoadedModel
+from engine.model.probe import probe_model
+from engine.model.support import context_limit, declared_windows
+from engine.runner.device import choose_device
+from engine.runner.torch_runner import TorchRunner, make_torch_runner
+from splitserve.config.engine import EngineConfig
+
+
+def random_runner(folder: str, config: EngineConfig) -> TorchRunner:
+    """A runner of the model whose `config.json` lies in `folder`. Its linear layers are never repacked."""
+    device = choose_device(config.device)
+    if device.type == "cuda":
+        prepare_device(device)
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    settings = AutoConfig.from_pretrained(folder)
+    with torch.device(device):
+        module = AutoModelForCausalLM.from_config(
+            settings, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME
+        ).eval()
+    context = AttentionContext()
+    named = settings.to_dict()
+    layers = bind_layers(module, context, declared_windows(named))
+    attention = probe_model(module, context, layers, named)
+    facts = ModelFacts(context_limit(named), int(settings.vocab_size), frozenset())
+    model = LoadedModel(module, settings, context, facts, attention, dtype, device, fingerprint="random")
+    return make_torch_runner(model, config)

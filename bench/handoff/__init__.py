@@ -1,0 +1,1 @@
+"""The handoff: its phases, its lanes, narrower KV, checksums. Read `phases.py` first."""

@@ -1,0 +1,233 @@
+"""The asynchronous edge of admission: requests wait on futures, and any event that frees capacity releases them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from coordinator.admission.entry import (
+    CLASSES,
+    NOT_HELD,
+    REFUSAL_REASONS,
+    Entry,
+    Held,
+    Refusal,
+    RefusalReason,
+)
+from coordinator.admission.model_admission import ModelAdmission
+from coordinator.request.caller import PriorityClass
+from coordinator.request.observer import RequestEvents, RequestObserver
+from coordinator.request.state import RequestState, Waits
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.errors import ResourceExhaustedError
+from splitserve.histograms import DurationCounts
+from splitserve.logs import log_event
+
+Waiting = asyncio.Future[None]
+Publish = Callable[[str, Held], None]
+"""Takes a model and what is held of it, after each change."""
+
+
+@dataclass(slots=True)
+class AdmissionCounts:
+    """Metrics of one model's admission. Read on other threads: values are only replaced or increased."""
+
+    waited: Mapping[PriorityClass, DurationCounts] = field(
+        default_factory=lambda: {name: DurationCounts() for name in CLASSES}
+    )
+    """Queueing time of admitted requests, including those that did not wait."""
+    refused: dict[RefusalReason, int] = field(default_factory=lambda: dict.fromkeys(REFUSAL_REASONS, 0))
+    queued: dict[PriorityClass, int] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0))
+    queued_prompt_tokens: int = 0
+
+
+class CapacityAdmission:
+    """An AdmissionPlugin: requests wait for capacity on the workers; see docs/admission.md. Lives on one event loop."""
+
+    def __init__(self, config: CoordinatorConfig, registry: Registry, publish: Publish) -> None:
+        self._settings = config.admission
+        self._local_prefill = config.local_prefill
+        self._registry, self._publish_held = registry, publish
+        self._models: dict[str, ModelAdmission] = {}
+        self._waiting: dict[Entry, Waiting] = {}
+        self._counts: dict[str, AdmissionCounts] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        registry.subscribe(self._on_registry_change)
+
+    async def admit(self, events: RequestEvents) -> None:
+        """See AdmissionPlugin."""
+        model, entry = events.state.request.model.name, _entry(events.state, time.monotonic())
+        await self.wait(model, entry)
+        events.observe(_Admitted(self, model, entry))
+        if entry.started and entry.marks != NOT_HELD:
+            waits = Waits(*entry.marks)
+            events.waited(waits)
+            log_event("request.admitted", prefill_s=waits.prefill_s, decode_s=waits.decode_s)
+
+    def counts(self) -> dict[str, AdmissionCounts]:
+        """Counts so far, by model."""
+        return dict(sorted(self._counts.copy().items()))
+
+    def of(self, model: str) -> ModelAdmission:
+        """The admission of a model that workers have registered."""
+        admission = self._models.get(model)
+        if admission is None:
+            admission = self._models[model] = ModelAdmission(self._settings, self._registry.loads)
+            admission.bounds_prefill = self._local_prefill != "always"
+            self._counts[model] = AdmissionCounts()
+            self._set_workers(model, admission)
+        return admission
+
+    async def wait(self, model: str, entry: Entry) -> None:
+        """Returns once the entry is admitted. Raises ResourceExhaustedError if it is refused."""
+        admission = self.of(model)
+        arrival = admission.arrive(entry, entry.arrived_s)
+        if arrival.started:
+            self._counts[model].waited[entry.priority_class].add(0.0)
+            return
+        for refusal in arrival.evicted:
+            self._refuse(model, refusal)
+        if arrival.refused is not None:
+            self._counts[model].refused[arrival.refused.reason] += 1
+            raise _error(arrival.refused)
+        future = self._waiting[entry] = asyncio.get_running_loop().create_future()
+        self._publish(model, admission)
+        try:
+            await future
+            self._counts[model].waited[entry.priority_class].add(time.monotonic() - entry.arrived_s)
+        except BaseException:
+            # Cancelled or refused while waiting, possibly in the same turn of the loop as being admitted.
+            self.ended(model, entry)
+            raise
+        finally:
+            self._waiting.pop(entry, None)
+
+    def sent(self, model: str, entry: Entry, tokens: int) -> None:
+        """See RequestObserver."""
+        admission = self._models[model]
+        now = time.monotonic()
+        if admission.sent(entry, tokens, now) and admission.queue.requests:
+            self._release(model, admission, now)
+
+    def decoded(self, model: str, entry: Entry) -> None:
+        """See RequestObserver."""
+        admission = self._models[model]
+        admission.decoded(entry)
+        if admission.queue.requests:
+            self._release(model, admission, time.monotonic())
+
+    def ended(self, model: str, entry: Entry) -> None:
+        """See RequestObserver. What the request held is free for the next one."""
+        admission = self._models[model]
+        had = admission.queue.requests
+        admission.ended(entry)
+        if had:
+            self._release(model, admission, time.monotonic())
+
+    def _on_registry_change(self, worker: Worker | None) -> None:
+        """See Registry.subscribe: a load report of `worker`, or another set of workers."""
+        if worker is None:
+            for model, admission in self._models.items():
+                self._set_workers(model, admission)
+                if admission.queue.requests:
+                    self._release(model, admission, time.monotonic())
+            return
+        reporting = self._models.get(worker.model.name)
+        if reporting is not None and reporting.queue.requests:
+            self._release(worker.model.name, reporting, time.monotonic())
+
+    def _set_workers(self, model: str, admission: ModelAdmission) -> None:
+        admission.set_workers(self._registry.snapshot(), model)
+
+    def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
+        lent = self._local_prefill == "auto" or self._registry.plan.lends(now)
+        prefills, decodes = len(admission.prefill.workers), len(admission.decode.workers)
+        # Decode workers that compute prompts too add to prefill capacity.
+        admission.prefill.stretch = (prefills + decodes) / prefills if lent and prefills else 1.0
+        release = admission.release(now)
+        for entry in release.started:
+            future = self._waiting.get(entry)
+            if future is not None and not future.done():
+                future.set_result(None)
+        for refusal in release.refused:
+            self._refuse(model, refusal)
+        self._publish(model, admission)
+
+    def _refuse(self, model: str, refusal: Refusal) -> None:
+        self._counts[model].refused[refusal.reason] += 1
+        future = self._waiting.get(refusal.entry)
+        if future is not None and not future.done():
+            future.set_exception(_error(refusal))
+
+    def _publish(self, model: str, admission: ModelAdmission) -> None:
+        """Publishes the queue's state, and sets the timer for the next change that time alone brings."""
+        queue, counts = admission.queue, self._counts[model]
+        counts.queued, counts.queued_prompt_tokens = queue.lengths(), queue.prompt_tokens
+        self._publish_held(model, Held(queue.requests, queue.uncached_tokens, admission.held_by))
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+        release_s = admission.next_release_s(now)
+        timer = self._timers.pop(model, None)
+        if timer is not None:
+            timer.cancel()
+        if release_s < float("inf"):
+            delay_s = max(0.001, release_s - now)
+            self._timers[model] = loop.call_later(delay_s, self._on_timer, model)
+
+    def _on_timer(self, model: str) -> None:
+        self._timers.pop(model, None)
+        self._release(model, self._models[model], time.monotonic())
+
+
+class _Admitted(RequestObserver):
+    """Reports the events of one admitted request to CapacityAdmission."""
+
+    __slots__ = ("_admission", "_entry", "_model")
+
+    def __init__(self, admission: CapacityAdmission, model: str, entry: Entry) -> None:
+        self._admission, self._model, self._entry = admission, model, entry
+
+    def routed(self, state: RequestState) -> None:
+        """See RequestObserver."""
+        prefill, decode = state.attempt.prefill.key, state.attempt.decode
+        admission = self._admission.of(self._model)
+        admission.routed(self._entry, prefill, decode.key if decode else None, time.monotonic())
+
+    def sent(self, state: RequestState, output_tokens: int) -> None:
+        """See RequestObserver."""
+        self._admission.sent(self._model, self._entry, output_tokens)
+
+    def decoded(self, state: RequestState) -> None:
+        """See RequestObserver."""
+        self._admission.decoded(self._model, self._entry)
+
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        """See RequestObserver."""
+        self._admission.ended(self._model, self._entry)
+
+
+def _entry(state: RequestState, now: float) -> Entry:
+    """Admission's view of a request."""
+    request, caller = state.request, state.request.caller
+    return Entry(
+        request_id=request.request_id,
+        tenant=caller.tenant,
+        weight=caller.weight,
+        priority_class=caller.priority_class,
+        priority=request.priority,
+        prompt_tokens=len(request.prompt),
+        uncached_tokens=state.estimate.uncached_tokens,
+        expected_output=state.estimate.output_tokens,
+        max_output=request.max_tokens,
+        needs_decode=request.max_tokens > 1,
+        arrived_s=now,
+        deadline_s=request.deadline_s,
+    )
+
+
+def _error(refusal: Refusal) -> ResourceExhaustedError:
+    return ResourceExhaustedError(refusal.message, reason=refusal.reason, retry_after_s=refusal.retry_after_s)

@@ -1,0 +1,137 @@
+"""Whether decode workers have capacity for one more request, at the time when its prompt will reach them. Pure.
+
+KV for the prompt must be free now, because it is reserved before the prompt is computed. Beyond that the decision uses
+predicted instead of present load: admitting by present load makes the pools alternate between idle and overloaded (Qin
+et al., "Mooncake", section on early rejection based on prediction). Two quantities are predicted:
+
+- the peak of KV as all sequences grow and end. With sequences sorted by remaining output, longest first, it is the
+  maximum over i of the contexts of the first i plus i times the remaining output of the i-th (Gong et al.,
+  "Past-Future Scheduler", ASPLOS 2025);
+- the step time when the prompt arrives, from the worker's own model of its step time, against the TPOT target.
+
+Cheap upper bounds decide most cases; sequences are iterated over only near the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordinator.admission.entry import CLASSES, RANK, Entry
+from coordinator.request.caller import PriorityClass
+from coordinator.workers.load import DecodeLoad, Flight
+from coordinator.workers.snapshot import WorkerKey
+from splitserve.generation.kv_blocks import watermark_blocks
+
+SEEN_LATELY_S = 30.0
+"""How long headroom is kept for a priority class after its last request."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoDecodeCapacity:
+    """No worker has capacity. `smaller_may_fit`: a shorter prompt might fit."""
+
+    smaller_may_fit: bool
+
+
+class DecodeCapacity:
+    """Capacity of one model's decode workers that take new requests.
+
+    `tpot_slo_s` bounds the step time, None: no bound; `headroom` is the share of slots and KV kept for higher classes.
+    """
+
+    def __init__(self, tpot_slo_s: float | None, headroom: float) -> None:
+        self.workers: dict[WorkerKey, DecodeLoad] = {}
+        self._tpot_slo_s = tpot_slo_s
+        self._headroom = headroom
+        self._seen_s: dict[PriorityClass, float] = {}
+
+    def set_workers(self, loads: Iterable[DecodeLoad]) -> None:
+        """Replaces the set of workers."""
+        self.workers = {load.key: load for load in loads}
+
+    def on_arrival(self, priority_class: PriorityClass, now: float) -> None:
+        """Records the arrival of a request of this class."""
+        self._seen_s[priority_class] = now
+
+    def fit(self, entry: Entry, prefill_s: float, now: float) -> DecodeLoad | NoDecodeCapacity:
+        """The least busy worker with capacity for an entry whose prompt reaches it in `prefill_s` seconds."""
+        headroom = self._headroom_against(entry.priority_class, now)
+        smaller_may_fit = False
+        workers = self.workers.values()
+        for load in sorted(workers, key=_busy) if len(workers) > 1 else workers:
+            # An idle worker is as good as it gets, and the worker itself refuses what can never fit.
+            if not load.requests or load.blocks_of(entry.prompt_tokens) > load.total_blocks:
+                return load
+            if load.requests + 1 > max(1.0, load.slots * (1 - headroom)):
+                continue
+            if not self._keeps_pace(load, entry, prefill_s):
+                continue
+            if self._has_blocks(load, entry, headroom):
+                return load
+            smaller_may_fit = True
+        return NoDecodeCapacity(smaller_may_fit)
+
+    def batch_limit(self, load: DecodeLoad, context: float, output: float) -> float:
+        """How many sequences of `context` tokens with `output` tokens to come the worker takes, at most."""
+        limit = min(load.slots, load.total_blocks / load.blocks_of(context + output / 2) / load.shared)
+        if self._tpot_slo_s is not None and load.fit is not None:
+            each_ms = load.fit.sequence_ms + load.fit.context_token_ms * context
+            if each_ms > 0:
+                limit = min(limit, (self._tpot_slo_s * 1e3 - load.fit.base_ms) / each_ms)
+        return max(1.0, limit)
+
+    def _headroom_against(self, priority_class: PriorityClass, now: float) -> float:
+        """Share of capacity kept from a class, 0..1: the headroom while a higher class is active."""
+        higher = CLASSES[: RANK[priority_class]]
+        lately = any(now - self._seen_s.get(name, -SEEN_LATELY_S) < SEEN_LATELY_S for name in higher)
+        return self._headroom if lately else 0.0
+
+    def _has_blocks(self, load: DecodeLoad, entry: Entry, headroom: float) -> bool:
+        """Whether KV suffices for the prompt now, and for the predicted peak of all sequences."""
+        watermark = watermark_blocks(load.requests + 1, load.total_blocks)
+        room = load.total_blocks * (1 - headroom) - watermark - load.other_blocks
+        if load.blocks - load.other_blocks + load.blocks_of(entry.prompt_tokens) > room:
+            return False
+        # A cheap upper bound of the peak: no sequence has more output left than was expected of it.
+        most = load.context_tokens + entry.prompt_tokens + load.expected + entry.expected_output
+        if most / load.block_size * load.shared <= room:
+            return True
+        return _peak_tokens([*load.flights, entry]) / load.block_size * load.shared <= room
+
+    def _keeps_pace(self, load: DecodeLoad, entry: Entry, prefill_s: float) -> bool:
+        """Whether the step time will be within the TPOT target when the prompt arrives."""
+        bound_s = self._tpot_slo_s
+        if bound_s is None or load.fit is None:
+            return True
+        fit = load.fit
+
+        def step_s(requests: int, context: float) -> float:
+            return (fit.base_ms + fit.sequence_ms * requests + fit.context_token_ms * context) / 1e3
+
+        count, context = load.requests + 1, load.context_tokens + entry.prompt_tokens
+        if step_s(count, context) <= bound_s:
+            return True
+        # Too slow now: discount the sequences that will have ended when the prompt arrives.
+        steps = prefill_s / max(load.step_s, 1e-4)
+        ended = [other for other in load.flights if other.computed and other.remaining_output <= steps]
+        count -= len(ended)
+        context -= sum(other.context_tokens for other in ended)
+        return count == 1 or step_s(count, context) <= bound_s
+
+
+def _busy(load: DecodeLoad) -> float:
+    return load.requests / load.slots
+
+
+def _peak_tokens(flights: list[Flight]) -> float:
+    """Peak KV tokens that the sequences hold together until all have ended, each growing by one token per step."""
+    peak = held = 0.0
+    for count, flight in enumerate(sorted(flights, key=_remaining, reverse=True), start=1):
+        held += flight.context_tokens
+        peak = max(peak, held + count * flight.remaining_output)
+    return peak
+
+
+def _remaining(flight: Flight) -> float:
+    return flight.remaining_output

@@ -1,0 +1,83 @@
+"""Whether prefill workers have capacity to start one more prompt soon. Pure; time is an argument.
+
+A worker is sent as many tokens as it computes within a horizon. Long prompts, above half of that, are handled apart:
+one at a time per worker, the next when the first is nearly done. Half of the horizon then stays available for short
+prompts, which bypass long ones in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.workers.load import Flight, PrefillLoad
+from coordinator.workers.snapshot import WorkerKey
+
+NEARLY_DONE_S = 0.05
+"""How long before the predicted end of a long prompt the next one is sent: time to reserve KV and to deliver it."""
+
+
+class PrefillCapacity:
+    """Capacity of one model's prefill workers that take new requests.
+
+    `stretch` multiplies `horizon_s` while decode workers compute prompts too.
+    """
+
+    def __init__(self, horizon_s: float) -> None:
+        self.workers: dict[WorkerKey, PrefillLoad] = {}
+        self.horizon_s = horizon_s
+        self.stretch = 1.0
+        self.held_by_long = False
+        """Whether the last `fit` failed only because a worker takes one long prompt at a time."""
+
+    def set_workers(self, loads: Iterable[PrefillLoad]) -> None:
+        """Replaces the set of workers."""
+        self.workers = {load.key: load for load in loads}
+
+    @property
+    def rate(self) -> float | None:
+        """Prompt tokens per second of all workers together; None until one of them has measured its rate."""
+        rates = [load.rate for load in self.workers.values() if load.measured_rate]
+        return sum(rates) / len(rates) * len(self.workers) if rates else None
+
+    def backlog_s(self, now: float) -> float:
+        """Mean backlog of the workers, in seconds."""
+        return sum(load.backlog_s(now) for load in self.workers.values()) / max(1, len(self.workers))
+
+    def fit(self, flight: Flight, now: float) -> PrefillLoad | None:
+        """The worker with the least backlog that can start the request soon; None if there is none."""
+        best: PrefillLoad | None = None
+        best_s = 0.0
+        self.held_by_long = False
+        for load in self.workers.values():
+            is_long = self.is_long(load, flight)
+            if not self._has_room(load, flight, is_long, now):
+                self.held_by_long = self.held_by_long or is_long
+                continue
+            busy_s = load.backlog_s(now)
+            if best is None or busy_s < best_s:
+                best, best_s = load, busy_s
+        return best
+
+    def add_flight(self, load: PrefillLoad, flight: Flight, now: float) -> None:
+        """Counts a request as in flight on a worker."""
+        load.add_flight(flight, self.is_long(load, flight), now)
+
+    def is_long(self, load: PrefillLoad, flight: Flight) -> bool:
+        """Whether the prompt is long for that worker."""
+        return flight.uncached_tokens > load.rate * self.horizon_s / 2
+
+    def next_long_s(self, now: float) -> float:
+        """When the next long prompt may be sent, unless a running one ends earlier; infinity: unknown."""
+        ends = [load.long_until_s - NEARLY_DONE_S for load in self.workers.values() if len(load.long) == 1]
+        return min((end_s for end_s in ends if end_s > now), default=float("inf"))
+
+    def _has_room(self, load: PrefillLoad, flight: Flight, is_long: bool, now: float) -> bool:
+        if not load.requests:
+            return True
+        if load.requests >= load.slots:
+            return False
+        if is_long:
+            return not load.long or (len(load.long) == 1 and now >= load.long_until_s - NEARLY_DONE_S)
+        horizon = load.rate * self.horizon_s * self.stretch
+        room = horizon / 2 if load.long else horizon
+        return load.short_tokens + load.others + flight.uncached_tokens <= room

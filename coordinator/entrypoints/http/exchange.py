@@ -1,0 +1,221 @@
+"""One HTTP request and its response, directly on ASGI: no wrapper between a token and the socket.
+
+`Endpoint` wraps the handler of every path and turns exceptions into error responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Never
+
+from starlette.types import Message, Receive, Scope, Send
+
+from coordinator.entrypoints.http.errors import NO_NAMES, FieldNames, Headers, HttpError, error_response
+from coordinator.entrypoints.input_limits import InputLimits
+from coordinator.request.caller import Authenticator, Caller
+from coordinator.request.ids import random_hex
+from coordinator.request.inference_request import REQUEST_ID
+from coordinator.tenants.access_control import BEARER
+
+BODY_TIMEOUT_S = 60.0
+"""From the end of the head to the end of the body."""
+LINGER_S = 2.0
+LINGER_BYTES = 64 * 2**20
+"""How much of a refused body is still read, so that the client gets the response instead of a broken pipe."""
+ERROR_WRITE_S = 5.0
+"""How long the error event of a failed stream may wait for a client that does not read."""
+JSON_TYPE = b"application/json"
+EVENTS_TYPE = b"text/event-stream; charset=utf-8"
+CHOICE_DIGITS = 5
+"""Characters reserved in a request id for the index of a choice."""
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection; no response is possible."""
+
+
+class HttpExchange:
+    """One request (`caller`, `header`, `body`) and its response (`respond`, or `event` until `end_events`)."""
+
+    def __init__(
+        self, authenticator: Authenticator, limits: InputLimits, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self.path_params: dict[str, str] = scope.get("path_params", {})
+        self.field_names: FieldNames = NO_NAMES
+        """Field names for errors; set once the request has been parsed."""
+        self.response_headers: Headers = []
+        """Sent with any response."""
+        self.started = False
+        """Whether the status has been sent."""
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self._abort: Callable[[], None] | None = scope.get("state", {}).get("abort_connection")
+        self._authenticator, self._limits = authenticator, limits
+        self._receive, self._send = receive, send
+        requested_id = self.header(b"x-request-id") or ""
+        fits = len(requested_id) < 128 - CHOICE_DIGITS and REQUEST_ID.match(requested_id)
+        self.request_id = requested_id if fits else random_hex()
+        self.response_headers.append((b"x-request-id", self.request_id.encode()))
+
+    def header(self, name: bytes) -> str | None:
+        """The first value of a request header; `name` is in lower case."""
+        value = self._headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    @property
+    def credential(self) -> str | None:
+        """The API key from `Authorization: Bearer KEY`, or else `x-api-key: KEY`."""
+        given = self.header(b"authorization") or ""
+        if given[: len(BEARER)].lower() == BEARER:
+            return given[len(BEARER) :].strip()
+        return self.header(b"x-api-key")
+
+    def caller(self) -> Caller:
+        """The caller of the request. Raises UnauthenticatedError."""
+        return self._authenticator.caller(self.credential)
+
+    async def json_body(self) -> bytes:
+        """The body of a POST. Raises HttpError unless its content type is JSON, which forms on foreign web pages cannot
+        send without a CORS preflight."""
+        kind = (self.header(b"content-type") or "").partition(";")[0].strip().lower()
+        body = await self.body(self._limits.request_bytes)
+        if kind.encode() != JSON_TYPE:
+            raise HttpError(415, "content-type must be application/json", "UNSUPPORTED_MEDIA_TYPE")
+        return body
+
+    async def body(self, limit_bytes: int) -> bytes:
+        """The request's body. Raises HttpError if it is too long or too slow, ClientGoneError if it ends early."""
+        declared = self.header(b"content-length") or "0"
+        length = int(declared) if declared.isdigit() else 0
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                more = True
+                if length > limit_bytes:
+                    await self._refuse_length(limit_bytes, self.header(b"expect") is None)
+                while more:
+                    message = await self._receive_body()
+                    pieces.append(message.get("body", b""))
+                    size += len(pieces[-1])
+                    more = message.get("more_body", False)
+                    if size > limit_bytes:
+                        await self._refuse_length(limit_bytes, more)
+        except TimeoutError:
+            text = f"the request's body took longer than {BODY_TIMEOUT_S:g} s"
+            raise HttpError(408, text, "BODY_TIMEOUT", [(b"connection", b"close")]) from None
+        return b"".join(pieces)
+
+    async def respond(self, status: int, body: bytes, content_type: bytes = JSON_TYPE) -> None:
+        """Sends a complete response."""
+        self.started = True
+        headers = [
+            (b"content-type", content_type),
+            (b"content-length", b"%d" % len(body)),
+            *self.response_headers,
+        ]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def event(self, data: bytes) -> None:
+        """Sends rendered server-sent events. Waits while the client is not reading."""
+        if not self.started:
+            self.started = True
+            headers = [
+                (b"content-type", EVENTS_TYPE),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+                *self.response_headers,
+            ]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_events(self, data: bytes = b"") -> None:
+        """Sends `data` and ends the stream."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def fail_events(self, data: bytes) -> None:
+        """Ends the stream with an error event; aborts the connection if the client does not read even that."""
+        try:
+            async with asyncio.timeout(ERROR_WRITE_S):
+                await self.end_events(data)
+        except TimeoutError:
+            if self._abort is not None:
+                self._abort()
+
+    async def fail(self, error: Exception) -> None:
+        """Responds with an error, as an event if the stream has begun. Call it from an `except` block."""
+        response = error_response(error, self.field_names)
+        if self.started:
+            await self.fail_events(b"data: %s\n\n" % response.body)
+            return
+        self.response_headers.extend(response.headers)
+        await self.respond(response.status, response.body)
+
+    @asynccontextmanager
+    async def while_connected(self) -> AsyncIterator[None]:
+        """Cancels the block when the client disconnects, and raises ClientGoneError.
+
+        The body must have been read before.
+        """
+        gone = asyncio.timeout(None)  # a timeout without a deadline, which the watcher sets
+        watcher: asyncio.Task[None] | None = None
+        try:
+            async with gone:
+                watcher = asyncio.create_task(self._watch(gone))
+                yield
+        except TimeoutError:
+            if not gone.expired():
+                raise
+            raise ClientGoneError from None
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+
+    async def _watch(self, gone: asyncio.Timeout) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        with suppress(RuntimeError):  # the block has ended in the meantime
+            gone.reschedule(asyncio.get_running_loop().time())
+
+    async def _receive_body(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        return message
+
+    async def _refuse_length(self, limit_bytes: int, more: bool) -> Never:
+        """Keeps reading for a while if there is more (see LINGER_BYTES), then raises HttpError."""
+        read = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while more and read < LINGER_BYTES:
+                    message = await self._receive_body()
+                    read += len(message.get("body", b""))
+                    more = message.get("more_body", False)
+        text = f"the request's body must be at most {limit_bytes} bytes"
+        raise HttpError(413, text, "BODY_TOO_LARGE", [(b"connection", b"close")])
+
+
+Serve = Callable[[HttpExchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An ASGI application that passes requests to `serve` and turns its exceptions into responses."""
+
+    serve: Serve
+    authenticator: Authenticator
+    limits: InputLimits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        exchange = HttpExchange(self.authenticator, self.limits, scope, receive, send)
+        try:
+            await self.serve(exchange)
+        except ClientGoneError:
+            return
+        except Exception as error:
+            await exchange.fail(error)

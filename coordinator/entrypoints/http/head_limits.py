@@ -1,0 +1,171 @@
+"""Bounds that uvicorn's HTTP server lacks: connections, bytes parsed at once, size and duration of a request's head."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from coordinator.entrypoints.http.errors import HttpError, error_response
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Size of request line and headers. One slice may exceed it before it is noticed."""
+SLICE_BYTES = 8 * 2**10
+"""What is parsed before the event loop goes on. A read of the socket has up to 256 KiB: thousands of headers, chunks or
+pipelined requests, each with callbacks in Python."""
+HEAD_TIMEOUT_S = 20.0
+"""From the start of a connection, or the first byte of a request, to the end of the head."""
+
+REFUSAL_S = 1.0
+"""How long a refused connection has to take its response."""
+CLOSE_TIMEOUT_S = 60.0
+"""How long the client may take to read the last response of a connection."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. Closes it if there are too many, or if a head is too long or too slow; malformed HTTP gets the
+    usual error response."""
+
+    max_connections = 10_000
+    """Open connections of the server, this one included."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = True
+        self._ended_message = False
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._unparsed = b""
+        """The rest of what was read from the socket, which is not read meanwhile."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            message = f"{self.max_connections} connections are open, which is the limit"
+            headers = [(b"retry-after", b"1"), (b"retry-after-ms", b"1000")]
+            self._refuse(HttpError(503, message, "TOO_MANY_CONNECTIONS", headers))
+            self._head_timer = self.loop.call_later(REFUSAL_S, transport.abort)
+            return
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._head_over()
+        self._unparsed = b""
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._unparsed:  # uvicorn has resumed reading in the meantime
+            self._unparsed += data
+            self.transport.pause_reading()
+        elif len(data) <= SLICE_BYTES:
+            self._parse(data)
+        else:
+            self._unparsed = data
+            self.transport.pause_reading()
+            self._parse_slice()
+
+    def _parse_slice(self) -> None:
+        piece, self._unparsed = self._unparsed[:SLICE_BYTES], self._unparsed[SLICE_BYTES:]
+        self._parse(piece)
+        if self.transport.is_closing():
+            self._unparsed = b""
+        elif self._unparsed:
+            self.loop.call_soon(self._parse_slice)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
+        if self.transport.is_closing() or self.parser is None:
+            return
+        self._ended_message = False
+        super().data_received(data)
+        if not self._in_head or self._ended_message:
+            return
+        # Also after bare line ends, which start no message but reset the keep-alive timer.
+        self._await_head()
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            message = f"request line and headers must be at most {MAX_HEAD_BYTES} bytes"
+            self._refuse(HttpError(431, message, "HEAD_TOO_LARGE"))
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        super().on_message_begin()
+        # Lets the application abort a connection whose client does not read.
+        self.scope["state"]["abort_connection"] = self.transport.abort
+        self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools."""
+        super().on_header(name, value)
+        if not self._in_head:  # a trailer, after the body
+            self._head_bytes += len(name) + len(value)
+            if self._head_bytes > 2 * MAX_HEAD_BYTES:
+                self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self._in_head = False
+        self._head_over()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        super().on_message_complete()
+        self._in_head, self._ended_message, self._head_bytes = True, True, 0
+
+    def on_response_complete(self) -> None:
+        """See uvicorn. The response is written, but the client may not have read it yet."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._head_over()
+            self._head_timer = self.loop.call_later(CLOSE_TIMEOUT_S, self.transport.abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """See uvicorn. Aborts, because closing would wait for a client that has not read its last response."""
+        self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn. Responds to requests that never reach the application."""
+        self._refuse(HttpError(400, "this is no valid HTTP request", "MALFORMED_HTTP"))
+
+    def _refuse(self, refusal: HttpError) -> None:
+        if self.transport.is_closing():
+            return
+        if self._answering and (self._in_head or self.cycle.response_started):
+            # Another response is in progress or due first; nothing may be mixed into it.
+            self.transport.abort()
+            return
+        response = error_response(refusal)
+        lines = [
+            b"content-type: application/json",
+            b"content-length: %d" % len(response.body),
+            b"connection: close",
+            *(b"%s: %s" % header for header in response.headers),
+        ]
+        self.transport.write(STATUS_LINE[response.status] + b"\r\n".join([*lines, b"", response.body]))
+        self.transport.close()
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+
+    def _head_over(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _too_slow(self) -> None:
+        self._head_timer = None
+        if self._answering:
+            self._await_head()  # the next request may wait until this response ends
+        elif not self.transport.is_closing():
+            self.transport.close()

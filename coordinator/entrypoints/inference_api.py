@@ -1,0 +1,173 @@
+"""What all entrypoints (gRPC, KServe, OpenAI over HTTP) call: one request limit, one drain, one set of models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from coordinator.background_tasks import BackgroundTasks
+from coordinator.entrypoints.input_limits import InputLimits
+from coordinator.metrics.stats import RequestStats
+from coordinator.models.model_routes import ModelRoutes, Nameable
+from coordinator.models.tokenizers import PromptTokenizers
+from coordinator.request.caller import Authenticator, Caller
+from coordinator.request.state import Send
+from coordinator.request_flow import RequestFlow
+from coordinator.routing.router import RETRY_AFTER_S
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import PoolSnapshot
+from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnavailableError
+from splitserve.models.tokenizer import Tokenizer
+from splitserve.runtime.parser_thread import ParserThread
+from splitserve.v1 import inference_pb2
+
+
+class InferenceApi:
+    """Passes requests to the request flow, at most `max_running_requests` at a time."""
+
+    def __init__(
+        self,
+        flow: RequestFlow,
+        registry: Registry,
+        tokenizers: PromptTokenizers,
+        background: BackgroundTasks,
+        stats: RequestStats,
+        authenticator: Authenticator,
+        max_running_requests: int,
+        routes: ModelRoutes,
+        limits: InputLimits,
+        parser: ParserThread,
+    ) -> None:
+        self.authenticator = authenticator
+        self.limits = limits
+        self.parser = parser
+        """Parses large requests and renders long answers, for all entrypoints."""
+        self._routes = routes
+        self.draining = False
+        self.idle = asyncio.Event()
+        """Set while no request is running."""
+        self.idle.set()
+        self._running: set[asyncio.Timeout] = set()
+        self._flow = flow
+        self._registry = registry
+        self._tokenizers = tokenizers
+        self._background = background
+        self._stats = stats
+        self._max_running_requests = max_running_requests
+        self._started_s = time.monotonic()
+
+    @property
+    def running(self) -> int:
+        """Number of requests in progress."""
+        return len(self._running)
+
+    @property
+    def background_tasks(self) -> int:
+        """Number of clean-up tasks of ended requests that are still running."""
+        return self._background.count
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_s
+
+    async def generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        send: Send,
+        call_left_s: float | None = None,
+    ) -> None:
+        """Serves one request to its end. `send` is awaited for each message; the last one has `done` set.
+
+        `call_left_s` is the time left until the client's own deadline. Raises SplitserveError. Cancelling this cancels
+        the request on both workers.
+        """
+        async with self._admitted(request.model):
+            await self._flow.generate(request, caller, send, call_left_s)
+
+    def end_all(self) -> None:
+        """Ends running requests with UNAVAILABLE (DRAINING) and refuses new ones."""
+        self.draining = True
+        now = asyncio.get_running_loop().time()
+        for running in self._running:
+            running.reschedule(now)
+
+    def snapshot(self) -> PoolSnapshot:
+        """The workers in their current state."""
+        return self._registry.snapshot()
+
+    async def models(self, caller: Caller) -> list[inference_pb2.ModelInfo]:
+        """The models that the caller may use, sorted by name."""
+        return [await self._model_info(nameable) for nameable in self._routes.nameable(caller)]
+
+    def model_name(self, name: str, caller: Caller) -> str:
+        """The name itself, or for an empty name that of the caller's only model; empty if there is no such model."""
+        return self._routes.public_name(name, caller)
+
+    async def tokenizer(self, name: str, caller: Caller) -> Tokenizer:
+        """The tokenizer of a model; names are resolved as by `generate`.
+
+        Raises NotFoundError, or UnavailableError (NO_WORKER) before any worker has registered.
+        """
+        known = self._registry.known_models()
+        if not known or (found := self._routes.find(name, "", caller)) is None:
+            raise UnavailableError(
+                "no worker has registered", reason="NO_WORKER", retry_after_s=RETRY_AFTER_S
+            )
+        return await self._tokenizers.tokenizer(found.model.tokenizer_source)
+
+    async def _model_info(self, nameable: Nameable) -> inference_pb2.ModelInfo:
+        models, ready = nameable.models, self._routes.ready_models
+        tokenizers = [await self._tokenizers.tokenizer(model.tokenizer_source) for model in models]
+        versions = [
+            inference_pb2.ModelVersion(name=name, weight=weight, ready=name in ready)
+            for name, weight in nameable.weights.items()
+        ]
+        return inference_pb2.ModelInfo(
+            name=nameable.name,
+            context_tokens=min(model.context_tokens for model in models),
+            vocabulary_size=min(model.vocabulary_size for model in models),
+            has_chat_template=all(tokenizer.has_chat_template for tokenizer in tokenizers),
+            ready=any(model.name in ready for model in models),
+            versions=versions,
+        )
+
+    @asynccontextmanager
+    async def _admitted(self, model: str) -> AsyncIterator[None]:
+        if self.draining:
+            raise _shutting_down()
+        if self.running >= self._max_running_requests:
+            self._stats.count_rejected(self._routes.largest_share(model))
+            raise ResourceExhaustedError(
+                f"{self.running} generations are running, which is the limit",
+                reason="TOO_MANY_REQUESTS",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        # A timeout without a deadline, which `end_all` sets.
+        running = asyncio.timeout(None)
+        self._running.add(running)
+        self.idle.clear()
+        try:
+            async with running:
+                yield
+        except TimeoutError:
+            if not running.expired():
+                raise
+            raise _shutting_down() from None
+        finally:
+            self._running.discard(running)
+            if not self._running:
+                self.idle.set()
+
+
+def require_admin(caller: Caller) -> None:
+    """Raises PermissionDeniedError unless the caller is an admin."""
+    if not caller.is_admin:
+        raise PermissionDeniedError("this needs an admin key", reason="ADMIN_ONLY")
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the coordinator is shutting down", reason="DRAINING")

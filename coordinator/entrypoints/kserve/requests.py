@@ -1,0 +1,236 @@
+"""Translates a request of the Open Inference Protocol into a GenerateRequest. Pure.
+
+Names follow Triton's vLLM and TensorRT-LLM backends. A setting may be an input tensor, a request parameter or an entry
+of `sampling_parameters`, but only one of them. Unknown names are refused, so that a misspelt setting is not silently
+replaced by the default.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.entrypoints.kserve.tensors import SLICE_ELEMENTS, read_inputs
+from coordinator.entrypoints.kserve.values import (
+    as_biases,
+    as_bool,
+    as_float,
+    as_int,
+    as_ints,
+    as_text,
+    as_texts,
+    parameter_value,
+    refuse,
+    tensor_value,
+)
+from coordinator.request.inference_request import MAX_PRIORITY, REQUEST_ID
+from splitserve.client.request_builder import build_request
+from splitserve.client.types import GenerateOptions
+from splitserve.kserve import open_inference_pb2 as pb
+from splitserve.v1 import inference_pb2
+
+Reader = Callable[[str, Any], Any]
+
+PROMPTS = ("text_input", "prompt", "input_ids")
+SAMPLING: Mapping[str, Reader] = {
+    "max_tokens": as_int,
+    "min_tokens": as_int,
+    "temperature": as_float,
+    "top_k": as_int,
+    "top_p": as_float,
+    "min_p": as_float,
+    "repetition_penalty": as_float,
+    "presence_penalty": as_float,
+    "frequency_penalty": as_float,
+    "seed": as_int,
+    "stop": as_texts,
+    "stop_token_ids": as_ints,
+    "ignore_eos": as_bool,
+    "logprobs": as_int,
+    "logit_bias": as_biases,
+}
+ALIASES: Mapping[str, str] = {
+    "request_output_len": "max_tokens",
+    "min_length": "min_tokens",
+    "random_seed": "seed",
+    "stop_words": "stop",
+}
+GRAMMARS: Mapping[str, Reader] = {
+    "json_schema": as_text,
+    "json_object": as_bool,
+    "regex": as_text,
+    "lark": as_text,
+}
+RETURNS: Mapping[str, str] = {
+    "return_finish_reason": "finish_reason",
+    "return_num_input_tokens": "num_input_tokens",
+    "return_num_output_tokens": "num_output_tokens",
+}
+"""Boolean settings that request an output."""
+OTHERS: Mapping[str, Reader] = {
+    "text_input": as_text,
+    "prompt": as_text,
+    "input_ids": as_ints,
+    "stream": as_bool,
+    "exclude_input_in_output": as_bool,
+    "sampling_parameters": as_text,
+    "priority": as_int,
+    "timeout": as_int,
+    "sequence_id": lambda name, value: str(value),
+    "sequence_start": as_bool,
+    "sequence_end": as_bool,
+    "session_id": as_text,
+    "triton_enable_empty_final_response": as_bool,
+    **dict.fromkeys(RETURNS, as_bool),
+    **GRAMMARS,
+}
+READERS: Mapping[str, Reader] = {**SAMPLING, **OTHERS}
+
+USUAL_OUTPUTS = ("text_output", "output_ids", "finish_reason")
+OUTPUTS = (*USUAL_OUTPUTS, "num_input_tokens", "num_output_tokens", "logprobs")
+MAX_ID = 1024
+"""Characters of a request's id, which each response repeats."""
+MAX_SETTINGS = 64 * 2**10
+"""Characters of `sampling_parameters`."""
+NOT_A_SESSION = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A parsed request. `generate.model` is still the name that the client gave."""
+
+    generate: inference_pb2.GenerateRequest
+    outputs: tuple[str, ...]
+    raw: bool
+    """Whether outputs are raw, as the inputs were."""
+    stream: bool = False
+    """Whether to send one response per delta instead of one for the whole answer."""
+    empty_final: bool = False
+    """Whether a stream ends with a response without outputs."""
+    prefix: str = ""
+    """Text before the output: the prompt if `exclude_input_in_output` is false."""
+
+
+def read_request(request: pb.ModelInferRequest) -> Asked:
+    """Parses a request. Raises InvalidArgumentError naming the input, parameter or output."""
+    if len(request.id) > MAX_ID:
+        refuse("id", f"must have at most {MAX_ID} characters, not {len(request.id)}")
+    given = _given(request)
+    prompts = [name for name in PROMPTS if name in given]
+    if len(prompts) != 1:
+        refuse(
+            "text_input", f"or one of {', '.join(PROMPTS[1:])} must be given, once; there are {len(prompts)}"
+        )
+    prompt: str | list[int] = given[prompts[0]]
+    options = GenerateOptions(model=request.model_name)
+    for name in SAMPLING:
+        if name in given:
+            options[name] = given[name]  # type: ignore[literal-required]
+    if "priority" in given:
+        options["priority"] = _priority(given["priority"])
+    if REQUEST_ID.match(request.id):
+        options["request_id"] = request.id
+    generate = build_request(prompt if isinstance(prompt, str) else prompt[:1], options)
+    if not isinstance(prompt, str):
+        _set_tokens(generate, prompt)
+    _set_rest(generate, given)
+    stream = given.get("stream", False)
+    return Asked(
+        generate,
+        _outputs(request, given),
+        raw=bool(request.raw_input_contents),
+        stream=stream,
+        empty_final=given.get("triton_enable_empty_final_response", False),
+        prefix=_prefix(prompt, given, stream),
+    )
+
+
+def _given(request: pb.ModelInferRequest) -> dict[str, Any]:
+    """All settings by name, parsed; each may be given once."""
+    found: dict[str, Any] = {}
+    for name, tensor in read_inputs(request).items():
+        _put(found, name, tensor_value(tensor))
+    for name, parameter in request.parameters.items():
+        _put(found, name, parameter_value(name, parameter))
+    if "sampling_parameters" in found:
+        for name, value in _json_object(found.pop("sampling_parameters")).items():
+            if ALIASES.get(name, name) not in SAMPLING:
+                refuse(f"sampling_parameters.{name}", "is not known")
+            _put(found, name, value)
+    return found
+
+
+def _put(found: dict[str, Any], name: str, value: Any) -> None:
+    known = ALIASES.get(name, name)
+    if known not in READERS:
+        refuse(name, "is not known; see ModelMetadata")
+    if known in found:
+        refuse(name, "is given twice")
+    found[known] = READERS[known](name, value)
+
+
+def _json_object(text: str) -> Mapping[str, Any]:
+    if len(text) > MAX_SETTINGS:
+        refuse("sampling_parameters", f"must have at most {MAX_SETTINGS} characters, not {len(text)}")
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        refuse("sampling_parameters", "must be a JSON object")
+    return value
+
+
+def _set_tokens(generate: inference_pb2.GenerateRequest, token_ids: list[int]) -> None:
+    # Same as in build_request, but fast for a million tokens.
+    for start in range(0, len(token_ids), SLICE_ELEMENTS):
+        part = token_ids[start : start + SLICE_ELEMENTS]
+        if not 0 <= min(part) <= max(part) < 2**32:
+            refuse("prompt.token_ids", f"must be 0..{2**32 - 1} each")
+        if not start:
+            del generate.token_ids.ids[:]
+        generate.token_ids.ids.extend(part)
+
+
+def _set_rest(generate: inference_pb2.GenerateRequest, given: Mapping[str, Any]) -> None:
+    if timeout_us := given.get("timeout", 0):
+        if not 0 < timeout_us <= 10**15:
+            refuse("timeout", "must be 1..10^15 microseconds")
+        generate.timeout.FromMicroseconds(timeout_us)
+    session = given.get("session_id") or given.get("sequence_id", "")
+    generate.session_id = NOT_A_SESSION.sub("-", session)[:128]
+    grammars = [name for name in GRAMMARS if given.get(name)]
+    if len(grammars) > 1:
+        refuse(grammars[1], f"cannot be given together with {grammars[0]}")
+    for name in grammars:
+        setattr(generate.sampling.grammar, name, given[name])
+
+
+def _priority(level: int) -> int:
+    """Triton's level 1 is the highest and 0 is the default; our priorities grow with urgency, around 0."""
+    if level < 0:
+        refuse("priority", "must be 0 (default) or a level from 1, the highest")
+    return max(-MAX_PRIORITY, MAX_PRIORITY + 1 - level) if level else 0
+
+
+def _prefix(prompt: str | list[int], given: Mapping[str, Any], stream: bool) -> str:
+    if given.get("exclude_input_in_output", True) or not isinstance(prompt, str):
+        return ""
+    if stream:
+        refuse("exclude_input_in_output", "cannot be false on a stream")
+    return prompt
+
+
+def _outputs(request: pb.ModelInferRequest, given: Mapping[str, Any]) -> tuple[str, ...]:
+    for output in request.outputs:
+        if output.name not in OUTPUTS:
+            refuse(f"outputs.{output.name}", f"is not known; there are {', '.join(OUTPUTS)}")
+        if any(key.startswith("shared_memory") or key == "classification" for key in output.parameters):
+            refuse(f"outputs.{output.name}", "can come neither in shared memory nor as classes")
+    requested = [output.name for output in request.outputs] or list(USUAL_OUTPUTS)
+    requested += [name for flag, name in RETURNS.items() if given.get(flag)]
+    requested += ["logprobs"] if "logprobs" in given else []
+    return tuple(name for name in OUTPUTS if name in requested)

@@ -1,0 +1,202 @@
+"""GRPCInferenceService: the Open Inference Protocol over gRPC, on top of InferenceApi."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from coordinator.entrypoints.inference_api import InferenceApi
+from coordinator.entrypoints.kserve.metadata import (
+    model_config,
+    model_metadata,
+    named,
+    repository_index,
+    server_metadata,
+    versions_of,
+)
+from coordinator.entrypoints.kserve.requests import MAX_ID, Asked, read_request
+from coordinator.entrypoints.kserve.responses import ONLY_VERSION, Responses, failure
+from coordinator.request.caller import Caller
+from coordinator.tenants.access_control import AccessControl
+from splitserve.errors import NotFoundError
+from splitserve.kserve import open_inference_pb2 as pb
+from splitserve.kserve.open_inference_pb2_grpc import GRPCInferenceServiceServicer
+from splitserve.rpc.status import shown_error
+from splitserve.rpc.writing import write_whole
+from splitserve.v1 import generation_pb2, inference_pb2
+
+if TYPE_CHECKING:
+    InferContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelInferResponse]
+    StreamContext = grpc.aio.ServicerContext[pb.ModelInferRequest, pb.ModelStreamInferResponse]
+
+MAX_IN_FLIGHT = 1024
+"""Concurrent requests per stream; further ones are read from the client as others end."""
+
+Put = Callable[[pb.ModelInferResponse], Awaitable[None]]
+
+
+class KserveService(GRPCInferenceServiceServicer):
+    """See GRPCInferenceService in protos/splitserve/kserve."""
+
+    def __init__(self, api: InferenceApi, access: AccessControl, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+        self._api = api
+        self._access = access
+        self._max_in_flight = max_in_flight
+
+    async def ServerLive(self, request: pb.ServerLiveRequest, context: Any) -> pb.ServerLiveResponse:
+        """See the proto. Needs no credentials, like any health check."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
+        """See the proto. Needs no credentials, like any health check."""
+        snapshot = self._api.snapshot()
+        ready = not self._api.draining and any(snapshot.is_ready(worker) for worker in snapshot.workers)
+        return pb.ServerReadyResponse(ready=ready)
+
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: Any
+    ) -> pb.ServerMetadataResponse:
+        """See the proto."""
+        return server_metadata()
+
+    async def ModelReady(self, request: pb.ModelReadyRequest, context: Any) -> pb.ModelReadyResponse:
+        """See the proto."""
+        try:
+            model = await self._model(request, context)
+        except NotFoundError:
+            return pb.ModelReadyResponse(ready=False)
+        ready = {version.name: version.ready for version in model.versions}
+        return pb.ModelReadyResponse(ready=ready.get(request.version, model.ready))
+
+    async def ModelMetadata(self, request: pb.ModelMetadataRequest, context: Any) -> pb.ModelMetadataResponse:
+        """See the proto."""
+        return model_metadata(await self._model(request, context))
+
+    async def ModelConfig(self, request: pb.ModelConfigRequest, context: Any) -> pb.ModelConfigResponse:
+        """See the proto."""
+        return model_config(await self._model(request, context))
+
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest, context: Any
+    ) -> pb.RepositoryIndexResponse:
+        """See the proto."""
+        models = await self._api.models(self._access.caller(context))
+        return repository_index(models, request.ready)
+
+    async def ModelInfer(self, request: pb.ModelInferRequest, context: InferContext) -> pb.ModelInferResponse:
+        """See the proto."""
+        answers: list[pb.ModelInferResponse] = []
+
+        async def keep(response: pb.ModelInferResponse) -> None:
+            answers.append(response)
+
+        caller = self._access.caller(context)
+        asked = await self._read(request)
+        await self._whole(request, asked, caller, keep, context.time_remaining())
+        return answers[0]
+
+    async def ModelStreamInfer(  # type: ignore[override]
+        self, requests: AsyncIterator[pb.ModelInferRequest], context: StreamContext
+    ) -> None:
+        """See the proto. Cancelling the stream cancels every request on it."""
+        caller = self._access.caller(context)
+        room, writing = asyncio.Semaphore(self._max_in_flight), asyncio.Lock()
+
+        async def write(response: pb.ModelStreamInferResponse) -> None:
+            async with writing:  # gRPC allows one write at a time
+                await write_whole(context, response)
+
+        async def answer(request: pb.ModelInferRequest) -> None:
+            try:
+                await self._one_of_stream(request, caller, write, context.time_remaining())
+            finally:
+                room.release()
+
+        async with asyncio.TaskGroup() as group:
+            await room.acquire()
+            async for request in requests:
+                group.create_task(answer(request))
+                await room.acquire()
+
+    async def _read(self, request: pb.ModelInferRequest) -> Asked:
+        return await self._api.parser.run(request.ByteSize(), read_request, request)
+
+    async def _one_of_stream(
+        self,
+        request: pb.ModelInferRequest,
+        caller: Caller,
+        write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
+        left_s: float | None,
+    ) -> None:
+        async def put(response: pb.ModelInferResponse) -> None:
+            await write(pb.ModelStreamInferResponse(infer_response=response))
+
+        try:
+            asked = await self._read(request)
+            serve = self._pieces if asked.stream else self._whole
+            await serve(request, asked, caller, put, left_s)
+        except Exception as error:
+            await write(failure(request.id[:MAX_ID], shown_error(error)))
+
+    async def _whole(
+        self, request: pb.ModelInferRequest, asked: Asked, caller: Caller, put: Put, left_s: float | None
+    ) -> None:
+        responses, deltas = Responses(request, asked), list[generation_pb2.OutputDelta]()
+        ended: list[inference_pb2.GenerationDone] = []
+
+        async def send(response: inference_pb2.GenerateResponse) -> None:
+            if response.HasField("done"):
+                ended.append(response.done)
+            else:
+                deltas.append(response.delta)
+
+        await self._generate(request, asked, caller, send, left_s)
+        size = sum(delta.ByteSize() for delta in deltas)
+        await put(await self._api.parser.run(size, responses.whole, deltas, ended[0]))
+
+    async def _pieces(
+        self, request: pb.ModelInferRequest, asked: Asked, caller: Caller, put: Put, left_s: float | None
+    ) -> None:
+        responses = Responses(request, asked)
+        last: list[generation_pb2.OutputDelta] = []
+
+        async def send(response: inference_pb2.GenerateResponse) -> None:
+            if not response.HasField("done"):
+                if response.delta.finish_reason and not asked.empty_final:
+                    last.append(response.delta)  # sent together with `done`, which follows at once
+                else:
+                    await put(responses.piece(response.delta))
+            elif asked.empty_final:
+                await put(responses.empty_final(response.done))
+            else:
+                last_delta = (
+                    last[0] if last else generation_pb2.OutputDelta(finish_reason=response.done.finish_reason)
+                )
+                await put(responses.piece(last_delta, response.done))
+
+        await self._generate(request, asked, caller, send, left_s)
+
+    async def _generate(
+        self,
+        request: pb.ModelInferRequest,
+        asked: Asked,
+        caller: Caller,
+        send: Callable[[inference_pb2.GenerateResponse], Awaitable[None]],
+        left_s: float | None,
+    ) -> None:
+        version = request.model_version
+        if version not in ("", ONLY_VERSION):
+            model = named(await self._api.models(caller), request.model_name, version)
+            asked.generate.model = version if version in versions_of(model) else model.name
+        await self._api.generate(asked.generate, caller, send, left_s)
+
+    async def _model(
+        self,
+        request: pb.ModelReadyRequest | pb.ModelMetadataRequest | pb.ModelConfigRequest,
+        context: Any,
+    ) -> inference_pb2.ModelInfo:
+        models = await self._api.models(self._access.caller(context))
+        return named(models, request.name, request.version)

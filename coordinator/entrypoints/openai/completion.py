@@ -1,0 +1,176 @@
+"""`/v1/completions`: the request's fields, the GenerateRequests that it asks for, and its responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+
+from coordinator.entrypoints.http.errors import FieldNames
+from coordinator.entrypoints.openai.fields import NOT_SERVED, GenerationFields, UInt32
+from coordinator.entrypoints.openai.logprobs import CompletionLogprobs, TokenTexts
+from coordinator.entrypoints.openai.response import FINISH_REASONS, ChunkFrame, Frame, quoted
+from coordinator.entrypoints.openai.tools import ResponseFormat, format_grammar
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import generation_pb2, inference_pb2
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default of this endpoint."""
+MAX_ANSWERS = 1024
+"""Answers per request, over all of its prompts."""
+COMPLETION_NOT_SERVED = NOT_SERVED | {
+    "suffix": ("",),
+    "add_special_tokens": (True,),
+    "prompt_embeds": (),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+}
+
+Prompt = str | list[int]
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """The four forms of a prompt as a list. Raises ValueError."""
+    if isinstance(value, str) or _is_ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(one, str) or _is_ids(one) for one in value):
+        return value
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def _is_ids(value: Any) -> bool:
+    # A bool is an int to Python.
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(one) is int and 0 <= one < 2**32 for one in value)
+    )
+
+
+class CompletionRequest(GenerationFields):
+    """The body of a completion request."""
+
+    prompt: Annotated[list[Prompt], SkipValidation, BeforeValidator(_prompts)]
+    logprobs: UInt32 | None = None
+    """Number of alternatives per token."""
+    echo: bool | None = None
+    """Whether each answer's text begins with its prompt."""
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> CompletionRequest:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgumentError("stream_options needs stream: true", field="stream_options")
+        if self.best_of is not None and self.best_of != self.choices:
+            raise InvalidArgumentError("best_of is not supported beyond n", field="best_of")
+        if self.echo and self.logprobs is not None:
+            message = "echo: log-probabilities of the prompt are not served; leave out echo or logprobs"
+            raise InvalidArgumentError(message, field="echo")
+        if len(self.prompt) * self.choices > MAX_ANSWERS:
+            message = f"prompt: at most {MAX_ANSWERS} answers a request, n times prompts"
+            raise InvalidArgumentError(message, field="prompt")
+        response_format = self.response_format
+        if response_format is not None and (response_format.type == "json_schema") != (
+            response_format.json_schema is not None
+        ):
+            message = 'response_format.json_schema goes with type "json_schema", and with that alone'
+            raise InvalidArgumentError(message, field="response_format.json_schema")
+        return self
+
+    @property
+    def names(self) -> FieldNames:
+        """The HTTP names of gRPC fields."""
+        prompts = {"prompt.text": "prompt", "prompt.token_ids": "prompt"}
+        return FieldNames(prompts | {"sampling.grammar": "response_format"})
+
+    def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
+        """One request per choice: all choices of the first prompt, then all of the next."""
+        limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        stop, grammar = self.stop_params(limit), format_grammar(self.response_format)
+        requests = []
+        for prompt in self.prompt:
+            for choice in range(self.choices):
+                sampling = self.sampling(choice, self.logprobs)
+                if grammar is not None:
+                    sampling.grammar.CopyFrom(grammar)
+                request = inference_pb2.GenerateRequest(
+                    model=self.model or "",
+                    sampling=sampling,
+                    stop=stop,
+                    priority=self.priority or 0,
+                    session_id=self.session_id,
+                )
+                if isinstance(prompt, str):
+                    request.text = prompt
+                else:
+                    request.token_ids.ids.extend(prompt)
+                requests.append(request)
+        return requests
+
+
+class CompletionStream:
+    """See ChoiceStream. `echo` is sent first; `texts` is given if logprobs were requested."""
+
+    def __init__(
+        self, frame: Frame, index: int, *, has_usage: bool, echo: str = "", texts: TokenTexts | None = None
+    ) -> None:
+        self._frame = ChunkFrame(frame, index, has_usage)
+        self._before = f'{self._frame.before}"text":'
+        self._after = f',"logprobs":null,"finish_reason":null{self._frame.after}'
+        self._echo = echo
+        self._logprobs = CompletionLogprobs(texts) if texts else None
+        self._ended = False
+
+    def delta(self, delta: generation_pb2.OutputDelta) -> bytes:
+        """See ChoiceStream."""
+        events, text = "", delta.text
+        if self._echo:
+            events, self._echo = self._chunk(self._echo), ""
+        if self._logprobs is not None and delta.logprobs:
+            events += self._chunk(text, self._logprobs.to_json(delta.logprobs))
+        elif text:
+            events += f"{self._before}{quoted(text)}{self._after}"
+        if delta.finish_reason:
+            events += self._end(delta.finish_reason)
+        return events.encode()
+
+    def done(self, done: inference_pb2.GenerationDone) -> bytes:
+        """See ChoiceStream."""
+        return b"" if self._ended else self._end(done.finish_reason).encode()
+
+    def _end(self, reason: int) -> str:
+        self._ended = True
+        return self._chunk("", finish_reason=FINISH_REASONS[reason])
+
+    def _chunk(
+        self, text: str, logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    ) -> str:
+        return self._frame.chunk({"text": text, "logprobs": logprobs, "finish_reason": finish_reason})
+
+
+class CompletionResponse:
+    """See ChoiceBuilder. The text begins with `echo`; `texts` is given if logprobs were requested."""
+
+    def __init__(self, index: int, *, echo: str = "", texts: TokenTexts | None = None) -> None:
+        self._index, self._texts = index, texts
+        self._pieces = [echo]
+        self._logprobs: list[generation_pb2.TokenLogprob] = []
+
+    def delta(self, delta: generation_pb2.OutputDelta) -> None:
+        """See ChoiceBuilder."""
+        self._pieces.append(delta.text)
+        if self._texts is not None:
+            self._logprobs.extend(delta.logprobs)
+
+    def to_json(self, done: inference_pb2.GenerationDone) -> dict[str, Any]:
+        """See ChoiceBuilder."""
+        return {
+            "index": self._index,
+            "text": "".join(self._pieces),
+            "logprobs": CompletionLogprobs(self._texts).to_json(self._logprobs) if self._texts else None,
+            "finish_reason": FINISH_REASONS[done.finish_reason],
+        }

@@ -1,0 +1,1 @@
+"""Workers that fail. Read `breaker_registry.py` first."""

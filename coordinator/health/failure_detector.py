@@ -1,0 +1,107 @@
+"""Detects that a prefill worker's process has ended; until then decode workers quarantine the blocks it may write to.
+
+Only proof counts, because a process that is stopped, slow or partitioned may still write. Proof is
+
+* a refused connection at the worker's address: a worker closes its port after its transport (`engine.worker.process`);
+* a later boot registered at the same address of the same machine: no two processes share a port, so the older one has
+  lost it. The same worker id at another address proves nothing, nor does an address that leads to another machine now;
+* the word of the runtime that saw the process end (`ScalingService.ReportEnded`): the name of a container vanishes
+  with it, and then nobody is left to refuse a connection.
+
+Silence, a broken stream, a name that is not known any more and an unreachable host are not proof.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from functools import partial
+
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker, WorkerKey
+from splitserve.addresses import split_address
+from splitserve.logs import log_event
+from splitserve.runtime.loops import LoopRunner
+
+CONNECT_TIMEOUT_S = 1.0
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 5.0
+GIVE_UP_S = 600.0
+"""By then tickets have expired anyway."""
+
+
+class FailureDetector:
+    """Probes every prefill worker that leaves the registry until it is back, has provably ended, or GIVE_UP_S pass."""
+
+    def __init__(self, registry: Registry, loops: LoopRunner | None = None) -> None:
+        self._registry = registry
+        self._loops = loops or LoopRunner()
+        self._known: dict[WorkerKey, Worker] = {}
+        self._departed: dict[WorkerKey, Worker] = {}
+        """Workers being probed."""
+
+    def report_ended(self, boots: Iterable[WorkerKey]) -> None:
+        """Takes the word of a runtime that these boots' processes have ended. Unknown boots are ignored."""
+        for key in boots:
+            worker = self._departed.get(key) or self._registry.get(key)
+            if worker is None:
+                continue
+            self._registry.drop(key, "its runtime says that it has ended")
+            if worker.pool == "prefill" and not self._registry.has_ended(worker):
+                self._conclude(worker, "runtime")
+
+    async def run(self) -> None:
+        """Watches the registry until cancelled."""
+        version = -1
+        async with asyncio.TaskGroup() as group:
+            while True:
+                version = await self._registry.wait_change(version)
+                workers = self._registry.snapshot().workers
+                present = {worker.key: worker for worker in workers if worker.pool == "prefill"}
+                for key in self._known.keys() - present.keys():
+                    probe = partial(self._probe_until_ended, self._known[key], time.monotonic() + GIVE_UP_S)
+                    group.create_task(self._loops.run("probe", probe))
+                self._known = present
+
+    async def _probe_until_ended(self, departed: Worker, give_up_s: float) -> None:
+        pause_s = FIRST_PAUSE_S
+        self._departed[departed.key] = departed
+        try:
+            while time.monotonic() < give_up_s and self._registry.get(departed.key) is None:
+                if self._registry.has_ended(departed):
+                    return None
+                if self._replaced(departed):
+                    return self._conclude(departed, "replaced")
+                if await is_refused(departed.address):
+                    return self._conclude(departed, "refused")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        finally:
+            del self._departed[departed.key]
+
+    def _conclude(self, worker: Worker, proof: str) -> None:
+        self._registry.mark_ended(worker)
+        log_event("worker.ended", worker_id=worker.worker_id, agent_id=worker.agent_id, proof=proof)
+
+    def _replaced(self, departed: Worker) -> bool:
+        here = departed.address, departed.host_id
+        workers = self._registry.snapshot().workers
+        return any((other.address, other.host_id) == here and other.key != departed.key for other in workers)
+
+
+async def is_refused(address: str) -> bool:
+    """Whether a connection to "host:port" is refused. False if that cannot be determined."""
+    host, port = split_address(address)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except ConnectionRefusedError:
+        return True
+    except (
+        OSError,
+        ValueError,
+    ):  # TimeoutError is an OSError; a host that no resolver takes gives a ValueError
+        return False
+    writer.close()
+    return False

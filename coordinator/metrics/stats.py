@@ -1,0 +1,115 @@
+"""Request statistics: demand at arrival, time by phase, outcomes. Pure.
+
+All counts are cumulative, so that readers compute their own windows; `scaling.proto` defines each of them. Requests
+are recorded by `coordinator.metrics.recorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from coordinator.admission.entry import NOTHING_HELD, Held
+from coordinator.metrics.repeats import RefusedRequests
+from coordinator.request.state import Stage
+from splitserve.histograms import DurationCounts
+from splitserve.v1 import scaling_pb2
+
+Outcome: TypeAlias = scaling_pb2.Outcome.ValueType
+OUTCOMES: tuple[Outcome, ...] = tuple(value for value in scaling_pb2.Outcome.values() if value)
+
+
+@dataclass(slots=True)
+class PhaseCounts:
+    """Durations of one phase. Cold samples are counted apart: autoscaling ignores them, but clients saw them."""
+
+    warm: DurationCounts = field(default_factory=DurationCounts)
+    cold: DurationCounts = field(default_factory=DurationCounts)
+
+    def add(self, seconds: float, *, cold: bool) -> None:
+        """Counts one sample."""
+        (self.cold if cold else self.warm).add(seconds)
+
+
+Phase: TypeAlias = scaling_pb2.Phase.ValueType
+
+
+@dataclass(slots=True)
+class ModelStats:
+    """The statistics of one model. `uncached_tokens` and `output_tokens` are estimates made at arrival."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    uncached_tokens: float = 0.0
+    output_tokens: float = 0.0
+    phases: Mapping[Phase, PhaseCounts] = field(
+        default_factory=lambda: {phase: PhaseCounts() for phase in PHASES}
+    )
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    in_stage: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    prefilling_tokens: float = 0.0
+    """Uncached prompt tokens of the requests in stage PREFILLING."""
+    held: Held = NOTHING_HELD
+    """Queued requests; part of those in stage ADMITTING."""
+
+    @property
+    def stages(self) -> dict[Stage, int]:
+        """Requests in progress by what they wait for. Queued requests count for the pool that lacks capacity."""
+        held = self.held
+        counts = self.in_stage.copy()
+        counts[Stage.ADMITTING] = max(0, counts[Stage.ADMITTING] - held.requests)
+        counts[Stage.PREFILLING if held.cause == "prefill" else Stage.RESERVING] += held.requests
+        return counts
+
+    @property
+    def backlog_tokens(self) -> float:
+        """Uncached prompt tokens that wait for prefill, on workers or in the coordinator's queue."""
+        held = self.held
+        return self.prefilling_tokens + (held.uncached_tokens if held.cause == "prefill" else 0.0)
+
+    def arrived(self, prompt_tokens: int, uncached_tokens: float, output_tokens: float) -> None:
+        """Counts demand. `uncached_tokens` and `output_tokens` are estimates."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.uncached_tokens += uncached_tokens
+        self.output_tokens += output_tokens
+
+
+class RequestStats:
+    """Statistics by model. There are as many entries as models that workers have registered."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelStats] = {}
+        self.refused = RefusedRequests()
+
+    def of(self, model: str) -> ModelStats:
+        """The statistics of a model that is known to the registry; created on first use."""
+        stats = self._models.get(model)
+        if stats is None:
+            stats = self._models[model] = ModelStats()
+        return stats
+
+    def set_held(self, model: str, held: Held) -> None:
+        """Sets what admission holds of a model."""
+        self.of(model).held = held
+
+    def count_rejected(self, model: str) -> None:
+        """Counts a request that was rejected before any of it was examined.
+
+        `model` is what the client wrote, and clients must not be able to create series: it is counted only if it names
+        a model with statistics, or is empty and there is only one.
+        """
+        stats = self._models.get(model)
+        if stats is None and not model and len(self._models) == 1:
+            stats = next(iter(self._models.values()))
+        if stats is not None:
+            stats.outcomes[scaling_pb2.OUTCOME_REJECTED] += 1
+
+    def models(self) -> dict[str, ModelStats]:
+        """All statistics, sorted by model name."""
+        return dict(sorted(self._models.copy().items()))
+
+
+PHASES: tuple[Phase, ...] = tuple(value for value in scaling_pb2.Phase.values() if value)
+"""All phases, in order of the enum."""

@@ -1,0 +1,217 @@
+"""Tokenizes prompts, long ones on a thread pool: tokenization must never block the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
+
+from coordinator.request.json_bounds import check_structure
+from splitserve.errors import InvalidArgumentError
+from splitserve.generation.kv_blocks import block_keys
+from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
+from splitserve.v1 import inference_pb2
+
+MAX_NAMED_BLOCKS = 2048
+"""Leading blocks of a prompt whose keys are computed: 32,768 tokens at 16 per block. Longer hits appear to end here."""
+FEW_BLOCKS = 4
+"""Prompts of token ids up to this many blocks are hashed on the event loop, which is faster than a hop to a thread."""
+SLICE_TOKENS = 2**16
+"""Token ids that are copied or compared at once: in less than 2 ms."""
+SHORT_BYTES = 512
+"""Requests up to this size are tokenized on the event loop: 0.2 ms at most, about the cost of the hop."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A tokenized prompt."""
+
+    token_ids: tuple[int, ...]
+    block_keys: tuple[int, ...]
+    highest: int
+    """The highest token id; -1 of an empty prompt."""
+
+
+class PromptTokenizers:
+    """The tokenizers of all models, each loaded once. `load` is called on a pool thread."""
+
+    def __init__(self, load: Callable[[str], Tokenizer], threads: int) -> None:
+        self._load = load
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
+        self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
+        self._encoding: dict[Hashable, asyncio.Future[EncodedPrompt]] = {}
+        """Long prompts that are being tokenized, by everything that the result depends on."""
+        self._warm: set[tuple[str, str, bool]] = set()
+        """(source, prompt form, has tools) seen before: the first such request compiles a chat template."""
+
+    async def tokenizer(self, source: str) -> Tokenizer:
+        """The tokenizer of a source. Errors of loading are raised here, and the next call tries again."""
+        task = self._loading.get(source)
+        if task is None:
+            task = self._loading[source] = asyncio.create_task(self._loaded(source))
+            # Retrieves the exception: if all waiters are gone, asyncio must not report it as never retrieved.
+            task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        if task.done():
+            return task.result()
+        # Shielded: cancelling one caller must not cancel the load for the others.
+        return await asyncio.shield(task)
+
+    async def encode(self, source: str, request: inference_pb2.GenerateRequest) -> list[int]:
+        """Token ids of the request's prompt.
+
+        Raises InvalidArgumentError if the model has no chat template, or if the template rejects the turns.
+        """
+        return list((await self.encode_named(source, request, 0, b"")).token_ids)
+
+    async def encode_named(
+        self,
+        source: str,
+        request: inference_pb2.GenerateRequest,
+        block_size: int,
+        cache_salt: bytes,
+        most: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> EncodedPrompt:
+        """Token ids as from `encode`, and the index keys of the prompt's leading full blocks, at most MAX_NAMED_BLOCKS;
+        no keys for a block size of 0. `check` is called before, where the prompt is tokenized. A long prompt that
+        arrives again while it is being tokenized, as several answers to one do, is tokenized once.
+
+        Raises TooManyTokensError for more than `most` tokens, and what `check` raises.
+        """
+        form = request.WhichOneof("prompt") or ""
+        kind = source, form, bool(request.chat.tools_json)
+        if form == "token_ids":
+            tokenizer = None
+            count = len(request.token_ids.ids)
+            if most is not None and count > most:
+                raise TooManyTokensError(count)
+            is_short = count <= FEW_BLOCKS * max(block_size, 1)
+        else:
+            tokenizer = await self.tokenizer(source)
+            is_short = kind in self._warm and request.ByteSize() <= SHORT_BYTES
+        if is_short:
+            check()
+            return _encode_named(tokenizer, request, block_size, cache_salt, most)
+
+        def work() -> EncodedPrompt:
+            check()
+            return _encode_named(tokenizer, request, block_size, cache_salt, most)
+
+        found = await self._shared((kind, _prompt_bytes(request), block_size, cache_salt, most), work)
+        self._warm.add(kind)
+        return found
+
+    async def _shared(self, key: Hashable, work: Callable[[], EncodedPrompt]) -> EncodedPrompt:
+        """Runs on a pool thread, once for all that come with the key meanwhile."""
+        running = self._encoding.get(key)
+        if running is None:
+            running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            self._encoding[key] = running
+
+            def ended(done: asyncio.Future[EncodedPrompt]) -> None:
+                del self._encoding[key]
+                # Retrieves the exception: if all waiters are gone, asyncio must not report it as never retrieved.
+                _ = None if done.cancelled() else done.exception()
+
+            running.add_done_callback(ended)
+        return await asyncio.shield(running)
+
+    def close(self) -> None:
+        """Shuts down the thread pool without waiting for loads in progress."""
+        for task in self._loading.values():
+            task.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _loaded(self, source: str) -> Tokenizer:
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, self._load, source)
+        except BaseException:
+            del self._loading[source]
+            raise
+
+
+def _prompt_bytes(request: inference_pb2.GenerateRequest) -> bytes:
+    match request.WhichOneof("prompt"):
+        case "chat":
+            return request.chat.SerializeToString(deterministic=True)
+        case "token_ids":
+            return request.token_ids.SerializeToString()
+    return request.text.encode()
+
+
+def _encode_named(
+    tokenizer: Tokenizer | None,
+    request: inference_pb2.GenerateRequest,
+    block_size: int,
+    cache_salt: bytes,
+    most: int | None,
+) -> EncodedPrompt:
+    token_ids = _sliced(request.token_ids.ids) if tokenizer is None else _encode(tokenizer, request, most)
+    keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
+    return EncodedPrompt(tuple(token_ids), keys, _highest(token_ids))
+
+
+def _sliced(ids: Sequence[int]) -> list[int]:
+    """A copy, made in slices: one call for all would keep the interpreter to itself meanwhile."""
+    found: list[int] = []
+    for start in range(0, len(ids), SLICE_TOKENS):
+        found += ids[start : start + SLICE_TOKENS]
+    return found
+
+
+def _highest(ids: Sequence[int]) -> int:
+    return max(
+        (max(ids[start : start + SLICE_TOKENS]) for start in range(0, len(ids), SLICE_TOKENS)), default=-1
+    )
+
+
+def _encode(tokenizer: Tokenizer, request: inference_pb2.GenerateRequest, most: int | None) -> list[int]:
+    if request.WhichOneof("prompt") == "chat":
+        chat = request.chat
+        turns = [_turn(position, message) for position, message in enumerate(chat.messages)]
+        return tokenizer.render_chat(turns, _objects(chat.tools_json, "prompt.chat.tools_json"), most)
+    return tokenizer.encode(request.text, most)
+
+
+def _turn(position: int, message: inference_pb2.ChatMessage) -> Turn:
+    field = f"prompt.chat.messages[{position}].tool_calls_json"
+    calls = [_with_parsed_arguments(call, field) for call in _objects(message.tool_calls_json, field)]
+    return Turn(message.role, message.content, calls, message.tool_call_id, message.name)
+
+
+def _with_parsed_arguments(call: dict[str, Any], field: str) -> dict[str, Any]:
+    """The call with its arguments as an object: OpenAI sends a JSON string, but templates serialize them themselves."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidArgumentError(f"{field} must have function.name in each call", field=field)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = _json(arguments or "{}")
+        except ValueError:
+            # Arguments that an earlier answer left unfinished; the model sees them unchanged.
+            return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _objects(text: str, field: str) -> list[dict[str, Any]]:
+    """A JSON array of objects; empty for no text. Raises InvalidArgumentError."""
+    if not text:
+        return []
+    try:
+        value = _json(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{field} is no valid JSON: {error}", field=field) from None
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise InvalidArgumentError(f"{field} must be a JSON array of objects", field=field)
+    return value
+
+
+def _json(text: str) -> Any:
+    """Raises ValueError for no JSON, InvalidArgumentError for more values than may be parsed at once."""
+    if len(text) > SHORT_BYTES:
+        check_structure(text.encode())
+    return from_json(text, allow_inf_nan=False)

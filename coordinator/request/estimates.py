@@ -1,0 +1,124 @@
+"""Estimates for an arriving request: output length, and how much of its prompt is cached.
+
+Made once per request and shared by admission, routing and the signals for autoscaling.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from coordinator.request.inference_request import InferenceRequest
+from coordinator.request.observer import RequestObserver
+from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.workers.prefix_index.hits import PrefixHits
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker
+from splitserve.v1 import prefill_pb2
+
+DEFAULT_OUTPUT_TOKENS = 128.0
+"""Expected output length until a request has completed."""
+MAX_LENGTH_KEYS = 4096
+"""Tenants and sessions whose output lengths are remembered."""
+_MEMORY_ANSWERS = 64
+"""Window of the learned means, in requests."""
+
+LengthKey = tuple[str, str, str]
+"""(model, tenant, session). An empty session stands for all requests of the tenant."""
+
+
+@dataclass(slots=True)
+class LearnedMean:
+    """A running mean: arithmetic over the first values, exponential from `_MEMORY_ANSWERS` on."""
+
+    value: float
+    seen: int = 0
+
+    def add(self, value: float) -> None:
+        """Adds a value."""
+        self.seen = min(self.seen + 1, _MEMORY_ANSWERS)
+        self.value += (value - self.value) / self.seen
+
+
+@dataclass(slots=True)
+class ModelMeans:
+    """Learned means of one model's requests."""
+
+    output_tokens: LearnedMean = field(default_factory=lambda: LearnedMean(DEFAULT_OUTPUT_TOKENS))
+    cached_share: LearnedMean = field(default_factory=lambda: LearnedMean(0.0))
+    """Cached share of the prompt, 0..1, as reported by prefill workers."""
+
+
+class Estimates(RequestObserver):
+    """Learns from every request. The least recently used sessions and tenants are forgotten first."""
+
+    def __init__(self, registry: Registry, max_length_keys: int = MAX_LENGTH_KEYS) -> None:
+        self._registry = registry
+        self._max_length_keys = max_length_keys
+        self._models: dict[str, ModelMeans] = {}
+        self._means: OrderedDict[LengthKey, LearnedMean] = OrderedDict()
+        self._prefill_slots = 0
+        """Slots of prefill workers in the prefix index, as a bit set."""
+        registry.subscribe(self._on_registry_change)
+
+    def of(self, request: InferenceRequest, now: float) -> RequestEstimate:
+        """The estimate for a request that arrives now."""
+        prompt_tokens = len(request.prompt)
+        if request.block_keys and self._prefill_slots:
+            hits = self._registry.prefixes.hits(request.block_keys, now)
+            held_tokens = self._most_blocks(hits) * request.model.block_size_tokens
+            # The last prompt token is always computed, for its logits.
+            uncached = float(prompt_tokens - min(held_tokens, prompt_tokens - 1))
+            return RequestEstimate(self._output_tokens(request), uncached, hits)
+        uncached = prompt_tokens * (1.0 - self.of_model(request.model.name).cached_share.value)
+        return RequestEstimate(self._output_tokens(request), uncached)
+
+    def of_model(self, model: str) -> ModelMeans:
+        """The learned means of a model that is known to the registry."""
+        means = self._models.get(model)
+        if means is None:
+            means = self._models[model] = ModelMeans()
+        return means
+
+    def prefilled(self, state: RequestState, first: prefill_pb2.FirstToken) -> None:
+        """See RequestObserver. Only the first attempt counts: a later one hits what the first one cached."""
+        if state.attempts == 1:
+            share = first.cached_tokens / max(1, len(state.request.prompt))
+            self.of_model(state.request.model.name).cached_share.add(min(1.0, share))
+
+    def completed(self, state: RequestState) -> None:
+        """See RequestObserver."""
+        count = len(state.token_ids)
+        self.of_model(state.request.model.name).output_tokens.add(count)
+        for key in _length_keys(state.request):
+            mean = self._means.get(key)
+            if mean is None:
+                mean = self._means[key] = LearnedMean(0.0)
+            self._means.move_to_end(key)
+            mean.add(count)
+        while len(self._means) > self._max_length_keys:
+            self._means.popitem(last=False)
+
+    def _output_tokens(self, request: InferenceRequest) -> float:
+        """The mean of the narrowest key that is known, at most what was asked for."""
+        known = next((mean for key in _length_keys(request) if (mean := self._means.get(key))), None)
+        mean = known or self.of_model(request.model.name).output_tokens
+        return min(mean.value, request.max_tokens)
+
+    def _most_blocks(self, hits: PrefixHits) -> int:
+        """The largest number of leading blocks that any prefill worker holds."""
+        return next((depth for depth, slots in reversed(hits.levels) if slots & self._prefill_slots), 0)
+
+    def _on_registry_change(self, worker: Worker | None) -> None:
+        if worker is None:
+            workers = self._registry.snapshot().workers
+            slots = {one.prefix_slot for one in workers if one.pool == "prefill" and one.prefix_slot >= 0}
+            self._prefill_slots = sum(1 << slot for slot in slots)
+        elif worker.pool == "prefill" and worker.prefix_slot >= 0:
+            self._prefill_slots |= 1 << worker.prefix_slot
+
+
+def _length_keys(request: InferenceRequest) -> tuple[LengthKey, ...]:
+    model, tenant = request.model.name, request.caller.tenant
+    wide = (model, tenant, "")
+    return ((model, tenant, request.session_id), wide) if request.session_id else (wide,)

@@ -1,0 +1,196 @@
+"""The events of a request. `RequestEvents` is the one place that writes the request's state and notifies observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Concatenate, ParamSpec, Protocol, Self
+
+from coordinator.request.caller import Caller
+from coordinator.request.state import RequestState, Waits
+from coordinator.workers.snapshot import Worker
+from splitserve.errors import SplitserveError
+from splitserve.logs import log_exception
+from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
+
+P = ParamSpec("P")
+
+
+class RequestObserver:
+    """Base class of observers, with a no-op for each event, roughly in the order in which they occur.
+
+    Methods are called on the request's path after its state was written, so they must be cheap. Exceptions are logged.
+    """
+
+    __slots__ = ()
+
+    def arrived(self, state: RequestState) -> None:
+        """The request is valid and within its quotas: it counts as demand from now on, served or not."""
+
+    def routed(self, state: RequestState) -> None:
+        """An attempt begins: `state.attempt` names its workers."""
+
+    def reserving(self, state: RequestState) -> None:
+        """Reserve is being called on the decode worker."""
+
+    def reserve_ended(self, state: RequestState, waited_s: float) -> None:
+        """The reservation was made, or given up, after `waited_s` seconds."""
+
+    def prefilling(self, state: RequestState) -> None:
+        """The prompt is being sent to the prefill worker."""
+
+    def prefilled(self, state: RequestState, first: prefill_pb2.FirstToken) -> None:
+        """The prefill worker has sent the first token."""
+
+    def prefilling_locally(self, state: RequestState) -> None:
+        """The decode worker is computing the prompt itself; the prefill worker is not called."""
+
+    def prefilled_locally(self, state: RequestState, local: decode_pb2.LocalPrefill) -> None:
+        """The decode worker has computed the prompt itself."""
+
+    def transferred(self, state: RequestState, handoff: prefill_pb2.HandoffDone) -> None:
+        """The last KV write was acknowledged. May precede or follow the first decode output."""
+
+    def decode_began(self, state: RequestState, admit_ms: float) -> None:
+        """The decode worker has made its first step, `admit_ms` milliseconds after it received the KV."""
+
+    def decoded(self, state: RequestState) -> None:
+        """The decode worker has finished. Its output may not have been sent to the client yet."""
+
+    def sent(self, state: RequestState, output_tokens: int) -> None:
+        """`output_tokens` more tokens are sent to the client. The first call implies that the prompt is computed."""
+
+    def attempt_completed(self, state: RequestState) -> None:
+        """The attempt has sent all of its output."""
+
+    def attempt_failed(self, state: RequestState, error: SplitserveError) -> None:
+        """The attempt has failed; `state.attempt.suspect` is the worker at fault."""
+
+    def attempt_ended(self, state: RequestState) -> None:
+        """The attempt is over, whether completed, failed or cancelled; its workers are being notified."""
+
+    def completed(self, state: RequestState) -> None:
+        """The whole answer was sent, except for the final `done` message."""
+
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        """The request is over, with or without an error. Always the last event."""
+
+
+class RequestEvents:
+    """The events of one request; a context manager whose exit emits `ended`.
+
+    `emit` only notifies observers; the other methods write the state first. An observer that raises neither fails the
+    request nor keeps the event from other observers.
+    """
+
+    __slots__ = ("_listeners", "state")
+
+    def __init__(self, state: RequestState, observers: Iterable[RequestObserver] = ()) -> None:
+        self.state = state
+        self._listeners: dict[str, list[Callable[..., None]]] = {}
+        """The methods that observers override, by event name."""
+        for observer in observers:
+            self.observe(observer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.emit(RequestObserver.ended, error)
+
+    def observe(self, observer: RequestObserver) -> None:
+        """Adds an observer, for all events from now on."""
+        for name in _overridden(type(observer)):
+            self._listeners.setdefault(name, []).append(getattr(observer, name))
+
+    def emit(
+        self,
+        event: Callable[Concatenate[RequestObserver, RequestState, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Notifies all observers of an event, given as a method of RequestObserver."""
+        for listener in self._listeners.get(event.__name__, ()):
+            try:
+                listener(self.state, *args, **kwargs)
+            except Exception as error:
+                log_exception("observer.failed", error, observer=listener.__qualname__)
+
+    def waited(self, waits: Waits) -> None:
+        """Records time that the request waited for admission. Emits nothing."""
+        self.state.waits += waits
+
+    def routed(self, prefill: Worker, decode: Worker | None, cached_tokens: int, now: float) -> None:
+        """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
+        self.state.begin_attempt(prefill, decode, cached_tokens, now)
+        self.emit(RequestObserver.routed)
+
+    def prefilled(self, first: prefill_pb2.FirstToken) -> None:
+        """See RequestObserver."""
+        self.state.attempt.report.record_prefill(first)
+        self.emit(RequestObserver.prefilled, first)
+
+    def prefilled_locally(self, local: decode_pb2.LocalPrefill) -> None:
+        """See RequestObserver."""
+        self.state.attempt.report.record_local_prefill(local)
+        self.emit(RequestObserver.prefilled_locally, local)
+
+    def transferred(self, handoff: prefill_pb2.HandoffDone) -> None:
+        """See RequestObserver."""
+        attempt = self.state.attempt
+        attempt.report.record_transfer(handoff, attempt.prefill.transport)
+        self.emit(RequestObserver.transferred, handoff)
+
+    def decode_began(self, admit_ms: float) -> None:
+        """See RequestObserver."""
+        self.state.attempt.report.decode_admit_ms = admit_ms
+        self.emit(RequestObserver.decode_began, admit_ms)
+
+    def sent(self, delta: generation_pb2.OutputDelta, now: float) -> None:
+        """Appends a delta that is about to be sent to the client.
+
+        Raises SplitserveError (OUTPUT_GAP), and emits nothing, unless the delta follows the previous one.
+        """
+        self.state.append(delta, now)
+        self.emit(RequestObserver.sent, len(delta.token_ids))
+
+    def attempt_ended(self) -> None:
+        """See RequestObserver."""
+        self.state.end_attempt()
+        self.emit(RequestObserver.attempt_ended)
+
+
+_EVENTS = tuple(name for name in vars(RequestObserver) if not name.startswith("_"))
+_OVERRIDDEN: dict[type[RequestObserver], tuple[str, ...]] = {}
+
+
+def _overridden(kind: type[RequestObserver]) -> tuple[str, ...]:
+    """The events that a class of observers overrides; computed once per class."""
+    found = _OVERRIDDEN.get(kind)
+    if found is None:
+        found = tuple(name for name in _EVENTS if getattr(kind, name) is not getattr(RequestObserver, name))
+        _OVERRIDDEN[kind] = found
+    return found
+
+
+class QuotaPlugin(Protocol):
+    """A caller's quota, asked before any work is done for a request."""
+
+    def entered(
+        self, request: inference_pb2.GenerateRequest, caller: Caller
+    ) -> AbstractContextManager[AdmissionPlugin]:
+        """Holds the request's place while the context is open. Its value charges what is known once the prompt is
+        tokenized. Never waits. Raises ResourceExhaustedError with a retry hint."""
+
+
+class AdmissionPlugin(Protocol):
+    """A step between a valid request and the workers: a tenant's quota, the capacity queue."""
+
+    async def admit(self, events: RequestEvents) -> None:
+        """Returns once the request is admitted; may wait. Adds an observer that releases what the request holds.
+
+        Raises ResourceExhaustedError with a retry hint, or PermissionDeniedError.
+        """

@@ -1,0 +1,155 @@
+"""Selects the pair of workers for an attempt: builds the routing request, waits for a pair, counts what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+
+from coordinator.request.caller import CLASS_RANKS
+from coordinator.request.observer import RequestObserver
+from coordinator.request.state import NO_WAITS, RequestState
+from coordinator.routing.baseline_routers import LeastWaitRouter, RoundRobinRouter
+from coordinator.routing.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, local_prefill_tokens
+from coordinator.routing.prefix_router import PrefixRouter
+from coordinator.routing.router import RETRY_AFTER_S, Pair, Router, RoutingRequest, no_pair
+from coordinator.workers.load_ledger import ExpectedPrompt
+from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits
+from coordinator.workers.registry import Registry
+from splitserve.config.coordinator import CoordinatorConfig, Routing
+from splitserve.logs import log_event
+
+SAME_WORKER_AGAIN_S = 0.25
+"""How long a resume waits for workers other than those that failed before it accepts the same ones."""
+
+
+def make_router(routing: Routing) -> Router:
+    """The routing policy for a setting."""
+    match routing:
+        case "prefix":
+            return PrefixRouter()
+        case "least-wait":
+            return LeastWaitRouter()
+        case "round-robin":
+            return RoundRobinRouter()
+
+
+class PairSelector(RequestObserver):
+    """Waits for a pair that can serve a request; as an observer, counts attempts as load on their workers."""
+
+    def __init__(
+        self, config: CoordinatorConfig, registry: Registry, router: Router, meter: HandoffMeter
+    ) -> None:
+        self._config = config
+        self._registry = registry
+        self._router = router
+        self._meter = meter
+        self._turns = itertools.count()
+        self._expected: dict[str, ExpectedPrompt] = {}
+        """By the id of an attempt that waits for its reservation on decode."""
+
+    async def select(self, state: RequestState) -> Pair:
+        """A pair for the next attempt, if possible without workers that have failed this request.
+
+        Raises UnavailableError (NO_WORKER, SLOW_LANE) if there is none within `no_worker_wait_s`.
+        """
+        request = self._routing_request(state)
+        wait_s = self._config.no_worker_wait_s
+        pair: Pair | None = None
+        if state.failed_workers:
+            others = dataclasses.replace(request, exclude=frozenset(state.failed_workers))
+            settle_s = min(SAME_WORKER_AGAIN_S, wait_s)
+            pair = await self._registry.wait_until(lambda: self._choose(others), settle_s)
+        pair = pair or await self._registry.wait_until(lambda: self._choose(request), wait_s)
+        if pair is None:
+            raise no_pair(self._registry.snapshot(), request, RETRY_AFTER_S)
+        _log_chosen(pair, request)
+        return pair
+
+    def routed(self, state: RequestState) -> None:
+        """See RequestObserver. The attempt counts as load on its workers until they report it themselves."""
+        request, attempt = state.request, state.attempt
+        tokens = len(request.prompt) + len(state.token_ids)
+        uncached_tokens = tokens - attempt.expected_cached_tokens
+        if attempt.decode is None:
+            self._registry.count_sent(attempt.prefill.key, uncached_tokens)
+        else:
+            expected = self._registry.count_expected(attempt.prefill.key, uncached_tokens)
+            if expected is not None:
+                self._expected[attempt.attempt_id] = expected
+            self._registry.count_sent(attempt.decode.key, tokens)
+        if request.block_keys:
+            self._registry.prefixes.expect(attempt.pair, request.block_keys, attempt.began_s)
+
+    def prefilling(self, state: RequestState) -> None:
+        """See RequestObserver. Decode has room; the prompt goes to the prefill worker now."""
+        if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:
+            expected.begin()
+
+    def prefilling_locally(self, state: RequestState) -> None:
+        """See RequestObserver. The prompt will not be sent to the prefill worker."""
+        self._withdraw(state)
+
+    def attempt_ended(self, state: RequestState) -> None:
+        """See RequestObserver. A prompt that was never sent to the prefill worker is no longer expected there."""
+        self._withdraw(state)
+
+    def _withdraw(self, state: RequestState) -> None:
+        if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:
+            expected.withdraw()
+
+    def local_prefill_tokens(self, state: RequestState, pair: Pair) -> int:
+        """How many prompt tokens the decode worker may compute itself, by `local_prefill` and the plan in force."""
+        now = time.monotonic()
+        mode, lent = self._config.local_prefill, self._registry.plan.lends(now)
+        if pair.decode is None or (mode == "never" and not lent):
+            return 0
+        if mode == "always":
+            return NO_LIMIT
+        tokens = len(state.request.prompt) + len(state.token_ids) - pair.cost.cached_tokens
+        return local_prefill_tokens(facts_of_pair(pair, pair.decode, tokens, self._meter, now))
+
+    def _routing_request(self, state: RequestState) -> RoutingRequest:
+        """The routing policy's view of the next attempt."""
+        request, sent = state.request, len(state.token_ids)
+        return RoutingRequest(
+            request.model.name,
+            len(request.prompt) + sent,
+            state.needs_decode,
+            turn=next(self._turns),
+            hits=self._hits(state),
+            expected_output_tokens=max(1.0, state.estimate.output_tokens - sent),
+            session_id=request.session_id,
+            class_rank=CLASS_RANKS[request.caller.priority_class],
+        )
+
+    def _hits(self, state: RequestState) -> PrefixHits:
+        """The estimate's hits if they are fresh; caches change while a request waits, so later they are looked up
+        again."""
+        hits = state.estimate.hits
+        if hits is not None and not state.attempts and state.waits is NO_WAITS:
+            return hits
+        keys = state.request.block_keys
+        return self._registry.prefixes.hits(keys, time.monotonic()) if keys else NO_HITS
+
+    def _choose(self, request: RoutingRequest) -> Pair | None:
+        return self._router.choose_pair(
+            self._registry.snapshot(), self._registry.loads, request, time.monotonic()
+        )
+
+
+def _log_chosen(pair: Pair, request: RoutingRequest) -> None:
+    cost = pair.cost
+    log_event(
+        "route.chosen",
+        level=logging.DEBUG,
+        prefill_worker=pair.prefill.worker_id,
+        decode_worker=pair.decode.worker_id if pair.decode else "",
+        queue_ms=cost.queue_s * 1e3,
+        prefill_ms=cost.prefill_s * 1e3,
+        transfer_ms=cost.transfer_s * 1e3,
+        decode_wait_ms=cost.decode_wait_s * 1e3,
+        uncached_tokens=request.prompt_tokens - cost.cached_tokens,
+        decode_cached_tokens=cost.decode_cached_tokens,
+    )

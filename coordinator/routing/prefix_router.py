@@ -1,0 +1,269 @@
+"""Routing by predicted time to first token with prefix caches: the pair with the least cost. Pure.
+
+The cost of a prefill worker p and a decode worker d is the sum of
+
+    queue     tokens queued at p / its rate, weighted by class
+    prefill   prompt tokens that p does not hold / its rate
+    others    prompt tokens that p does not hold / the pool's mean rate, times `scores.crowding`: the delay for
+              requests behind this one
+    transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d
+    decode    wait for blocks at d, and the cost of a step in its batch (`scores.decode_score_s`)
+
+Queue, prefill and transfer are Mooncake's Algorithm 1 (Qin et al., FAST 2025); the other terms and the joint choice of
+both workers are ours. docs/routing.md explains each term. `pair_cost` computes the cost of one pair; `PrefixRouter`
+computes the same for whole pools at once, and only for pairs of the most promising prefill workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from coordinator.routing.router import Pair, PairCost, RoutingRequest, cached_tokens
+from coordinator.routing.scores import decode_score_s, prefill_score_s
+from coordinator.routing.worker_columns import (
+    Column,
+    DecodeColumns,
+    ModelColumns,
+    PrefillColumns,
+    WorkerColumns,
+)
+from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.snapshot import PoolSnapshot, Worker
+from splitserve.generation.kv_blocks import blocks_for
+
+HOME_SHARE = 0.25
+"""Bonus of a session's home worker: this share of the time to compute the whole prompt, or of one decode step. A
+quarter keeps a session in place while loads fluctuate, and moves it before it has to wait."""
+MAX_PREFILL_CANDIDATES = 64
+"""Prefill workers whose pairs are examined once a pair is found; usually one or two suffice for the exact answer."""
+MAX_MODELS = 64
+"""Models whose columns are kept."""
+
+
+def queue_weight(class_rank: int) -> float:
+    """Share of a queue that a request of this class waits for: it does not wait for those that it overtakes."""
+    return float(2.0**-class_rank)
+
+
+def pair_cost(
+    prefill: Worker,
+    decode: Worker | None,
+    loads: LoadLedger,
+    request: RoutingRequest,
+    rate: float,
+    step_s: float,
+    byte_s: float,
+    others_token_s: float = 0.0,
+) -> PairCost:
+    """The predicted cost of one connected pair.
+
+    `rate` is the prefill worker's prompt tokens per second, `step_s` the decode worker's seconds per step, `byte_s`
+    the lane's seconds per byte; pool means stand in for missing measurements. `others_token_s` is the delay for other
+    requests per computed token, in seconds.
+    """
+    cached = cached_tokens(prefill, request)
+    queue_s = prefill_score_s(loads.prefill[prefill.key].queued_tokens, 0, rate) * queue_weight(
+        request.class_rank
+    )
+    prefill_s = prefill_score_s(0, request.prompt_tokens - cached, rate)
+    others_s = (request.prompt_tokens - cached) * others_token_s
+    if decode is None:
+        return PairCost(queue_s, prefill_s, others_s, cached_tokens=cached)
+    load, size = loads.decode[decode.key], decode.block_size_tokens
+    blocks = blocks_for(request.prompt_tokens, size)
+    held = min(request.hits.blocks(decode.prefix_slot), blocks)
+    wait_s = decode_score_s(
+        needed_blocks=needed_blocks(request, size),
+        free_blocks=load.free_blocks,
+        held_blocks=load.held_blocks,
+        step_s=step_s,
+        requests=load.batch_requests,
+        max_running_requests=decode.max_running_requests,
+        steps_left=request.expected_output_tokens,
+    )
+    return PairCost(
+        queue_s,
+        prefill_s,
+        others_s,
+        transfer_s=(blocks - held) * decode.block_bytes * byte_s,
+        decode_wait_s=wait_s,
+        cached_tokens=cached,
+        decode_cached_tokens=min(held * size, request.prompt_tokens),
+    )
+
+
+def needed_blocks(request: RoutingRequest, block_size: int) -> float:
+    """KV blocks that the request will need on decode: for its prompt and its expected output."""
+    return float((request.prompt_tokens + 1 + request.expected_output_tokens) // block_size + 1)
+
+
+@dataclass(slots=True)
+class _Best:
+    total_s: float = float("inf")
+    prefill: int = -1
+    decode: int = -1
+
+
+class PrefixRouter:
+    """Chooses the pair of least predicted cost, with a bonus for a session's home; see the module docstring.
+
+    Columns of the last snapshot are kept as a memo only: the result depends on the arguments alone.
+    """
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelColumns] = {}
+
+    def choose_pair(
+        self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest, now: float
+    ) -> Pair | None:
+        """See Router."""
+        columns = self._columns(request.model)
+        columns.refresh(snapshot, loads)
+        prefill, decode = columns.prefill, columns.decode
+        if not prefill.workers or (request.needs_decode and not decode.workers):
+            return None
+        width = max(prefill.width, decode.width)
+        depths = request.hits.by_slot(width) if request.hits and width else None
+        p_score = _prefill_scores(prefill, request, depths)
+        if not request.needs_decode:
+            first = _first_least(p_score, request.turn)
+            return None if p_score[first] == np.inf else _pair(loads, prefill, first, None, 0, request)
+        bytes_lacking = _bytes_lacking(decode, request, depths)
+        best = _least_pair(p_score, _decode_scores(decode, request), bytes_lacking, prefill, request.turn)
+        if best.prefill < 0:
+            return None
+        return _pair(loads, prefill, best.prefill, decode, best.decode, request)
+
+    def _columns(self, model: str) -> ModelColumns:
+        columns = self._models.get(model)
+        if columns is None:
+            if len(self._models) >= MAX_MODELS:
+                self._models.clear()
+            columns = self._models[model] = ModelColumns(model)
+        return columns
+
+
+def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Column | None) -> Column:
+    """Queue, prefill and others' delay of each prefill worker, in seconds, up to a common constant; float64 [workers].
+
+    Infinite for workers that must not be used. `depths` are cached leading blocks by slot, float64 [slots + 1].
+    """
+    scores: Column = pool.token_s * request.prompt_tokens
+    scores += pool.queue_s if not request.class_rank else pool.queue_s * queue_weight(request.class_rank)
+    if depths is not None:
+        size = pool.workers[0].block_size_tokens
+        blocks = depths.take(pool.slots, mode="wrap")
+        np.minimum(blocks, (request.prompt_tokens - 1) / size, out=blocks)
+        # Others' delay is counted as a saving relative to the whole prompt, which shifts all scores alike.
+        saved_s = pool.token_s + _others_token_s(pool)
+        saved_s *= size
+        saved_s *= blocks
+        scores -= saved_s
+    if request.session_id:
+        home = pool.home(request.session_id)
+        scores[home] -= HOME_SHARE * request.prompt_tokens * pool.token_s[home]
+    return _without_excluded(scores, pool, request)
+
+
+def _others_token_s(pool: PrefillColumns) -> float:
+    # At the pool's mean rate: a worker's own rate fluctuates with its recent prompts, and crowding amplifies that.
+    return pool.crowded * pool.mean_token_s
+
+
+def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
+    """Wait and step cost of each decode worker, in seconds, float64 [workers]; infinite for those not to be used."""
+    needed = needed_blocks(request, pool.workers[0].block_size_tokens)
+    scores: Column
+    if needed <= pool.free[pool.free.argmin()]:
+        scores = pool.batch_s.copy()
+    else:
+        scores = needed - pool.free
+        np.maximum(scores, 0.0, out=scores)
+        scores *= pool.block_s
+        scores *= request.expected_output_tokens
+        scores += pool.batch_s
+    if request.session_id:
+        home = pool.home(request.session_id)
+        scores[home] -= HOME_SHARE * pool.step_s[home]
+    return _without_excluded(scores, pool, request)
+
+
+def _bytes_lacking(pool: DecodeColumns, request: RoutingRequest, depths: Column | None) -> Column | float:
+    """KV bytes of the prompt that each decode worker lacks, float64 [workers]; a scalar if no worker holds any."""
+    one = pool.workers[0]
+    blocks = blocks_for(request.prompt_tokens, one.block_size_tokens)
+    if depths is None:
+        return float(blocks * one.block_bytes)
+    lacking: Column = depths.take(pool.slots, mode="wrap")
+    np.subtract(blocks, lacking, out=lacking)
+    np.maximum(lacking, 0.0, out=lacking)
+    lacking *= one.block_bytes
+    return lacking
+
+
+def _without_excluded(scores: Column, pool: WorkerColumns, request: RoutingRequest) -> Column:
+    for key in request.exclude:
+        if (row := pool.row_of.get(key)) is not None:
+            scores[row] = np.inf
+    return scores
+
+
+def _least_pair(
+    p_score: Column, d_score: Column, bytes_lacking: Column | float, prefill: PrefillColumns, turn: int
+) -> _Best:
+    """The pair of least total: examines prefill workers from the best score on until no other can do better.
+
+    `p_score` is float64 [prefill workers] and is overwritten; `d_score` and `bytes_lacking` are [decode workers].
+    """
+    bounds = prefill.least_byte_s * bytes_lacking
+    bounds += d_score
+    least_decode_s = float(bounds[bounds.argmin()])
+    best = _Best()
+    for looked_at in range(len(p_score)):
+        row = _first_least(p_score, turn)
+        p_s = float(p_score[row])
+        if p_s + least_decode_s >= best.total_s or p_s == np.inf:
+            break
+        if looked_at >= MAX_PREFILL_CANDIDATES and best.prefill >= 0:
+            break
+        totals = prefill.byte_s[row] * bytes_lacking
+        totals += d_score
+        if not prefill.reaches_all[row]:
+            totals += prefill.unreached[row]
+        column = _first_least(totals, turn)
+        total_s = p_s + float(totals[column])
+        if total_s < best.total_s:
+            best = _Best(total_s, row, column)
+        p_score[row] = np.inf
+    return best
+
+
+def _first_least(scores: Column, turn: int) -> int:
+    """Index of the least score; ties go to the first from position `turn` on, wrapping around."""
+    first, start = int(scores.argmin()), turn % len(scores)
+    if first >= start:
+        return first
+    later = start + int(scores[start:].argmin())
+    return later if scores[later] == scores[first] else first
+
+
+def _pair(
+    loads: LoadLedger,
+    prefills: PrefillColumns,
+    row: int,
+    decodes: DecodeColumns | None,
+    column: int,
+    request: RoutingRequest,
+) -> Pair:
+    prefill, rate = prefills.workers[row], 1 / float(prefills.token_s[row])
+    queued_tokens = loads.prefill[prefill.key].queued_tokens
+    if decodes is None:
+        cost = pair_cost(prefill, None, loads, request, rate, 0.0, 0.0, _others_token_s(prefills))
+        return Pair(prefill, None, cost.queue_s + cost.prefill_s, cost, queued_tokens=queued_tokens)
+    decode = decodes.workers[column]
+    byte_s, step_s = float(prefills.byte_s[row, column]), float(decodes.step_s[column])
+    cost = pair_cost(prefill, decode, loads, request, rate, step_s, byte_s, _others_token_s(prefills))
+    total_s = cost.queue_s + cost.prefill_s + cost.transfer_s + cost.decode_wait_s
+    return Pair(prefill, decode, total_s, cost, decodes.ready_count, queued_tokens)

@@ -1,0 +1,150 @@
+"""Access control of the coordinator, from TLS, the cluster token and tenants as configured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from coordinator.request.caller import AnonymousAuthenticator, Authenticator, Caller
+from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
+from coordinator.request.state import RequestState
+from coordinator.tenants.tenants import Tenants
+from coordinator.tenants.usage import TenantUsage
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.errors import PermissionDeniedError
+from splitserve.logs import log_event
+from splitserve.rpc.credentials import cluster_credentials, is_loopback, warn_if_open
+from splitserve.security.tls import Role
+from splitserve.v1 import inference_pb2, registry_pb2
+
+WORKERS: frozenset[Role] = frozenset({"prefill", "decode"})
+OPERATORS: frozenset[Role] = frozenset({"autoscaler", "admin"})
+CLUSTER = Caller("cluster", is_admin=True)
+"""The caller for the cluster's own processes when they act as clients."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AccessControl:
+    """Built once from the settings. Raises ConfigError."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self.security = cluster_credentials("coordinator", config.tls, config.cluster_token_file)
+        registry = registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name
+        self.guard = self.security.authorizer({registry: WORKERS})
+        self.tenants = Tenants(config.tenants) if config.tenants else None
+        """None: no tenants are configured."""
+        self.authenticator: Authenticator = self.tenants or AnonymousAuthenticator()
+
+    @property
+    def quota_plugins(self) -> Sequence[QuotaPlugin]:
+        """Quotas that apply to requests; none without tenants."""
+        return (QuotaAdmission(self.tenants),) if self.tenants else ()
+
+    def caller(self, context: Context) -> Caller:
+        """The caller of a gRPC call. Raises UnauthenticatedError."""
+        key = credential_of(context)
+        if key is None and self.guard.closed and self.guard.rejection(OPERATORS, context) is None:
+            return CLUSTER
+        return self.authenticator.caller(key)
+
+    def require_operator(self, context: Context) -> None:
+        """Requires an operator's certificate, the cluster token or an admin key; without any of these configured,
+        everybody may pass.
+
+        Raises UnauthenticatedError or PermissionDeniedError.
+        """
+        if self.guard.closed and self.tenants is None:
+            if (rejection := self.guard.rejection(OPERATORS, context)) is not None:
+                raise rejection
+        elif not self.caller(context).is_admin:
+            raise PermissionDeniedError("this needs an admin key", reason="ADMIN_ONLY")
+
+    def warn_if_open(self, host: str) -> None:
+        """Logs warnings about what the settings leave unprotected."""
+        warn_if_open("coordinator", host, self.tenants is not None or self.security.tls is not None)
+        if self.tenants is not None and self.security.tls is None and not is_loopback(host):
+            advice = "API keys travel in clear text; use it behind something that encrypts"
+            log_event("security.keys_in_clear", level=logging.WARNING, host=host, advice=advice)
+
+
+BEARER = "bearer "
+
+
+def credential_of(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    """The API key of a gRPC call, from `authorization: Bearer KEY` or `x-api-key`; None without one."""
+    found: str | None = None
+    for name, value in context.invocation_metadata() or ():
+        text = value if isinstance(value, str) else ""
+        if name == "authorization" and text[: len(BEARER)].lower() == BEARER:
+            return text[len(BEARER) :].strip()
+        if name == "x-api-key":
+            found = text
+    return found
+
+
+class _Metered(RequestObserver):
+    """Charges a request's output to its tenant as it is sent."""
+
+    __slots__ = ("_usage",)
+
+    def __init__(self, usage: TenantUsage) -> None:
+        self._usage = usage
+
+    def sent(self, state: RequestState, output_tokens: int) -> None:
+        """See RequestObserver."""
+        self._usage.sent(output_tokens, time.monotonic())
+
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        """See RequestObserver."""
+        self._usage.count("completed" if error is None else "failed")
+
+
+MOST_BYTES_PER_TOKEN = 32
+"""Prompts average fewer bytes per token, so that a prompt's size tells how many tokens it has at least."""
+
+
+def least_prompt_tokens(request: inference_pb2.GenerateRequest) -> int:
+    """Tokens that the prompt has at least, known before it is tokenized."""
+    match request.WhichOneof("prompt"):
+        case "token_ids":
+            return len(request.token_ids.ids)
+        case "text":
+            return len(request.text) // MOST_BYTES_PER_TOKEN
+    return request.chat.ByteSize() // MOST_BYTES_PER_TOKEN
+
+
+class QuotaAdmission:
+    """A QuotaPlugin. Never waits: a tenant over its quota is refused with a retry hint."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    @contextmanager
+    def entered(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Iterator[AdmissionPlugin]:
+        """See QuotaPlugin."""
+        usage, least = self._tenants.usage_of(caller), least_prompt_tokens(request)
+        usage.enter(least, time.monotonic())
+        try:
+            yield _PromptQuota(usage, least)
+        finally:
+            usage.leave()
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptQuota:
+    """Charges the prompt of a request that has entered, `charged` tokens of it already then."""
+
+    usage: TenantUsage
+    charged: int
+
+    async def admit(self, events: RequestEvents) -> None:
+        """See AdmissionPlugin."""
+        self.usage.charge_prompt(len(events.state.request.prompt), self.charged, time.monotonic())
+        events.observe(_Metered(self.usage))

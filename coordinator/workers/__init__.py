@@ -1,0 +1,1 @@
+"""The workers that registered. Read `registry.py` first; `client.py` calls them."""

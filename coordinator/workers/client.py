@@ -1,0 +1,290 @@
+"""The coordinator's gRPC clients of the workers: one channel each, and one output stream from each decode worker.
+
+The output stream (`output_reader`) carries the tokens of all requests of this coordinator, into one collector per
+attempt. When the registry drops a worker, its client is closed and every attempt that runs there fails at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+
+from coordinator.background_tasks import BackgroundTasks
+from coordinator.workers.output_coalescer import OutputCoalescer
+from coordinator.workers.output_collector import OutputCollector, WorkerFailed
+from coordinator.workers.output_reader import OutputReader
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker, WorkerKey
+from splitserve.errors import (
+    CancelledByPeerError,
+    DeadlineExceededError,
+    SplitserveError,
+    UnavailableError,
+)
+from splitserve.logs import log_event, log_exception
+from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
+from splitserve.rpc.status import error_from_rpc
+from splitserve.runtime.loops import LoopRunner
+from splitserve.v1 import decode_pb2, prefill_pb2
+from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
+from splitserve.v1.prefill_pb2_grpc import PrefillServiceStub
+
+ABORT_TIMEOUT_S = 2.0
+"""How long one try of an abort waits for the worker's answer."""
+ARRIVE_S = 2.0
+"""How long cancelling a Prefill call waits for the call to reach its worker first."""
+READ_AHEAD_BYTES = 32 * 1024
+"""Flow-control window of a channel: a few steps of a large batch. When the coordinator lags, the worker then merges
+its output, instead of filling socket buffers with many small stale messages."""
+FIRST_BACKOFF_S = 0.05
+LAST_BACKOFF_S = 1.0
+"""Between two tries of an abort."""
+REOPEN_S = 1.0
+"""How soon a client that could not be made is tried again."""
+UNDELIVERED = (UnavailableError, DeadlineExceededError, CancelledByPeerError)
+
+T = TypeVar("T")
+
+
+class WorkerClient:
+    """The client of one boot of one worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        coordinator_id: str,
+        max_message_bytes: int,
+        attachments: Iterator[int],
+        security: ClusterCredentials = UNSECURED,
+        coalescer: OutputCoalescer | None = None,
+    ) -> None:
+        """`attachments` numbers the output streams of this coordinator upwards."""
+        self.worker = worker
+        self._coordinator_id = coordinator_id
+        self._metadata = security.metadata
+        self._channel = security.channel(
+            worker.address,
+            worker.pool,
+            max_message_bytes=max_message_bytes,
+            read_ahead_bytes=READ_AHEAD_BYTES,
+        )
+        self._prefill = PrefillServiceStub(self._channel)
+        self._decode = DecodeServiceStub(self._channel)
+        self._collectors: dict[str, OutputCollector] = {}
+        self.outputs = OutputReader(
+            worker, self._decode, coordinator_id, self._metadata, self._collectors, attachments, coalescer
+        )
+        self._lost: UnavailableError | None = None
+
+    @contextmanager
+    def attached(self, attempt_id: str, collector: OutputCollector) -> Iterator[None]:
+        """While the context is open, delivers this attempt's output, and the loss of the worker, to `collector`."""
+        self._collectors[attempt_id] = collector
+        if self._lost is not None:
+            collector.put(WorkerFailed(self.worker.key, self._lost))
+        try:
+            yield
+        finally:
+            del self._collectors[attempt_id]
+
+    async def reserve(
+        self, request: decode_pb2.ReserveRequest, timeout_s: float
+    ) -> decode_pb2.ReserveResponse:
+        """Calls Reserve. Raises UnavailableError: NO_OUTPUT_STREAM while the output stream is broken, WORKER_LOST as
+        soon as the worker is dropped."""
+        if not self.outputs.is_open:
+            # The next stream may have been asked for without this request.
+            message = f"the output stream of {self.worker.name} is broken"
+            raise UnavailableError(message, reason="NO_OUTPUT_STREAM")
+        request.coordinator_id = self._coordinator_id
+        request.attachment = self.outputs.attachment
+        return await self._response(self._decode.Reserve(request, timeout=timeout_s, metadata=self._metadata))
+
+    async def prefill(
+        self, request: prefill_pb2.PrefillRequest, timeout_s: float, collector: OutputCollector
+    ) -> None:
+        """Runs a Prefill call and puts its messages, or its failure, into `collector`.
+
+        Cancelling this cancels the call once it has reached the worker: if it never arrived, decode could not tell
+        whether its ticket is in use.
+        """
+        try:
+            self._require_live()
+            call = self._prefill.Prefill(request, timeout=timeout_s, metadata=self._metadata)
+            arrived = asyncio.ensure_future(call.initial_metadata())
+            try:
+                complete = False
+                await asyncio.shield(arrived)
+                async for response in call:
+                    if response.HasField("first_token"):
+                        collector.put(response.first_token)
+                        complete = response.first_token.delta.finish_reason != 0
+                    elif response.HasField("handoff"):
+                        collector.put(response.handoff)
+                        complete = True
+                if not complete:
+                    raise UnavailableError(f"{self.worker.name} ended a prefill early", reason="WORKER_LOST")
+            except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+                raise self._translated(error) from None
+            finally:
+                await self._cancel_call(call, arrived)
+        except SplitserveError as error:
+            collector.put(WorkerFailed(self.worker.key, error))
+
+    async def _cancel_call(self, call: grpc.aio.Call, arrived: asyncio.Future[Any]) -> None:
+        try:
+            if not arrived.done() and self._lost is None:
+                await asyncio.wait([arrived], timeout=ARRIVE_S)
+        finally:
+            call.cancel()
+            arrived.cancel()
+
+    async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
+        """Calls Abort, again and again until the worker has answered, or is dropped.
+
+        The next output stream from a worker that comes back tells it which requests are still wanted; one that does
+        not come back ends them after its lease. At `deadline_s`, the request's own on the monotonic clock, the request
+        ends by itself. `no_writer`: the prefill worker cannot write any more, so blocks need no quarantine.
+        """
+        request = decode_pb2.AbortRequest(
+            request_id=attempt_id, coordinator_id=self._coordinator_id, no_writer=no_writer
+        )
+        backoff_s = FIRST_BACKOFF_S
+        while self._lost is None:
+            try:
+                await self._response(
+                    self._decode.Abort(request, timeout=ABORT_TIMEOUT_S, metadata=self._metadata)
+                )
+                return
+            except SplitserveError as error:
+                log_event("abort.failed", worker_id=self.worker.worker_id, reason=error.reason)
+                if not isinstance(error, UNDELIVERED) or time.monotonic() > deadline_s:
+                    return
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+
+    def connect(self) -> None:
+        """Starts connecting, so that the first request does not have to wait for it."""
+        self._channel.get_state(try_to_connect=True)
+
+    def lose(self) -> None:
+        """Fails all attempts on this worker; new calls fail at once."""
+        self._lost = UnavailableError(f"{self.worker.name} went away", reason="WORKER_LOST")
+        self.outputs.fail_all(self._lost)
+
+    async def close(self) -> None:
+        """Closes the channel and cancels the calls on it."""
+        await self._channel.close()
+
+    async def _response(self, call: grpc.aio.UnaryUnaryCall[Any, T]) -> T:
+        try:
+            self._require_live()
+            return await call
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            raise self._translated(error) from None
+        finally:
+            call.cancel()
+
+    def _require_live(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _translated(self, error: grpc.aio.AioRpcError | asyncio.CancelledError) -> BaseException:
+        """Translates what ended a call: its status, a cancellation from outside, or `close`, which cancels too."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            return error_from_rpc(error)
+        task = asyncio.current_task()
+        cancelled_from_outside = task is None or task.cancelling() > 0
+        return error if cancelled_from_outside or self._lost is None else self._lost
+
+
+class WorkerClients:
+    """A client for every registered worker, kept in step with the registry by `run`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        background: BackgroundTasks,
+        coordinator_id: str,
+        max_message_bytes: int,
+        security: ClusterCredentials = UNSECURED,
+        coalescer: OutputCoalescer | None = None,
+        loops: LoopRunner | None = None,
+    ) -> None:
+        self._registry = registry
+        self._coalescer = coalescer
+        self._background = background
+        self._coordinator_id = coordinator_id
+        self._max_message_bytes = max_message_bytes
+        self._security = security
+        self._loops = loops or LoopRunner()
+        self._attachments = itertools.count(1)
+        self._clients: dict[WorkerKey, WorkerClient] = {}
+        self._watchers: dict[WorkerKey, asyncio.Task[None]] = {}
+
+    def client_for(self, worker: Worker) -> WorkerClient:
+        """The client of a worker. Raises UnavailableError (WORKER_LOST) if the worker has been dropped."""
+        client = self._clients.get(worker.key)
+        if client is None:
+            raise UnavailableError(f"{worker.name} went away", reason="WORKER_LOST")
+        return client
+
+    async def run(self) -> None:
+        """Opens and closes clients as workers come and go, until cancelled; then closes all of them."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                version = -1
+                while True:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(None if self._reconcile(group) else REOPEN_S):
+                            version = await self._registry.wait_change(version)
+        finally:
+            clients = list(self._clients.values())
+            self._clients.clear()
+            self._watchers.clear()
+            for client in clients:
+                client.lose()
+            await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+
+    def _reconcile(self, group: asyncio.TaskGroup) -> bool:
+        """False if a worker's client could not be made, which may work later."""
+        wanted = {worker.key: worker for worker in self._registry.snapshot().workers}
+        for key in self._clients.keys() - wanted.keys():
+            if watcher := self._watchers.pop(key, None):
+                watcher.cancel()
+            client = self._clients.pop(key)
+            client.lose()
+            self._background.start(client.close())
+        for key in wanted.keys() - self._clients.keys():
+            self._open(wanted[key], group)
+        for key, client in self._clients.items():
+            # A boot that registered again kept its client, and with it its open stream.
+            self._registry.set_output_open(key, client.outputs.is_open)
+        return len(self._clients) == len(wanted)
+
+    def _open(self, worker: Worker, group: asyncio.TaskGroup) -> None:
+        try:
+            client = WorkerClient(
+                worker,
+                self._coordinator_id,
+                self._max_message_bytes,
+                self._attachments,
+                self._security,
+                self._coalescer,
+            )
+            client.connect()
+        except Exception as error:  # one worker's address or certificate must not cost the others theirs
+            log_exception("worker.no_client", error, worker_id=worker.worker_id)
+            return
+        self._clients[worker.key] = client
+        if worker.pool == "decode":
+            on_open = partial(self._registry.set_output_open, worker.key)
+            watch = self._loops.run("outputs", partial(client.outputs.run, on_open))
+            self._watchers[worker.key] = group.create_task(watch)

@@ -1,0 +1,262 @@
+"""The load of one worker: its last report, this coordinator's requests in flight there, and everyone else's share.
+
+A report does not include requests still on their way, and it does include those of other coordinators. Hence two views:
+
+- for choosing a pair: the report plus what was sent since (`queued_tokens`, `free_blocks`, `batch_requests`);
+- for forecasts: each request in flight, plus what reports show beyond those (`others`, `other_blocks`).
+
+No clock: `now` is an argument, in seconds on the coordinator's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coordinator.workers.snapshot import WorkerKey
+from splitserve.v1 import registry_pb2
+
+DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
+"""Assumed until a worker of the pool has reported a measured rate."""
+DEFAULT_STEP_S = 0.02
+"""The same for the duration of a decode step."""
+LEAST_SHARED = 0.05
+"""Lower bound of `DecodeLoad.shared`: a sequence always counts for at least this fraction of its own blocks."""
+_OUTLIVED_SHARE = 0.5
+"""Of the expected output: what a sequence that has outlived its estimate is expected to produce still."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Flight:
+    """One request in flight, as a load on its workers. Compared by identity."""
+
+    prompt_tokens: int
+    uncached_tokens: float
+    """Prompt tokens expected to be missing from the prefix cache."""
+    expected_output: float
+    max_output: int
+    sent: int = 0
+    """Output tokens so far."""
+    computed: bool = False
+    """Whether its prompt has been computed, that is, its first token was sent."""
+    prefill: WorkerKey | None = None
+    decode: WorkerKey | None = None
+    """The workers whose load includes it."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of KV that it holds on its decode worker."""
+        return self.prompt_tokens + self.sent
+
+    @property
+    def remaining_output(self) -> float:
+        """Output tokens still expected. A request past its estimate is expected to run on for half of the estimate."""
+        left = self.expected_output - self.sent
+        if left < 1.0:
+            left = _OUTLIVED_SHARE * self.expected_output
+        return max(0.0, min(left, self.max_output - self.sent))
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """What prefill and decode loads have in common."""
+
+    key: WorkerKey
+    slots: int
+    """Requests that the worker runs concurrently, at most."""
+    report: registry_pb2.WorkerLoad = field(default_factory=registry_pb2.WorkerLoad)
+    """The last report; empty before the first."""
+    sent_requests: int = 0
+    sent_tokens: int = 0
+    """Requests and prompt tokens that this coordinator sent since the last report, which may not include them."""
+
+
+@dataclass(eq=False, slots=True)
+class PrefillLoad(_Load):
+    """Load of a prefill worker, with the requests in flight there that have no first token yet.
+
+    The caller decides which prompts are long; see `coordinator.admission.prefill_capacity`.
+    """
+
+    expected_tokens: int = 0
+    """Prompt tokens of requests routed here that still wait for a reservation on decode. No report includes them."""
+    others: float = 0.0
+    """Waiting prompt tokens of other coordinators."""
+    short: dict[Flight, None] = field(default_factory=dict)
+    long: dict[Flight, None] = field(default_factory=dict)
+    short_tokens: float = 0.0
+    prompt_tokens: int = 0
+    long_until_s: float = 0.0
+    """When the last long prompt is predicted to finish if nothing else runs beside it."""
+    _others_seen: float = 0.0
+
+    @property
+    def measured_rate(self) -> float:
+        """Prompt tokens per second as measured by the worker; 0 until it has measured."""
+        return self.report.prefill_tokens_per_second
+
+    @property
+    def rate(self) -> float:
+        """Prompt tokens per second, or the default until measured."""
+        return self.report.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_S
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens ahead of a new request: reported as waiting, sent since, and expected."""
+        return self.report.waiting_tokens + self.sent_tokens + self.expected_tokens
+
+    @property
+    def requests(self) -> int:
+        """Number of requests in flight that have no first token yet."""
+        return len(self.short) + len(self.long)
+
+    def backlog_s(self, now: float) -> float:
+        """Seconds of work ahead of a new request."""
+        long_s = max(0.0, self.long_until_s - now) if self.long else 0.0
+        return (self.short_tokens + self.others) / self.rate + long_s
+
+    def on_report(self, report: registry_pb2.WorkerLoad) -> None:
+        """Takes a report. Tokens beyond this coordinator's own, seen in two reports in a row, are others' work."""
+        self.report, self.sent_requests, self.sent_tokens = report, 0, 0
+        beyond = max(0.0, float(report.waiting_tokens - self.prompt_tokens))
+        self.others, self._others_seen = min(beyond, self._others_seen), beyond
+
+    def add_flight(self, flight: Flight, is_long: bool, now: float) -> None:
+        """Counts a request as in flight."""
+        self.prompt_tokens += flight.prompt_tokens
+        if is_long:
+            begin_s = max(now, self.long_until_s) if self.long else now
+            self.long[flight] = None
+            self.long_until_s = begin_s + flight.uncached_tokens / self.rate
+        else:
+            self.short[flight] = None
+            self.short_tokens += flight.uncached_tokens
+
+    def remove_flight(self, flight: Flight) -> None:
+        """Removes a request whose prompt has been computed or is no longer wanted. Unknown requests are ignored."""
+        if flight in self.short:
+            del self.short[flight]
+            self.short_tokens = self.short_tokens - flight.uncached_tokens if self.short else 0.0
+        elif flight in self.long:
+            del self.long[flight]
+        else:
+            return
+        self.prompt_tokens -= flight.prompt_tokens
+
+
+@dataclass(eq=False, slots=True)
+class DecodeLoad(_Load):
+    """Load of a decode worker, with the requests in flight that hold KV there or are about to."""
+
+    block_size: int = 1
+    flights: dict[Flight, None] = field(default_factory=dict)
+    context_tokens: int = 0
+    expected: float = 0.0
+    """Sum of the expected output tokens of the requests in flight."""
+    computed: int = 0
+    """Requests in flight whose KV is on the worker."""
+    computed_context: int = 0
+    """Sum of their context tokens."""
+    other_requests: int = 0
+    other_blocks: int = 0
+    """Load from other coordinators."""
+    shared: float = 1.0
+    """Blocks held per block that the sequences would need without prefix sharing, LEAST_SHARED..1."""
+    _seen: tuple[int, int, float] = (0, 0, 1.0)
+
+    @property
+    def measured_step_s(self) -> float:
+        """Seconds per step as measured by the worker; 0 until it has measured."""
+        return self.report.decode_step_ms / 1e3
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step, or the default until measured."""
+        return self.report.decode_step_ms / 1e3 or DEFAULT_STEP_S
+
+    @property
+    def fit(self) -> registry_pb2.DecodeStepFit | None:
+        """The worker's model of step time by batch, once it has fitted one."""
+        return self.report.step_fit if self.report.HasField("step_fit") else None
+
+    @property
+    def total_blocks(self) -> int:
+        """KV blocks on the worker."""
+        return self.report.total_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """KV blocks free for a newcomer: the reported ones, unless reservations wait; less what was sent since."""
+        reported = 0 if self.report.waiting_reservations else self.report.free_blocks
+        return reported + (-self.sent_tokens // self.block_size)
+
+    @property
+    def held_blocks(self) -> int:
+        """KV blocks of running sequences and reservations, as reported."""
+        return self.report.referenced_blocks + self.report.reserved_blocks
+
+    @property
+    def batch_requests(self) -> int:
+        """Requests running or waiting: as reported, plus those sent since."""
+        report = self.report
+        waiting = report.waiting_requests + report.waiting_reservations
+        return report.running_requests + waiting + self.sent_requests
+
+    @property
+    def requests(self) -> int:
+        """Requests in flight, those of other coordinators included."""
+        return len(self.flights) + self.other_requests
+
+    @property
+    def blocks(self) -> float:
+        """KV blocks in use or about to be."""
+        own = self.context_tokens / self.block_size + len(self.flights)
+        return own * self.shared + self.other_blocks
+
+    def on_report(self, report: registry_pb2.WorkerLoad) -> None:
+        """Takes a report. Only what two reports in a row show is believed: one may cross a request on its way."""
+        self.report, self.sent_requests, self.sent_tokens = report, 0, 0
+        held = report.referenced_blocks + report.reserved_blocks + report.quarantined_blocks
+        computed_blocks = self.computed_context / self.block_size
+        own_blocks = self.context_tokens / self.block_size + len(self.flights)
+        requests, blocks, shared = (
+            max(0, report.running_requests - len(self.flights)),
+            max(0, held - round(own_blocks)),
+            min(1.0, max(held / computed_blocks, LEAST_SHARED)) if self.computed and held else 1.0,
+        )
+        self.other_requests = min(requests, self._seen[0])
+        self.other_blocks = min(blocks, self._seen[1])
+        self.shared = max(shared, self._seen[2])
+        self._seen = requests, blocks, shared
+
+    def add_flight(self, flight: Flight) -> None:
+        """Counts a request as in flight."""
+        self.flights[flight] = None
+        self.context_tokens += flight.context_tokens
+        self.expected += flight.expected_output
+        if flight.computed:
+            self.computed += 1
+            self.computed_context += flight.context_tokens
+
+    def remove_flight(self, flight: Flight) -> None:
+        """Removes a request that holds no KV any more. Unknown requests are ignored."""
+        if flight not in self.flights:
+            return
+        del self.flights[flight]
+        self.context_tokens -= flight.context_tokens
+        self.expected = self.expected - flight.expected_output if self.flights else 0.0
+        if flight.computed:
+            self.computed -= 1
+            self.computed_context -= flight.context_tokens
+
+    def grow_flight(self, flight: Flight, tokens: int, first: bool) -> None:
+        """Accounts for `tokens` more output tokens, already in `flight.sent`. `first`: the prompt has just been
+        computed, and `flight.computed` is set."""
+        if flight not in self.flights:
+            return
+        self.context_tokens += tokens
+        self.computed += first
+        self.computed_context += flight.context_tokens if first else tokens
+
+    def blocks_of(self, tokens: float) -> float:
+        """Blocks that one sequence of `tokens` tokens needs, a partly filled last one included."""
+        return tokens / self.block_size + 1

@@ -1,0 +1,104 @@
+"""The load of every registered worker: the one account that routing and admission read.
+
+The registry reports boots, removals and load reports; the pair selector, what it sends; admission adds and removes
+requests in flight. No clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.workers.load import DecodeLoad, PrefillLoad
+from coordinator.workers.snapshot import Worker, WorkerKey
+from splitserve.v1 import registry_pb2
+
+MAX_CHANGES = 2**16
+"""Length at which the list of changes is replaced by an empty one."""
+
+
+class ExpectedPrompt:
+    """A prompt that has been routed to a prefill worker and waits for its reservation on decode."""
+
+    __slots__ = ("_ledger", "_load", "_tokens")
+
+    def __init__(self, ledger: LoadLedger, load: PrefillLoad, tokens: int) -> None:
+        self._ledger, self._load, self._tokens = ledger, load, tokens
+
+    def begin(self) -> None:
+        """The prefill worker is called now: counts the prompt as sent, until the next report."""
+        if tokens := self._tokens:
+            self.withdraw()
+            self._ledger.count_sent(self._load.key, tokens)
+
+    def withdraw(self) -> None:
+        """The prompt will not be sent, or has been. Idempotent."""
+        tokens, self._tokens = self._tokens, 0
+        self._ledger.release_expected(self._load, tokens)
+
+
+class LoadLedger:
+    """Loads by worker boot. Derived data follows `changes`; see `coordinator.routing.worker_columns`."""
+
+    def __init__(self) -> None:
+        self.prefill: dict[WorkerKey, PrefillLoad] = {}
+        self.decode: dict[WorkerKey, DecodeLoad] = {}
+        self.changes: list[WorkerKey] = []
+        """Boots whose report or sent requests changed, in order. Append-only; replaced by a new list when long."""
+
+    @classmethod
+    def of(cls, workers: Iterable[Worker]) -> LoadLedger:
+        """A ledger of these workers with their last reports."""
+        ledger = cls()
+        for worker in workers:
+            ledger.add(worker)
+            ledger.on_report(worker.key, worker.load)
+        return ledger
+
+    def add(self, worker: Worker) -> None:
+        """Adds a boot that has registered, with nothing in flight."""
+        key, slots = worker.key, worker.max_running_requests
+        if worker.pool == "prefill":
+            self.prefill[key] = PrefillLoad(key, slots)
+        else:
+            self.decode[key] = DecodeLoad(key, slots, block_size=worker.block_size_tokens)
+        self._log_change(key)
+
+    def remove(self, key: WorkerKey) -> None:
+        """Removes a boot with everything in flight there. Unknown boots are ignored."""
+        self.prefill.pop(key, None)
+        self.decode.pop(key, None)
+
+    def on_report(self, key: WorkerKey, report: registry_pb2.WorkerLoad) -> None:
+        """Takes a worker's report, which must not be mutated later. Unknown boots are ignored."""
+        if (load := self._of(key)) is not None:
+            load.on_report(report)
+            self._log_change(key)
+
+    def count_sent(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request of `tokens` prompt tokens as sent, until the next report. Unknown boots are ignored."""
+        if (load := self._of(key)) is not None:
+            load.sent_requests += 1
+            load.sent_tokens += tokens
+            self._log_change(key)
+
+    def expect(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
+        """Counts a prompt that goes to a prefill worker once decode has room. None for an unknown boot."""
+        load = self.prefill.get(key)
+        if load is None:
+            return None
+        load.expected_tokens += tokens
+        self._log_change(key)
+        return ExpectedPrompt(self, load, tokens)
+
+    def release_expected(self, load: PrefillLoad, tokens: int) -> None:
+        """Takes `tokens` off a worker's expected tokens."""
+        load.expected_tokens -= tokens
+        self._log_change(load.key)
+
+    def _of(self, key: WorkerKey) -> PrefillLoad | DecodeLoad | None:
+        return self.prefill.get(key) or self.decode.get(key)
+
+    def _log_change(self, key: WorkerKey) -> None:
+        if len(self.changes) >= MAX_CHANGES:
+            self.changes = []
+        self.changes.append(key)

@@ -1,0 +1,1 @@
+"""Which worker holds which prefix. Read `index.py` first."""

@@ -1,0 +1,93 @@
+"""The result of a query of the prefix index: how many leading blocks of a prompt each worker holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_LEVELS = 16
+"""Distinct depths kept per query."""
+_FEW = 8
+"""Up to this many bits are set one by one instead of unpacking the whole set."""
+
+Depths = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHits:
+    """Levels of (leading blocks held, slots as a bit set), the shallowest first. A slot is in at most one level.
+
+    A slot is the index's number for a worker (`Worker.prefix_slot`). Slots in no level hold nothing.
+    """
+
+    levels: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, blocks: Mapping[int, int]) -> PrefixHits:
+        """Hits from leading blocks by slot, for tests and simulations."""
+        levels: dict[int, int] = {}
+        for slot, depth in blocks.items():
+            if depth > 0:
+                levels[depth] = levels.get(depth, 0) | 1 << slot
+        return cls(tuple(sorted(levels.items())))
+
+    def __bool__(self) -> bool:
+        return bool(self.levels)
+
+    def blocks(self, slot: int) -> int:
+        """Leading blocks that a slot holds; 0 for slot -1."""
+        if slot < 0:
+            return 0
+        return next((depth for depth, slots in self.levels if slots >> slot & 1), 0)
+
+    def by_slot(self, count: int) -> Depths:
+        """Leading blocks of the slots 0..count-1 as float64 [count + 1]; the last element is 0, so slot -1 reads 0."""
+        found = np.zeros(count + 1)
+        for depth, slots in self.levels:
+            if slots.bit_count() <= _FEW:
+                for slot in _bits(slots):
+                    if slot < count:
+                        found[slot] = depth
+                continue
+            width = min(slots.bit_length(), count)
+            raw = np.frombuffer(slots.to_bytes(slots.bit_length() // 8 + 1, "little"), np.uint8)
+            held = np.unpackbits(raw, count=width, bitorder="little").view(np.bool_)
+            np.copyto(found[:width], depth, where=held)
+        return found
+
+
+NO_HITS = PrefixHits()
+
+
+def limited(levels: list[tuple[int, int]]) -> PrefixHits:
+    """Hits of at most `MAX_LEVELS` levels: surplus shallow levels are merged into the shallowest."""
+    spare = len(levels) - MAX_LEVELS
+    if spare > 0:
+        slots = 0
+        for _, more in levels[: spare + 1]:
+            slots |= more
+        levels = [(levels[0][0], slots), *levels[spare + 1 :]]
+    return PrefixHits(tuple(levels))
+
+
+def deepest(levels: list[tuple[int, int]], live: int) -> list[tuple[int, int]]:
+    """Levels with each of the `live` slots once, at its greatest depth; the shallowest first."""
+    found: list[tuple[int, int]] = []
+    for depth, slots in sorted(levels, reverse=True):
+        if fresh := slots & live:
+            live ^= fresh
+            if found and found[-1][0] == depth:
+                fresh |= found.pop()[1]
+            found.append((depth, fresh))
+    found.reverse()
+    return found
+
+
+def _bits(slots: int) -> Iterator[int]:
+    while slots:
+        highest = slots.bit_length() - 1
+        yield highest
+        slots ^= 1 << highest

@@ -1,0 +1,258 @@
+"""Which worker holds which KV blocks, from the workers' cache events. Bounded, and only a hint: blocks may be gone.
+
+The index maps 60-bit block keys (`splitserve.generation.kv_blocks.keys_of`) to sets of slots; a slot is one bit, for
+one boot of a worker. A key stands for the whole prompt up to its block, so the longest cached prefix is a walk along
+the prompt's keys until no worker is left. A worker that leaves frees its slot at once; its entries are swept later, a
+few shards at a time, before the slot is reused. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from coordinator.workers.prefix_index.expected_blocks import ExpectedBlocks
+from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits, deepest, limited
+from coordinator.workers.snapshot import WorkerKey
+from splitserve.errors import InvalidArgumentError
+from splitserve.generation.kv_blocks import NAME_BYTES, keys_of
+from splitserve.v1 import registry_pb2
+
+DEFAULT_MAX_BLOCKS = 10_000_000
+MAX_NAMES_A_MESSAGE = 2**17
+MAX_SHARDS = 4096
+_BLOCKS_A_SHARD = 2048
+"""Approximate; a dict of this size is resized, or swept, in well under a millisecond."""
+_EVICTED_SHARE = 8
+"""A full shard evicts one in this many of its keys."""
+_MAX_SHARED_SETS = 2**14
+_STRIDE = 4
+"""Growth of the steps with which `hits` walks along a prompt."""
+_MAX_FOUND = 64
+_FOUND_A_MESSAGE = 4
+"""Recently found prompts whose keys are refreshed per message of a worker."""
+
+
+@dataclass(slots=True)
+class _EventCursor:
+    """Position in one boot's stream of cache events."""
+
+    slot: int
+    sequence: int = 0
+    lost: bool = False
+    """A message was missed: everything is ignored until the worker has resent its whole cache."""
+
+
+class PrefixIndex:
+    """Up to `max_blocks` keys. When a shard is full, the keys stored or found longest ago are evicted."""
+
+    def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        wanted = max(1, min(MAX_SHARDS, max_blocks // _BLOCKS_A_SHARD))
+        count = 1 << (wanted.bit_length() - 1)
+        self._shards: list[dict[int, int]] = [{} for _ in range(count)]
+        self._mask = count - 1
+        self._shard_limit = max(1, max_blocks // count)
+        self._cursors: dict[WorkerKey, _EventCursor] = {}
+        self._resync: set[WorkerKey] = set()
+        self._bits: list[int] = []
+        self._free_slots: list[int] = []
+        self._live = 0
+        self._dead: list[int] = []
+        self._sweeping: list[int] = []
+        self._next_shard = 0
+        self._sets: dict[int, int] = {}
+        self._expected = ExpectedBlocks()
+        self._crowded = False
+        self._found: deque[tuple[Sequence[int], int]] = deque(maxlen=_MAX_FOUND)
+        """Prompts found since the last message, with the depth: in use, so their keys should not be evicted."""
+
+    def __len__(self) -> int:
+        """Keys held now; those of removed workers count until they are swept. O(shards)."""
+        return sum(map(len, self._shards))
+
+    def slot_of(self, worker: WorkerKey) -> int:
+        """The worker's slot in the results of `hits`; -1 before its first message."""
+        cursor = self._cursors.get(worker)
+        return -1 if cursor is None else cursor.slot
+
+    def apply(self, worker: WorkerKey, events: registry_pb2.CacheEvents) -> None:
+        """Applies a worker's next message. After a gap its blocks are forgotten until it has resent its whole cache.
+
+        Raises InvalidArgumentError for names that are not a multiple of 8 bytes long, or too many.
+        """
+        removed, stored = _checked("removed", events.removed), _checked("stored", events.stored)
+        cursor = self._cursors.get(worker)
+        follows = events.sequence == (cursor.sequence + 1 if cursor is not None else 1)
+        if cursor is None:
+            cursor = self._cursors[worker] = _EventCursor(self._take_slot())
+        elif events.cleared or (not follows and not cursor.lost):
+            self._release_slot(cursor.slot)
+            cursor.slot = self._take_slot()
+        cursor.sequence = events.sequence
+        if events.cleared:
+            cursor.lost = False
+        elif not cursor.lost and (not follows or events.sequence == 1):
+            cursor.lost = True
+            self._resync.add(worker)
+        for _ in range(min(len(self._found), _FOUND_A_MESSAGE)):
+            keys, depth = self._found.popleft()
+            self._touch(keys[:depth])
+        if not cursor.lost:
+            self._remove(cursor.slot, removed)
+            self._store(cursor.slot, stored)
+            # Keys spread evenly: one shard speaks for all.
+            self._crowded = 4 * len(self._shards[0]) > 3 * self._shard_limit
+        self.sweep(1)
+
+    def take_resync(self, worker: WorkerKey) -> bool:
+        """Whether to ask the worker for its whole cache. True once per gap."""
+        if worker not in self._resync:
+            return False
+        self._resync.discard(worker)
+        return True
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Removes a worker. O(1); its blocks are swept later."""
+        cursor = self._cursors.pop(worker, None)
+        self._resync.discard(worker)
+        if cursor is not None:
+            self._release_slot(cursor.slot)
+
+    def expect(self, workers: Iterable[WorkerKey], keys: Sequence[int], now: float) -> None:
+        """Counts a prompt sent to these workers as held by them, until they report its blocks or a lifetime is over."""
+        bits = 0
+        for worker in workers:
+            if (cursor := self._cursors.get(worker)) is not None:
+                bits |= self._bits[cursor.slot]
+        if bits:
+            self._expected.add(keys, bits, now)
+
+    def hits(self, keys: Sequence[int], now: float) -> PrefixHits:
+        """How many of a prompt's leading blocks each worker holds.
+
+        A worker that holds a block holds all blocks before it, because caches evict a prefix from its end. So the walk
+        takes growing strides until no worker is left, then bisects each stride in which some worker drops out:
+        O(log blocks) look-ups per distinct depth.
+        """
+        self._expected.expire(now)
+        shards, mask, count = self._shards, self._mask, len(keys)
+        # First pass: (depth, slots that hold the block there), in growing strides.
+        ahead: list[tuple[int, int]] = []
+        holding, end = self._live, 1
+        while holding and count:
+            holding &= shards[(key := keys[end - 1]) & mask].get(key, 0)
+            ahead.append((end, holding))
+            if end == count:
+                break
+            end = min(_STRIDE * end, count)
+        # Second pass: `holding` is known at `depth`. Where slots drop out before `end`, bisect until the strides are 1.
+        ahead.reverse()
+        levels: list[tuple[int, int]] = []
+        depth, holding = 0, self._live
+        while ahead:
+            end, still = ahead[-1]
+            if still != holding and end - depth > 1:
+                middle = (depth + end) // 2
+                key = keys[middle - 1]
+                ahead.append((middle, holding & shards[key & mask].get(key, 0) | still))
+                continue
+            if still != holding and depth:
+                levels.append((depth, holding ^ still))
+            depth, holding = end, still
+            ahead.pop()
+        if holding and depth:
+            levels.append((depth, holding))
+        if self._crowded and levels:
+            self._found.append((keys, levels[-1][0]))
+        if expected := self._expected.levels(keys):
+            levels = deepest(levels + expected, self._live)
+        return limited(levels) if levels else NO_HITS
+
+    def sweep(self, shards: int) -> None:
+        """Clears the entries of removed workers from the next shards; cheap when there is nothing to clear."""
+        if not self._sweeping:
+            if not self._dead:
+                return
+            self._sweeping, self._dead, self._next_shard = self._dead, [], 0
+        for shard in self._shards[self._next_shard : self._next_shard + shards]:
+            self._clear(shard)
+        self._next_shard += shards
+        if self._next_shard >= len(self._shards):
+            self._expected.clear()
+            self._free_slots += self._sweeping
+            self._sweeping = []
+
+    def _clear(self, shard: dict[int, int]) -> None:
+        live = self._live
+        for key, holders in list(shard.items()):
+            left = holders & live
+            if not left:
+                del shard[key]
+            elif left != holders:
+                shard[key] = self._shared(left)
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot = len(self._bits)
+            self._bits.append(1 << slot)
+        self._live |= self._bits[slot]
+        return slot
+
+    def _release_slot(self, slot: int) -> None:
+        self._live &= ~self._bits[slot]
+        self._dead.append(slot)
+
+    def _store(self, slot: int, keys: Sequence[int]) -> None:
+        shards, mask, limit, bit = self._shards, self._mask, self._shard_limit, self._bits[slot]
+        for key in keys:
+            shard = shards[key & mask]
+            holders = shard.get(key)
+            if holders is None:
+                if len(shard) >= limit:
+                    shard = self._evicted(key & mask)
+                shard[key] = bit
+            elif not holders & bit:
+                shard[key] = self._shared(holders & self._live | bit)
+
+    def _remove(self, slot: int, keys: Sequence[int]) -> None:
+        shards, mask, bit = self._shards, self._mask, self._bits[slot]
+        for key in keys:
+            shard = shards[key & mask]
+            holders = shard.get(key)
+            if holders is None or not holders & bit:
+                continue
+            if left := holders ^ bit:
+                shard[key] = self._shared(left)
+            else:
+                del shard[key]
+
+    def _evicted(self, number: int) -> dict[int, int]:
+        # A new dict: after many deletions the old one would keep half as much memory again.
+        shard = self._shards[number]
+        self._shards[number] = left = dict(islice(shard.items(), len(shard) // _EVICTED_SHARE + 1, None))
+        return left
+
+    def _touch(self, keys: Sequence[int]) -> None:
+        # A dict keeps insertion order: a key that is inserted again is evicted last.
+        shards, mask = self._shards, self._mask
+        for key in keys:
+            shard = shards[key & mask]
+            if (holders := shard.pop(key, None)) is not None:
+                shard[key] = holders
+
+    def _shared(self, holders: int) -> int:
+        # Blocks of a prompt mostly have the same holders: share one int object between them.
+        if len(self._sets) > _MAX_SHARED_SETS:
+            self._sets.clear()
+        return self._sets.setdefault(holders, holders)
+
+
+def _checked(field: str, names: bytes) -> list[int]:
+    if len(names) % NAME_BYTES or len(names) > MAX_NAMES_A_MESSAGE * NAME_BYTES:
+        message = f"cache_events.{field} must hold names of {NAME_BYTES} bytes, at most {MAX_NAMES_A_MESSAGE}"
+        raise InvalidArgumentError(message, field=f"cache_events.{field}")
+    return keys_of(names) if names else []

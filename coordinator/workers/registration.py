@@ -1,0 +1,167 @@
+"""Checks of a registration: each field against its bound, and the worker against its peers. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from coordinator.workers.snapshot import Model, PoolName, Worker
+from kv_transfer.layout import DTYPE_BYTES, QUANTIZATIONS, WIRE_DTYPES, KvLayout
+from splitserve.addresses import check_address
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, PermissionDeniedError
+from splitserve.host_facts import MAX_HOST_ID_LENGTH
+from splitserve.security.tls import PeerIdentity
+from splitserve.v1 import kv_transfer_pb2, registry_pb2
+
+WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+AGENT_ID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\Z")
+FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
+TRANSPORTS = ("nixl", "ucx", "memory")
+MEMORY_KINDS = ("DRAM", "VRAM")
+MAX_METADATA_BYTES = 2**20
+
+_POOLS: dict[int, PoolName] = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}
+
+
+def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
+    """The worker of a registration. Raises InvalidArgumentError naming field and bound."""
+    _matches("worker_id", request.worker_id, WORKER_ID, "1..64 characters of [A-Za-z0-9._-]")
+    _require(request.epoch != 0, "epoch", "not 0")
+    _require(request.pool in _POOLS, "pool", "POOL_PREFILL or POOL_DECODE")
+    check_address(request.address, "address")
+    model = _checked_model(request.model, request.endpoint.layout.block_size_tokens)
+    _check_endpoint(request.endpoint)
+    _between("max_step_tokens", request.max_step_tokens, 1, 2**20)
+    _between("max_running_requests", request.max_running_requests, 1, 65536)
+    return Worker(
+        worker_id=request.worker_id,
+        epoch=request.epoch,
+        pool=_POOLS[request.pool],
+        address=request.address,
+        model=model,
+        agent_id=request.endpoint.agent_id,
+        transport=request.endpoint.transport,
+        host_id=request.endpoint.host_id,
+        block_size_tokens=request.endpoint.layout.block_size_tokens,
+        block_bytes=request.endpoint.block_bytes,
+        max_running_requests=request.max_running_requests,
+        joined=False,
+        in_rotation=not request.standby,
+        registered_standby=request.standby,
+        experimental=request.experimental,
+    )
+
+
+def check_identity(worker: Worker, identity: PeerIdentity) -> None:
+    """Checks that the caller's certificate is one of this worker. Raises PermissionDeniedError."""
+    if worker.pool not in identity.roles:
+        shown = ", ".join(sorted(identity.roles)) or "no role"
+        message = f"pool: a certificate of {shown} may not register a {worker.pool} worker"
+        raise PermissionDeniedError(message, reason="WRONG_ROLE", field="pool")
+    if not identity.may_be(worker.pool, worker.worker_id):
+        message = f"worker_id: the certificate is not one of {worker.pool} worker {worker.worker_id!r}"
+        raise PermissionDeniedError(message, reason="WRONG_WORKER_ID", field="worker_id")
+
+
+def check_fits(
+    new: Worker,
+    endpoint: kv_transfer_pb2.TransferEndpoint,
+    old: Worker,
+    peer: kv_transfer_pb2.TransferEndpoint,
+) -> None:
+    """Checks a worker against another that already serves the same model.
+
+    Raises FailedPreconditionError: LAYOUT_MISMATCH, TRANSPORT_MISMATCH or MODEL_MISMATCH, naming the field.
+    """
+    who = f"{old.pool} worker {old.worker_id}"
+    KvLayout.from_proto(endpoint.layout).require_equal(KvLayout.from_proto(peer.layout), who=who)
+    if new.transport != old.transport:
+        raise FailedPreconditionError(
+            f"transport differs from {who}: {new.transport!r} here, {old.transport!r} there",
+            reason="TRANSPORT_MISMATCH",
+            field="transport",
+        )
+    if new.model.vocabulary_size != old.model.vocabulary_size:
+        raise FailedPreconditionError(
+            f"vocabulary_size differs from {who}: "
+            f"{new.model.vocabulary_size} here, {old.model.vocabulary_size} there",
+            reason="MODEL_MISMATCH",
+            field="vocabulary_size",
+        )
+
+
+def _checked_model(model: registry_pb2.ServedModel, block_size_tokens: int) -> Model:
+    _between("model.name (characters)", len(model.name), 1, 128, field="model.name")
+    _require(bool(model.tokenizer_source), "model.tokenizer_source", "not empty")
+    _between("model.context_tokens", model.context_tokens, 1, 2**24)
+    _between("model.vocabulary_size", model.vocabulary_size, 1, 2**24)
+    return Model(
+        model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, block_size_tokens
+    )
+
+
+def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
+    _matches("endpoint.agent_id", endpoint.agent_id, AGENT_ID, "a UUID of 36 characters")
+    _require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
+    least = 0 if endpoint.transport == "memory" else 1
+    _between("endpoint.metadata (bytes)", len(endpoint.metadata), least, MAX_METADATA_BYTES)
+    _require(endpoint.base_address >= least, "endpoint.base_address", "not 0")
+    _between("endpoint.num_blocks", endpoint.num_blocks, 1, 2**31 - 1)
+    _between("endpoint.probe_blocks", endpoint.probe_blocks, 0, endpoint.num_blocks - 1)
+    _between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
+    _require(endpoint.memory_kind in MEMORY_KINDS, "endpoint.memory_kind", "DRAM or VRAM")
+    layout = endpoint.layout
+    _matches("endpoint.layout.model_fingerprint", layout.model_fingerprint, FINGERPRINT, "64 hex digits")
+    _require(layout.dtype in DTYPE_BYTES, "endpoint.layout.dtype", f"one of {', '.join(DTYPE_BYTES)}")
+    _between("endpoint.layout.block_size_tokens", layout.block_size_tokens, 1, 1024)
+    _require(bool(layout.axis_order), "endpoint.layout.axis_order", "not empty")
+    _between("endpoint.layout.tensor_parallel_size", layout.tensor_parallel_size, 1, 64)
+    _between("endpoint.layout.num_layers", layout.num_layers, 1, 1024)
+    _between("endpoint.layout.num_kv_heads", layout.num_kv_heads, 1, 1024)
+    _between("endpoint.layout.head_dim", layout.head_dim, 1, 4096)
+    _require(bool(layout.engine_version), "endpoint.layout.engine_version", "not empty")
+    wire = "endpoint.layout.wire_dtype"
+    _require(layout.wire_dtype in WIRE_DTYPES, wire, f"one of {', '.join(WIRE_DTYPES)}")
+    quantization = "endpoint.layout.quantization"
+    _require(layout.quantization in QUANTIZATIONS, quantization, f"one of {', '.join(QUANTIZATIONS)}")
+    size = KvLayout.from_proto(layout).block_bytes
+    _require(endpoint.block_bytes == size, "endpoint.block_bytes", f"{size}, the size that the layout gives")
+    row = endpoint.num_blocks * (size // layout.num_layers)
+    if endpoint.layer_stride:
+        _require(
+            endpoint.layer_stride >= row, "endpoint.layer_stride", f"0, or at least {row}, a layer's bytes"
+        )
+
+
+def _between(name: str, value: int, low: int, high: int, field: str | None = None) -> None:
+    _require(low <= value <= high, name, f"{low}..{high}, not {value}", field)
+
+
+def _matches(name: str, value: str, pattern: re.Pattern[str], bound: str) -> None:
+    _require(pattern.match(value) is not None, name, bound)
+
+
+def _require(condition: bool, name: str, bound: str, field: str | None = None) -> None:
+    if not condition:
+        raise InvalidArgumentError(f"{name} must be {bound}", field=field or name.split(" ")[0])
+
+
+JOIN_WAIT_S = 10.0
+"""How long a worker waits for its lanes before it joins without them: a peer may be stuck."""
+
+
+def may_join(worker: Worker, others: Iterable[Worker], waited_s: float) -> bool:
+    """Whether a usable worker may join: all its lanes are settled, or it has waited long enough.
+
+    `others` are all workers; `waited_s` is how long this one has been usable.
+    """
+    model, pool = worker.model.name, worker.pool
+    peers = (w for w in others if w.joined and w.usable and w.model.name == model and w.pool != pool)
+    return waited_s >= JOIN_WAIT_S or all(_is_settled(worker, peer) for peer in peers)
+
+
+def _is_settled(worker: Worker, peer: Worker) -> bool:
+    """Whether the lane is up, or was refused as too slow."""
+    prefill, decode = (worker, peer) if worker.pool == "prefill" else (peer, worker)
+    refused = any(lane.refused and lane.agent_id == decode.agent_id for lane in prefill.lanes)
+    return refused or prefill.reaches(decode)

@@ -1,0 +1,344 @@
+"""The registered workers: soft state that the workers rebuild after a restart of the coordinator.
+
+No I/O and no clock: `now` is an argument, in seconds on the monotonic clock. Lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TypeVar
+
+from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
+from coordinator.workers.prefix_index.index import PrefixIndex
+from coordinator.workers.registration import check_fits, checked_worker, may_join
+from coordinator.workers.rotation import NO_PLAN, RotationPlan, after_plan
+from coordinator.workers.snapshot import (
+    CLOSED_CIRCUIT,
+    COUNTED_REQUESTS,
+    ChangeLog,
+    CircuitStatus,
+    Model,
+    PoolSnapshot,
+    Worker,
+    WorkerKey,
+)
+from splitserve.errors import NotFoundError, UnavailableError
+from splitserve.logs import log_event
+from splitserve.v1 import kv_transfer_pb2, registry_pb2
+
+T = TypeVar("T")
+
+MAX_ENDED = 256
+"""Ended boots announced to decode workers. A decode worker that misses one waits for the ticket to expire."""
+MAX_CHANGES = 2**14
+"""Length at which the change log is replaced by an empty one."""
+SWEPT_SHARDS = 64
+"""Shards of the prefix index swept per call of `expire`."""
+
+
+class Registry:
+    """The registered workers.
+
+    `version` grows with every change that can alter which pairs may serve (membership, readiness, draining,
+    connections, circuit breakers, rotation); load reports alone do not change it. `prefixes` holds what the workers
+    have cached, `loads` their load.
+    """
+
+    def __init__(self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None) -> None:
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.prefixes = PrefixIndex() if prefixes is None else prefixes
+        self.loads = LoadLedger()
+        self.version = 0
+        self._workers: dict[str, Worker] = {}
+        """Sorted by id, so that a snapshot is a plain copy."""
+        self._snapshot: PoolSnapshot | None = None
+        self._changes: list[str] = []
+        self._unjoined: set[str] = set()
+        self._silent: set[WorkerKey] = set()
+        """Decode workers without a report stream whose output stream is open."""
+        self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
+        self._last_seen_s: dict[WorkerKey, float] = {}
+        self._models: dict[str, Model] = {}
+        self._ended: dict[str, None] = {}
+        self._changed = asyncio.Event()
+        self._plan = NO_PLAN
+        self._usable_since_s: dict[WorkerKey, float] = {}
+        self._now = 0.0
+        self._listeners: list[Callable[[Worker | None], None]] = []
+
+    @property
+    def plan(self) -> RotationPlan:
+        """The rotation plan in force; `NO_PLAN` if there is none."""
+        return self._plan
+
+    def subscribe(self, listener: Callable[[Worker | None], None]) -> None:
+        """Calls `listener` with a worker after each of its load reports, and with None when `version` has changed.
+
+        A listener must be cheap and must not raise.
+        """
+        self._listeners.append(listener)
+
+    def apply_plan(self, plan: RotationPlan) -> None:
+        """Replaces the plan in force."""
+        self._plan = plan
+        self._set_rotation(plan.in_rotation)
+
+    def register(self, request: registry_pb2.RegisterRequest, now: float, certificate: str = "") -> Worker:
+        """Adds a worker and replaces an older boot of the same id. Idempotent for the same boot.
+
+        `certificate` is the fingerprint of the caller's. While a worker is registered, only its own certificate may
+        register its id: with another one this raises UnavailableError (WORKER_ID_TAKEN). Raises InvalidArgumentError
+        for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH) if the
+        worker does not fit the others of its model; the registry is unchanged then.
+        """
+        worker = dataclasses.replace(checked_worker(request), certificate=certificate)
+        older = self._workers.get(worker.worker_id)
+        if older is not None and older.certificate != certificate:
+            # Retried: a renewed worker gets its id back once the registry has noticed that its earlier boot has ended.
+            message = (
+                f"worker_id: {worker.worker_id!r} is registered with another certificate and still alive"
+            )
+            raise UnavailableError(message, reason="WORKER_ID_TAKEN", field="worker_id")
+        for other in self._workers.values():
+            if other.worker_id != worker.worker_id and other.model.name == worker.model.name:
+                check_fits(worker, request.endpoint, other, self._endpoints[other.key])
+        if older is not None and older.key == worker.key:
+            self._last_seen_s[worker.key] = now
+            return older
+        if older is not None:
+            self.drop(older.key, "replaced by a new boot")
+        worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
+        self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
+        self.loads.add(worker)
+        self._unjoined.add(worker.worker_id)
+        self._endpoints[worker.key] = request.endpoint
+        self._last_seen_s[worker.key] = now
+        self._bump_version()
+        log_event("worker.registered", worker_id=worker.worker_id, pool=worker.pool, model=worker.model.name)
+        return worker
+
+    def report(self, request: registry_pb2.ReportRequest, now: float) -> Worker:
+        """Takes a load report, which is also the heartbeat. Raises NotFoundError if the boot must register again."""
+        worker = self._workers.get(request.worker_id)
+        if worker is None or worker.epoch != request.epoch:
+            message = f"worker {request.worker_id!r} is not registered under this epoch"
+            raise NotFoundError(message, reason="WORKER_NOT_REGISTERED", field="worker_id")
+        self._last_seen_s[worker.key] = now
+        self._silent.discard(worker.key)
+        if request.HasField("cache_events"):
+            self.prefixes.apply(worker.key, request.cache_events)
+        reported = dataclasses.replace(
+            worker,
+            prefix_slot=self.prefixes.slot_of(worker.key),
+            load=request.load,
+            reported=True,
+            connected_agents=frozenset(request.connected_agent_ids),
+            lanes=tuple(request.lanes),
+            draining=worker.draining or request.draining,
+        )
+        self.loads.on_report(worker.key, request.load)
+        self._put(reported)
+        if self._join(now) or _serving_state(reported) != _serving_state(worker):
+            self._bump_version()
+        reported = self._workers[worker.worker_id]
+        for listener in self._listeners:
+            listener(reported)
+        return reported
+
+    def report_ended(self, key: WorkerKey) -> None:
+        """A worker's report stream has ended, which drops the worker. One whose output stream is open lives: it takes
+        no new requests until it reports again, and is dropped when that stream ends, too, or by `expire`."""
+        worker = self.get(key)
+        if worker is not None and worker.output_open:
+            self._silent.add(key)
+            self._put(dataclasses.replace(worker, reported=False))
+            self._bump_version()
+        else:
+            self.drop(key, "its report stream ended")
+
+    def set_output_open(self, key: WorkerKey, is_open: bool) -> None:
+        """Sets whether a decode worker's output stream is open. Unknown workers are ignored."""
+        worker = self.get(key)
+        if not is_open and key in self._silent:
+            self.drop(key, "its streams have ended")
+        elif worker is not None and worker.output_open != is_open:
+            self._put(dataclasses.replace(worker, output_open=is_open))
+            self._join(self._now)
+            self._bump_version()
+
+    def set_circuit_statuses(self, circuits: Mapping[WorkerKey, CircuitStatus]) -> None:
+        """Sets the circuit status of all workers; those that are not named are closed."""
+        changed = [
+            dataclasses.replace(worker, circuit=circuits.get(worker.key, CLOSED_CIRCUIT))
+            for worker in self._workers.values()
+            if worker.circuit != circuits.get(worker.key, CLOSED_CIRCUIT)
+        ]
+        for worker in changed:
+            self._workers[worker.worker_id] = worker
+        if changed:
+            self._bump_version()
+
+    def count_sent(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request of `tokens` prompt tokens as sent; see `LoadLedger.count_sent`."""
+        self.loads.count_sent(key, tokens)
+        self._count_request(key)
+
+    def count_expected(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
+        """Counts a request whose `tokens` prompt tokens will be sent later; see `LoadLedger.expect`."""
+        self._count_request(key)
+        return self.loads.expect(key, tokens)
+
+    def _count_request(self, key: WorkerKey) -> None:
+        worker = self.get(key)
+        if worker is not None and worker.total_requests < COUNTED_REQUESTS:
+            self._put(dataclasses.replace(worker, total_requests=worker.total_requests + 1))
+
+    def drop(self, key: WorkerKey, why: str) -> bool:
+        """Removes a worker. False if this boot is not registered."""
+        worker = self.get(key)
+        if worker is None:
+            return False
+        del self._workers[worker.worker_id], self._endpoints[key], self._last_seen_s[key]
+        self._unjoined.discard(worker.worker_id)
+        self._silent.discard(key)
+        self._usable_since_s.pop(key, None)
+        self.prefixes.forget(key)
+        self.loads.remove(key)
+        self._bump_version()
+        log_event("worker.dropped", worker_id=worker.worker_id, pool=worker.pool, why=why)
+        return True
+
+    def expire(self, now: float, absent_s: float = 0.0) -> None:
+        """Drops workers that exceeded the heartbeat timeout, ends an expired plan, sweeps part of the prefix index.
+
+        `absent_s`: seconds since the last call in which this process did not run, so that it could not hear anybody.
+        """
+        self.prefixes.sweep(SWEPT_SHARDS)
+        for key, seen_s in self._last_seen_s.items():
+            self._last_seen_s[key] = min(now, seen_s + absent_s)
+        if now >= self._plan.expires_s:
+            log_event("plan.expired", standby=len(self._plan.standby), lent=self._plan.lend)
+            self._plan = NO_PLAN
+            self._set_rotation(after_plan)
+        for key, seen_s in list(self._last_seen_s.items()):
+            if now - seen_s > self.heartbeat_timeout_s:
+                self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
+
+    def mark_ended(self, worker: Worker) -> None:
+        """Records that a boot's process has provably ended."""
+        self._ended[worker.agent_id] = None
+        while len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+        self._bump_version()
+
+    def has_ended(self, worker: Worker) -> bool:
+        """Whether this boot's process was recorded as ended."""
+        return worker.agent_id in self._ended
+
+    def ended_writers_for(self, worker: Worker) -> list[str]:
+        """Agent ids of writers that have provably ended, the latest MAX_ENDED, for a decode worker to release their
+        blocks. Empty for a prefill worker."""
+        return list(self._ended) if worker.pool == "decode" else []
+
+    def get(self, key: WorkerKey) -> Worker | None:
+        """The worker in its current state, if this boot is registered."""
+        worker = self._workers.get(key[0])
+        return worker if worker is not None and worker.epoch == key[1] else None
+
+    def snapshot(self) -> PoolSnapshot:
+        """All workers in their current state. The same object until one of them changes."""
+        if self._snapshot is None:
+            changes = ChangeLog(self._changes, len(self._changes))
+            self._snapshot = PoolSnapshot(tuple(self._workers.values()), changes)
+        return self._snapshot
+
+    def known_models(self) -> Mapping[str, Model]:
+        """Every model that has had a worker since the start, by name. A model stays known when its workers are gone."""
+        return self._models
+
+    def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
+        """Transfer endpoints of the decode workers that a prefill worker connects to; empty for a decode worker."""
+        if worker.pool != "prefill":
+            return []
+        return [
+            self._endpoints[peer.key]
+            for peer in self._workers.values()
+            if peer.pool == "decode" and peer.model.name == worker.model.name
+        ]
+
+    async def wait_change(self, version: int) -> int:
+        """Waits until `version` differs from the given one; returns the new one."""
+        while self.version == version:
+            await self._changed.wait()
+        return self.version
+
+    async def wait_until(self, condition: Callable[[], T], wait_s: float) -> T:
+        """The first truthy result of `condition`, evaluated at each change of `version`, or its last result after
+        `wait_s` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        while True:
+            version, found = self.version, condition()
+            left_s = deadline_s - loop.time()
+            if found or left_s <= 0:
+                return found
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self.wait_change(version)
+
+    def _join(self, now: float) -> bool:
+        """Joins the workers that may join. True if any did."""
+        self._now = max(self._now, now)
+        if not self._unjoined:
+            return False
+        workers = list(self._workers.values())
+        joining = []
+        for worker in workers:
+            if worker.usable and not worker.joined:
+                since_s = self._usable_since_s.setdefault(worker.key, self._now)
+                if may_join(worker, workers, self._now - since_s):
+                    joining.append(worker)
+        for worker in joining:
+            del self._usable_since_s[worker.key]
+            self._unjoined.discard(worker.worker_id)
+            self._put(dataclasses.replace(worker, joined=True))
+            log_event("worker.joined", worker_id=worker.worker_id, pool=worker.pool)
+        return bool(joining)
+
+    def _set_rotation(self, in_rotation: Callable[[Worker], bool]) -> None:
+        moved = [
+            dataclasses.replace(worker, in_rotation=not worker.in_rotation)
+            for worker in self._workers.values()
+            if in_rotation(worker) != worker.in_rotation
+        ]
+        for worker in moved:
+            self._put(worker)
+            state = "active" if worker.in_rotation else "standby"
+            log_event("worker.rotated", worker_id=worker.worker_id, pool=worker.pool, state=state)
+        if moved:
+            self._bump_version()
+
+    def _put(self, worker: Worker) -> None:
+        self._workers[worker.worker_id] = worker
+        self._snapshot = None
+        if len(self._changes) >= MAX_CHANGES:
+            self._changes = []
+        self._changes.append(worker.worker_id)
+
+    def _bump_version(self) -> None:
+        self.version += 1
+        self._snapshot = None
+        self._changes = []
+        self._models |= self.snapshot().models()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        for listener in self._listeners:
+            listener(None)
+
+
+def _serving_state(worker: Worker) -> tuple[object, ...]:
+    """The part of a report that can alter which pairs may serve."""
+    return worker.reported, worker.draining, worker.connected_agents

@@ -1,0 +1,63 @@
+"""Rotation plans: which workers take requests. Pure; time is an argument.
+
+A plan replaces the previous one and expires, so that the cluster recovers if the autoscaler dies: workers that the
+plan took out of rotation come back, those that it put in stay, and lending ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.workers.snapshot import Worker
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import scaling_pb2
+
+DEFAULT_VALID_S = 30.0
+MAX_VALID_S = 3600.0
+MAX_NAMES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class RotationPlan:
+    """A plan; see `ApplyPlanRequest` in the protos. `expires_s` is on the coordinator's monotonic clock."""
+
+    standby: frozenset[str] = frozenset()
+    active: frozenset[str] = frozenset()
+    lend: bool = False
+    expires_s: float = float("inf")
+
+    def lends(self, now: float) -> bool:
+        """Whether decode workers are lent to prefill, that is, compute prompts too."""
+        return self.lend and now < self.expires_s
+
+    def in_rotation(self, worker: Worker) -> bool:
+        """Whether the worker is in rotation under this plan. A worker that is not named stays as it is."""
+        if worker.worker_id in self.standby:
+            return False
+        return worker.in_rotation or worker.worker_id in self.active
+
+
+NO_PLAN = RotationPlan()
+
+
+def after_plan(worker: Worker) -> bool:
+    """Whether the worker is in rotation once its plan has expired."""
+    return worker.in_rotation or not worker.registered_standby
+
+
+def checked_plan(request: scaling_pb2.ApplyPlanRequest, now: float) -> RotationPlan:
+    """The plan of a request. Raises InvalidArgumentError naming field and bound."""
+    valid_s = DEFAULT_VALID_S
+    if request.HasField("valid_for"):
+        valid_s = request.valid_for.seconds + request.valid_for.nanos / 1e9
+    if not 0 < valid_s <= MAX_VALID_S:
+        message = f"valid_for must be above 0 and at most {MAX_VALID_S:g} s, not {valid_s:g} s"
+        raise InvalidArgumentError(message, field="valid_for")
+    standby, active = frozenset(request.standby_worker_ids), frozenset(request.active_worker_ids)
+    if len(standby) + len(active) > MAX_NAMES:
+        message = f"standby_worker_ids and active_worker_ids may hold {MAX_NAMES} ids together"
+        raise InvalidArgumentError(message, field="standby_worker_ids")
+    if both := sorted(standby & active):
+        message = f"standby_worker_ids and active_worker_ids both name {both[0]!r}"
+        raise InvalidArgumentError(message, field="active_worker_ids")
+    return RotationPlan(standby, active, request.lend_decode_to_prefill, now + valid_s)

@@ -1,0 +1,188 @@
+"""Immutable snapshots of the pools, taken from the registry; what routing decides on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from splitserve.v1 import registry_pb2, scaling_pb2
+
+PoolName = Literal["prefill", "decode"]
+WorkerKey = tuple[str, int]
+"""(worker id, epoch): one boot of one worker."""
+WorkerState: TypeAlias = scaling_pb2.WorkerState.ValueType
+CircuitState = Literal["closed", "open", "half-open"]
+COUNTED_REQUESTS = 8
+"""Where `Worker.total_requests` stops counting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as its workers serve it; see `ServedModel` in the protos."""
+
+    name: str
+    tokenizer_source: str
+    context_tokens: int
+    vocabulary_size: int
+    block_size_tokens: int = 0
+    """Tokens per KV block, the same on all workers; 0: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class CircuitStatus:
+    """Circuit breakers of a worker and its pairs; see `coordinator.health.breaker_registry`."""
+
+    state: CircuitState = "closed"
+    tripped: bool = False
+    """Whether its breaker ejects it from routing."""
+    pairs: tuple[tuple[str, CircuitState], ...] = ()
+    """Prefill only: states of pair breakers that are not closed, by the decode worker's agent id."""
+    ejected_agents: frozenset[str] = frozenset()
+    """Prefill only: agent ids of decode workers that it must not be paired with."""
+
+
+CLOSED_CIRCUIT = CircuitStatus()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker at one moment. `load` is its last report and must not be mutated."""
+
+    worker_id: str
+    epoch: int
+    pool: PoolName
+    address: str
+    model: Model
+    agent_id: str
+    transport: str
+    block_size_tokens: int
+    max_running_requests: int
+    load: registry_pb2.WorkerLoad = field(default_factory=registry_pb2.WorkerLoad)
+    reported: bool = False
+    draining: bool = False
+    output_open: bool = False
+    """Decode only: whether its output stream to this coordinator is open."""
+    connected_agents: frozenset[str] = frozenset()
+    """Prefill only: agent ids of the decode workers that it can write to."""
+    lanes: tuple[registry_pb2.LaneReport, ...] = ()
+    """Prefill only: its lanes to decode workers, as measured at first contact."""
+    block_bytes: int = 0
+    host_id: str = ""
+    """The machine it runs on; empty if unknown."""
+    joined: bool = True
+    """False until it is connected to its peers; see `coordinator.workers.registration`."""
+    in_rotation: bool = True
+    """False for a standby: connected, but not sent requests."""
+    registered_standby: bool = False
+    experimental: bool = False
+    """Whether its engine is marked experimental; for people to see."""
+    circuit: CircuitStatus = CLOSED_CIRCUIT
+    prefix_slot: int = -1
+    """Its slot in the prefix index; -1: no cache events yet. See `coordinator.workers.prefix_index.index`."""
+    certificate: str = ""
+    """Fingerprint of the certificate that it registered with; empty without mutual TLS."""
+    total_requests: int = 0
+    """Requests that this coordinator has sent to this boot, counted up to `COUNTED_REQUESTS`: the first are slow."""
+
+    @property
+    def key(self) -> WorkerKey:
+        """Identity of this boot."""
+        return self.worker_id, self.epoch
+
+    @property
+    def name(self) -> str:
+        """What messages call it: "decode worker w1"."""
+        return f"{self.pool} worker {self.worker_id}"
+
+    @property
+    def usable(self) -> bool:
+        """Whether it could take new requests, regardless of peers, rotation and breakers."""
+        return self.reported and not self.draining and (self.output_open or self.pool == "prefill")
+
+    @property
+    def accepts(self) -> bool:
+        """Whether it takes new requests, regardless of its peers."""
+        return self.in_rotation and self.joined and self.usable and not self.circuit.tripped
+
+    @property
+    def reached_agents(self) -> frozenset[str]:
+        """Prefill only: agent ids of the decode workers that it may be paired with."""
+        ejected = self.circuit.ejected_agents
+        return self.connected_agents - ejected if ejected else self.connected_agents
+
+    def reaches(self, decode: Worker) -> bool:
+        """Whether this prefill worker can and may write to that decode worker."""
+        return decode.agent_id in self.reached_agents
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeLog:
+    """Ids of workers that changed: the first `length` of `worker_ids`, an append-only list shared by snapshots.
+
+    Two snapshots with the same list differ at most in the workers listed between their lengths.
+    """
+
+    worker_ids: Sequence[str]
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """All registered workers, in order of their ids."""
+
+    workers: tuple[Worker, ...] = ()
+    changes: ChangeLog | None = field(default=None, compare=False)
+    """Lets readers that compare snapshots skip unchanged workers."""
+
+    def accepting(self, model: str, pool: PoolName) -> list[Worker]:
+        """The workers of one pool that take new requests."""
+        return [w for w in self.workers if w.model.name == model and w.pool == pool and w.accepts]
+
+    def is_ready(self, worker: Worker) -> bool:
+        """Whether the worker can serve now with at least one worker of the other pool."""
+        if not worker.accepts:
+            return False
+        if worker.pool == "prefill":
+            return any(worker.reaches(peer) for peer in self.accepting(worker.model.name, "decode"))
+        return any(peer.reaches(worker) for peer in self.accepting(worker.model.name, "prefill"))
+
+    def state_of(self, worker: Worker) -> WorkerState:
+        """The worker's lifecycle state. Peers count as connected even if they are out of rotation."""
+        if worker.draining:
+            return scaling_pb2.WORKER_STATE_DRAINING
+        if not worker.joined or not worker.usable or not self._is_connected(worker):
+            return scaling_pb2.WORKER_STATE_STARTING
+        return scaling_pb2.WORKER_STATE_READY if worker.in_rotation else scaling_pb2.WORKER_STATE_STANDBY
+
+    def _is_connected(self, worker: Worker) -> bool:
+        peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
+        if worker.pool == "prefill":
+            return any(peer.agent_id in worker.connected_agents for peer in peers if peer.pool == "decode")
+        return any(worker.agent_id in peer.connected_agents for peer in peers if peer.pool == "prefill")
+
+    def ready_models(self) -> frozenset[str]:
+        """Models with at least one complete pair that takes requests."""
+        return frozenset(
+            name
+            for name in {worker.model.name for worker in self.workers}
+            if any(
+                prefill.reaches(decode)
+                for prefill in self.accepting(name, "prefill")
+                for decode in self.accepting(name, "decode")
+            )
+        )
+
+    def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
+        """A prefill worker's lanes to the registered decode workers, in order of the peers' ids."""
+        lanes = {lane.agent_id: lane for lane in worker.lanes}
+        return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
+
+    def models(self) -> dict[str, Model]:
+        """Models by name, each with the smallest context among its workers."""
+        found: dict[str, Model] = {}
+        for worker in self.workers:
+            known = found.get(worker.model.name)
+            if known is None or worker.model.context_tokens < known.context_tokens:
+                found[worker.model.name] = worker.model
+        return dict(sorted(found.items()))

@@ -1,0 +1,345 @@
+"""The decode worker on the engine thread: reserves blocks, admits pushed KV, emits every step's tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence, Set
+
+from decode_worker.live_request import LiveRequest, LocalPrefill, public_id
+from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, WaitingReservation
+from engine.core.engine import Engine
+from engine.core.types import RequestOutput, ReservedBlocks, StepResult
+from engine.worker.build import EngineParts
+from engine.worker.process import KvConnector
+from engine.worker.status import WorkerStatus
+from kv_transfer.handoff.checksums import HandoffVerifier, verify_one_in
+from kv_transfer.handoff.notification import WriteCompletion
+from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, Fence, ReleaseWriter, WriterDone
+from kv_transfer.handoff.reservation_table import ReservationTable
+from kv_transfer.handoff.ticket import KvTicket
+from splitserve.errors import SplitserveError
+from splitserve.logs import log_event
+from splitserve.request_guard import request_error
+from splitserve.v1 import decode_pb2
+
+Outputs = dict[str, list[decode_pb2.SequenceOutput]]
+Emit = Callable[[Outputs], None]
+
+
+class KvConsumer(KvConnector):
+    """Connects the reservation table with the engine. All methods run on the engine thread.
+
+    Requests are identified by an id that is unique in this worker; see `LiveRequest.engine_id`.
+    """
+
+    def __init__(
+        self, parts: EngineParts, epoch: int, emit: Emit, on_idle: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(parts.endpoint, on_idle)
+        config = parts.config
+        self._transport = parts.transport
+        self._block_bytes = parts.endpoint.memory.layout.block_bytes
+        self._ticket_s = config.ticket_s
+        self._wire = parts.wire
+        one_in = verify_one_in(config.verify_kv, self._wire.memory.memory_kind)
+        self._verifier = HandoffVerifier(epoch, one_in, self._wire.read_blocks)
+        self._table = ReservationTable(
+            epoch,
+            lease_s=config.lease_s,
+            quarantine_s=config.quarantine_s,
+            content_matches=self._content_matches,
+        )
+        engine = config.engine
+        self._waiting = ReservationQueue(
+            max_waiting=engine.max_waiting_requests, max_bypasses=engine.max_bypasses
+        )
+        self._last_tried_at: tuple[int, int] | None = None
+        """Free blocks and running requests when waiting reservations were last tried."""
+        self._emit = emit
+        self._requests: dict[str, LiveRequest] = {}
+        self._outputs: Outputs = defaultdict(list)
+        self._replies: list[tuple[Reply, Granted | SplitserveError]] = []
+        self._admitted = 0
+        self._rejected: dict[str, int] = {}
+
+    def reserve(self, core: Engine, entry: WaitingReservation) -> None:
+        """Queues a reservation, and grants it at once if blocks are free.
+
+        Raises ResourceExhaustedError (QUEUE_FULL) if too many wait. The error of a request that can never fit is passed
+        to `entry.reply`.
+        """
+        self._waiting.add(entry)
+        self._last_tried_at = None
+        self._grant(core, entry.arrived_s)
+        self._flush(core)
+
+    def abort(self, core: Engine, engine_id: str, coordinator_id: str, no_writer: bool, now: float) -> bool:
+        """Ends a request in any state, on its coordinator's request; returns whether it was live.
+
+        `no_writer`: the coordinator knows that nobody writes its KV, so the blocks need no quarantine.
+        """
+        if self._waiting.remove(engine_id):
+            return True
+        alive = engine_id in self._requests
+        if alive and self._requests[engine_id].local is not None:
+            del self._requests[engine_id]
+            return core.abort(engine_id)
+        self._apply(core, self._table.abort(engine_id, coordinator_id, no_writer, now), silent=True)
+        return alive
+
+    def keep_requests(
+        self, core: Engine, coordinator_id: str, request_ids: Set[str], now: float
+    ) -> frozenset[str]:
+        """Ends a coordinator's requests, except those that it still wants; returns which of these are live.
+
+        Request ids are the coordinator's own.
+        """
+        mine = {
+            request.public_id: key
+            for key, request in self._requests.items()
+            if request.coordinator_id == coordinator_id
+        }
+        mine |= {public_id(key): key for key in self._waiting.ids_of(coordinator_id)}
+        for unwanted in mine.keys() - request_ids:
+            self.abort(core, mine[unwanted], coordinator_id, False, now)
+        return frozenset(mine.keys() & request_ids)
+
+    def coordinator_lost(self, core: Engine, coordinator_id: str, now: float) -> None:
+        """Ends all requests of a coordinator that has not read its outputs for the length of its lease."""
+        self.keep_requests(core, coordinator_id, frozenset(), now)
+
+    def writers_lost(self, agent_ids: Sequence[str], now: float) -> None:
+        """Shortens the quarantine of these writers' blocks: their processes have certainly ended."""
+        for agent_id in agent_ids:
+            self._table.writer_lost(agent_id, now)
+
+    def before_step(self, core: Engine, now: float) -> bool:
+        """Admits KV that has arrived, expires what is overdue, grants waiting reservations.
+
+        True while write completions are awaited or reservations wait.
+        """
+        for agent_id, message in self._transport.poll().notifications:
+            self._on_notification(core, agent_id, message, now)
+        self._apply(core, self._table.expire(now), silent=False)
+        self._waiting.expire(now)
+        self._grant(core, now)
+        self._flush(core)
+        return self._table.awaited_writers > 0 or len(self._waiting) > 0 or self._transport.needs_poll
+
+    def after_step(self, core: Engine, result: StepResult, now: float) -> None:
+        """Converts a step's outputs to messages for their coordinators."""
+        for engine_id in result.started:
+            request, began_s = self._requests.get(engine_id), now - result.duration_s
+            if request is None:
+                continue
+            if request.local is not None:
+                request.local.began_s = began_s
+            elif request.admitted_s is not None:
+                request.admit_ms = max(0.0, began_s - request.admitted_s) * 1e3
+                self._table.started(engine_id)
+        for output in result.outputs:
+            try:
+                self._on_output(core, output, now)
+            except BaseException as error:
+                self._give_up(core, output.request_id, error, now)
+        self._flush(core)
+
+    def close(self) -> None:
+        """Closes the transport; called last."""
+        self._transport.close()
+
+    def _grant(self, core: Engine, now: float) -> None:
+        load = core.load()
+        state = (load.free_blocks, load.running_requests)
+        # A try looks the prompt up in the prefix cache, which costs time and is useless while no block was freed.
+        if not len(self._waiting) or state == self._last_tried_at:
+            return
+        self._waiting.expire(now)
+        self._waiting.grant(lambda entry: self._try_reserve(core, entry, now))
+        self._last_tried_at = state
+
+    def _try_reserve(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
+        """Grants a reservation, or replies with the error of one that can never fit; False to keep it waiting."""
+        request_id, number = entry.request.request_id, self._table.next_number
+        duplicate = request_id in self._requests
+        try:
+            if self._try_compute(core, entry, now):
+                return True
+            blocks = core.reserve(entry.request, number)
+            if blocks is None:
+                return False
+            ticket = self._open(entry, blocks, now)
+        except BaseException as error:
+            self._replies.append((entry.reply, request_error(error, request_id)))
+            if not duplicate:  # nobody has its ticket
+                self._apply(core, self._table.abort(request_id, entry.coordinator_id, True, now), silent=True)
+                self._requests.pop(request_id, None)
+                self._verifier.forget(number)
+                core.abort(request_id)
+                core.release_writer(number)
+            return True
+        self._replies.append((entry.reply, Granted(ticket, max(0.0, now - entry.arrived_s))))
+        return True
+
+    def _open(self, entry: WaitingReservation, blocks: ReservedBlocks, now: float) -> KvTicket:
+        """Records blocks that the engine has reserved, and writes their ticket."""
+        request = entry.request
+        count = len(blocks.block_ids)
+        ticket_end = now + self._ticket_s
+        number = self._table.open(
+            request.request_id,
+            entry.coordinator_id,
+            count,
+            self._block_bytes,
+            request.deadline_s,
+            now,
+            ticket_deadline_s=ticket_end,
+        )
+        if entry.writer_agent_id:
+            self._table.bind_writer(number, entry.writer_agent_id)
+        self._requests[request.request_id] = LiveRequest(
+            request.request_id, entry.coordinator_id, blocks.block_ids
+        )
+        ticket = KvTicket(
+            decode_agent_id=self.endpoint.agent_id,
+            epoch=self._table.epoch,
+            reservation=number,
+            block_indices=blocks.block_ids,
+            cached_tokens=blocks.cached_tokens,
+            total_bytes=count * self._block_bytes,
+            deadline_s=min(ticket_end, request.deadline_s),
+            writer_agent_id=entry.writer_agent_id,
+            verify_one_in=self._verifier.one_in,
+        )
+        self._verifier.expect(number, blocks.block_ids)
+        return ticket
+
+    def _try_compute(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
+        """Computes the prompt here, without a handoff, if few enough of its tokens are not in the prefix cache."""
+        request = entry.request
+        if not entry.local_prefill_tokens:
+            return False
+        cached = core.cached_tokens(request)
+        if len(request.token_ids) - cached > entry.local_prefill_tokens:
+            return False
+        core.add_request(request)
+        self._requests[request.request_id] = LiveRequest(
+            request.request_id, entry.coordinator_id, local=LocalPrefill(entry.arrived_s, cached)
+        )
+        self._replies.append((entry.reply, Granted(None, max(0.0, now - entry.arrived_s))))
+        return True
+
+    def _on_notification(self, core: Engine, agent_id: str, message: bytes, now: float) -> None:
+        verdict = self._table.on_notification(agent_id, message, now)
+        if isinstance(verdict, Admit):
+            try:
+                self._admit(core, verdict, now)
+            except BaseException as error:
+                self._give_up(core, verdict.request_id, error, now)
+        elif isinstance(verdict, WriterDone):
+            core.release_writer(verdict.number)
+            self._apply(core, verdict.actions, silent=False)
+        else:
+            log_event("handoff.rejected", agent_id=agent_id, reason=verdict.reason)
+            self._apply(core, verdict.actions, silent=False)
+
+    def _admit(self, core: Engine, verdict: Admit, now: float) -> None:
+        request = self._requests[verdict.request_id]
+        # The writer still owns the blocks, so they cannot have been given to another request.
+        self._wire.unpack(request.received_blocks)
+        core.release_writer(verdict.number)
+        request.admitted_s = now
+        output = core.admit(verdict.number, verdict.first_token)
+        self._admitted += 1
+        log_event(
+            "handoff.admitted",
+            level=logging.DEBUG,
+            request_id=request.public_id,
+            admitted_s=time.monotonic(),
+        )
+        self._outputs[request.coordinator_id].append(request.admitted())
+        if output is not None:
+            self._on_output(core, output, now)
+
+    def _apply(self, core: Engine, actions: list[Action] | tuple[Action, ...], *, silent: bool) -> None:
+        """Carries out the reservation table's actions; `silent`: aborted requests get no output."""
+        for action in actions:
+            match action:
+                case Abort():
+                    self._verifier.forget(action.number)
+                    core.abort(action.request_id)
+                    if not action.writer_alive:
+                        core.release_writer(action.number)
+                    if silent:
+                        self._requests.pop(action.request_id, None)
+                    else:
+                        self._fail(action.request_id, action.reason, action.message)
+                case ReleaseWriter():
+                    core.release_writer(action.number)
+                case Fence():
+                    # Later completions for this reservation are rejected anyway. Disconnecting the peer would also
+                    # drop the completions of its other requests.
+                    log_event("handoff.writer_silent", agent_id=action.agent_id, reservation=action.number)
+
+    def _on_output(self, core: Engine, output: RequestOutput, now: float) -> None:
+        request = self._requests.get(output.request_id)
+        if request is None:
+            return
+        if output.failure is not None and request.only_reserved:
+            # The engine failed a request that was only reserved: its writer may still be writing.
+            aborted = self._table.abort(output.request_id, request.coordinator_id, False, now)
+            self._apply(core, aborted, silent=True)
+            self._requests[output.request_id] = request
+        elif output.finish_reason is not None:
+            self._table.finished(output.request_id)
+        self._outputs[request.coordinator_id].append(request.progressed(output, now))
+        if output.finish_reason is not None:
+            del self._requests[output.request_id]
+
+    def _content_matches(self, completion: WriteCompletion) -> bool:
+        try:
+            return self._verifier.matches(completion)
+        except BaseException as error:
+            request_error(error, f"reservation {completion.reservation}")
+            return False
+
+    def _give_up(self, core: Engine, engine_id: str, error: BaseException, now: float) -> None:
+        """Ends a live request whose handling raised `error`, whatever its state; unknown ids are ignored."""
+        known = request_error(error, engine_id)
+        request = self._requests.get(engine_id)
+        if request is None:
+            return
+        aborted = self._table.abort(engine_id, request.coordinator_id, False, now)
+        self._apply(core, aborted, silent=True)
+        core.abort(engine_id)
+        self._requests[engine_id] = request
+        self._fail(engine_id, known.reason, known.message)
+
+    def _fail(self, engine_id: str, reason: str, text: str) -> None:
+        request = self._requests.pop(engine_id, None)
+        if request is not None:
+            self._outputs[request.coordinator_id].append(request.failed(reason, text))
+
+    def _flush(self, core: Engine) -> None:
+        """Publishes the status, then sends replies and outputs: when one arrives, its request shows in the status."""
+        if sum(self._rejected.values()) != self._table.counters.total():
+            self._rejected = dict(self._table.counters)  # a new dict: the old one is in a published status
+        self._publish(
+            WorkerStatus(
+                load=core.load(),
+                in_progress=len(self._requests),
+                transfers_in_flight=self._table.awaited_writers,
+                waiting_reservations=len(self._waiting),
+                handoffs_completed=self._admitted,
+                handoffs_rejected=self._rejected,
+            )
+        )
+        if self._replies:
+            replies, self._replies = self._replies, []
+            for reply, result in replies:
+                reply(result)
+        if self._outputs:
+            outputs, self._outputs = self._outputs, defaultdict(list)
+            self._emit(outputs)

@@ -1,0 +1,129 @@
+"""Reservations that wait for blocks: the back-pressure of the whole system.
+
+A request reserves its decode blocks before its prompt is computed, so a full decode worker stops prefill here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.precedence import Precedence, PrecedenceQueue
+from engine.core.types import EngineRequest
+from kv_transfer.handoff.ticket import KvTicket
+from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, SplitserveError
+from splitserve.queues import LazyHeap, Offer, offer_in_order
+
+MAX_LOOKS = 8
+"""Maximum number of waiting reservations tried at a time, which bounds the cost however many wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A granted reservation: its ticket (None if the prompt is computed here), and the seconds that it waited."""
+
+    ticket: KvTicket | None
+    wait_s: float
+
+
+Reply = Callable[[Granted | SplitserveError], None]
+"""Receives the outcome of a reservation, on the engine thread."""
+
+
+@dataclass(eq=False, slots=True)
+class WaitingReservation:
+    """A reservation that waits. Compared by identity. `reply` is called at most once, on the engine thread."""
+
+    request: EngineRequest
+    coordinator_id: str
+    writer_agent_id: str
+    arrived_s: float
+    reply: Reply
+    bypassed: int = 0
+    local_prefill_tokens: int = 0
+    """The prompt is computed here if at most this many of its tokens are not cached."""
+    arrival: int = 0
+    """Its number in the order of arrival, set by the queue."""
+    place: int = 0
+    """See `engine.core.precedence`; set by the queue."""
+
+    @property
+    def precedence(self) -> Precedence:
+        """Where it stands among other requests."""
+        return self.request.precedence
+
+
+class ReservationQueue:
+    """In order of precedence; one that does not fit may be bypassed `max_bypasses` times.
+
+    The cost per step does not depend on how many wait.
+    """
+
+    def __init__(self, *, max_waiting: int, max_bypasses: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_bypasses = max_bypasses
+        self._order: PrecedenceQueue[WaitingReservation] = PrecedenceQueue()
+        self._deadlines: LazyHeap[float, WaitingReservation] = LazyHeap()
+        self._by_id: dict[str, list[WaitingReservation]] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def add(self, entry: WaitingReservation) -> None:
+        """Queues an entry. Raises ResourceExhaustedError (QUEUE_FULL) if too many wait."""
+        if len(self._order) >= self._max_waiting:
+            raise ResourceExhaustedError(
+                f"{self._max_waiting} reservations are waiting already",
+                reason="QUEUE_FULL",
+                retry_after_s=1.0,
+            )
+        self._arrivals += 1
+        entry.arrival = entry.place = self._arrivals
+        self._order.push(entry)
+        self._deadlines.push(entry.request.deadline_s, entry)
+        self._by_id.setdefault(entry.request.request_id, []).append(entry)
+
+    def remove(self, request_id: str) -> bool:
+        """Removes the entries of a request without a reply; returns whether there were any."""
+        entries = list(self._by_id.get(request_id, ()))
+        for entry in entries:
+            self._forget(entry)
+        return bool(entries)
+
+    def ids_of(self, coordinator_id: str) -> list[str]:
+        """Ids of the requests of one coordinator. Costs O(waiting)."""
+        return [name for name, entries in self._by_id.items() if entries[0].coordinator_id == coordinator_id]
+
+    def expire(self, now: float) -> None:
+        """Removes the entries whose deadline has passed, with a DeadlineExceededError as reply."""
+        while (first := self._deadlines.peek()) is not None and first[0] <= now:
+            self._forget(first[1])
+            message = "the deadline passed while waiting for KV blocks on the decode worker"
+            first[1].reply(DeadlineExceededError(message))
+
+    def grant(self, try_reserve: Callable[[WaitingReservation], bool]) -> None:
+        """Tries the first entries in order, and removes those that `try_reserve` has served."""
+        for entry in offer_in_order(
+            self._first(MAX_LOOKS),
+            lambda entry: Offer.TAKEN if try_reserve(entry) else Offer.MISFIT,
+            max_bypasses=self._max_bypasses,
+            max_looks=MAX_LOOKS,
+        ):
+            self._forget(entry)
+
+    def _first(self, count: int) -> list[WaitingReservation]:
+        first: list[WaitingReservation] = []
+        while len(first) < count and (entry := self._order.pop()) is not None:
+            first.append(entry)
+        for entry in first:
+            self._order.push(entry)
+        return first
+
+    def _forget(self, entry: WaitingReservation) -> None:
+        self._order.discard(entry)
+        self._deadlines.discard(entry)
+        entries = self._by_id[entry.request.request_id]
+        entries.remove(entry)
+        if not entries:
+            del self._by_id[entry.request.request_id]

@@ -1,0 +1,243 @@
+"""Captures a forward pass operation by operation, to replay it on other inputs at the same addresses.
+
+The counterpart of a CUDA graph (`torch.cuda.CUDAGraph`) on cpu. The model's own code runs once under a dispatch mode
+that sees every operation. Frequent operations become kernel operations, in lists that run without Python. Every other
+operation is called again with the same arguments, and its result is copied to where the first result was. So any model
+can be captured; how much faster the replay is depends on how many of its operations have kernels.
+
+A graph is correct as long as the model's operations depend on its inputs through tensors only. Reading a value (`item`)
+is detected and refused, and so are shapes that depend on values. As a further check, `CpuDecodeGraphs` replays its
+first graph on inputs other than those of the capture and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.backends.cpu.graphs.memory_planner import Buffers, MemoryPlanner, assign_memory
+from engine.backends.cpu.kernels import CpuKernels
+from engine.backends.cpu.ops import Binary, Code, Ops, Unary, elementwise_op
+
+_aten = torch.ops.aten
+_BINARY = {_aten.add.Tensor: Binary.ADD, _aten.sub.Tensor: Binary.SUB, _aten.mul.Tensor: Binary.MUL}
+_UNARY = {_aten.neg.default: Unary.NEG, _aten.silu.default: Unary.SILU}
+_COPIES = frozenset({_aten.clone.default, _aten.contiguous.default, _aten.reshape.default})
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_MASKS = (torch.bool, torch.uint8)
+_EMPTY = frozenset({"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided"})
+
+
+class GraphCaptureError(Exception):
+    """The model does something that cannot be captured."""
+
+
+CAPTURE_ERRORS = (
+    GraphCaptureError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+)
+"""What a model may raise while it is captured."""
+Call = Callable[[], None]
+"""An operation without a kernel, called again in each replay."""
+
+
+class CpuGraph:
+    """Replays what a `GraphCapture` recorded."""
+
+    def __init__(
+        self, kernels: CpuKernels, parts: list[Ops | Call], output: torch.Tensor, memory: object
+    ) -> None:
+        """`memory`: the owners of the memory that the operations address; kept alive with the graph."""
+        self._kernels, self._parts, self._output, self._memory = kernels, parts, output, memory
+
+    @property
+    def num_ops(self) -> tuple[int, int]:
+        """Number of kernel operations, and of calls of other operations."""
+        ops = [len(part) for part in self._parts if isinstance(part, np.ndarray)]
+        return sum(ops), len(self._parts) - len(ops)
+
+    def replay(self) -> torch.Tensor:
+        """Computes the output from what the inputs' memory holds now; always returns the same tensor."""
+        for part in self._parts:
+            if isinstance(part, np.ndarray):
+                self._kernels.run(part)
+            else:
+                part()
+        return self._output
+
+
+class GraphCapture(TorchDispatchMode):
+    """Computes and records every operation that runs within it. Enter it in inference mode."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._entries: list[Ops | Call] = []
+        self._buffers = Buffers()
+        self._constants: dict[int, torch.UntypedStorage] = {}
+        """Storages that were read but are no operation's result, by address. Operations use them: kept alive."""
+
+    def __enter__(self) -> GraphCapture:
+        self._kernels.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kernels.recorder = None
+        super().__exit__(*error)
+
+    def record(self, op: Ops) -> None:
+        """See `Recorder.record`."""
+        pointers = op["pointer"][0]
+        for slot, pointer in enumerate(pointers.tolist()):
+            found = self._buffers.find(pointer)
+            if found is not None:
+                buffer, distance = found
+                buffer.uses.append((len(self._entries), pointers, slot, distance))
+        self._entries.append(op)
+
+    def graph(self, output: torch.Tensor, planner: MemoryPlanner) -> CpuGraph:
+        """The captured graph. Results that only kernels use get memory from `planner`, which graphs can share."""
+        self._keep(output)
+        assign_memory(self._buffers.all, planner)
+        # Consecutive kernel operations become one array, which runs in a single call.
+        parts: list[Ops | Call] = []
+        run: list[Ops] = []
+        for entry in [*self._entries, None]:
+            if isinstance(entry, np.ndarray):
+                run.append(entry)
+                continue
+            if run:
+                parts.append(np.concatenate(run))
+                run = []
+            if entry is not None:
+                parts.append(entry)
+        return CpuGraph(self._kernels, parts, output, (planner, self._constants))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Called by torch for every operation: computes it, then records how to compute it again."""
+        kwargs = kwargs or {}
+        if _depends_on_values(func, args):
+            raise GraphCaptureError(f"{func} makes the step depend on values")
+        if func not in _COPIES and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            return self._decompose(func, args, kwargs)
+        result = func(*args, **kwargs)
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        input_addresses = set()
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            input_addresses.add(storage.data_ptr())
+            if self._buffers.find(storage.data_ptr()) is None:
+                self._constants[storage.data_ptr()] = storage
+        # An output in an input's memory is a view, or the input itself: nothing new to place.
+        new = [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in input_addresses]
+        for tensor in new:
+            self._buffers.add(tensor.untyped_storage())
+        if func._schema.is_mutable:
+            self._record_call(lambda: func(*args, **kwargs), inputs)
+        elif new and func._schema.name not in _EMPTY:
+            ops = _as_ops(func, args, kwargs, new[0]) if len(outputs) == 1 else None
+            if ops is not None:
+                for op in ops:
+                    self.record(op)
+            else:
+                self._record_copy_of(func, args, kwargs, outputs, inputs)
+        return result
+
+    def _decompose(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Captures the parts of a composite operation, which inference mode leaves whole (`bool` reads a value)."""
+        super().__enter__()
+        try:
+            return func.decompose(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+
+    def _record_copy_of(
+        self, func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor]
+    ) -> None:
+        """Records a call of `func` whose results are copied into `outputs`."""
+
+        def call() -> None:
+            for target, source in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+                target.copy_(source)
+
+        self._record_call(call, [*inputs, *outputs])
+
+    def _record_call(self, call: Call, tensors: list[torch.Tensor]) -> None:
+        self._entries.append(call)
+        for tensor in tensors:
+            self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        """Fixes the address of a tensor's memory: others than the kernels use it."""
+        found = self._buffers.find(tensor.untyped_storage().data_ptr())
+        if found is not None:
+            found[0].fixed = True
+
+
+def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is _aten.index.Tensor:  # indices determine the result's shape by their own; masks by their values
+        return any(index is not None and index.dtype in _MASKS for index in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in arguments or results that have an address; weights packed for oneDNN have none."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout is torch.strided else []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
+
+
+def _as_ops(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+) -> list[Ops] | None:
+    """The kernel operations that compute `output`; None where the kernels cannot."""
+    if output.dtype is not torch.bfloat16:
+        return None
+    if func is _aten.cat.default:
+        return _cat(output, *args, **kwargs)
+    if func in _BINARY and len(args) == 2 and not kwargs:
+        return _elementwise(Code.BINARY, _BINARY[func], output, *args)
+    if func in _UNARY:
+        return _elementwise(Code.UNARY, _UNARY[func], output, args[0])
+    if func in _COPIES:
+        return _elementwise(Code.UNARY, Unary.COPY, output.view(args[0].shape), args[0])
+    return None
+
+
+def _elementwise(code: Code, which: Binary | Unary, output: torch.Tensor, *inputs: Any) -> list[Ops] | None:
+    for tensor in inputs:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype is not torch.bfloat16:
+            return None
+    op = elementwise_op(code, which, output, *inputs)
+    return None if op is None else [op]
+
+
+def _cat(output: torch.Tensor, tensors: list[torch.Tensor], dim: int = 0) -> list[Ops] | None:
+    ops: list[Ops] = []
+    begin = 0
+    for tensor in tensors:
+        if tensor.shape == (0,):
+            continue  # may lack dimensions that the others have
+        part = output.narrow(dim, begin, tensor.shape[dim])
+        begin += tensor.shape[dim]
+        op = _elementwise(Code.UNARY, Unary.COPY, part, tensor)
+        if op is None:
+            return None
+        ops += op
+    return ops

@@ -1,0 +1,197 @@
+"""The Python side of the cpu kernels: runs operations, and records them while a graph is captured."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+import torch
+
+from engine.backends.cpu.build import load_library
+from engine.backends.cpu.ops import (
+    OP,
+    NormKind,
+    Ops,
+    int8_workspace_bytes,
+    linear_int8_op,
+    linear_op,
+    rms_norm_op,
+)
+from engine.kv_cache.memory import host_pages
+
+_PANEL = 16
+"""Outputs of a layer must be a multiple: a packed panel has 16, 32 or 48."""
+_PAIR = 2
+"""Inputs of a bfloat16 layer must be a multiple: the dot product instruction takes pairs."""
+_INT8_STEP = 16
+"""Inputs of an int8 layer must be a multiple: that many are quantized at a time."""
+
+
+class OpRecorder(Protocol):
+    """Records operations while they are computed; see `GraphCapture`."""
+
+    def record(self, op: Ops) -> None:
+        """`op` has just been computed."""
+
+
+class CpuKernels:
+    """The compiled library, and the number of threads that its operations run on.
+
+    While `recorder` is set, every operation is recorded there too.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """Raises UnavailableError as `load_library`."""
+        self.recorder: OpRecorder | None = None
+        self._threads = threads
+        self._weights = WeightMemory()
+        library = load_library()
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.splitserve_op_bytes.restype = number
+        assert library.splitserve_op_bytes() == OP.itemsize, "op.hpp and ops.py differ"
+        self._pack = library.splitserve_pack
+        self._pack.argtypes = [pointer, number, number, pointer]
+        self._run = library.splitserve_run
+        self._run.argtypes = [pointer, number, ctypes.c_int]
+        self._linear = library.splitserve_linear
+        self._linear.argtypes = [ctypes.c_int, *[pointer] * 4, *[number] * 4]
+        self._rms_norm = library.splitserve_rms_norm
+        self._rms_norm.argtypes = [ctypes.c_int, *[pointer] * 3, *[number] * 3, ctypes.c_double]
+        self._argmax = library.splitserve_argmax
+        self._argmax.argtypes = [ctypes.c_int, pointer, *[number] * 3, pointer]
+        for function in (self._argmax, self._pack, self._run, self._linear, self._rms_norm):
+            function.restype = None
+
+    def run(self, ops: Ops) -> None:
+        """Computes operations `[n]` of dtype `OP`, one after the other; does not record them."""
+        self._run(ops.ctypes.data, len(ops), self._threads)
+
+    def compute(self, op: Ops) -> None:
+        """Computes one operation, and records it if there is a recorder."""
+        self.run(op)
+        if self.recorder is not None:
+            self.recorder.record(op)
+
+    @staticmethod
+    def packs(weight: torch.Tensor) -> bool:
+        """Whether `linear` can work with this weight `[outputs, inputs]`."""
+        outputs, inputs = weight.shape
+        return weight.dtype is torch.bfloat16 and outputs % _PANEL == 0 and inputs % _PAIR == 0
+
+    @staticmethod
+    def packs_int8(weight: torch.Tensor) -> bool:
+        """Whether `linear_int8` can work with this weight `[outputs, inputs]` once it is quantized."""
+        outputs, inputs = weight.shape
+        return bool(outputs % _PANEL == 0 and inputs % _INT8_STEP == 0)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """A weight `[outputs, inputs]`, bfloat16 or int8, in the order that `linear` or `linear_int8` reads it in.
+
+        Same shape and dtype; see `src/panels.hpp` for the order of the elements.
+        """
+        weight = weight.detach().contiguous()
+        packed = self._weights.like(weight)
+        outputs, inputs = weight.shape
+        self._pack(weight.data_ptr(), outputs, inputs * weight.itemsize, packed.data_ptr())
+        return packed
+
+    def linear(self, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`x W^T + bias`, all in bfloat16: x `[..., inputs]`, packed `[outputs, inputs]`, bias `[outputs]`.
+
+        Raises TypeError for x of another dtype.
+        """
+        x = _bfloat16(x)
+        outputs, inputs = packed.shape
+        y = x.new_empty((*x.shape[:-1], outputs))
+        rows = x.numel() // inputs
+        self._linear(
+            self._threads,
+            x.data_ptr(),
+            packed.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            rows,
+            inputs,
+            outputs,
+            inputs,
+        )
+        if self.recorder is not None:
+            self.recorder.record(linear_op(x.view(rows, inputs), packed, bias, y.view(rows, outputs)))
+        return y
+
+    def linear_int8(
+        self, x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`x W^T + bias` with int8 weights, each row of x quantized on the fly; see `linear_int8_op`.
+
+        x `[..., inputs]` in bfloat16; returns bfloat16 `[rows, outputs]`. Raises TypeError for x of another dtype.
+        """
+        outputs, inputs = packed.shape
+        x = _bfloat16(x).view(-1, inputs)
+        y = x.new_empty((x.shape[0], outputs))
+        workspace = torch.empty(int8_workspace_bytes(x.shape[0], inputs), dtype=torch.uint8)
+        self.compute(linear_int8_op(x, packed, scales, bias, y, workspace))
+        return y
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, kind: NormKind, epsilon: float) -> torch.Tensor:
+        """Root mean square norm over the last dimension of x `[..., width]`. Raises TypeError for x not in bfloat16."""
+        x = _bfloat16(x)
+        y = torch.empty_like(x)
+        width = x.shape[-1]
+        self._rms_norm(
+            self._threads,
+            x.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            x.numel() // width,
+            width,
+            kind,
+            epsilon,
+        )
+        if self.recorder is not None:
+            self.recorder.record(rms_norm_op(x, weight, y, kind, epsilon))
+        return y
+
+    def argmax(self, logits: torch.Tensor) -> list[int]:
+        """The token of the largest logit of each row, the first of equal ones; -1 where that logit is not finite.
+
+        logits `[rows, vocabulary]` in bfloat16, last dimension contiguous.
+        """
+        rows, vocabulary = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64)
+        address = logits.data_ptr()
+        self._argmax(self._threads, address, rows, vocabulary, logits.stride(0), tokens.data_ptr())
+        return list(map(int, tokens.tolist()))
+
+
+def _bfloat16(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype is not torch.bfloat16:
+        raise TypeError(f"the kernels compute in bfloat16, not in {x.dtype}")
+    return x.contiguous()
+
+
+CHUNK_BYTES = 32 << 20
+SMALL_BYTES = 1 << 18
+"""Smaller weights get ordinary memory: they are read from a cache anyway."""
+ALIGNED = 64
+_HUGE_PAGE = 2 << 20
+
+
+class WeightMemory:
+    """Allocates memory for weights in chunks of huge pages. A chunk is freed with the last tensor in it."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def like(self, weight: torch.Tensor) -> torch.Tensor:
+        """An uninitialized contiguous tensor of a weight's shape and dtype."""
+        num_bytes = weight.numel() * weight.itemsize
+        if num_bytes < SMALL_BYTES:
+            return torch.empty_like(weight, memory_format=torch.contiguous_format)
+        if self._used + num_bytes > len(self._chunk):
+            size = -(-max(num_bytes, CHUNK_BYTES) // _HUGE_PAGE) * _HUGE_PAGE
+            self._chunk, self._used = torch.frombuffer(host_pages(size), dtype=torch.uint8), 0
+        begin = self._used
+        self._used += -(-num_bytes // ALIGNED) * ALIGNED
+        return self._chunk[begin : begin + num_bytes].view(weight.dtype).view(weight.shape)

@@ -1,0 +1,219 @@
+"""Replaces a model's linear layers and norms by faster ones: our kernels', or weights packed for oneDNN.
+
+Int8 layers are in `engine.backends.cpu.int8_linears`.
+
+Siblings with known names in one parent (query, key, value; gate, up) share one product. The model's own code does not
+change: each sibling stays a module and returns its slice. A parent that calls its children in another order still gets
+correct results, only slower. The whole model is compared before and after; if it differs or fails, every layer is put
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.backends.cpu.kernels import CpuKernels
+from engine.backends.cpu.ops import NormKind
+from splitserve.logs import log_event
+
+MakeLayer = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
+"""Makes a layer from a weight `[outputs, inputs]` and a bias `[outputs]`, both in bfloat16."""
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of children that get the same input in one forward pass, in the order in which they are called."""
+MAX_DIFFERENCE = 0.02
+"""Of the whole model's logits, relative norm: another order of summation may change bfloat16 rounding."""
+
+
+class PackedLinear(nn.Module):
+    """`y = x W^T + b` with the weight in oneDNN's own layout. `x` `[..., inputs]`, `y` `[..., outputs]`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._packed: Any = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
+        self._bias = None if bias is None else bias.detach()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return y
+
+
+class _SharedProduct:
+    """One product for several siblings, computed when the first of them is called."""
+
+    def __init__(self, layers: list[nn.Linear], make: MakeLayer) -> None:
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        bias = torch.cat([b.detach() for b in biases]) if biases else None
+        self._linear = make(torch.cat([layer.weight.detach() for layer in layers]), bias)
+        self._sizes = [layer.out_features for layer in layers]
+        self._input: torch.Tensor | None = None
+        self._slices: list[torch.Tensor] = []
+
+    def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if x is not self._input:
+            self._input = x
+            self._slices = list(self._linear(x).split(self._sizes, dim=-1))
+        part = self._slices[index]
+        if index == len(self._sizes) - 1:
+            self._input, self._slices = None, []  # the last sibling: keep nothing of a step alive after it
+        return part
+
+
+class LinearSlice(nn.Module):
+    """One sibling's part of a `_SharedProduct`."""
+
+    def __init__(self, shared: _SharedProduct, index: int, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._shared, self._index = shared, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., inputs]` to this sibling's `[..., outputs]`, a view into the shared result."""
+        return self._shared.take(self._index, x)
+
+
+def pack_linears(
+    model: nn.Module, probe: Callable[[], torch.Tensor], kernels: CpuKernels | None = None
+) -> bool:
+    """Replaces a bfloat16 cpu model's linear layers, by those of `kernels` where they support the shape.
+
+    `probe` runs the model and returns its logits `[..., vocabulary]`. Returns False, and leaves the model as it was, if
+    oneDNN has no bfloat16 product here or the new layers change the logits by more than MAX_DIFFERENCE.
+    """
+
+    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+        if kernels is not None and kernels.packs(weight):
+            return KernelLinear(kernels, weight, bias)
+        return PackedLinear(weight, bias)
+
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    before = probe().float()
+    originals: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent, name, replacement in replacements(model, make):
+        originals.append((parent, name, getattr(parent, name)))
+        setattr(parent, name, replacement)
+    try:
+        after = probe().float()
+        difference = relative_difference(after, before)
+        why = None if difference <= MAX_DIFFERENCE else f"logits differ by {difference:.3g}"
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        why = str(error).partition("\n")[0]
+    if why is None:
+        return True
+    for parent, name, original in originals:
+        setattr(parent, name, original)
+    log_event("engine.linears_not_packed", why=why)
+    return False
+
+
+def relative_difference(after: torch.Tensor, before: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `before`; NaN if either is not finite."""
+    return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before))
+
+
+def replacements(
+    model: nn.Module, make: MakeLayer, kept: nn.Module | None = None
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yields (parent, child name, new module) for every bfloat16 linear layer but `kept`, siblings consecutively.
+
+    Keeps no layer from one parent to the next: a caller that puts each module in place at once has the weights of one
+    parent twice in memory, not those of the whole model.
+    """
+    for parent in list(model.modules()):
+        children = {
+            name: child for name, child in parent.named_children() if _fits(child) and child is not kept
+        }
+        for names in SIBLINGS:
+            layers = [children[name] for name in names if name in children]
+            if len(layers) == len(names) and _alike(layers):
+                shared = _SharedProduct(layers, make)
+                for index, name in enumerate(names):
+                    yield parent, name, LinearSlice(shared, index, children.pop(name))
+        for name, layer in children.items():
+            yield (
+                parent,
+                name,
+                make(layer.weight.detach(), None if layer.bias is None else layer.bias.detach()),
+            )
+
+
+def _fits(module: nn.Module) -> Any:
+    # Subclasses may compute something else.
+    return type(module) is nn.Linear and module.weight.dtype is torch.bfloat16
+
+
+def _alike(layers: list[nn.Linear]) -> bool:
+    inputs = {layer.in_features for layer in layers}
+    return len(inputs) == 1 and len({layer.bias is None for layer in layers}) == 1
+
+
+_NORM_WIDTH = 16
+_SAMPLES = 8
+_MAX_DIFFERENCE = 0.002
+"""Relative norm. Another order of summation now and then rounds a value to its other neighbour."""
+_EPSILONS = ("variance_epsilon", "eps")
+"""Names of the attribute in the model families."""
+
+
+class KernelLinear(nn.Module):
+    """`y = x W^T + b` by our kernels; see `CpuKernels.linear`."""
+
+    def __init__(self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._kernels, self._packed = kernels, kernels.pack(weight)
+        self._bias = None if bias is None else bias.detach().contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x `[..., inputs]`, y `[..., outputs]`."""
+        return self._kernels.linear(x, self._packed, self._bias)
+
+
+class KernelRmsNorm(nn.Module):
+    """Root mean square norm by our kernels; see `CpuKernels.rms_norm`."""
+
+    def __init__(self, kernels: CpuKernels, weight: torch.Tensor, kind: NormKind, epsilon: float) -> None:
+        super().__init__()
+        self._kernels, self._weight = kernels, weight.detach()
+        self._kind, self._epsilon = kind, epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x and y `[..., width]`."""
+        return self._kernels.rms_norm(x, self._weight, self._kind, self._epsilon)
+
+
+def replace_norms(model: nn.Module, kernels: CpuKernels) -> int:
+    """Replaces the norms that the kernels compute alike, each tried on a sample first; returns how many."""
+    replaced = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            norm = _same_norm(child, kernels)
+            if norm is not None:
+                setattr(parent, name, norm)
+                replaced += 1
+    return replaced
+
+
+def _same_norm(module: nn.Module, kernels: CpuKernels) -> KernelRmsNorm | None:
+    parameters = dict(module.named_parameters())
+    epsilon = next((vars(module)[name] for name in _EPSILONS if name in vars(module)), None)
+    if set(parameters) != {"weight"} or not isinstance(epsilon, float) or list(module.children()):
+        return None
+    weight = parameters["weight"]
+    if weight.dim() != 1 or weight.dtype is not torch.bfloat16 or len(weight) % _NORM_WIDTH:
+        return None
+    sample = torch.randn(_SAMPLES, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    with torch.inference_mode():
+        expected = module(sample)
+        for kind in NormKind:
+            norm = KernelRmsNorm(kernels, weight, kind, epsilon)
+            difference = torch.linalg.vector_norm(norm(sample).float() - expected.float())
+            if difference <= _MAX_DIFFERENCE * torch.linalg.vector_norm(expected.float()):
+                return norm
+    return None

@@ -1,0 +1,1 @@
+"""The CUDA backend; imported on CUDA devices only. Read `forward.py` first: one step, from sequences to logits."""

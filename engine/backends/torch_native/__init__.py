@@ -1,0 +1,1 @@
+"""The backend in plain torch. Read `attention.py` first."""

@@ -1,0 +1,230 @@
+"""Paged attention in plain torch, for cpu and cuda: writes new KV into the pool, then attends over it.
+
+Scores are batched matrix products of all heads and rows at once. On cpu this is several times faster than torch's fused
+attention, whose kernel multiplies each head's few rows separately; the fused one is used only for very little work. As
+in `transformers`' eager attention, bfloat16 scores are rounded before the softmax. On 1,000 tokens the KL divergence of
+the logits from float32 is 0.00127, against 0.00124 for fused attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from engine.backends.interface import Forward, StepLogits
+from engine.backends.torch_native.batch import (
+    ContiguousGroup,
+    DecodeGroup,
+    PrefillChunk,
+    StepBatch,
+    build_step_batch,
+)
+from engine.backends.torch_native.contiguous_kv import ContiguousKv
+from engine.core.types import ScheduledSequence
+from engine.kv_cache.memory import DTYPES, KvCacheMemory
+from engine.model.attention_interface import LayerState
+from engine.model.loaded_model import LoadedModel
+
+GATHERED_BYTES = 4 << 20
+"""KV of one layer that a decode group reads at once on cpu: it is gathered first and should stay in a cache."""
+FUSED_POSITIONS = 1536
+"""Up to this many keys, over all rows and KV heads, torch's fused attention is faster for a decode group."""
+
+
+class TorchNativeAttention:
+    """Attention over a KV pool. `batch` is the current step's, set before each forward pass.
+
+    `contiguous_kv_bytes`: memory for `ContiguousKv`, used on cpu only.
+    """
+
+    def __init__(self, pool: KvCacheMemory, contiguous_kv_bytes: int = 0) -> None:
+        self.batch: StepBatch | None = None
+        self._views = [pool.view(layer) for layer in range(pool.layout.num_layers)]
+        one = self._views[0][:, :, :1]
+        self._scratch = one.new_empty(0)
+        on_cpu = one.device.type == "cpu"
+        self.group_blocks = GATHERED_BYTES // (one.numel() * one.itemsize) if on_cpu else None
+        """Maximum number of blocks of a decode group; see `build_step_batch`."""
+        use_contiguous = on_cpu and contiguous_kv_bytes > 0
+        self.contiguous_kv = ContiguousKv(pool.tensor, contiguous_kv_bytes) if use_contiguous else None
+        """Contiguous copies of decoding sequences' KV; see `build_step_batch`."""
+
+    def attend(
+        self,
+        layer: LayerState,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        batch = self.batch
+        assert batch is not None, "a forward pass outside of a step"
+        pool = self._views[layer.index]
+        new = torch.stack((key, value))
+        pool[:, :, batch.slot_blocks, batch.slot_offsets] = new
+        plan = batch.plan(layer.window)
+        parts = [_contiguous(group, layer.index, query, new, scale, softcap) for group in plan.contiguous]
+        parts += [self._decode(group, query, pool, scale, softcap) for group in plan.decode]
+        for chunk in plan.prefill:
+            begin, end = chunk.rows
+            if chunk.blocks is None:
+                keys, values = key[:, begin:end], value[:, begin:end]
+            else:
+                keys, values = self._gather(pool, chunk.blocks)
+            parts.append(_prefill(chunk, query[:, begin:end], keys, values, scale, softcap))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Keys and values of blocks, `[2, kv_heads, len(blocks) * block_size, head_dim]`; valid until the next call."""
+        _, kv_heads, _, block_size, head_dim = pool.shape
+        shape = (2, kv_heads, len(blocks), block_size, head_dim)
+        size = 2 * kv_heads * len(blocks) * block_size * head_dim
+        if size > self._scratch.numel():
+            self._scratch = pool.new_empty(size)
+        gathered = self._scratch[:size].view(shape)
+        torch.index_select(pool, 2, blocks, out=gathered)
+        return gathered.view(2, kv_heads, -1, head_dim)
+
+    def _decode(
+        self,
+        group: DecodeGroup,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """One new token per sequence, all rows of a group at once. Returns `[rows, heads, head_dim]`."""
+        begin, end = group.rows
+        heads, _, head_dim = query.shape
+        count, kv_heads = end - begin, pool.shape[1]
+        gathered = self._gather(pool, group.blocks)
+        if group.stale is not None:
+            gathered.index_fill_(2, group.stale, 0.0)
+        keys, values = gathered.view(2, kv_heads, count, -1, head_dim)
+        # Query heads that share a KV head become rows of one product, so that KV need not be repeated.
+        rows = query.view(kv_heads, heads // kv_heads, -1, head_dim)[:, :, begin:end].transpose(1, 2)
+        mask = None if group.mask is None else group.mask.transpose(0, 1)
+        output = _one_token(rows, keys, values, mask, scale, softcap)
+        return output.transpose(0, 1).reshape(count, heads, head_dim)
+
+
+class TorchForward(Forward):
+    """The forward pass with attention in plain torch, on any device."""
+
+    def __init__(self, model: LoadedModel, pool: KvCacheMemory, contiguous_kv_bytes: int) -> None:
+        self._module, self._device, self._dtype = model.module, model.device, DTYPES[model.dtype]
+        self._block_size = pool.layout.block_size_tokens
+        self._backend = model.context.backend = TorchNativeAttention(pool, contiguous_kv_bytes)
+
+    def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
+        """See `Forward.logits`."""
+        backend = self._backend
+        step = build_step_batch(
+            batch, self._block_size, self._dtype, self._device, backend.group_blocks, backend.contiguous_kv
+        )
+        backend.batch = step
+        # Only sampled rows go through the output layer. This is left to the model's own forward pass, because some
+        # families scale or cap logits there.
+        logits: torch.Tensor = self._module(
+            input_ids=step.token_ids,
+            position_ids=step.positions,
+            use_cache=False,
+            logits_to_keep=step.sample_rows,
+        ).logits[0]
+        backend.batch = None
+        return StepLogits(logits, step.sample_order)
+
+    def finish(self) -> None:
+        """See `Forward.finish`."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+def _contiguous(
+    group: ContiguousGroup,
+    layer: int,
+    query: torch.Tensor,
+    new: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """As `TorchNativeAttention._decode`, for rows with contiguous KV.
+
+    `query` `[heads, tokens, head_dim]`, `new` `[2, kv_heads, tokens, head_dim]`: all of the step's tokens.
+    """
+    begin, end = group.rows
+    heads, _, head_dim = query.shape
+    memory = group.memory[layer]
+    memory.transpose(1, 2)[:, :, group.order, group.positions] = new[:, :, begin:end]
+    keys, values = memory
+    count, kv_heads = keys.shape[:2]
+    rows = query[:, begin:end].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, head_dim)
+    return _one_token(rows, keys, values, group.mask, scale, softcap).reshape(count, heads, head_dim)
+
+
+def _one_token(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Queries `[a, b, queries, head_dim]` against keys and values `[a, b, keys, head_dim]`, unmasked but for `mask`.
+
+    `mask` is additive and broadcasts to the scores `[a, b, queries, keys]`. Returns `[a, b, queries, head_dim]`.
+    """
+    first, second, length, head_dim = keys.shape
+    if softcap is None and first * second * length <= FUSED_POSITIONS:
+        return functional.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    scores = _scores(rows.reshape(first * second, -1, head_dim), keys.flatten(0, 1), scale)
+    weights = _weights(scores.view(first, second, -1, length), mask, softcap).view_as(scores)
+    return torch.bmm(weights, values.flatten(0, 1)).view(first, second, -1, head_dim)
+
+
+def _prefill(
+    chunk: PrefillChunk,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """A chunk of one sequence, query `[heads, tokens, head_dim]`. Returns `[tokens, heads, head_dim]`."""
+    heads, tokens, head_dim = query.shape
+    kv_heads = keys.shape[0]
+    rows = query.view(kv_heads, heads // kv_heads, tokens, head_dim)
+    output = query.new_empty(tokens, kv_heads, heads // kv_heads, head_dim)
+    for tile in chunk.tiles:
+        (first, last), (low, high) = tile.query, tile.keys
+        tile_rows = rows[:, :, first:last].reshape(kv_heads, -1, head_dim)
+        scores = _scores(tile_rows, keys[:, low:high], scale)
+        split = scores.view(kv_heads, -1, last - first, high - low)
+        weights = _weights(split, tile.mask, softcap).view_as(scores)
+        result = torch.bmm(weights, values[:, low:high])
+        output[first:last] = result.view(kv_heads, -1, last - first, head_dim).permute(2, 0, 1, 3)
+    return output.view(tokens, heads, head_dim)
+
+
+def _scores(rows: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """`[batch, rows, head_dim]` against `[batch, keys, head_dim]`: `[batch, rows, keys]`, scaled before rounding."""
+    ignored = rows.new_zeros(1, 1, 1)
+    return torch.baddbmm(ignored, rows, keys.transpose(1, 2), beta=0, alpha=scale)
+
+
+def _weights(scores: torch.Tensor, mask: torch.Tensor | None, softcap: float | None) -> torch.Tensor:
+    """Softmax of scores `[..., queries, keys]`, in the same shape and dtype. Changes `scores`.
+
+    `mask` is additive and covers the last keys. Soft-capped scores are `softcap * tanh(score / softcap)` (Gemma 2,
+    arXiv:2408.00118, section 2).
+    """
+    dtype = scores.dtype
+    if softcap is not None:
+        scores = torch.tanh(scores.float() / softcap) * softcap
+    if mask is not None:
+        scores[..., -mask.shape[-1] :] += mask
+    return torch.softmax(scores, dim=-1).to(dtype)

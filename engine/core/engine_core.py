@@ -1,0 +1,308 @@
+"""The engine core: takes requests, runs steps of the model, returns tokens and text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.core.engine import Engine
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.model_runner import ModelRunner
+from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
+from engine.core.scheduler import Scheduler
+from engine.core.sequence import Sequence, SequenceStatus
+from engine.core.step_stats import StepMeter
+from engine.core.types import (
+    EngineLoad,
+    EngineRequest,
+    RequestLimits,
+    RequestOutput,
+    ReservedBlocks,
+    StepResult,
+)
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cache_events import KvEventLog
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import (
+    BrokenInvariantError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from splitserve.models.tokenizer import Tokenizer
+from splitserve.queues import LazyHeap
+
+DEFAULT_STEP_TOKENS = {"DRAM": 512, "VRAM": 2048}
+"""Default of `max_step_tokens` by the pool's memory kind: just enough to fill the device. With small chunks all but the
+last chunk's KV is sent while later ones are computed, and a cancelled prompt stops soon."""
+
+
+class EngineCore(Engine):
+    """The engine of splitserve's own runners: schedules, keeps the blocks, applies tokens.
+
+    What one sequence raises in a step, its grammar or its text for example, fails that sequence alone. What the runner
+    raises propagates, unless it is a SplitserveError. `abort` and `release_held` remove what a method that raised left.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._max_waiting = config.max_waiting_requests
+        self.max_step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[runner.pool_memory.memory_kind]
+        block_size = runner.layout.block_size_tokens
+        self.kv_events = KvEventLog()
+        """Changes of the prefix cache; may be read on any thread."""
+        pool = BlockPool(runner.num_blocks, self.kv_events)
+        self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
+        self._scheduler = Scheduler(
+            self._kv,
+            max_step_tokens=self.max_step_tokens,
+            max_running=config.max_running_requests,
+            max_bypasses=config.max_bypasses,
+        )
+        self._limits = RequestLimits.of(runner.facts, config.context_tokens, runner.num_blocks * block_size)
+        self._live: dict[str, Sequence] = {}
+        self._held: dict[str, Sequence] = {}
+        self._reserved: dict[int, Sequence] = {}
+        self._writers: dict[int, list[int]] = {}
+        self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
+        self._arrivals = 0
+        self._meter = StepMeter()
+        self._changed = False
+        """Whether the next step may do something that the last one could not."""
+        self._step: BegunStep | None = None
+        self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
+        self._outputs = OutputProcessor(
+            block_size, self._kv.cache_computed, self._limits, self._pending, self._end
+        )
+
+    @property
+    def pool(self) -> BlockPool:
+        """The block pool, for inspection."""
+        return self._kv.pool
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest sequence here, prompt plus output: the bounds of model, settings and pool."""
+        return self._limits.sequence_tokens
+
+    def add_request(self, request: EngineRequest) -> None:
+        """See `Engine`."""
+        self._check(request)
+        if len(self._scheduler.waiting) >= self._max_waiting:
+            raise ResourceExhaustedError(
+                f"{self._max_waiting} requests are waiting already",
+                reason="QUEUE_FULL",
+                retry_after_s=self._meter.rates.retry_after_s(self._scheduler.waiting_tokens),
+            )
+        sequence = Sequence(request, self._arrivals)
+        self._register(sequence)
+        self._scheduler.enqueue(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """See `Engine`."""
+        dropped = self._pending.drop(request_id)
+        if self._step is not None:
+            dropped |= self._step.result.drop(request_id)
+        sequence = self._live.get(request_id)
+        if sequence is None:
+            return dropped
+        self._end(sequence)
+        return True
+
+    def release_held(self, request_id: str) -> bool:
+        """See `Engine`."""
+        if request_id in self._live:
+            raise BrokenInvariantError(f"{request_id} has not ended")
+        sequence = self._held.pop(request_id, None)
+        if sequence is None:
+            return False
+        sequence.status = SequenceStatus.ENDED
+        self._kv.free(sequence)
+        self._changed = True
+        return True
+
+    def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
+        """See `Engine`."""
+        self._check(request)
+        if request.prefill_only:
+            raise BrokenInvariantError("a reservation is for decoding")
+        if reservation in self._reserved or reservation in self._writers:
+            raise BrokenInvariantError(f"reservation {reservation} is in use")
+        if not self._scheduler.has_slot or not self._scheduler.may_bypass(request.precedence):
+            return None
+        sequence = Sequence(request, self._arrivals)
+        fresh = self._kv.start(sequence, watermark=self._scheduler.watermark_blocks, writer=True)
+        if fresh is None:
+            return None
+        self._scheduler.count_bypass(request.precedence)
+        self._register(sequence)
+        sequence.status, sequence.reservation = SequenceStatus.RESERVED, reservation
+        self._reserved[reservation] = sequence
+        self._writers[reservation] = fresh
+        self._scheduler.num_reserved += 1
+        return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
+
+    def cached_tokens(self, request: EngineRequest) -> int:
+        """See `Engine`."""
+        wanted = len(request.token_ids) - 1
+        return len(self._kv.computed_prefix(Sequence(request, 0), wanted)) * self._kv.block_size
+
+    def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
+        """See `Engine`."""
+        self._require_no_step()
+        self._limits.check_first_token(first_token_id)
+        sequence = self._reserved.pop(reservation, None)
+        if sequence is None:
+            raise NotFoundError(f"reservation {reservation} is not live", reason="RESERVATION_NOT_LIVE")
+        self._scheduler.num_reserved -= 1
+        sequence.reservation = None
+        sequence.num_computed = len(sequence.tokens)
+        self._kv.cache_computed(sequence)
+        self._scheduler.run(sequence)
+        self._changed = True
+        return self._outputs.append_given(sequence, first_token_id)
+
+    def release_writer(self, reservation: int) -> bool:
+        """See `Engine`."""
+        blocks = self._writers.pop(reservation, None)
+        if blocks is None:
+            return False
+        self.pool.release_writer(blocks)
+        self._changed = True
+        return True
+
+    def has_work(self) -> bool:
+        """See `Engine`."""
+        if self._changed and (self._scheduler.running or self._scheduler.waiting):
+            return True
+        return self.next_deadline() <= self._clock()
+
+    def next_deadline(self) -> float:
+        """See `Engine`."""
+        first = self._deadlines.peek()
+        return float("inf") if first is None else first[0]
+
+    def step(self) -> StepResult:
+        """Runs both halves of a step and returns its result.
+
+        A SplitserveError of the runner fails the requests of the batch; any other exception propagates.
+        """
+        self.begin_step()
+        self.finish_step()
+        result = self.take_result()
+        assert result is not None
+        return result
+
+    def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
+        """The first half of a step: expires requests, schedules the next batch and queues it at the runner, after a
+        call of `computing` with the time that this will take; see `StepMeter.expected_s`."""
+        self._require_no_step()
+        began_s = self._clock()
+        self._meter.begin(began_s)
+        result = StepResult()
+        self._outputs.expire(self._deadlines, began_s, result)
+        step = self._scheduler.schedule()
+        batch = self._outputs.batch(step, result)
+        # After an empty step the next one is empty too, until something else sets the flag.
+        self._changed = bool(step.num_new or step.preempted or step.failed)
+        for sequence in step.num_new:
+            if not sequence.started:
+                sequence.started = True
+                result.started.append(sequence.request_id)
+        result.scheduled_tokens = sum(step.num_new.values())
+        computing(self._meter.expected_s(step.num_new))
+        self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result)
+
+    def finish_step(self) -> None:
+        """See `Engine`."""
+        step, self._step = self._step, None
+        assert step is not None
+        self._outputs.process(step)
+        step.result.duration_s = self._clock() - step.began_s
+        self._pending.put(step.result)
+        self._meter.end(step.began_s + step.result.duration_s, step.num_new, more=self.has_work())
+
+    @property
+    def result_can_wait(self) -> bool:
+        """Whether to take the latest result only after the next `begin_step`, while the device computes.
+
+        True if there is a next step to begin, and no peer waits for the result's KV.
+        """
+        return self._runner.overlaps and self._pending.can_wait and self.has_work()
+
+    def take_result(self) -> StepResult | None:
+        """See `Engine`."""
+        return self._pending.take()
+
+    def load(self) -> EngineLoad:
+        """The present load. Costs O(running)."""
+        counts = self.pool.counts()
+        running = self._scheduler.running
+        prompts = sum(sequence.remaining for sequence in running if sequence.remaining > 1)
+        return EngineLoad(
+            waiting_requests=len(self._scheduler.waiting),
+            running_requests=len(running),
+            waiting_tokens=self._scheduler.waiting_tokens + prompts,
+            total_blocks=counts.total,
+            free_blocks=counts.free,
+            reserved_blocks=counts.reserved,
+            quarantined_blocks=counts.quarantined,
+            referenced_blocks=counts.referenced,
+            prefill_tokens_per_s=self._meter.rates.prefill_tokens_per_s,
+            decode_step_s=self._meter.rates.decode_step_s,
+            step_fit=self._meter.fit.latest,
+        )
+
+    def close(self) -> None:
+        """Closes the runner."""
+        self._runner.close()
+
+    def _require_no_step(self) -> None:
+        if self._step is not None:
+            raise BrokenInvariantError("a step is under way")
+
+    def _check(self, request: EngineRequest) -> None:
+        self._require_no_step()
+        known = request.request_id in self._live or request.request_id in self._held
+        if known or self._pending.holds(request.request_id):
+            raise InvalidArgumentError(
+                f"request {request.request_id} is in progress here",
+                reason="DUPLICATE_REQUEST",
+                field="request_id",
+            )
+        self._limits.check(request)
+
+    def _register(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        self._live[sequence.request_id] = sequence
+        if sequence.request.deadline_s != float("inf"):
+            self._deadlines.push(sequence.request.deadline_s, sequence)
+        self._changed = True
+
+    def _end(self, sequence: Sequence) -> None:
+        """Removes a live sequence everywhere, and frees its blocks unless they must be held."""
+        del self._live[sequence.request_id]
+        self._deadlines.discard(sequence)
+        self._scheduler.remove(sequence)
+        self._changed = True
+        if sequence.reservation is not None:
+            del self._reserved[sequence.reservation]
+            self._scheduler.num_reserved -= 1
+            sequence.reservation = None
+        if sequence.request.prefill_only:
+            sequence.status = SequenceStatus.HELD
+            self._held[sequence.request_id] = sequence
+        else:
+            sequence.status = SequenceStatus.ENDED
+            self._kv.free(sequence)
+
+    def _end_if_live(self, sequence: Sequence) -> None:
+        if self._live.get(sequence.request_id) is sequence:
+            self._end(sequence)

@@ -1,0 +1,86 @@
+"""Allocates KV blocks for sequences, sharing those that the prefix cache already has."""
+
+from __future__ import annotations
+
+from engine.core.sequence import Sequence
+from engine.kv_cache.block_pool import BlockPool
+from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
+
+
+class KVCacheManager:
+    """Block tables over a `BlockPool`. `block_size` is in tokens."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, prefix_cache: bool = True) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self._prefix_cache = prefix_cache
+
+    def computed_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """Cached blocks with the KV of the sequence's first tokens, of `max_tokens` at most.
+
+        Full blocks only. Takes no ownership. Costs O(hits): blocks are hashed only up to the first miss.
+        """
+        hits: list[int] = []
+        if not self._prefix_cache:
+            return hits
+        hashes = sequence.block_hashes
+        for index in range(max_tokens // self.block_size):
+            if index == len(hashes):
+                self._extend_hashes(sequence, index + 1)
+            block = self.pool.lookup(hashes[index])
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def start(self, sequence: Sequence, *, watermark: int, writer: bool = False) -> list[int] | None:
+        """Allocates blocks for all of a sequence's tokens, sharing cached ones; returns the new ones.
+
+        None, and nothing changed, if fewer than `watermark` blocks would stay free. A sequence that is computed here
+        has at least its last token computed, because its logits are needed. One whose KV a `writer` brings may be
+        cached completely; its new blocks are owned by the writer, too.
+        """
+        total = len(sequence.tokens)
+        hits = self.computed_prefix(sequence, total if writer else total - 1)
+        fresh_count = blocks_for(total, self.block_size) - len(hits)
+        if fresh_count + self.pool.unowned(hits) + watermark > self.pool.free:
+            return None
+        if writer and self._prefix_cache:  # now, while the peer computes, rather than when its KV arrives
+            self._extend_hashes(sequence, total // self.block_size)
+        self.pool.share(hits)
+        fresh = self.pool.allocate(fresh_count, after=hits[-1] if hits else None, writer=writer)
+        sequence.block_ids = hits + fresh
+        sequence.cached_blocks = len(hits)
+        sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
+        return fresh
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Extends the block table to all tokens; False, and nothing changed, if there are not enough free blocks."""
+        missing = blocks_for(len(sequence.tokens), self.block_size) - len(sequence.block_ids)
+        if missing <= 0:
+            return True
+        if missing > self.pool.free:
+            return False
+        after = sequence.block_ids[-1] if sequence.block_ids else None
+        sequence.block_ids.extend(self.pool.allocate(missing, after=after))
+        return True
+
+    def cache_computed(self, sequence: Sequence) -> None:
+        """Adds every block that is full of computed tokens to the prefix cache."""
+        full = sequence.num_computed // self.block_size
+        if not self._prefix_cache or full <= sequence.cached_blocks:
+            return
+        self._extend_hashes(sequence, full)
+        for index in range(sequence.cached_blocks, full):
+            self.pool.cache(sequence.block_ids[index], sequence.block_hashes[index])
+        sequence.cached_blocks = full
+
+    def free(self, sequence: Sequence) -> None:
+        """Releases all of a sequence's blocks."""
+        self.pool.release(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed = sequence.cached_blocks = 0
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        salt = sequence.request.cache_salt
+        extend_block_hashes(sequence.block_hashes, sequence.tokens, self.block_size, salt, num_blocks)

@@ -1,0 +1,105 @@
+"""The interface between the engine core and what computes a step: a torch model or a simulated one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from engine.core.types import ModelFacts, RowsFailedError, SampledToken, SamplingParams, ScheduledSequence
+from kv_transfer.layout import KvLayout
+from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.wire_format import KvWire, PlainWire
+from splitserve.generation.kv_blocks import blocks_for
+from splitserve.logs import log_event
+
+PendingStep = Callable[[], list[SampledToken | None]]
+"""Waits for a step that was begun. Call it once, before the next step begins; see `ModelRunner.begin`."""
+
+
+class ModelRunner(ABC):
+    """Owns the weights and the KV blocks. Used from one thread."""
+
+    facts: ModelFacts
+    layout: KvLayout
+    overlaps: bool = False
+    """Whether `begin` returns before the step is computed, so that the host can do other work meanwhile."""
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Number of KV blocks for requests."""
+
+    @property
+    @abstractmethod
+    def pool_memory(self) -> KvMemoryRegion:
+        """The memory of the KV blocks; does not move for the runner's life.
+
+        The blocks for lane probes follow the `num_blocks` for requests.
+        """
+
+    @abstractmethod
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of each block in host memory, for checksums; valid until the next step."""
+
+    @property
+    def wire(self) -> KvWire:
+        """The form in which KV is transferred, and the memory that peers write to. By default the KV blocks as is."""
+        return PlainWire(self.pool_memory, self.read_blocks)
+
+    @abstractmethod
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        """Computes one step; returns one entry per sequence, None where `sample` is not set.
+
+        Writes the KV of the new positions. Sampling is a pure function of (logits, parameters, seed, position). Raises
+        RowsFailedError if single sequences fail.
+        """
+
+    def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
+        """The first half of `execute`: queues a step. The returned function waits for it; it returns or raises as
+        `execute` does.
+
+        After that nothing of the step is in progress: its KV may be read and its blocks may be written, also by those
+        that bypass the device's queue. By default the whole step is computed then.
+        """
+        return partial(self.execute, batch)
+
+    def poll_while_computing(self, poll: Callable[[], None]) -> None:
+        """`poll` is called again and again, on the same thread, while a step that was begun is waited for. Ignored by
+        runners whose thread computes itself."""
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases the KV blocks and the weights."""
+
+
+PROMPT_TOKENS = 64
+"""Length of the warm-up's prompt."""
+
+
+def warm_up(runner: ModelRunner, max_step_tokens: int | None, prompt_tokens: int = PROMPT_TOKENS) -> None:
+    """Computes a prompt of up to `prompt_tokens` and one token more, in blocks that nobody owns yet, to compile and
+    allocate early."""
+    size = runner.layout.block_size_tokens
+    limit = min(max_step_tokens or prompt_tokens + 1, runner.num_blocks * size, runner.facts.context_tokens)
+    prompt = min(prompt_tokens, limit - 1)
+    if prompt < 1:
+        return
+    blocks = range(blocks_for(prompt + 1, size))
+    try:
+        for computed, new in ((0, prompt), (prompt, 1)):
+            sequence = ScheduledSequence(
+                request_id="warm-up",
+                token_ids=[token % runner.facts.vocabulary_size for token in range(computed + new)],
+                prompt_tokens=prompt,
+                num_computed=computed,
+                num_new=new,
+                block_ids=list(blocks),
+                sample=True,
+                sampling=SamplingParams(temperature=0.0),
+            )
+            runner.execute([sequence])
+    except RowsFailedError as error:
+        # The model may fail on this prompt (NaN logits) and still work on others; the code has run.
+        log_event("worker.warm_up_failed", error=error.message)

@@ -1,0 +1,220 @@
+"""Chooses which sequences compute how many tokens in the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.precedence import Precedence, PrecedenceQueue, in_order, take_last
+from engine.core.sequence import Sequence, SequenceStatus
+from splitserve.errors import SplitserveError
+from splitserve.generation.kv_blocks import watermark_blocks
+from splitserve.queues import Offer, offer_in_order
+from splitserve.request_guard import request_error
+
+# Bounds on the work of a step: waiting sequences that did not fit before and are tried again, and blocks looked up in
+# the prefix cache for all but the last of them.
+_MAX_MISFITS_A_STEP = 8
+_MAX_MISFIT_BLOCKS_A_STEP = 512
+# A prompt is not cut into chunks smaller than this.
+_MIN_CHUNK_TOKENS = 16
+# Share of the step's budget that decodes may take while prompts wait.
+_DECODE_SHARE = 7 / 8
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """The next step: tokens to compute for each sequence in it, at least one."""
+
+    num_new: dict[Sequence, int] = field(default_factory=dict)
+    preempted: int = 0
+    budget: int = 0
+    """Tokens left of the step's budget."""
+    failed: list[tuple[Sequence, SplitserveError]] = field(default_factory=list)
+    """Sequences that cannot be scheduled, and why. They are in no queue any more, but not ended."""
+
+    def give(self, sequence: Sequence, tokens: int) -> None:
+        """Schedules `tokens` more tokens of a sequence."""
+        self.num_new[sequence] = self.num_new.get(sequence, 0) + tokens
+        self.budget -= tokens
+
+    def fail(self, sequence: Sequence, error: BaseException) -> None:
+        """Takes a sequence out of the step, as its handling raised `error`; see `request_error`."""
+        self.failed.append((sequence, request_error(error, sequence.request_id)))
+        self.take_back(sequence)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the step."""
+        self.budget += self.num_new.pop(sequence, 0)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, as in vLLM: one queue and one running set, no prefill or decode phases.
+
+    In each step the running sequences' `num_computed` catches up with their tokens, within a budget of
+    `max_step_tokens`: decodes first, then running prompts in chunks, then waiting ones in order of precedence. A
+    prompt that must be cut takes at most half of the remaining budget, so that short ones after it fit into the same
+    step; budget that is left over goes to the first of those that were cut.
+
+    A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
+    that is last in that order is preempted: it gives up its blocks, keeps its output and is computed again later.
+    `prefill_only` sequences are never preempted, because writes to peers may be reading their blocks.
+
+    A waiting sequence that does not fit may be bypassed `max_bypasses` times; then it blocks the queue. The cost of a
+    step depends on its sequences, not on the length of the queue.
+    """
+
+    def __init__(
+        self, kv: KVCacheManager, *, max_step_tokens: int, max_running: int, max_bypasses: int
+    ) -> None:
+        self.running: dict[Sequence, None] = {}
+        self.waiting: PrecedenceQueue[Sequence] = PrecedenceQueue()
+        self.waiting_tokens = 0
+        self.num_reserved = 0
+        self._kv = kv
+        self._max_step_tokens = max_step_tokens
+        self._max_running = max_running
+        self._max_bypasses = max_bypasses
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Adds a sequence to the queue."""
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.push(sequence)
+        self.waiting_tokens += sequence.remaining
+
+    def run(self, sequence: Sequence) -> None:
+        """Adds a sequence that has its blocks to the running set."""
+        sequence.status = SequenceStatus.RUNNING
+        self.running[sequence] = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a waiting or running sequence. The caller frees its blocks."""
+        if sequence in self.waiting:
+            self.waiting_tokens -= sequence.remaining
+            self.waiting.discard(sequence)
+        self.running.pop(sequence, None)
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more sequence may run; reserved ones count as running."""
+        return len(self.running) + self.num_reserved < self._max_running
+
+    @property
+    def watermark_blocks(self) -> int:
+        """See `splitserve.generation.kv_blocks.watermark_blocks`; running and reserved sequences grow."""
+        return watermark_blocks(len(self.running) + self.num_reserved, self._kv.pool.total)
+
+    def may_bypass(self, precedence: Precedence) -> bool:
+        """Whether a reservation, which does not queue here, may take blocks before the waiting sequences."""
+        head = self._blocked_head(precedence)
+        return head is None or head.bypassed < self._max_bypasses
+
+    def count_bypass(self, precedence: Precedence) -> None:
+        """Counts a bypass of the first waiting sequence, after a reservation took blocks."""
+        head = self._blocked_head(precedence)
+        if head is not None:
+            head.bypassed += 1
+
+    def schedule(self) -> SchedulerOutput:
+        """Chooses the next step and allocates blocks for it."""
+        step = SchedulerOutput(budget=self._max_step_tokens)
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (decodes if sequence.remaining == 1 else prefills).append(sequence)
+        self._schedule_decodes(step, decodes, others=bool(prefills or len(self.waiting)))
+        for sequence in in_order(prefills):
+            if step.budget == 0:
+                break
+            if sequence.status is SequenceStatus.RUNNING:
+                step.give(sequence, _chunk(sequence.remaining, step.budget))
+        # After a preemption blocks are short: admit nobody in this step.
+        if step.preempted == 0:
+            self._admit(step)
+        # What is left of the budget goes to prompts that were cut, in order.
+        cut = [sequence for sequence, tokens in step.num_new.items() if tokens < sequence.remaining]
+        for sequence in cut:
+            if step.budget == 0:
+                break
+            step.give(sequence, min(sequence.remaining - step.num_new[sequence], step.budget))
+        return step
+
+    def _schedule_decodes(self, step: SchedulerOutput, decodes: list[Sequence], *, others: bool) -> None:
+        limit = max(1, int(step.budget * _DECODE_SHARE)) if others else step.budget
+        rotate = len(decodes) > limit
+        for sequence in decodes[:limit]:
+            if sequence.status is not SequenceStatus.RUNNING or not self._grow(step, sequence):
+                continue
+            step.give(sequence, 1)
+            if rotate:  # move it to the end: those left out now come first in the next step
+                self.running[sequence] = self.running.pop(sequence)
+
+    def _grow(self, step: SchedulerOutput, sequence: Sequence) -> bool:
+        """Allocates a block for a decode if it needs one, preempting as needed; False if it was preempted itself."""
+        while not self._kv.grow(sequence):
+            candidates = [other for other in self.running if not other.request.prefill_only]
+            victim = take_last(candidates)
+            step.take_back(victim)
+            step.preempted += 1
+            self._kv.free(victim)
+            del self.running[victim]
+            self.enqueue(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _admit(self, step: SchedulerOutput) -> None:
+        """Starts waiting sequences while there are budget, slots and blocks for them."""
+        if not len(self.waiting) or not self.has_slot:
+            return
+        misfits: list[Sequence] = []
+        for sequence in offer_in_order(
+            self._candidates(step),
+            lambda sequence: self._start(sequence, step, misfits),
+            max_bypasses=self._max_bypasses,
+            max_looks=_MAX_MISFITS_A_STEP,
+        ):
+            self.run(sequence)
+            step.give(sequence, _chunk(sequence.remaining, step.budget))
+        for sequence in misfits:
+            self.waiting.push(sequence)
+
+    def _candidates(self, step: SchedulerOutput) -> Iterator[Sequence]:
+        """Pops sequences off the queue for as long as one more may be tried in this step."""
+        blocks_looked_up = 0
+        while step.budget > 0 and self.has_slot and blocks_looked_up < _MAX_MISFIT_BLOCKS_A_STEP:
+            sequence = self.waiting.pop()
+            if sequence is None:
+                return
+            yield sequence
+            if sequence.misfit:
+                blocks_looked_up += len(sequence.block_hashes)
+
+    def _start(self, sequence: Sequence, step: SchedulerOutput, misfits: list[Sequence]) -> Offer:
+        """Allocates blocks for a waiting sequence; appends it to `misfits` if it does not fit."""
+        before = sequence.remaining
+        try:
+            sequence.misfit = self._kv.start(sequence, watermark=self.watermark_blocks) is None
+        except BaseException as error:
+            step.fail(sequence, error)
+            self.waiting_tokens -= before
+            return Offer.SKIP
+        if sequence.misfit:
+            misfits.append(sequence)
+            return Offer.MISFIT
+        self.waiting_tokens -= before
+        sequence.bypassed = 0
+        return Offer.TAKEN
+
+    def _blocked_head(self, precedence: Precedence) -> Sequence | None:
+        """The first waiting sequence, if it does not fit and a request with this precedence comes after it."""
+        first = self.waiting.peek()
+        if first is None or not first.misfit or precedence.precedes(first.precedence):
+            return None
+        return first
+
+
+def _chunk(remaining: int, budget: int) -> int:
+    """Tokens of a prompt in this step: all that remain, or about half of the budget."""
+    return remaining if remaining <= budget else min(budget, max(budget // 2, _MIN_CHUNK_TOKENS))

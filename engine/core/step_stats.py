@@ -1,0 +1,103 @@
+"""Measures an engine's throughput over its recent steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.core.sequence import Sequence
+from engine.core.step_time_fit import StepTimeFit
+
+_DECAY = 0.9
+_OUTLIER = 2.0
+"""A step's duration counts as at most this multiple of the expected one. Otherwise a process that was stopped for a
+minute during a step would look slow until it gets work again, and therefore get none."""
+_MIN_TOKENS = 64
+"""Prompt tokens that a prefill rate must rest on. A short prompt, above all a cold worker's first, takes nearly as long
+as a long one: a rate known from it alone is far too low for admission to refuse by and the autoscaler to add workers.
+"""
+_MIN_RETRY_S = 0.1
+_MAX_RETRY_S = 60.0
+
+
+class StepRates:
+    """Exponential moving averages over steps; 0 until measured."""
+
+    def __init__(self) -> None:
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+        self._measured_tokens = 0
+        self._decode_step_s = 0.0
+
+    def record(self, prefill_tokens: int, duration_s: float) -> None:
+        """Records a step of `duration_s` seconds; without prefill tokens it only decoded."""
+        if duration_s <= 0:
+            return
+        if prefill_tokens:
+            if rate := self.prefill_tokens_per_s:
+                duration_s = min(duration_s, _OUTLIER * prefill_tokens / rate)
+            # Tokens and seconds are averaged separately, so that a short chunk weighs little.
+            self._prefill_tokens = self._prefill_tokens * _DECAY + prefill_tokens
+            self._prefill_s = self._prefill_s * _DECAY + duration_s
+            self._measured_tokens += prefill_tokens
+        elif self._decode_step_s:
+            duration_s = min(duration_s, _OUTLIER * self._decode_step_s)
+            self._decode_step_s += (duration_s - self._decode_step_s) * (1 - _DECAY)
+        else:
+            self._decode_step_s = duration_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens computed per second, over the steps that had any; 0 before there were `_MIN_TOKENS`."""
+        return self._prefill_tokens / self._prefill_s if self._measured_tokens >= _MIN_TOKENS else 0.0
+
+    @property
+    def decode_step_s(self) -> float:
+        """Seconds of a step that only decodes."""
+        return self._decode_step_s
+
+    def retry_after_s(self, waiting_tokens: int) -> float:
+        """Seconds until a queue of `waiting_tokens` prompt tokens is computed; 1 while unmeasured."""
+        rate = self.prefill_tokens_per_s
+        return min(max(waiting_tokens / rate if rate else 1.0, _MIN_RETRY_S), _MAX_RETRY_S)
+
+
+class StepMeter:
+    """Measures steps; call `begin` and `end` around each. Times are seconds of one clock.
+
+    Requests also wait between consecutive steps, so a step's duration counts from the end of the one before. Only after
+    the engine was idle does it count from its own beginning.
+    """
+
+    def __init__(self) -> None:
+        self.rates = StepRates()
+        self.fit = StepTimeFit()
+        self._busy_since_s: float | None = None
+        self._began_s = 0.0
+
+    def expected_s(self, num_new: Mapping[Sequence, int]) -> float | None:
+        """The time that a step will take which computes `num_new` tokens of each sequence; None before any was measured
+        that decodes, or computes prompts, as this one does.
+        """
+        decoding = sum(1 for tokens in num_new.values() if tokens == 1)
+        prefill_tokens = sum(num_new.values()) - decoding
+        rates = self.rates
+        if (decoding and not rates.decode_step_s) or (prefill_tokens and not rates.prefill_tokens_per_s):
+            return None
+        return rates.decode_step_s + (prefill_tokens / rates.prefill_tokens_per_s if prefill_tokens else 0.0)
+
+    def begin(self, now: float) -> None:
+        """A step begins."""
+        self._began_s = now if self._busy_since_s is None else self._busy_since_s
+
+    def end(self, now: float, num_new: Mapping[Sequence, int], more: bool) -> None:
+        """A step ends that computed `num_new` tokens of each sequence; `more`: another can follow at once."""
+        self._busy_since_s = now if more else None
+        if not num_new:
+            return
+        decoding = sum(1 for tokens in num_new.values() if tokens == 1)
+        prefill_tokens = sum(num_new.values()) - decoding
+        duration_s = now - self._began_s
+        self.rates.record(prefill_tokens, duration_s)
+        if not prefill_tokens:
+            context = sum(sequence.num_computed for sequence in num_new)
+            self.fit.record(decoding, context, duration_s)

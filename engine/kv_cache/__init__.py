@@ -1,0 +1,1 @@
+"""KV blocks: their owners, the prefix cache and their memory. Read `block_pool.py` first."""

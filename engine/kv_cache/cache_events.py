@@ -1,0 +1,118 @@
+"""The log of prefix-cache changes that workers report to coordinators, and a reader with its own position for each.
+
+The engine thread writes, the event loop reads. A reader that falls behind the bounded log starts again with a snapshot.
+A name is `splitserve.generation.kv_blocks.name_of` a block's hash: 8 bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+
+from splitserve.generation.kv_blocks import name_of
+from splitserve.v1 import registry_pb2
+
+MAX_LOGGED = 2**15
+"""Changes kept for readers that have not read them yet."""
+MAX_NAMES_A_MESSAGE = 2**12
+"""32 KiB of names: far below the bound of the proto and any message limit, and applied within a few milliseconds."""
+
+
+class KvEventLog:
+    """The names that are cached now, and the last changes. A change costs O(1)."""
+
+    def __init__(self, max_logged: int = MAX_LOGGED) -> None:
+        self._lock = threading.Lock()
+        self._names: dict[bytes, None] = {}
+        self._changes: deque[tuple[bytes, bool]] = deque(maxlen=max_logged)
+        self._end = 0
+        self._unread = False
+        self._on_change: Callable[[], object] | None = None
+
+    def subscribe(self, on_change: Callable[[], object]) -> None:
+        """Calls `on_change` on the engine thread, at the first change after each read."""
+        self._on_change = on_change
+
+    def stored(self, block_hash: bytes) -> None:
+        """Records that a block with this hash is cached now."""
+        self._changed(name_of(block_hash), True)
+
+    def removed(self, block_hash: bytes) -> None:
+        """Records that no block with this hash is cached any more."""
+        self._changed(name_of(block_hash), False)
+
+    def _changed(self, name: bytes, is_stored: bool) -> None:
+        with self._lock:
+            if is_stored:
+                self._names[name] = None
+            else:
+                self._names.pop(name, None)
+            self._changes.append((name, is_stored))
+            self._end += 1
+            first, self._unread = not self._unread, True
+        if first and self._on_change is not None:
+            self._on_change()
+
+    def snapshot(self) -> tuple[dict[bytes, bool], int]:
+        """All names that are cached now, parents before children, and the position in the log."""
+        with self._lock:
+            self._unread = False
+            return dict.fromkeys(self._names, True), self._end
+
+    def since(self, position: int) -> tuple[dict[bytes, bool], int] | None:
+        """The names that changed since a position, True if cached now; and the new position.
+
+        None if the log does not reach back that far.
+        """
+        with self._lock:
+            missed = self._end - position
+            if missed > len(self._changes):
+                return None
+            self._unread = False
+            latest = list(islice(reversed(self._changes), missed))  # from the end: costs O(missed)
+            return dict(reversed(latest)), self._end
+
+
+class KvEventReader:
+    """Reads the log for one Report stream. The first events, and those after `resync`, list the whole cache."""
+
+    def __init__(self, log: KvEventLog) -> None:
+        self._log = log
+        self._sequence = 0
+        self._position = -1
+        self._unsent: deque[tuple[bytes, bool]] = deque()
+        self._resync = True
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is more to send than fitted into the last message."""
+        return bool(self._unsent) or self._resync
+
+    def resync(self) -> None:
+        """Starts again with a snapshot: the coordinator has lost its copy."""
+        self._resync = True
+
+    def next_events(self) -> registry_pb2.CacheEvents | None:
+        """The next message, None if nothing has changed. The message counts as sent."""
+        cleared = self._resync
+        if not self._resync and not self._unsent:
+            changes = self._log.since(self._position)
+            if changes is None:
+                cleared = True
+            else:
+                self._unsent, self._position = deque(changes[0].items()), changes[1]
+        if cleared:
+            names, self._position = self._log.snapshot()
+            self._unsent, self._resync = deque(names.items()), False
+        elif not self._unsent:
+            return None
+        sent = [self._unsent.popleft() for _ in range(min(len(self._unsent), MAX_NAMES_A_MESSAGE))]
+        self._sequence += 1
+        return registry_pb2.CacheEvents(
+            sequence=self._sequence,
+            cleared=cleared,
+            removed=b"".join(name for name, is_stored in sent if not is_stored),
+            stored=b"".join(name for name, is_stored in sent if is_stored),
+        )

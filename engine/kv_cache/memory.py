@@ -1,0 +1,126 @@
+"""The memory of a worker's KV blocks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from kv_transfer.lane_probe import probe_blocks
+from kv_transfer.layout import KvLayout
+from kv_transfer.transports.transport import KvMemoryRegion
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_BYTES = 1 << 30
+
+
+class BlockMemory:
+    """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
+
+    It never moves: transports register its address once. On cpu it is an anonymous mapping, page-aligned and populated
+    at once. Blocks for lane probes follow in the same memory.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        self._probe_blocks = probe_blocks(layout.block_bytes)
+        total = num_blocks + self._probe_blocks
+        if device.type == "cpu":
+            memory = torch.frombuffer(host_pages(total * layout.block_bytes), dtype=torch.uint8)
+        else:
+            _refuse_expandable_segments()
+            memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
+        blocks = memory.view(total, layout.block_bytes)
+        # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
+        blocks[num_blocks:].fill_(1)
+        self.bytes = blocks[:num_blocks]
+
+    def memory(self) -> KvMemoryRegion:
+        """All blocks, probe blocks included, as one region to register with a transport."""
+        on_cpu = self.device.type == "cpu"
+        return KvMemoryRegion(
+            base_address=self.bytes.data_ptr(),
+            num_blocks=self.num_blocks + self._probe_blocks,
+            layout=self.layout,
+            memory_kind="DRAM" if on_cpu else "VRAM",
+            device_index=0 if on_cpu else (self.device.index or 0),
+            probe_blocks=self._probe_blocks,
+        )
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """The bytes of each block, uint8 `[block_bytes]`; on cpu the blocks' own memory, else a copy."""
+        if self.device.type == "cpu":
+            return [memoryview(self.bytes[block].numpy()) for block in block_ids]
+        copied = self.bytes[list(block_ids)].cpu().numpy()
+        return [memoryview(row) for row in copied]
+
+
+class KvCacheMemory(BlockMemory):
+    """One tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+        super().__init__(layout, num_blocks, device)
+        heads = (layout.num_layers, 2, layout.num_kv_heads)
+        shape = (num_blocks, *heads, layout.block_size_tokens, layout.head_dim)
+        self.tensor = self.bytes.view(DTYPES[layout.dtype]).view(shape)
+
+    def view(self, layer: int) -> torch.Tensor:
+        """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
+        return self.tensor[:, layer].permute(1, 2, 0, 3, 4)
+
+
+def choose_num_blocks(config: EngineConfig, layout: KvLayout, extra_bytes: int = 0) -> int:
+    """The number of blocks by the settings; on cuda one of them is set, see `engine.runner.memory_profile`.
+
+    Each block takes `extra_bytes` beside its own memory. Raises ConfigError if there would be fewer than two.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = config.kv_memory_bytes
+    budget = DEFAULT_BYTES if budget is None else budget
+    size = layout.block_bytes + extra_bytes
+    blocks = budget // size
+    if blocks < 2:
+        message = (
+            f"engine.kv_memory_bytes: {budget} bytes hold {blocks} KV blocks of {size} bytes;"
+            " at least 2 are needed"
+        )
+        raise ConfigError(message, field="engine.kv_memory_bytes")
+    return int(blocks)
+
+
+def _refuse_expandable_segments() -> None:
+    # UCX cannot map such memory between processes and falls back to copies through the host, far below the lane's speed
+    # (ai-dynamo/nixl#1754).
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            message = (
+                f"{name} must not enable expandable_segments: KV cannot be transferred at speed from there"
+            )
+            raise ConfigError(message, field=name)
+
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23
+"""Since Linux 5.14. The mmap module has no name for it, and defines the other one on Linux only."""
+
+
+def host_pages(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory, in huge pages where available, populated at once.
+
+    A write into a peer's untouched pages waits until the kernel has allocated and cleared them (12 MB: 66 ms on a
+    virtual machine). Pinning small pages costs more than copying them (3.6 against 12 GB/s), and weights are read 5%
+    faster from huge ones.
+    """
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
+        with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
+            pages.madvise(advice)
+    return pages

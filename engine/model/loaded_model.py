@@ -1,0 +1,98 @@
+"""A model that is ready to run, and its fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.core.types import ModelFacts
+from engine.model.attention_interface import AttentionContext
+from engine.model.probe import AttentionShape
+
+_CHUNK_ELEMENTS = 2**22
+"""Elements that a fingerprint reads at a time: 8 MiB in bfloat16."""
+_ELEMENTS_A_WORD = 4
+_MULTIPLIER = (
+    -7046029254386353131
+)  # 2^64 / golden ratio, as a signed word: spreads the positions over all bits
+# Settings that do not affect the KV of a token.
+_NOT_FINGERPRINTED = ("_", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, its layers bound to `context`.
+
+    `dtype` is "float32" or "bfloat16"; `fingerprint` has 64 hex digits, the same for both dtypes.
+    """
+
+    module: Any
+    config: Any
+    context: AttentionContext
+    facts: ModelFacts
+    attention: AttentionShape
+    dtype: str
+    device: torch.device
+    fingerprint: str
+
+
+def resolve_dtype(dtype: str) -> str:
+    """`EngineConfig.dtype` as "float32" or "bfloat16"."""
+    return "bfloat16" if dtype == "auto" else dtype
+
+
+def eos_token_ids(module: Any) -> frozenset[int]:
+    """The tokens that end a sequence: those of the generation settings, else of the model, as in `generate`."""
+    tokens = module.generation_config.eos_token_id
+    if tokens is None:
+        tokens = module.config.eos_token_id
+    if tokens is None:
+        return frozenset()
+    return frozenset([int(tokens)] if isinstance(tokens, int) else map(int, tokens))
+
+
+def model_fingerprint(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) of the settings and of every tensor's name, shape and the checksums of all of its elements.
+
+    Floating-point elements are converted to bfloat16, so that a float32 and a bfloat16 copy of the same weights agree,
+    and the layouts of their workers differ in dtype only. A change below bfloat16's precision is not seen; any other
+    change of one element is, and of several with a probability of 1 - 2^-64. No protection against forgery: the
+    checksums are sums, computed where the weights are.
+    """
+    relevant = {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(_NOT_FINGERPRINTED) and not name.endswith("_token_id")
+    }
+    digest = hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(_checksums(tensor))
+    return digest.hexdigest()
+
+
+def _checksums(tensor: torch.Tensor) -> bytes:
+    """A checksum of 8 bytes for each chunk of the tensor: the sum, modulo 2^64, of its words times odd numbers that
+    depend on their positions. A difference in one word cannot vanish: odd numbers divide no power of two."""
+    flat = tensor.reshape(-1)
+    sums = [
+        _checksum(flat[start : start + _CHUNK_ELEMENTS]) for start in range(0, len(flat), _CHUNK_ELEMENTS)
+    ]
+    return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+
+
+def _checksum(elements: torch.Tensor) -> torch.Tensor:
+    if elements.is_floating_point():
+        missing = -len(elements) % _ELEMENTS_A_WORD
+        padded = torch.nn.functional.pad(elements.to(torch.bfloat16), (0, missing))
+        words = padded.contiguous().view(torch.int64)
+    else:
+        words = elements.to(torch.int64)
+    positions = torch.arange(len(words), dtype=torch.int64, device=words.device)
+    return (words * (positions * _MULTIPLIER | 1)).sum()

@@ -1,0 +1,112 @@
+"""Runs a loaded model on a few tokens to find out how it uses attention, before anything depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.model.attention_interface import AttentionContext, LayerState
+from splitserve.errors import UnsupportedModelError
+
+_TOKENS = 3
+_MAX_DIFFERENCE = 0.2
+"""Relative norm. Rounding in bfloat16 stays far below; a token that sees another one's state does not."""
+
+
+class AttentionKind(NamedTuple):
+    """What layers differ in: query heads, sliding window, soft cap of the scores."""
+
+    heads: int
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The shape of a token's KV, and the kinds of layers that attend to it."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kinds: frozenset[AttentionKind]
+
+
+@dataclass(slots=True)
+class _SelfAttention:
+    """Attention in which each token sees only itself; records the calls as (layer, kv_heads, head_dim)."""
+
+    calls: list[tuple[int, int, int]] = field(default_factory=list)
+    kinds: set[AttentionKind] = field(default_factory=set)
+
+    def attend(
+        self,
+        layer: LayerState,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`. With one visible token its weight is 1, so the output is the value."""
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[0] % key.shape[0]:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+            raise UnsupportedModelError(
+                f"layer {layer.index} has queries, keys and values of shapes {shapes}"
+            )
+        self.calls.append((layer.index, key.shape[0], key.shape[-1]))
+        self.kinds.add(AttentionKind(query.shape[0], layer.window, softcap))
+        return value.repeat_interleave(query.shape[0] // key.shape[0], dim=0).transpose(0, 1)
+
+
+def probe_model(
+    model: Any, context: AttentionContext, layers: Sequence[LayerState], settings: Mapping[str, Any]
+) -> AttentionShape:
+    """Checks that tokens affect each other only through attention, and that its shape is uniform; returns the shape.
+
+    Compares two forward passes in which attention is restricted to the token itself: one over three tokens, one over
+    the middle token alone. They differ in a model that mixes tokens elsewhere (convolution, recurrent state). Raises
+    UnsupportedModelError with the reason.
+    """
+    backend = context.backend = _SelfAttention()
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, _TOKENS + 1, device=device).unsqueeze(0)
+    positions = torch.arange(_TOKENS, device=device).unsqueeze(0)
+    with torch.inference_mode():
+        together = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0, 1].float()
+        calls = list(backend.calls)
+        alone = model(input_ids=tokens[:, 1:2], position_ids=positions[:, 1:2], use_cache=False).logits[0, 0]
+    family = settings.get("model_type")
+    if [index for index, _, _ in calls] != list(range(len(layers))) or not layers:
+        reason = f"{len(calls)} attention calls from {len(layers)} layers"
+        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+    if len({call[1:] for call in calls}) != 1:
+        raise UnsupportedModelError(f"model type {family} is not supported: KV heads differ by layer")
+    if _window_lost(layers, settings):
+        reason = "a sliding window is configured, but its attention layers do not tell it"
+        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+    difference = torch.linalg.vector_norm(together - alone.float()) / torch.linalg.vector_norm(together)
+    if not difference < _MAX_DIFFERENCE:
+        reason = "tokens influence each other outside of attention"
+        raise UnsupportedModelError(f"model type {family} is not supported: {reason}")
+    return AttentionShape(len(layers), calls[0][1], calls[0][2], frozenset(backend.kinds))
+
+
+def probe_logits(model: Any, context: AttentionContext) -> torch.Tensor:
+    """Logits `[tokens, vocabulary]` of a few tokens, each of which sees only itself."""
+    context.backend = _SelfAttention()
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, _TOKENS + 1, device=device).unsqueeze(0)
+    positions = torch.arange(_TOKENS, device=device).unsqueeze(0)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
+    return logits
+
+
+def _window_lost(layers: Sequence[LayerState], settings: Mapping[str, Any]) -> bool:
+    """Whether a window is configured without naming layers, and no layer has passed it to attention."""
+    configured = settings.get("sliding_window") and settings.get("use_sliding_window", True)
+    declared = settings.get("layer_types")
+    return bool(configured) and not declared and all(layer.window is None for layer in layers)

@@ -1,0 +1,1 @@
+"""Model runners, from scheduled sequences to sampled tokens. Read `torch_runner.py` first."""

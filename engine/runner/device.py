@@ -1,0 +1,82 @@
+"""The device to compute on, and why a CUDA device cannot be used."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from splitserve.errors import ConfigError
+from splitserve.logs import log_event
+
+FIELD = "engine.device"
+
+
+@dataclass(frozen=True, slots=True)
+class CudaFacts:
+    """What torch says of CUDA. Versions as (major, minor); `built_for` is None for a torch without CUDA, `driver` None
+    where there is no driver. `devices`: that torch can use."""
+
+    torch_version: str
+    built_for: tuple[int, int] | None
+    driver: tuple[int, int] | None
+    devices: int
+
+
+def read_cuda_facts() -> CudaFacts:
+    """The facts of this process. Starts CUDA where there is a driver."""
+    built = torch.version.cuda
+    driver = int(torch._C._cuda_getDriverVersion()) if built else 0
+    return CudaFacts(
+        torch_version=str(torch.__version__),
+        built_for=_pair(built) if built else None,
+        driver=(driver // 1000, driver % 1000 // 10) if driver else None,
+        devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+    )
+
+
+def _pair(version: str) -> tuple[int, int]:
+    major, minor, *_ = [*version.split("."), "0"]
+    return int(major), int(minor)
+
+
+def cuda_problem(facts: CudaFacts) -> str | None:
+    """Why torch can use no CUDA device, in a part of a sentence; None if it can. Pure.
+
+    A driver of an older minor version of the same toolkit's major version works, one of an older major version not.
+    """
+    if facts.built_for is None:
+        return f"torch {facts.torch_version} was built without CUDA; install a CUDA build of it"
+    if facts.driver is None:
+        return "there is no NVIDIA driver; install one, and in a container NVIDIA's container toolkit"
+    if facts.driver[0] < facts.built_for[0]:
+        ours, theirs = (".".join(map(str, version)) for version in (facts.built_for, facts.driver))
+        return f"torch {facts.torch_version} needs CUDA {ours}, the NVIDIA driver supports {theirs}; update the driver"
+    if not facts.devices:
+        return "the NVIDIA driver shows no device; see nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return None
+
+
+def choose_device(name: str, facts: CudaFacts | None = None) -> torch.device:
+    """The device that `engine.device` names. Raises ConfigError, one sentence, for a cuda device that is not usable.
+
+    With "auto" it is the cpu where no cuda device is usable; a driver that is too old is logged as a warning then.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    facts = facts or read_cuda_facts()
+    problem = cuda_problem(facts)
+    if name == "auto":
+        if problem is None:
+            return torch.device("cuda:0")
+        if facts.built_for is not None and facts.driver is not None:
+            log_event("engine.device_unusable", level=logging.WARNING, why=problem, instead="cpu")
+        return torch.device("cpu")
+    if problem is not None:
+        raise ConfigError(f"{FIELD}: {name} is not available: {problem}", field=FIELD)
+    device = torch.device(name if ":" in name else f"{name}:0")
+    if (device.index or 0) >= facts.devices:
+        message = f"{FIELD}: {name} is not available ({facts.devices} cuda devices)"
+        raise ConfigError(message, field=FIELD)
+    return device

@@ -1,0 +1,308 @@
+"""Samples next tokens: a pure function of logits, parameters, seed and position.
+
+A row's result never depends on other rows: its random number comes from a counter-based generator over (seed,
+position), and its probabilities are summed in float64 in the order of token ids. So a request gets the same tokens in
+any batch, on any worker, and after a resume.
+
+Order of operations: logit bias, repetition penalty, presence and frequency penalties, banned tokens and grammar,
+temperature, top-k, top-p, min-p. Equal logits are ranked by token id, lower first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.backends.cuda.sampling import draw_tokens
+from engine.core.types import Logprob, RowsFailedError, SampledToken, SamplingParams, ScheduledSequence
+from engine.runner.structured_output import GrammarFailedError, Mask
+from engine.runner.structured_output import allowed_tokens as grammar_tokens
+from splitserve.errors import SplitserveError
+from splitserve.request_guard import request_error
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_U64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_NUCLEUS_GUESS = 1024
+"""Candidates sorted at first; nearly always enough for top-p or min-p, and much cheaper than sorting all."""
+
+_ROWS_AT_ONCE = 8
+"""Rows that are converted to float32 at a time; few enough to stay in a core's cache."""
+_ROUNDING = 1e-12
+"""Bound on the rounding error of sums of float64 probabilities; a sum this close to top-p has reached it."""
+
+
+class NanLogitsError(RowsFailedError):
+    """Rows whose largest logit is NaN or infinite, so that any token would be arbitrary."""
+
+    default_reason = "NAN_LOGITS"
+
+
+class SamplingRow(NamedTuple):
+    """One row to sample. `token_ids[:prompt_tokens]` is the prompt, `token_ids[prompt_tokens:end]` the output."""
+
+    sampling: SamplingParams
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    end: int
+    banned_token_ids: frozenset[int] = frozenset()
+    mask: Mask | None = None
+    """The tokens that the row's grammar allows; None without a grammar."""
+
+    @classmethod
+    def of(cls, sequence: ScheduledSequence, mask: Mask | None) -> SamplingRow:
+        """The row of a sequence whose end a step computes."""
+        return cls(
+            sampling=sequence.sampling,
+            token_ids=sequence.token_ids,
+            prompt_tokens=sequence.prompt_tokens,
+            end=sequence.num_computed + sequence.num_new,
+            banned_token_ids=sequence.banned_token_ids,
+            mask=mask,
+        )
+
+    @property
+    def position(self) -> int:
+        """Position in the output, from 0, of the token to be sampled."""
+        return self.end - self.prompt_tokens
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        s = self.sampling
+        return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the logits are changed before a token is sampled."""
+        changed = self.penalized or bool(self.sampling.logit_bias) or bool(self.banned_token_ids)
+        return changed or self.mask is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the argmax is all that is needed."""
+        return self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
+
+    @property
+    def drawable(self) -> bool:
+        """Whether a token drawn from the unchanged logits is all that is needed."""
+        return not self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a function of its arguments only.
+
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), read at
+    index `position` of the stream that starts at the mixed seed.
+    """
+    return (_mix(_mix(seed & _U64) + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
+
+
+def _mix(state: int) -> int:
+    state &= _U64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _U64
+    return state ^ (state >> 31)
+
+
+def sample(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    wait_argmax: Callable[[], list[int]] | None = None,
+) -> list[SampledToken]:
+    """Samples one token per row. `logits` `[rows, vocabulary]`, any float dtype and device, are left unchanged.
+
+    `wait_argmax` waits for and returns the token of each row's largest logit, -1 where that is not finite; None: it is
+    computed here. Raises NanLogitsError with the rows whose largest logit is not finite, GrammarFailedError with those
+    whose grammar allows no token that the model can choose, RowsFailedError (INTERNAL) with those whose parameters made
+    the sampling itself raise.
+    """
+    best = _argmax(logits) if wait_argmax is None else wait_argmax()
+    if failed := tuple(row for row, token in enumerate(best) if token < 0):
+        raise NanLogitsError(f"logits of {len(failed)} of {len(rows)} sequences are not finite", failed)
+    tokens = [SampledToken(token) for token in best]
+    others = [index for index, row in enumerate(rows) if not row.plain]
+    if not logits.is_cpu:
+        others = _draw_on_device(logits, rows, others, tokens)
+    stuck: list[int] = []
+    broken: dict[int, SplitserveError] = {}
+    for index, source in zip(others, _on_host(logits, others), strict=True):
+        values = source.float()
+        try:
+            token = _sample_row(values, rows[index])
+        except BaseException as error:
+            broken[index] = request_error(error, f"row {index}")
+            continue
+        if token is None:
+            stuck.append(index)
+        else:
+            tokens[index] = token
+    if broken:
+        first = next(iter(broken.values()))
+        raise RowsFailedError(first.message, tuple(broken), reason=first.reason)
+    if stuck:
+        raise GrammarFailedError("the grammar allows no token that the model can choose", tuple(stuck))
+    return tokens
+
+
+def _draw_on_device(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], wanted: list[int], tokens: list[SampledToken]
+) -> list[int]:
+    """Draws the tokens of the `drawable` ones of the wanted rows, all at once on the logits' device.
+
+    Replaces their entries in `tokens`; returns the other wanted rows.
+    """
+    drawn = [index for index in wanted if rows[index].drawable]
+    if drawn:
+        numbers = [uniform(rows[index].sampling.seed, rows[index].position) for index in drawn]
+        results = draw_tokens(logits[drawn], [rows[index].sampling for index in drawn], numbers)
+        for index, token in zip(drawn, results, strict=True):
+            tokens[index] = SampledToken(token)
+    return [index for index in wanted if not rows[index].drawable]
+
+
+def _argmax(logits: torch.Tensor) -> list[int]:
+    """The token of each row's largest logit, the first of equal ones; -1 where that is not finite, as with a NaN."""
+    result: list[int] = []
+    if not logits.is_cpu:
+        best, indices = logits.max(dim=-1)
+        result += torch.where(torch.isfinite(best), indices, -1).tolist()
+        return result
+    # NumPy's argmax is vectorized, torch's on cpu is not.
+    for part in logits.split(_ROWS_AT_ONCE):
+        values = part.float().numpy()
+        tokens = values.argmax(axis=1)
+        finite = np.isfinite(values[np.arange(len(tokens)), tokens])
+        result += np.where(finite, tokens, -1).tolist()
+    return result
+
+
+def _on_host(logits: torch.Tensor, rows: list[int]) -> Iterable[torch.Tensor]:
+    """These rows `[vocabulary]` one by one; from a GPU in a single transfer."""
+    return (logits[row] for row in rows) if logits.is_cpu or not rows else logits[rows].cpu()
+
+
+def _sample_row(raw: torch.Tensor, row: SamplingRow) -> SampledToken | None:
+    """The token of one row of float32 logits `[vocabulary]`; None if its grammar leaves none."""
+    values = (adjust(raw, row) if row.adjusted else raw).numpy()
+    token = int(values.argmax())
+    if row.mask is not None and not math.isfinite(values[token]):
+        return None
+    if not row.sampling.greedy:
+        token = _draw(values, row)
+    top = row.sampling.logprobs
+    return SampledToken(token, None if top is None else _logprobs(raw.numpy(), token, top))
+
+
+def adjust(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """Logit bias, penalties and bans on a copy of one row's float32 logits `[vocabulary]`.
+
+    The repetition penalty is CTRL's (arXiv:1909.05858, section 4.1) in the form that also lowers negative
+    logits; presence and frequency penalties are OpenAI's.
+    """
+    s = row.sampling
+    logits = logits.clone()
+    if s.logit_bias:
+        tokens, biases = zip(*s.logit_bias, strict=True)
+        logits[list(tokens)] += torch.tensor(biases, dtype=logits.dtype)
+    if s.repetition_penalty != 1.0:
+        seen = torch.tensor(row.token_ids[: row.end], dtype=torch.long).unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    if (s.presence_penalty or s.frequency_penalty) and row.position:
+        output = torch.tensor(row.token_ids[row.prompt_tokens : row.end], dtype=torch.long)
+        tokens_seen, counts = output.unique(return_counts=True)
+        logits[tokens_seen] -= s.presence_penalty + s.frequency_penalty * counts
+    if row.mask is not None:
+        allowed = torch.from_numpy(grammar_tokens(row.mask, logits.numel(), row.banned_token_ids))
+        logits.masked_fill_(~allowed, float("-inf"))
+    elif row.banned_token_ids:
+        logits[list(row.banned_token_ids)] = float("-inf")
+    return logits
+
+
+def _draw(logits: NDArray[np.float32], row: SamplingRow) -> int:
+    """Inverse transform sampling over the allowed tokens, in float64."""
+    scaled = logits.astype(np.float64) / row.sampling.temperature
+    allowed = allowed_tokens(scaled, row.sampling)
+    kept = scaled if allowed is None else scaled[allowed]
+    cumulative = torch.from_numpy(np.exp(kept - kept.max())).cumsum(0).numpy()
+    target = uniform(row.sampling.seed, row.position) * cumulative[-1]
+    # The first index whose sum exceeds the target, which skips tokens of probability zero. Rounding may bring the
+    # target up to the last sum; the token is then the last one with a probability.
+    last = int(np.searchsorted(cumulative, cumulative[-1]))
+    index = min(int(np.searchsorted(cumulative, target, side="right")), last)
+    return index if allowed is None else int(allowed[index])
+
+
+def allowed_tokens(scaled: Floats, sampling: SamplingParams) -> Ints | None:
+    """The token ids, ascending, that pass top-k, top-p and min-p; None means all.
+
+    `scaled`: float64 logits `[vocabulary]`, temperature applied. Each filter keeps a prefix of the ranking, so counting
+    suffices: top-p (arXiv:1904.09751) keeps the smallest prefix whose probability, relative to what top-k left, is at
+    least p; min-p (arXiv:2407.01082) keeps tokens at least min_p times as probable as the first.
+    """
+    size = scaled.size
+    top_k = min(sampling.top_k or size, size)
+    if top_k == size and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
+        return None
+    width = min(top_k, _NUCLEUS_GUESS) if top_k == size else top_k
+    ranked = _largest(scaled, width)
+    total = _log_sum_exp(scaled if top_k == size else ranked)
+    count = _count(ranked, total, sampling)
+    if count == width < top_k:  # the prefix may be longer
+        ranked = _largest(scaled, top_k)
+        count = _count(ranked, total, sampling)
+    return _first_ranked(scaled, ranked[:count])
+
+
+def _count(values: Floats, total: float, sampling: SamplingParams) -> int:
+    """Length of the prefix that top-p and min-p keep of descending logits, at least 1. `total` is their log-sum-exp."""
+    probabilities = np.exp(values - total)
+    count = int(values.size)
+    if sampling.top_p < 1.0:
+        before = probabilities.cumsum() - probabilities
+        count = min(count, int((before < sampling.top_p - _ROUNDING).sum()))
+    if sampling.min_p > 0.0:
+        count = min(count, int((probabilities >= sampling.min_p * probabilities[0]).sum()))
+    return max(count, 1)
+
+
+def _log_sum_exp(values: Floats) -> float:
+    largest = values.max()
+    return float(largest + np.log(np.exp(values - largest).sum()))
+
+
+def _largest(values: Floats, count: int) -> Floats:
+    """The `count` largest values, in descending order."""
+    rest = values.size - count
+    return np.sort(np.partition(values, rest)[rest:] if rest else values)[::-1]
+
+
+def _first_ranked(values: Floats, largest: Floats) -> Ints:
+    """Ascending indices of the `largest` values, given in descending order; of equal values the first ones."""
+    indices = np.flatnonzero(values >= largest[-1])
+    surplus = indices.size - largest.size
+    if surplus:
+        equal = np.flatnonzero(values[indices] == largest[-1])
+        indices = np.delete(indices, equal[-surplus:])
+    return indices
+
+
+def _logprobs(logits: NDArray[np.float32], token: int, top: int) -> Logprob:
+    """Natural log-probabilities from raw logits: of the sampled token and of the `top` most probable ones."""
+    logprobs = logits.astype(np.float64)
+    logprobs -= _log_sum_exp(logprobs)
+    alternatives: list[tuple[int, float]] = []
+    if top:
+        tokens = _first_ranked(logprobs, _largest(logprobs, min(top, logprobs.size))).tolist()
+        alternatives = [(candidate, float(logprobs[candidate])) for candidate in tokens]
+        alternatives.sort(key=lambda pair: (-pair[1], pair[0]))
+    return Logprob(token, float(logprobs[token]), tuple(alternatives))

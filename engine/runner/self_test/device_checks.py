@@ -1,0 +1,119 @@
+"""The self-test of a device: which checks there are, at the start of a worker and for `splitserve doctor --device`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from engine.backends.select import choose_backend, paged_attention
+from engine.model.loaded_model import LoadedModel
+from engine.model.probe import AttentionKind
+from engine.runner.self_test.attention_check import KvShape, check_attention
+from engine.runner.self_test.graph_check import check_graphs
+from engine.runner.self_test.sampling_check import check_sampling
+from engine.runner.self_test.transfer_check import check_transfer
+from engine.runner.self_test.verdict import (
+    INSTEAD,
+    Check,
+    CheckName,
+    CheckResult,
+    one_line,
+    run_checks,
+    switched_off,
+)
+from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports.transport import Transport
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import UnavailableError
+from splitserve.logs import log_event
+
+GENERAL_SHAPE = KvShape(kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+GENERAL_KINDS = (AttentionKind(32), AttentionKind(32, window=1024, softcap=30.0))
+GENERAL_VOCABULARY = 128_256
+"""What is checked where no model is known."""
+EXPERIMENTAL = "the CUDA path of this engine is experimental; see docs/engine.md"
+
+
+def self_tested(
+    config: EngineConfig, model: LoadedModel, run: Callable[..., list[CheckResult]] = run_checks
+) -> EngineConfig:
+    """Checks the kernels for the model's shapes on its device; returns the settings without what failed.
+
+    Each failure is logged as a warning that names it. Raises UnavailableError (DEVICE_BROKEN) if the device computes
+    nothing any more.
+    """
+    attention, device = model.attention, model.device
+    shape = KvShape(attention.num_kv_heads, attention.head_dim, config.block_size_tokens, model.dtype)
+    kinds = sorted(attention.kinds, key=str)
+    checks = engine_checks(config, shape, kinds, model.facts.vocabulary_size, device)
+    with torch.inference_mode():
+        results = run(checks, partial(require_alive, device))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    report(results, device)
+    return switched_off(config, results)
+
+
+def engine_checks(
+    config: EngineConfig,
+    shape: KvShape,
+    kinds: list[AttentionKind],
+    vocabulary: int,
+    device: torch.device,
+) -> list[tuple[CheckName, Check]]:
+    """The checks of what the settings would use on this device. torch's attention is the reference, so not checked."""
+    checks: list[tuple[CheckName, Check]] = []
+    chosen = choose_backend(config.attention_backend, device, shape.dtype)
+    if chosen != "torch":
+        make = partial(paged_attention, chosen)
+        checks.append(("attention", partial(check_attention, make, shape, kinds, device)))
+        if chosen == "triton" and config.cuda_graphs == "auto" and device.type == "cuda":
+            from engine.backends.cuda.decode_graphs import CudaDecodeGraphs
+
+            checks.append(("graphs", partial(check_graphs, CudaDecodeGraphs, make, shape, kinds[0], device)))
+    if config.device_sampling == "auto":
+        checks.append(("sampling", partial(check_sampling, vocabulary, shape.dtype, device)))
+    return checks
+
+
+def require_alive(device: torch.device) -> None:
+    """Raises what the device raises, if it computes nothing any more."""
+    if torch.arange(4, device=device).sum().item() != 6:
+        raise UnavailableError(f"{device} adds wrongly", reason="DEVICE_BROKEN")
+
+
+def report(results: list[CheckResult], device: torch.device) -> None:
+    """Logs what passed, and a warning for each check that failed."""
+    log_event(
+        "engine.self_test",
+        device=str(device),
+        passed=[result.name for result in results if result.passed],
+        failed=[result.name for result in results if not result.passed],
+        seconds=round(sum(result.seconds for result in results), 2),
+    )
+    for result in results:
+        if not result.passed:
+            log_event(
+                "engine.self_test_failed",
+                level=logging.WARNING,
+                check=result.name,
+                why=result.why,
+                instead=INSTEAD[result.name],
+            )
+
+
+def require_transfer(
+    kind: str, device: torch.device, make: Callable[[str], Transport] = make_transport
+) -> None:
+    """Raises UnavailableError (TRANSFER_SELF_TEST), one sentence, if the transport cannot move the device's memory."""
+    if kind == "memory":
+        return  # copies within one process, for tests; it registers nothing with the device
+    try:
+        check_transfer(partial(make, kind), device)
+    except Exception as error:
+        what = f"a write of this process to itself in the memory of {device}"
+        message = f"transport {kind}: {what} failed: {one_line(error)}"
+        raise UnavailableError(message, reason="TRANSFER_SELF_TEST") from error

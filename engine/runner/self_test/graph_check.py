@@ -1,0 +1,106 @@
+"""Replayed decode steps against the same steps computed one operation after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from engine.backends.cuda.forward import PagedAttention
+from engine.backends.cuda.staging import Staging, StepInputs
+from engine.backends.interface import FlatStep, flatten
+from engine.core.types import SamplingParams, ScheduledSequence
+from engine.kv_cache.memory import DTYPES, KvCacheMemory
+from engine.model.attention_interface import AttentionContext, LayerState
+from engine.model.probe import AttentionKind
+from engine.runner.self_test.attention_check import LAYERS, KvShape, MakeAttention, require_close
+from engine.runner.self_test.verdict import WrongResultError
+
+MAX_ROWS = 4
+MAX_BLOCKS = 4
+STEPS = 6
+VOCABULARY = 64
+
+
+class ReplayedSteps(Protocol):
+    """What `engine.backends.cuda.decode_graphs.CudaDecodeGraphs` is to the check."""
+
+    @property
+    def captured(self) -> list[int]:
+        """Sizes that have a graph."""
+
+    def logits(self, flat: FlatStep) -> torch.Tensor | None:
+        """Logits of a decode-only step."""
+
+
+Compute = Callable[[StepInputs], torch.Tensor]
+Capture = Callable[[Compute, torch.device, int, int], ReplayedSteps]
+"""From a computation, device, most rows and most blocks of a sequence to its captured steps."""
+
+
+def check_graphs(
+    capture: Capture, make: MakeAttention, shape: KvShape, kind: AttentionKind, device: torch.device
+) -> None:
+    """Sequences of different lengths decode a few tokens, in batches that do and do not fill a graph.
+
+    Logits must be close, and the KV written exactly that of the eager steps: padded rows write nothing. Raises
+    WrongResultError.
+    """
+    pools = [shape.pool(MAX_ROWS * MAX_BLOCKS, device) for _ in range(2)]
+    model = _OneLayer(shape, kind, device)
+    replayed = capture(model.over(make(pools[0]), pools[0]), device, MAX_ROWS, MAX_BLOCKS)
+    if not replayed.captured:
+        raise WrongResultError("nothing could be captured; engine.cuda_graphs_off in the log says why")
+    eager, staging = model.over(make(pools[1]), pools[1]), Staging(8, device)
+    for step in range(STEPS):
+        flat = flatten(_decoding(step, shape.block_size), shape.block_size)
+        found = replayed.logits(flat)
+        if found is None:
+            raise WrongResultError(f"no graph for {flat.num_decode} rows")
+        expected = eager(staging.stage(flat))
+        require_close(found, expected.cpu(), shape.dtype, f"step {step} of {flat.num_decode} rows")
+    if not torch.equal(pools[0].bytes, pools[1].bytes):
+        raise WrongResultError("replayed steps wrote other KV than eager ones")
+
+
+def _decoding(step: int, block_size: int) -> list[ScheduledSequence]:
+    """1 to 4 sequences, each further by one token with every step."""
+    rows = 1 + step % MAX_ROWS
+    batch = []
+    for row in range(rows):
+        computed = row * block_size + step
+        tokens = [(1 + 7 * place + row + step) % VOCABULARY for place in range(computed + 1)]
+        blocks = [MAX_BLOCKS * row + number for number in range(MAX_BLOCKS)]
+        batch.append(ScheduledSequence("", tokens, 1, computed, 1, blocks, True, SamplingParams()))
+    return batch
+
+
+class _OneLayer:
+    """A model of one attention layer: token ids to query, key and value, and the output to logits."""
+
+    def __init__(self, shape: KvShape, kind: AttentionKind, device: torch.device) -> None:
+        numbers = torch.Generator().manual_seed(3)
+        self._shape, self._kind = shape, kind
+        heads = (kind.heads, shape.kv_heads, shape.kv_heads)
+        dtype = DTYPES[shape.dtype]
+        self._tables = [
+            torch.randn(VOCABULARY, count, shape.head_dim, generator=numbers).to(device, dtype)
+            for count in heads
+        ]
+        wide = kind.heads * shape.head_dim
+        # In float32, so that no rounding of a logit exceeds what attention may differ by.
+        self._output = (torch.randn(wide, VOCABULARY, generator=numbers) / wide**0.5).to(device)
+
+    def over(self, backend: PagedAttention, pool: KvCacheMemory) -> Compute:
+        """The computation with a pool of its own, which starts empty."""
+        pool.tensor.fill_(0.0)
+        return lambda inputs: self._compute(backend, inputs)
+
+    def _compute(self, backend: PagedAttention, inputs: StepInputs) -> torch.Tensor:
+        query, key, value = (table[inputs.token_ids[0]].transpose(0, 1) for table in self._tables)
+        backend.inputs = inputs
+        layer = LayerState(LAYERS - 1, AttentionContext(), self._kind.window, True)
+        attended = backend.attend(layer, query, key, value, self._shape.head_dim**-0.5, self._kind.softcap)
+        logits: torch.Tensor = attended.flatten(1).float() @ self._output
+        return logits

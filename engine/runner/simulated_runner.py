@@ -1,0 +1,181 @@
+"""A model without weights: step times come from a formula, tokens from the content of the KV blocks.
+
+A block has two 64-bit words per token: a hash of the token and of everything before it (chained through the blocks),
+and a hash of that. The next token is a function of all words of the sequence, in order, as attention reads all keys and
+values. So tokens are deterministic, and a handoff that writes wrong bytes, or to wrong blocks, shows as wrong tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.model_runner import ModelRunner
+from engine.core.types import ModelFacts, SampledToken, ScheduledSequence
+from engine.runner.structured_output import Mask, MaskFiller, allowed_tokens
+from kv_transfer.lane_probe import probe_blocks
+from kv_transfer.layout import KvLayout
+from kv_transfer.transports.transport import KvMemoryRegion
+from splitserve.config.engine import EngineConfig
+from splitserve.generation.kv_blocks import blocks_for
+
+FINGERPRINT = hashlib.sha256(b"simulated").hexdigest()
+VOCABULARY_SIZE = 257
+EOS_TOKEN_ID = 256
+DEFAULT_CONTEXT_TOKENS = 131072
+DEFAULT_NUM_BLOCKS = 65536
+_FIRST_PRINTABLE, _END_PRINTABLE = 32, 127
+_WORD = (1 << 64) - 1
+_VALUE_SALT = 0xA5A5A5A5A5A5A5A5
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, vocabulary_size: int = VOCABULARY_SIZE, eos: int | None = None
+) -> list[int]:
+    """The first `count` tokens that a simulated engine appends to a prompt; ends early after `eos`."""
+    tokens: list[int] = []
+    key = folded = 0
+    for position, token in enumerate(prompt):
+        key, folded = _extend(key, folded, position, token)
+    while len(tokens) < count:
+        token = _next_token(key, folded, frozenset(), vocabulary_size)
+        tokens.append(token)
+        if token == eos:
+            break
+        key, folded = _extend(key, folded, len(prompt) + len(tokens) - 1, token)
+    return tokens
+
+
+class SimulatedRunner(ModelRunner):
+    """Sleeps for as long as a step would take, by the settings `EngineConfig.simulated_*`, all in seconds.
+
+    A step takes `simulated_step_s`, plus `simulated_sequence_s` and `simulated_context_token_s` per token of context
+    for every decode, plus `simulated_prefill_token_s * (e - s) + simulated_prefill_token2_s * (e^2 - s^2)` for every
+    chunk from position s to e, so that a prompt costs the same however it is cut. Sampling parameters are ignored,
+    except for banned tokens and grammars; with a grammar all allowed tokens are equally likely.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.facts = ModelFacts(
+            context_tokens=config.context_tokens or DEFAULT_CONTEXT_TOKENS,
+            vocabulary_size=VOCABULARY_SIZE,
+            eos_token_ids=frozenset({EOS_TOKEN_ID}),
+        )
+        self.layout = KvLayout(FINGERPRINT, "uint8", config.block_size_tokens, 1, 1, 8)
+        self._num_blocks = config.num_blocks or DEFAULT_NUM_BLOCKS
+        if config.num_blocks is None and config.kv_memory_bytes is not None:
+            self._num_blocks = max(2, config.kv_memory_bytes // self.layout.block_bytes)
+        # An anonymous mapping is page-aligned and takes memory only where it is written.
+        self._probe_blocks = probe_blocks(self.layout.block_bytes)
+        total = self._num_blocks + self._probe_blocks
+        memory = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
+        blocks = np.frombuffer(memory, dtype=np.uint8).reshape(total, -1)
+        # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
+        blocks[self._num_blocks :] = 1
+        self.pool: NDArray[np.uint8] = blocks[: self._num_blocks]
+        """KV bytes, uint8 `[num_blocks, block_bytes]`."""
+        self._mask_filler = MaskFiller(VOCABULARY_SIZE)
+        self._words = self.pool.view(np.uint64).reshape(self._num_blocks, 2, config.block_size_tokens)
+
+    @property
+    def num_blocks(self) -> int:
+        """See ModelRunner."""
+        return self._num_blocks
+
+    @property
+    def pool_memory(self) -> KvMemoryRegion:
+        """See ModelRunner."""
+        total = self._num_blocks + self._probe_blocks
+        return KvMemoryRegion(self.pool.ctypes.data, total, self.layout, probe_blocks=self._probe_blocks)
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """See ModelRunner."""
+        return [memoryview(self.pool[block]) for block in block_ids]
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        """See ModelRunner."""
+        end = time.monotonic() + self._duration_s(batch)
+        masks = self._mask_filler.masks(batch)
+        sampled = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(batch)]
+        left = end - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        return sampled
+
+    def close(self) -> None:
+        """See ModelRunner. The memory is freed when nothing refers to it any more."""
+
+    def _duration_s(self, batch: Sequence[ScheduledSequence]) -> float:
+        config = self._config
+        total = config.simulated_step_s
+        for sequence in batch:
+            start, end = sequence.num_computed, sequence.num_computed + sequence.num_new
+            if sequence.num_new == 1:
+                total += config.simulated_sequence_s + config.simulated_context_token_s * end
+            else:
+                total += config.simulated_prefill_token_s * (end - start)
+                total += config.simulated_prefill_token2_s * (end**2 - start**2)
+        return total
+
+    def _compute(self, sequence: ScheduledSequence, mask: Mask | None) -> SampledToken | None:
+        start, end = sequence.num_computed, sequence.num_computed + sequence.num_new
+        size = self.layout.block_size_tokens
+        blocks = np.asarray(sequence.block_ids, dtype=np.int64)
+        key = int(self._words[blocks[(start - 1) // size], 0, (start - 1) % size]) if start else 0
+        keys: list[int] = []
+        for token in sequence.token_ids[start:end]:
+            key = _key(key, token)
+            keys.append(key)
+        positions = np.arange(start, end)
+        rows, slots = blocks[positions // size], positions % size
+        self._words[rows, 0, slots] = np.array(keys, dtype=np.uint64)
+        self._words[rows, 1, slots] = np.array([_mix(key ^ _VALUE_SALT) for key in keys], dtype=np.uint64)
+        if not sequence.sample:
+            return None
+        folded = self._fold(blocks[: blocks_for(end, size)], end)
+        if mask is not None:
+            allowed = np.flatnonzero(allowed_tokens(mask, VOCABULARY_SIZE, sequence.banned_token_ids))
+            return SampledToken(int(allowed[_mix(key ^ folded) % len(allowed)]))
+        return SampledToken(_next_token(key, folded, sequence.banned_token_ids, VOCABULARY_SIZE))
+
+    def _fold(self, blocks: NDArray[np.int64], num_tokens: int) -> int:
+        words = self._words[blocks]
+        keys = words[:, 0].reshape(-1)[:num_tokens]
+        values = words[:, 1].reshape(-1)[:num_tokens]
+        weights = np.arange(1, 2 * num_tokens, 2, dtype=np.uint64)
+        return int(((keys + np.uint64(3) * values) * weights).sum(dtype=np.uint64))
+
+
+def _mix(word: int) -> int:
+    """A bijection of 64-bit words that spreads every bit (finalizer of SplitMix64, Steele et al. 2014)."""
+    word = (word + 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+def _key(previous: int, token: int) -> int:
+    return _mix(previous ^ _mix(token))
+
+
+def _extend(key: int, folded: int, position: int, token: int) -> tuple[int, int]:
+    key = _key(key, token)
+    folded += (key + 3 * _mix(key ^ _VALUE_SALT)) * (2 * position + 1)
+    return key, folded & _WORD
+
+
+def _next_token(key: int, folded: int, banned: frozenset[int], vocabulary_size: int) -> int:
+    printable = range(_FIRST_PRINTABLE, min(_END_PRINTABLE, vocabulary_size))
+    choice = _mix(key ^ folded)
+    for step in range(len(printable)):
+        token = printable[(choice + step) % len(printable)]
+        if token not in banned:
+            return token
+    return EOS_TOKEN_ID

@@ -1,0 +1,204 @@
+"""Runs a `transformers` model over paged KV, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from engine.backends.cpu.int8_linears import check_quantization
+from engine.backends.cpu.kernels import CpuKernels
+from engine.backends.cuda.forward import prepare_device
+from engine.backends.interface import StepLogits
+from engine.backends.select import choose_backend, make_forward
+from engine.core.engine_core import DEFAULT_STEP_TOKENS
+from engine.core.model_runner import ModelRunner, PendingStep
+from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
+from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
+from engine.model.loaded_model import LoadedModel, resolve_dtype
+from engine.runner.device import choose_device
+from engine.runner.fp8_wire import Fp8Wire
+from engine.runner.memory_profile import CudaMemory, with_kv_memory
+from engine.runner.model_loader import load_model
+from engine.runner.sampler import NanLogitsError, SamplingRow, sample
+from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
+from engine.runner.structured_output import GrammarFailedError, MaskFiller
+from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
+from kv_transfer.transports.transport import VRAM, KvMemoryRegion
+from kv_transfer.wire_format import KvWire, check_wire_dtype
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError, UnavailableError
+from splitserve.logs import log_event
+from splitserve.models.sources import ModelSource
+
+
+class TorchRunner(ModelRunner):
+    """A model with its KV blocks: computes scheduled sequences and samples tokens."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        wire_dtype: str = SAME,
+        kernels: CpuKernels | None = None,
+    ) -> None:
+        """`kernels` are those that the model was loaded with, if any."""
+        self.facts = _facts(model.facts, config)
+        self.layout = KvLayout(
+            model_fingerprint=model.fingerprint,
+            dtype=model.dtype,
+            block_size_tokens=config.block_size_tokens,
+            num_layers=model.attention.num_layers,
+            num_kv_heads=model.attention.num_kv_heads,
+            head_dim=model.attention.head_dim,
+            quantization=config.quantization,
+        )
+        self._device = model.device
+        self._context = model.context
+        self._samples_on_host = config.device_sampling == "off"
+        self.overlaps = model.device.type == "cuda"
+        narrow = wire_dtype == FP8_E4M3
+        wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
+        num_blocks = choose_num_blocks(config, self.layout, wire_bytes)
+        self._pool = KvCacheMemory(self.layout, num_blocks, model.device)
+        self._wire: KvWire = Fp8Wire(self._pool) if narrow else super().wire
+        self._forward = make_forward(model, self._pool, config, self.facts.context_tokens, kernels)
+        self._mask_filler = MaskFiller(self.facts.vocabulary_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """See `ModelRunner.num_blocks`."""
+        return self._pool.num_blocks
+
+    @property
+    def pool_memory(self) -> KvMemoryRegion:
+        """See `ModelRunner.pool_memory`."""
+        return self._pool.memory()
+
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        """See `ModelRunner.read_blocks`."""
+        return self._pool.read_blocks(block_ids)
+
+    @property
+    def wire(self) -> KvWire:
+        """See `ModelRunner.wire`."""
+        return self._wire
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        """See `ModelRunner.execute`. Raises NanLogitsError and GrammarFailedError, whose `rows` index `batch`.
+
+        A step may be run again, whole or without some of its sequences.
+        """
+        return self.begin(batch)()
+
+    def begin(self, batch: Sequence[ScheduledSequence]) -> PendingStep:
+        """See `ModelRunner.begin`. When it returns, the model has run on cpu, and has been queued on a GPU."""
+        if not batch:
+            return list
+        with torch.inference_mode():
+            return partial(self._finish, batch, self._forward.logits(batch))
+
+    def _finish(self, batch: Sequence[ScheduledSequence], logits: StepLogits) -> list[SampledToken | None]:
+        tokens: list[SampledToken | None] = [None] * len(batch)
+        with torch.inference_mode():
+            try:
+                # On a GPU the masks are computed while the model runs.
+                masks = self._mask_filler.masks(batch)
+                rows = [SamplingRow.of(batch[index], masks.get(index)) for index in logits.order]
+                if self._samples_on_host:
+                    logits = StepLogits(logits.values.cpu(), logits.order)
+                sampled = _sample(logits, rows, batch) if rows else []
+            finally:
+                self._forward.finish()
+        for index, token in zip(logits.order, sampled, strict=True):
+            tokens[index] = token
+        return tokens
+
+    def poll_while_computing(self, poll: Callable[[], None]) -> None:
+        """See `ModelRunner.poll_while_computing`."""
+        self._forward.poll_while_computing(poll)
+
+    def close(self) -> None:
+        """Releases the pool and the weights."""
+        del self._forward, self._wire, self._pool
+        if self._device.type == "cuda":
+            del self._context.backend  # it has views of the pool
+            torch.cuda.empty_cache()
+
+
+def _sample(
+    logits: StepLogits, rows: list[SamplingRow], batch: Sequence[ScheduledSequence]
+) -> list[SampledToken]:
+    """Samples a token for each row of the logits; `rows` of an error index the batch, not the logits."""
+    try:
+        return sample(logits.values, rows, logits.argmax)
+    except NanLogitsError as error:
+        failed = tuple(sorted(logits.order[row] for row in error.rows))
+        names = ", ".join(batch[index].request_id for index in failed)
+        raise NanLogitsError(f"logits are not finite: {names}", failed) from None
+    except GrammarFailedError as error:
+        failed = tuple(sorted(logits.order[row] for row in error.rows))
+        raise GrammarFailedError(error.message, failed) from None
+    except RowsFailedError as error:
+        failed = tuple(sorted(logits.order[row] for row in error.rows))
+        raise RowsFailedError(error.message, failed, reason=error.reason) from None
+
+
+def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
+    limit = config.context_tokens
+    if limit is None:
+        return facts
+    if limit > facts.context_tokens:
+        message = f"engine.context_tokens: {limit} is more than the model's own {facts.context_tokens}"
+        raise ConfigError(message, field="engine.context_tokens")
+    return ModelFacts(limit, facts.vocabulary_size, facts.eos_token_ids)
+
+
+def build_torch_runner(
+    config: EngineConfig, source: ModelSource, progress: Callable[[float], None], wire_dtype: str = SAME
+) -> TorchRunner:
+    """Loads a model and allocates its KV blocks; sets the number of compute threads of the process.
+
+    Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
+    `check_wire_dtype`, `choose_backend` and `check_quantization`; the last three before anything is loaded.
+    """
+    dtype = resolve_dtype(config.dtype)
+    check_wire_dtype(wire_dtype, dtype)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    device = choose_device(config.device)
+    choose_backend(config.attention_backend, device, dtype)
+    if device.type == "cuda":
+        prepare_device(device)
+    check_quantization(config, dtype, device)
+    kernels = cpu_kernels(config, dtype, device)
+    model = load_model(source, dtype, device, progress, config.quantization, kernels)
+    if device.type == "cuda":
+        log_event("engine.experimental", level=logging.WARNING, device=str(device), why=EXPERIMENTAL)
+        config = self_tested(config, model)
+    return make_torch_runner(model, config, wire_dtype, kernels)
+
+
+def make_torch_runner(
+    model: LoadedModel, config: EngineConfig, wire_dtype: str = SAME, kernels: CpuKernels | None = None
+) -> TorchRunner:
+    """The runner of a loaded model; on cuda with as much KV as `device_memory_share` leaves, unless that is set."""
+    if model.device.type == "cuda":
+        step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[VRAM]
+        trial = partial(TorchRunner, model, wire_dtype=wire_dtype)
+        config = with_kv_memory(config, step_tokens, trial, CudaMemory(model.device))
+    return TorchRunner(model, config, wire_dtype, kernels)
+
+
+def cpu_kernels(config: EngineConfig, dtype: str, device: torch.device) -> CpuKernels | None:
+    """Our cpu kernels if this engine uses them; None, and a log event, if they cannot be compiled here."""
+    if config.cpu_kernels == "off" or device.type != "cpu" or dtype != "bfloat16":
+        return None
+    try:
+        return CpuKernels(torch.get_num_threads())
+    except UnavailableError as error:
+        log_event("engine.cpu_kernels_off", why=error.message)
+        return None

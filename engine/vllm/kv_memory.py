@@ -1,0 +1,92 @@
+"""vLLM's KV cache as a memory region: one row of blocks for each layer, of a layout that only vLLM's kernels read."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from engine.kv_cache.memory import DTYPES
+from engine.model.loaded_model import model_fingerprint
+from kv_transfer.lane_probe import probe_blocks
+from kv_transfer.layout import KvLayout
+from kv_transfer.transports.transport import KvMemoryRegion
+from splitserve.errors import UnsupportedModelError
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class FileTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a folder's safetensors files, read one at a time. Raises UnsupportedModelError without any."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                self._files |= dict.fromkeys(file.keys(), path)
+        if not self._files:
+            raise UnsupportedModelError(f"model {folder}: with engine vllm it needs safetensors files")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    def __iter__(self) -> Any:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def kv_region(
+    kv_caches: Mapping[str, torch.Tensor], folder: Path, settings: Mapping[str, Any], order: str, version: str
+) -> KvMemoryRegion:
+    """The region of vLLM's KV cache; its last blocks are for lane probes.
+
+    `kv_caches`: a view `[blocks, kv_heads, block_size, 2 * head_dim]` of each layer, contiguous, at equal distances in
+    memory. `order` names how the kernels read it, `version` vLLM's; `settings` are the model's. Raises
+    UnsupportedModelError for KV of another shape.
+    """
+    tensors = list(kv_caches.values())
+    first = tensors[0]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    stride = addresses[1] - addresses[0] if len(addresses) > 1 else first.nbytes
+    even = all(address == addresses[0] + row * stride for row, address in enumerate(addresses))
+    alike = all(tensor.shape == first.shape and tensor.is_contiguous() for tensor in tensors)
+    if first.dim() != 4 or not (even and alike) or stride < first.nbytes or first.dtype not in DTYPE_NAMES:
+        raise UnsupportedModelError("engine vllm: the model's KV is not one equal row of blocks a layer")
+    blocks, heads, tokens, width = first.shape
+    layout = KvLayout(
+        model_fingerprint=model_fingerprint(settings, FileTensors(folder)),
+        dtype=DTYPE_NAMES[first.dtype],
+        block_size_tokens=tokens,
+        num_layers=len(tensors),
+        num_kv_heads=heads,
+        head_dim=width // 2,
+        axis_order=order,
+        engine_version=version,
+    )
+    on_cpu = first.device.type == "cpu"
+    return KvMemoryRegion(
+        base_address=addresses[0],
+        num_blocks=blocks,
+        layout=layout,
+        memory_kind="DRAM" if on_cpu else "VRAM",
+        device_index=0 if on_cpu else (first.device.index or 0),
+        probe_blocks=probe_blocks(layout.block_bytes),
+        layer_stride=stride,
+    )
+
+
+def read_blocks(memory: KvMemoryRegion, block_ids: Sequence[int]) -> list[memoryview]:
+    """The bytes of each block of a region in main memory, its pieces one behind the other; copies."""
+    size = memory.piece_bytes
+    return [
+        memoryview(b"".join(ctypes.string_at(row + block * size, size) for row in memory.rows))
+        for block in block_ids
+    ]

@@ -1,0 +1,108 @@
+"""vLLM's command line for a worker's settings, and the options of vLLM that a worker refuses. Pure; needs no vLLM."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError
+
+CPU_BLOCK_MULTIPLE = 32
+"""vLLM's attention on cpu packs keys and values of so many tokens."""
+DEFAULT_CPU_BYTES = 1 << 30
+DEFAULT_STEP_TOKENS = 512
+FIELD = "engine.engine_args"
+
+BY_SETTING = {
+    "--model": "model",
+    "--dtype": "engine.dtype",
+    "--block-size": "engine.block_size_tokens",
+    "--num-gpu-blocks-override": "engine.num_blocks",
+    "--kv-cache-memory-bytes": "engine.kv_memory_bytes",
+    "--max-model-len": "engine.context_tokens",
+    "--max-num-batched-tokens": "engine.max_step_tokens",
+    "--max-num-seqs": "engine.max_running_requests",
+    "--enable-prefix-caching": "engine.prefix_cache",
+    "--no-enable-prefix-caching": "engine.prefix_cache",
+    "--served-model-name": "served_model_name",
+}
+"""Options that a setting of splitserve stands for."""
+REFUSED = {
+    "--kv-transfer-config": "the handoff is splitserve's",
+    "--kv-events-config": "events of the prefix cache go to the coordinator",
+    "--kv-cache-dtype": "KV travels as the model's own type",
+    "--tensor-parallel-size": "a worker is one rank",
+    "-tp": "a worker is one rank",
+    "--pipeline-parallel-size": "a worker is one rank",
+    "-pp": "a worker is one rank",
+    "--data-parallel-size": "a worker is one rank",
+    "-dp": "a worker is one rank",
+    "--prefill-context-parallel-size": "a worker is one rank",
+    "--decode-context-parallel-size": "a worker is one rank",
+    "--speculative-config": "the first token of a handoff is given to vLLM, which then cannot speculate",
+    "--enable-lora": "adapters are not routed",
+    "--logits-processors": "tokens are sampled by splitserve's own",
+    "--scheduler-cls": "the handoff depends on vLLM's own scheduler",
+    "--async-scheduling": "the handoff needs the end of each step",
+    "--config": "give the options themselves",
+}
+"""Options that the handoff does not allow, and why."""
+
+
+def vllm_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> list[str]:
+    """vLLM's command line: first what the settings say, then the user's own options.
+
+    Raises ConfigError for an option that a setting stands for, or that the handoff does not allow.
+    """
+    step_tokens = step_tokens_of(config)
+    arguments = {
+        "--model": model_path,
+        "--dtype": "bfloat16" if config.dtype == "auto" else config.dtype,
+        "--block-size": str(block_size_of(config, on_cpu=on_cpu)),
+        "--max-num-batched-tokens": str(step_tokens),
+        "--max-num-seqs": str(min(config.max_running_requests, step_tokens)),
+    }
+    flags = ["--skip-tokenizer-init", "--no-async-scheduling", "--disable-log-stats"]
+    flags.append("--enable-prefix-caching" if config.prefix_cache else "--no-enable-prefix-caching")
+    if config.context_tokens is not None:
+        arguments["--max-model-len"] = str(config.context_tokens)
+    if config.num_blocks is not None:  # and vLLM's block 0, which stands for no block
+        arguments["--num-gpu-blocks-override"] = str(config.num_blocks + 1)
+    if config.kv_memory_bytes is not None or on_cpu:
+        arguments["--kv-cache-memory-bytes"] = str(config.kv_memory_bytes or DEFAULT_CPU_BYTES)
+    if on_cpu:
+        flags.append("--enforce-eager")
+    return [word for pair in arguments.items() for word in pair] + flags + checked_options(config.engine_args)
+
+
+def checked_options(engine_args: str) -> list[str]:
+    """The words of `EngineConfig.engine_args`. Raises ConfigError (field `engine.engine_args`), naming the option."""
+    try:
+        words = shlex.split(engine_args)
+    except ValueError as error:
+        raise ConfigError(f"{FIELD}: {error}", field=FIELD) from None
+    for name in _names(words):
+        if name in BY_SETTING:
+            raise ConfigError(f"{FIELD}: {name} is set by {BY_SETTING[name]}", field=FIELD)
+        if name in REFUSED:
+            raise ConfigError(f"{FIELD}: {name} is refused: {REFUSED[name]}", field=FIELD)
+    return words
+
+
+def block_size_of(config: EngineConfig, *, on_cpu: bool) -> int:
+    """Tokens per block: the setting, on cpu rounded up to what vLLM's kernels can take."""
+    multiple = CPU_BLOCK_MULTIPLE if on_cpu else 1
+    return -(-config.block_size_tokens // multiple) * multiple
+
+
+def step_tokens_of(config: EngineConfig) -> int:
+    """The token budget of a step."""
+    return config.max_step_tokens or DEFAULT_STEP_TOKENS
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    """The options among the words, as vLLM's parser spells them: `--a_b=c` is `--a-b`, `-tp=2` is `-tp`."""
+    names = [word.partition("=")[0] for word in words if word.startswith("-")]
+    # `--kv-transfer-config.kv_role x` sets one key of a JSON option.
+    return [name.partition(".")[0].replace("_", "-") for name in names]

@@ -1,0 +1,156 @@
+"""Builds a worker's engine from its settings, and registers its memory with the transport, all on one thread."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from engine.core.engine import Engine
+from engine.core.engine_core import EngineCore
+from engine.core.model_runner import ModelRunner, warm_up
+from engine.core.types import ModelFacts
+from engine.runner.simulated_runner import SimulatedRunner
+from engine.runner.structured_output import GrammarCompiler
+from kv_transfer.layout import NO_QUANTIZATION, SAME
+from kv_transfer.transports.buffered import BufferedTransport
+from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports.faulty import FaultyTransport
+from kv_transfer.transports.transport import VRAM, TransferEndpoint, Transport
+from kv_transfer.wire_format import KvWire, PlainWire, check_wire_dtype
+from splitserve.config.worker import WorkerConfig
+from splitserve.errors import ConfigError, UnsupportedModelError
+from splitserve.host_facts import host_id
+from splitserve.logs import log_event
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.sources import localize_model, resolve_model
+
+SIMULATED = "simulated"
+VLLM = "vllm"
+PROGRESS_STEP = 0.05
+"""Minimum share of the weights between two progress events."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAs:
+    """The model's public name, and where the coordinator finds its tokenizer."""
+
+    name: str
+    tokenizer_source: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of an engine. All but `grammars` and the plain data belong to the engine thread."""
+
+    core: Engine
+    facts: ModelFacts
+    wire: KvWire
+    grammars: GrammarCompiler
+    """For the gRPC services, on the event loop."""
+    transport: Transport
+    endpoint: TransferEndpoint
+    served: ServedAs
+    config: WorkerConfig
+
+
+def build_engine(config: WorkerConfig) -> EngineParts:
+    """Loads the weights, allocates the KV blocks and registers their memory. Takes as long as loading the weights.
+
+    Raises NotFoundError for a missing model, UnsupportedModelError for one that the engine refuses, ConfigError for
+    settings that contradict each other.
+    """
+    if config.engine.kind == VLLM:
+        return _vllm(config)
+    if config.engine.engine_args:
+        raise ConfigError("engine.engine_args: only engine vllm takes them", field="engine.engine_args")
+    runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
+    tokenizer = load_tokenizer(served.tokenizer_source)
+    grammars = GrammarCompiler(tokenizer, runner.facts)
+    if config.engine.kind != SIMULATED:
+        grammars.prepare()
+    warm_up(runner, config.engine.max_step_tokens)
+    if runner.pool_memory.memory_kind == VRAM:
+        _require_transfer(config.transport, runner.pool_memory.device_index)
+    transport = _polled(_transport(config), runner)
+    endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
+    core = EngineCore(runner, config.engine, tokenizer)
+    return EngineParts(core, runner.facts, runner.wire, grammars, transport, endpoint, served, config)
+
+
+def _require_transfer(transport: str, device_index: int) -> None:
+    # Imported here, so that simulated workers start without torch.
+    import torch
+
+    from engine.runner.self_test.device_checks import require_transfer
+
+    require_transfer(transport, torch.device("cuda", device_index))
+
+
+def _polled(transport: Transport, runner: ModelRunner) -> Transport:
+    """For a device's memory transports have no progress thread: they are polled while a step is computed."""
+    if runner.pool_memory.memory_kind != VRAM:
+        return transport
+    buffered = BufferedTransport(transport)
+    runner.poll_while_computing(buffered.progress)
+    return buffered
+
+
+def _transport(config: WorkerConfig) -> Transport:
+    transport = make_transport(config.transport)
+    if config.faults is None:
+        return transport
+    planned = config.faults.model_dump(exclude_defaults=True)
+    log_event("worker.faults_on", level=logging.WARNING, worker_id=config.worker_id, planned=planned)
+    return FaultyTransport(transport, config.faults)
+
+
+def _simulated(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
+    runner = SimulatedRunner(config.engine)
+    check_wire_dtype(config.wire_dtype, runner.layout.dtype)
+    return runner, ServedAs(config.served_model_name or SIMULATED, SIMULATED)
+
+
+def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
+    # Imported here, so that simulated workers start without torch.
+    from engine.runner.torch_runner import build_torch_runner
+
+    logged = -1.0
+
+    def progress(fraction: float) -> None:
+        nonlocal logged
+        if fraction - logged >= PROGRESS_STEP or fraction >= 1.0 > logged:
+            logged = fraction
+            log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
+
+    source = resolve_model(config.model)
+    runner = build_torch_runner(config.engine, source, progress, config.wire_dtype)
+    return runner, ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
+
+
+def _vllm(config: WorkerConfig) -> EngineParts:
+    # Imported here, because few installations have vLLM.
+    from engine.vllm.boot import start_vllm
+    from engine.vllm.kv_memory import read_blocks
+
+    if config.wire_dtype != SAME:
+        raise ConfigError("wire_dtype: engine vllm sends KV as it is", field="wire_dtype")
+    if config.engine.quantization != NO_QUANTIZATION:
+        message = "engine.quantization: with engine vllm the checkpoint says how it is quantized"
+        raise ConfigError(message, field="engine.quantization")
+    source = localize_model(resolve_model(config.model))
+    if source.gguf_file:
+        raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
+    vllm = start_vllm(config.engine, Path(source.path))
+    from engine.vllm.vllm_engine import VllmEngine
+
+    tokenizer = load_tokenizer(source.tokenizer_source)
+    grammars = GrammarCompiler(tokenizer, vllm.facts)
+    grammars.prepare()
+    core = VllmEngine(vllm, config.engine, tokenizer)
+    wire = PlainWire(vllm.memory, partial(read_blocks, vllm.memory))
+    transport = _transport(config)
+    endpoint = replace(transport.register_memory(wire.memory), host_id=host_id())
+    served = ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
+    return EngineParts(core, vllm.facts, wire, grammars, transport, endpoint, served, config)

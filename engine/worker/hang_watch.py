@@ -1,0 +1,81 @@
+"""Notices an engine thread that hangs, in a step on the device or between two steps, from outside that thread.
+
+The watcher's own clock decides: it adds up the time between its looks, of which no single one counts for more than
+`MAX_TICK_S`. A process or a machine that was stopped therefore has not hung, however long it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+from engine.worker.engine_thread import Activity
+from splitserve.logs import log_event
+
+CHECK_S = 0.25
+MAX_TICK_S = 2 * CHECK_S
+GOODBYE_S = 1.0
+"""How long the process may take to say that it serves no more."""
+EXIT_CODE = 70
+"""EX_SOFTWARE in sysexits.h."""
+
+
+class HangClock:
+    """Adds up how long one activity has lasted, in the watcher's time. Pure."""
+
+    def __init__(self, now: float, max_tick_s: float = MAX_TICK_S) -> None:
+        self._max_tick_s = max_tick_s
+        self._looked_s = now
+        self._activity: Activity | None = None
+        self.seconds = 0.0
+        """How long the activity of the last look has lasted."""
+
+    def look(self, activity: Activity | None, now: float) -> bool:
+        """Whether the thread hangs. None: it sleeps. Call it again and again."""
+        tick_s, self._looked_s = min(now - self._looked_s, self._max_tick_s), now
+        if activity is None or activity is not self._activity:
+            self._activity, self.seconds = activity, 0.0
+            return False
+        self.seconds += tick_s
+        return self.seconds >= activity.limit_s
+
+
+async def watch_for_hangs(
+    activity: Callable[[], Activity | None],
+    worker_id: str,
+    not_serving: Callable[[], Awaitable[None]],
+    *,
+    check_s: float = CHECK_S,
+    leave: Callable[[int], object] = os._exit,
+) -> None:
+    """Runs until cancelled. Once the engine thread hangs, ends the process by `leave` with EXIT_CODE.
+
+    Logs one line, writes every thread's Python stack to stderr, and calls `not_serving` before.
+    """
+    clock = HangClock(time.monotonic(), 2 * check_s)
+    while not clock.look(doing := activity(), time.monotonic()):  # noqa: ASYNC110 - a hung thread signals nothing
+        await asyncio.sleep(check_s)
+    assert doing is not None
+    error = (
+        f"the engine hangs in {doing.what}" if doing.what == "a step" else f"the engine hangs {doing.what}"
+    )
+    log_event(
+        "engine.hung",
+        level=logging.ERROR,
+        worker_id=worker_id,
+        during=doing.what,
+        seconds=round(clock.seconds, 1),
+        limit_s=round(doing.limit_s, 1),
+        error=f"{error}, for {clock.seconds:.0f} s now: the process ends with code {EXIT_CODE} to be replaced",
+    )
+    faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
+    try:
+        async with asyncio.timeout(GOODBYE_S):
+            await not_serving()
+    finally:
+        leave(EXIT_CODE)

@@ -1,0 +1,57 @@
+"""A worker's Prometheus metrics. Label values are bounded: no requests, peers or pairs."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from prometheus_client.core import Metric
+
+from engine.worker.status import WorkerStatus
+from splitserve.client.registry_client import RegistrationStatus
+from splitserve.metrics import counter, counters, gauge, gauges
+
+
+def registration_metrics(status: RegistrationStatus) -> list[Metric]:
+    """Where the worker is registered and where it is refused; one label value for each configured coordinator."""
+    registered = {name: float(now) for name, now in status.registered.items()}
+    refusals = {name: float(count) for name, count in status.refusals.items()}
+    return [
+        gauges(
+            "splitserve_registered", "Whether the coordinator knows the worker", "coordinator", registered
+        ),
+        counters("splitserve_registry_refusals", "Refused registrations", "coordinator", refusals),
+    ]
+
+
+def worker_metrics(status: WorkerStatus) -> list[Metric]:
+    """All metrics of a worker at one moment. Lanes are aggregated, because there is one for each pair of workers."""
+    load, lanes = status.load, status.lanes
+    blocks = {
+        "free": load.free_blocks,
+        "reserved": load.reserved_blocks,
+        "quarantined": load.quarantined_blocks,
+        "referenced": load.referenced_blocks,
+    }
+    requests = {"running": load.running_requests, "waiting": load.waiting_requests}
+    metrics = [
+        gauges("splitserve_kv_blocks", "KV blocks by owner", "state", blocks),
+        gauges("splitserve_requests", "Sequences in the engine", "state", requests),
+        counter("splitserve_handoffs_completed", "Handoffs sent or admitted", status.handoffs_completed),
+        counters("splitserve_handoffs_rejected", "Handoffs that failed", "reason", status.handoffs_rejected),
+        counter(
+            "splitserve_kv_sent_bytes",
+            "KV bytes of completed handoffs, at their sender",
+            status.handoff_bytes,
+        ),
+        gauge("splitserve_kv_slow_lanes", "Lanes below expectation", sum(1 for j in lanes if j.problem)),
+    ]
+    if speeds := [judged.lane.gb_per_s for judged in lanes]:
+        metrics.append(
+            gauges(
+                "splitserve_kv_lane_gigabytes_per_second",
+                "Lanes to peers at first contact",
+                "stat",
+                {"min": min(speeds), "median": median(speeds)},
+            )
+        )
+    return metrics

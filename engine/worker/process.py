@@ -1,0 +1,317 @@
+"""The worker process: engine thread, gRPC server, registration with coordinators, drain and exit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Generic, TypeVar
+
+import grpc
+import psutil
+from prometheus_client.core import Metric
+
+from engine.core.engine import Engine
+from engine.kv_cache.cache_events import KvEventReader
+from engine.worker.build import EngineParts, build_engine
+from engine.worker.engine_thread import EngineThread, StepListener
+from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
+from engine.worker.messages import lane_report, worker_load
+from engine.worker.metrics import registration_metrics, worker_metrics
+from engine.worker.status import WorkerStatus
+from kv_transfer.transports.factory import idle_poll_s
+from kv_transfer.transports.transport import VRAM, TransferEndpoint
+from splitserve.client.registry_client import RegistrationStatus, RegistryClient
+from splitserve.config.worker import WorkerConfig
+from splitserve.errors import UnavailableError
+from splitserve.logs import log_event, log_exception
+from splitserve.metrics import reload_metrics, serving_metrics
+from splitserve.rpc.credentials import cluster_credentials, warn_if_open
+from splitserve.rpc.server import OpenRpcs, RpcServer, make_server
+from splitserve.runtime.loops import LoopRunner
+from splitserve.runtime.process import relax_collector, stop_signal
+from splitserve.runtime.reload import FileWatcher
+from splitserve.security.authorizer import ANY_SERVICE
+from splitserve.security.tls import Role
+from splitserve.v1 import kv_transfer_pb2, registry_pb2
+
+SERVER_GRACE_S = 2.0
+CLOSE_S = 10.0
+"""How long a dead engine may take to close."""
+ROLES: Mapping[registry_pb2.Pool.ValueType, Role] = {
+    registry_pb2.POOL_PREFILL: "prefill",
+    registry_pb2.POOL_DECODE: "decode",
+}
+CALLERS: frozenset[Role] = frozenset({"coordinator"})
+"""Who may call a worker's services."""
+
+
+class KvConnector(StepListener, ABC):
+    """Joins engine and transport on the engine thread; see `engine.worker.engine_thread.StepListener`."""
+
+    def __init__(self, endpoint: TransferEndpoint, on_idle: Callable[[], None]) -> None:
+        """`on_idle` is called on the engine thread when nothing is in progress any more; see `WorkerStatus`."""
+        self.endpoint = endpoint
+        self._on_idle = on_idle
+        self._status = WorkerStatus()
+
+    @property
+    def status(self) -> WorkerStatus:
+        """The latest status, for any thread. Read it once if several fields must be consistent."""
+        return self._status
+
+    def _publish(self, status: WorkerStatus) -> None:
+        before, self._status = self._status, status
+        if before.in_progress and not status.in_progress:
+            self._on_idle()
+
+
+C = TypeVar("C", bound=KvConnector)
+
+
+class WorkerRole(ABC, Generic[C]):
+    """What distinguishes prefill and decode workers. Used on the event loop, but for `make_connector`."""
+
+    pool: registry_pb2.Pool.ValueType
+
+    @abstractmethod
+    def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> C:
+        """Builds the connector; called on the engine thread. `epoch` is this boot's; `on_idle`: see `KvConnector`."""
+
+    @abstractmethod
+    def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
+        """Adds the gRPC services; returns their full names."""
+
+    @abstractmethod
+    def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
+        """Handles a change of a coordinator's list of decode workers."""
+
+    @abstractmethod
+    def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
+        """Handles that the processes of these prefill workers have certainly ended."""
+
+    @abstractmethod
+    def rejected_handoffs(self, status: WorkerStatus) -> int:
+        """Tickets and completions rejected since the start."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Whether requests are still in progress; a drain waits for False.
+
+        Checked again after `WorkerProcess.service_idle` and `engine_idle`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends calls that would otherwise outlive a drain."""
+
+
+class WorkerProcess(Generic[C]):
+    """One worker process. `run` builds its engine and serves until it is stopped."""
+
+    def __init__(self, config: WorkerConfig, make_role: Callable[[WorkerProcess[C]], WorkerRole[C]]) -> None:
+        """`make_role` gets this worker; it may not use `parts` and `connector` before the engine is built."""
+        self.config = config
+        self.epoch = secrets.randbits(63) + 1
+        self.open_rpcs = OpenRpcs()
+        self.draining = False
+        self.engine: EngineThread[C] = EngineThread(
+            self._build,
+            name=f"engine-{config.worker_id}",
+            hung_step_s=config.engine.hung_step_s,
+        )
+        self._built: tuple[EngineParts, C] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._maybe_idle = asyncio.Event()
+        self._role = make_role(self)
+        self._security = cluster_credentials(ROLES[self._role.pool], config.tls, config.cluster_token_file)
+        self._registries: list[RegistryClient] = []
+        self._registration_status = RegistrationStatus(config.coordinators)
+        self._loops = LoopRunner()
+        tls = self._security.server_tls
+        self._files = FileWatcher(tls.file if tls else None)
+        self._process = psutil.Process()
+
+    def _build(self) -> tuple[Engine, C]:
+        parts = build_engine(self.config)
+        self.engine.idle_poll_s = idle_poll_s(self.config.transport, parts.endpoint.memory.memory_kind)
+        connector = self._role.make_connector(parts, self.epoch, self.engine_idle)
+        self._built = parts, connector
+        return parts.core, connector
+
+    @property
+    def parts(self) -> EngineParts:
+        """The engine's parts, once it is built."""
+        assert self._built is not None, "the engine is not built"
+        return self._built[0]
+
+    @property
+    def connector(self) -> C:
+        """The role's connector, once the engine is built. Its methods are for the engine thread, but for `status`."""
+        assert self._built is not None, "the engine is not built"
+        return self._built[1]
+
+    def require_accepting(self) -> None:
+        """Raises UnavailableError (DRAINING) once the worker takes no new requests."""
+        if self.draining:
+            raise UnavailableError(f"worker {self.config.worker_id} is draining", reason="DRAINING")
+
+    def service_idle(self) -> None:
+        """Called on the event loop when a service has no call in progress any more."""
+        self._maybe_idle.set()
+
+    def engine_idle(self) -> None:
+        """Called on the engine thread when its connector has nothing in progress any more."""
+        # The status has been published before: a drain that begins later sees it, one that has begun is woken.
+        if self.draining:
+            self._loop.call_soon_threadsafe(self.service_idle)
+
+    def report_now(self) -> None:
+        """Sends a load report to every coordinator without waiting for the heartbeat."""
+        for registry in self._registries:
+            registry.report_now()
+
+    def _report_soon(self) -> None:
+        for registry in self._registries:
+            registry.report_soon()
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT, then drains. Raises the error that ended the engine or the registration."""
+        stop = stop_signal()
+        await self.engine.start()
+        relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
+        authorizer = self._security.authorizer({ANY_SERVICE: CALLERS})
+        server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)
+        names = self._role.add_services(server.grpc_server)
+        warn_if_open("worker", self.config.host, authorizer.closed)
+        port = await server.start(self.config.host, self.config.port, names, tls=self._security.server_tls)
+        log_event("worker.ready", worker_id=self.config.worker_id, port=port, model=self.parts.served.name)
+        address = self.config.advertise_address or f"{self.config.host}:{port}"
+        try:
+            with serving_metrics(
+                self._metrics, self.config.host, self.config.metrics_port, self._security.server_tls
+            ):
+                await self._serve_until(stop, server, self._registration(address))
+        finally:
+            self._role.close()
+            # The port closes last: once it refuses connections, this process writes no more KV.
+            await self._stop_engine()
+            await server.stop(SERVER_GRACE_S)
+            log_event("worker.stopped", worker_id=self.config.worker_id)
+
+    async def _serve_until(
+        self, stop: asyncio.Event, server: RpcServer, registration: registry_pb2.RegisterRequest
+    ) -> None:
+        kv_events, loop = self.parts.core.kv_events, asyncio.get_running_loop()
+        self._registries = [
+            RegistryClient(
+                address,
+                registration,
+                report=self._report,
+                on_peers=self._on_peers,
+                heartbeat_s=self.config.heartbeat_s,
+                on_ended=self._role.on_ended_writers,
+                security=self._security,
+                read_cache=lambda: KvEventReader(kv_events),
+                status=self._registration_status,
+            )
+            for address in self.config.coordinators
+        ]
+        kv_events.subscribe(lambda: loop.call_soon_threadsafe(self._report_soon))
+        async with asyncio.TaskGroup() as group:
+            # Two things end the worker: an engine that died, and coordinators none of which ever took the worker in.
+            background = [group.create_task(registry.run()) for registry in self._registries]
+            background.append(group.create_task(self._watch_engine(server)))
+            hangs = partial(
+                watch_for_hangs,
+                self.engine.activity,
+                self.config.worker_id,
+                lambda: server.set_serving(False),
+            )
+            background.append(group.create_task(self._loops.run("hangs", hangs)))
+            background.append(group.create_task(self._loops.run("files", self._files.follow)))
+            await stop.wait()
+            await self.drain()
+            for task in background:
+                task.cancel()
+
+    async def _watch_engine(self, server: RpcServer) -> None:
+        """If the engine thread dies, the worker ends: a supervisor restarts it, and its peers notice."""
+        await asyncio.wait([self.engine.died])
+        error = self.engine.died.exception()
+        if error is None:
+            return
+        log_exception("engine.died", error, worker_id=self.config.worker_id)
+        await server.set_serving(False)
+        message = f"the engine has ended: {type(error).__name__}: {error}"
+        raise UnavailableError(message, reason="ENGINE_DIED") from error
+
+    async def _stop_engine(self) -> None:
+        """Ends the engine thread. One that has died may hang where it lets go of a broken device."""
+        died = self.engine.died.done() and self.engine.died.exception() is not None
+        ended, _ = await asyncio.wait(
+            [asyncio.ensure_future(self.engine.stop())], timeout=CLOSE_S if died else None
+        )
+        if not ended:
+            os._exit(EXIT_CODE)
+
+    async def drain(self) -> None:
+        """Takes no new requests and waits until none is in progress, `drain_s` seconds at most."""
+        log_event("worker.draining", worker_id=self.config.worker_id)
+        self.draining = True
+        self.report_now()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_s):
+                while self._role.busy():
+                    self._maybe_idle.clear()
+                    await self._maybe_idle.wait()
+
+    def _registration(self, address: str) -> registry_pb2.RegisterRequest:
+        engine, facts = self.config.engine, self.parts.facts
+        return registry_pb2.RegisterRequest(
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            pool=self._role.pool,
+            address=address,
+            model=registry_pb2.ServedModel(
+                name=self.parts.served.name,
+                tokenizer_source=self.parts.served.tokenizer_source,
+                context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
+                vocabulary_size=facts.vocabulary_size,
+                eos_token_ids=sorted(facts.eos_token_ids),
+            ),
+            endpoint=self.connector.endpoint.to_proto(),
+            max_step_tokens=self.parts.core.max_step_tokens,
+            max_running_requests=engine.max_running_requests,
+            standby=self.config.standby,
+            experimental=engine.kind == "torch" and self.connector.endpoint.memory.memory_kind == VRAM,
+        )
+
+    def _report(self) -> registry_pb2.ReportRequest:
+        status = self.connector.status
+        load = worker_load(status.load)
+        load.rss_bytes = self._process.memory_info().rss
+        load.open_rpcs = self.open_rpcs.count
+        load.transfers_in_flight = status.transfers_in_flight
+        load.waiting_reservations = status.waiting_reservations
+        load.rejected_handoffs = self._role.rejected_handoffs(status)
+        return registry_pb2.ReportRequest(
+            worker_id=self.config.worker_id,
+            epoch=self.epoch,
+            load=load,
+            connected_agent_ids=sorted(status.usable_agents),
+            draining=self.draining,
+            lanes=[lane_report(judged) for judged in status.lanes],
+        )
+
+    def _metrics(self) -> list[Metric]:
+        registration = registration_metrics(self._registration_status)
+        process = [self._loops.metric(), *reload_metrics(self._files.files)]
+        return [*worker_metrics(self.connector.status), *registration, *process]
+
+    def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
+        self._role.on_peers(coordinator, [TransferEndpoint.from_proto(peer) for peer in peers])

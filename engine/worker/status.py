@@ -1,0 +1,28 @@
+"""The engine thread's status for other threads: one immutable snapshot, replaced as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from engine.core.types import EngineLoad
+from kv_transfer.lane import JudgedLane
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker at one moment. Created on the engine thread around each step; any thread may read it."""
+
+    load: EngineLoad = field(default_factory=EngineLoad)
+    in_progress: int = 0
+    """What a drain waits for: pushes in flight on a prefill worker, requests on a decode worker."""
+    transfers_in_flight: int = 0
+    waiting_reservations: int = 0
+    lanes: tuple[JudgedLane, ...] = ()
+    usable_agents: frozenset[str] = frozenset()
+    """Agent ids of decode workers that requests may be sent to: connected, measured, not refused."""
+    handoffs_completed: int = 0
+    handoff_bytes: int = 0
+    handoffs_rejected: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Handoffs that failed or were refused, by reason."""

@@ -1,0 +1,297 @@
+"""Prefill side of a handoff: writes finished KV blocks while later chunks are still being computed.
+
+Runs on the engine thread with that thread's transport. `now` is monotonic time in seconds, read right
+before each call. Invariants:
+
+* A block is written exactly once, when its KV is final: the block is full, or it is the prompt's last.
+* Writes are not ordered among each other, so the last write, which carries the completion, is posted only
+  after all earlier ones were reported done.
+* Nothing is posted after the ticket's deadline. Writes in flight at that point get `WRITE_GRACE_S`; then
+  the peer is disconnected, which ends them. The decode worker relies on this bound.
+* Every request ends with exactly one of PushDone, PushFailed and PushDrained. By then each of its writes was
+  reported, so its source blocks may be freed: what a write in doubt still reads from them lands in blocks in
+  quarantine.
+* `Drained` is said only with proof: every posted write ended well. After a write in doubt nothing is said, the
+  quarantine runs its full time, and the peer is disconnected as soon as that costs no other request its
+  handoff, `WRITE_GRACE_S` after the deadline at the latest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from kv_transfer.handoff.checksums import digests_of, fold_digests, verified_positions
+from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
+from kv_transfer.handoff.push_state import Push, PushDone, PushDrained, PushEvent, PushFailed
+from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket, SpentTickets
+from kv_transfer.transports.descriptors import merge_runs
+from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
+from kv_transfer.wire_format import KvWire
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError, TransferError
+from splitserve.generation.kv_blocks import blocks_for
+from splitserve.request_guard import request_error
+
+
+class KvPusher:
+    """All pushes of one worker over one transport.
+
+    `wire` packs blocks for sending and reads them for checksums. Without it blocks are sent as they are, and
+    the decode worker refuses completions of tickets that ask for checksums.
+    """
+
+    def __init__(self, transport: Transport, wire: KvWire | None = None) -> None:
+        self._transport = transport
+        self._wire = wire
+        self._pushes: dict[str, Push] = {}
+        self._runnable: dict[str, Push] = {}
+        """Superset of the pushes that are not idle; keeps `poll` independent of the number of waiting requests."""
+        self._deadlines: list[tuple[float, str]] = []
+        self._push_of_write: dict[int, Push] = {}
+        self._doubts: dict[str, float] = {}
+        """Peers with writes in doubt, and when they are disconnected at the latest."""
+        self._cut_off: list[str] = []
+        self._spent = SpentTickets()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of writes posted and not yet done."""
+        return len(self._push_of_write)
+
+    @property
+    def active(self) -> int:
+        """Number of requests without a terminal event."""
+        return len(self._pushes)
+
+    def start(self, request_id: str, ticket: KvTicket, endpoint: TransferEndpoint, now: float) -> None:
+        """Accepts a ticket on arrival. From then on its owner is notified however the request ends.
+
+        Raises InvalidArgumentError for a ticket that does not fit the endpoint or a known request id, and
+        FailedPreconditionError if the ticket's agent is not a connected peer (UNKNOWN_PEER) or the ticket was
+        used before (TICKET_USED).
+        """
+        if request_id in self._pushes:
+            raise InvalidArgumentError(f"request {request_id} is being pushed already", field="request_id")
+        agent_id = ticket.decode_agent_id
+        if endpoint.agent_id != agent_id or agent_id not in self._transport.connected():
+            message, field_name = f"decode agent {agent_id} is not connected", "ticket.decode_agent_id"
+            raise FailedPreconditionError(message, reason="UNKNOWN_PEER", field=field_name)
+        ticket.require_fits(endpoint.memory)
+        if not self._spent.spend(agent_id, ticket.reservation, ticket.deadline_s, now):
+            message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
+            raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
+        push = Push(request_id, ticket, endpoint.memory.layout.block_size_tokens)
+        self._pushes[request_id] = self._runnable[request_id] = push
+        heapq.heappush(self._deadlines, (ticket.deadline_s, request_id))
+        self._enforce_deadline(push, now)
+
+    def decline(self, ticket: KvTicket, now: float) -> None:
+        """Notifies a ticket's owner that the ticket will not be used; no effect on a used ticket."""
+        if self._spent.spend(ticket.decode_agent_id, ticket.reservation, ticket.deadline_s, now):
+            self._send_drained(ticket)
+
+    def on_progress(
+        self,
+        request_id: str,
+        end_tokens: int,
+        block_ids: Sequence[int],
+        is_last: bool,
+        first_token: int | None,
+        now: float,
+    ) -> None:
+        """KV of tokens [0, `end_tokens`) is final in `block_ids`, the sequence's whole block table.
+
+        Posts the blocks that became full. With `is_last`, posts all remaining blocks and the completion with
+        `first_token`, which is then required. Ended and unknown requests are ignored. The blocks must not
+        change until the terminal event.
+        """
+        push = self._pushes.get(request_id)
+        if push is None or push.stopped or push.last_chunk_s is not None:
+            return
+        # The ticket covers the prompt's blocks after those that the decode worker has cached.
+        wanted, cached = len(push.ticket.block_indices), push.ticket.cached_tokens // push.block_size
+        final = blocks_for(end_tokens, push.block_size) if is_last else end_tokens // push.block_size
+        self._runnable[request_id] = push
+        push.block_table = tuple(block_ids[cached : cached + wanted])
+        before, push.ready_blocks = push.ready_blocks, max(0, min(final - cached, wanted))
+        if len(push.block_table) < push.ready_blocks or (is_last and final - cached != wanted):
+            push.failure = InvalidArgumentError(
+                f"the ticket holds {wanted} blocks after {cached} cached ones, the prompt fills {final}",
+                reason="TICKET_MISMATCH",
+                field="ticket.block_indices",
+            )
+        elif is_last:
+            if first_token is None:
+                raise InvalidArgumentError("the last chunk needs its first token", field="first_token")
+            push.last_chunk_s, push.first_token = now, first_token
+        if self._wire is not None and push.failure is None:
+            # Packed and hashed only now: before a block is final its bytes still change.
+            try:
+                self._wire.pack(push.block_table[before : push.ready_blocks])
+                self._digest_ready_blocks(push, self._wire)
+            except BaseException as error:
+                push.failure = _transfer_error(error, request_id)
+        self._advance(push, now)
+
+    def abort(self, request_id: str) -> None:
+        """Posts no more writes; `poll` reports PushDrained once those in flight are done.
+
+        A completion that was posted already still ends in PushDone. Unknown ids are ignored.
+        """
+        if push := self._pushes.get(request_id):
+            push.aborted = True
+            self._runnable[request_id] = push
+
+    def peer_lost(self, agent_id: str) -> None:
+        """Disconnects a lost decode worker; the next `poll` fails its requests with PEER_LOST."""
+        self._transport.disconnect(agent_id)
+        for push in self._pushes.values():
+            if push.ticket.decode_agent_id == agent_id and push.failure is None:
+                push.failure = TransferError(f"decode agent {agent_id} is gone", reason="PEER_LOST")
+                self._runnable[push.request_id] = push
+
+    def poll(self, now: float, polled: PollResult | None = None) -> list[PushEvent]:
+        """Collects finished writes, posts what waited for them and returns terminal events.
+
+        `polled` is the transport's poll result if the caller polled it, as one that also receives must;
+        otherwise the transport is polled here and its notifications are dropped. The cost is proportional to
+        the requests being computed or written, not to those that wait.
+        """
+        result = polled if polled is not None else self._transport.poll()
+        for write in result.writes:
+            push = self._push_of_write.pop(write.handle, None)
+            if push is None:
+                continue
+            push.writes.discard(write.handle)
+            push.in_doubt = push.in_doubt or write.in_doubt
+            if write.error is not None and push.failure is None:
+                push.failure = TransferError(f"a write of {push.request_id} failed: {write.error}")
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heapq.heappop(self._deadlines)
+            if push := self._pushes.get(request_id):
+                self._runnable[request_id] = push
+        events: list[PushEvent] = []
+        for push in list(self._runnable.values()):
+            self._advance(push, now)
+            if event := self._terminal_event(push, now):
+                del self._pushes[push.request_id]
+                events.append(event)
+            if event or push.idle:
+                del self._runnable[push.request_id]
+        if self._doubts:
+            self._cut_doubtful(now)
+        return events
+
+    def take_cut_off(self) -> list[str]:
+        """Peers that were disconnected since the last call to end writes in doubt. They may be connected again."""
+        cut_off, self._cut_off = self._cut_off, []
+        return cut_off
+
+    def _advance(self, push: Push, now: float) -> None:
+        """Posts everything that may be posted now."""
+        if push.completing and not push.writes:
+            return  # complete; `poll` reports it
+        self._enforce_deadline(push, now)
+        if push.stopped or push.completing:
+            return
+        try:
+            if push.last_chunk_s is None:
+                self._write(push, None)
+            elif not push.writes:
+                # The blocks of the last chunk, or only the notification if there are none.
+                push.completing = True
+                self._complete(push)
+        except BaseException as error:
+            push.failure, push.completing = _transfer_error(error, push.request_id), False
+
+    def _write(self, push: Push, notification: bytes | None) -> None:
+        if push.posted_blocks == push.ready_blocks:
+            return
+        ticket, before = push.ticket, self._transport.descriptors_posted
+        part = slice(push.posted_blocks, push.ready_blocks)
+        handle = self._transport.write(
+            ticket.decode_agent_id, push.block_table[part], ticket.block_indices[part], notification
+        )
+        push.descriptors += self._transport.descriptors_posted - before
+        push.posted_blocks = push.ready_blocks
+        push.writes.add(handle)
+        self._push_of_write[handle] = push
+
+    def _complete(self, push: Push) -> None:
+        ticket = push.ticket
+        assert push.first_token is not None
+        checksums = fold_digests(push.digests)
+        done = encode(
+            WriteCompletion(ticket.epoch, ticket.reservation, ticket.total_bytes, push.first_token, checksums)
+        )
+        if push.posted_blocks < push.ready_blocks:
+            self._write(push, done)
+        else:
+            self._transport.notify(ticket.decode_agent_id, done)
+
+    def _digest_ready_blocks(self, push: Push, wire: KvWire) -> None:
+        """Hashes the verified blocks that became final: chunk by chunk, to spread the cost over the steps."""
+        ticket = push.ticket
+        count, one_in = len(ticket.block_indices), ticket.verify_one_in
+        positions = verified_positions(ticket.epoch, ticket.reservation, count, one_in)
+        final = [push.block_table[p] for p in positions[len(push.digests) :] if p < push.ready_blocks]
+        push.digests += digests_of(wire.read_blocks(final))
+
+    def _enforce_deadline(self, push: Push, now: float) -> None:
+        """Stops a push at its ticket's deadline; after the grace period ends its writes by disconnecting the peer."""
+        deadline_s = push.ticket.deadline_s
+        if now >= deadline_s and not push.stopped and not push.completing:
+            push.failure = TransferError(
+                f"the ticket of {push.request_id} ran out before its handoff was complete",
+                reason="TICKET_EXPIRED",
+            )
+        if now >= deadline_s + WRITE_GRACE_S and push.writes:
+            self._transport.disconnect(push.ticket.decode_agent_id)
+
+    def _terminal_event(self, push: Push, now: float) -> PushEvent | None:
+        """The terminal event of a finished push with nothing in flight, else None."""
+        if push.writes:
+            return None
+        ticket = push.ticket
+        if push.completing and push.failure is None:
+            assert push.last_chunk_s is not None
+            runs, transfer_s = (
+                len(merge_runs(push.block_table, ticket.block_indices)),
+                now - push.last_chunk_s,
+            )
+            return PushDone(push.request_id, ticket.total_bytes, push.descriptors, runs, transfer_s)
+        if not push.stopped:
+            return None
+        if push.in_doubt:
+            end_s, agent_id = ticket.deadline_s + WRITE_GRACE_S, ticket.decode_agent_id
+            self._doubts[agent_id] = min(end_s, self._doubts.get(agent_id, end_s))
+        else:
+            self._send_drained(ticket)
+        if push.aborted:
+            return PushDrained(push.request_id)
+        assert push.failure is not None
+        return PushFailed(push.request_id, push.failure.reason, push.failure.message)
+
+    def _cut_doubtful(self, now: float) -> None:
+        """Ends writes in doubt by disconnecting their peers, once no other request is pushed to them or time is up."""
+        busy = {push.ticket.decode_agent_id for push in self._pushes.values()}
+        for agent_id, end_s in list(self._doubts.items()):
+            if agent_id not in busy or now >= end_s:
+                del self._doubts[agent_id]
+                self._transport.disconnect(agent_id)
+                self._cut_off.append(agent_id)
+
+    def _send_drained(self, ticket: KvTicket) -> None:
+        if ticket.decode_agent_id not in self._transport.connected():
+            return
+        try:
+            self._transport.notify(ticket.decode_agent_id, encode(Drained(ticket.epoch, ticket.reservation)))
+        except BaseException as error:
+            # The peer is gone, and so are the blocks that the message would have freed.
+            request_error(error, f"ticket {ticket.reservation}")
+
+
+def _transfer_error(error: BaseException, request_id: str) -> SplitserveError:
+    """As `request_error`; another pair may succeed where the error is not a refusal."""
+    known = request_error(error, request_id)
+    return known if known is error else TransferError(known.message)

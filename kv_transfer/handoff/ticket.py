@@ -1,0 +1,148 @@
+"""Tickets: the permission to write once into blocks that a decode worker reserved."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from kv_transfer.transports.transport import KvMemoryRegion
+from splitserve.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
+from splitserve.v1 import kv_transfer_pb2 as pb
+
+MAX_TIME_TO_LIVE_S = 24 * 3600.0
+MAX_AGENT_ID_LENGTH = 64
+
+WRITE_GRACE_S = 5.0
+"""A writer posts nothing after its ticket's deadline. Within this many seconds its earlier writes are done,
+or cut off because it closes the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvTicket:
+    """See `KvTicket` in protos/splitserve/v1/kv_transfer.proto.
+
+    `deadline_s` is on this process's monotonic clock. The wire carries the remaining time, so hosts need no
+    common clock; the network delay of each hop extends the deadline. A process that holds a ticket subtracts
+    the holding time: `from_proto` on arrival, `to_proto` on departure.
+    """
+
+    decode_agent_id: str
+    epoch: int
+    reservation: int
+    block_indices: tuple[int, ...]
+    cached_tokens: int
+    total_bytes: int
+    deadline_s: float
+    writer_agent_id: str = ""
+    verify_one_in: int = 0
+
+    def to_proto(self, now: float) -> pb.KvTicket:
+        """The wire form with the time remaining at `now`. Raises DeadlineExceededError if none is left."""
+        left_s = self.deadline_s - now
+        if left_s <= 0:
+            raise DeadlineExceededError(f"ticket {self.reservation} has no time left")
+        message = pb.KvTicket(
+            decode_agent_id=self.decode_agent_id,
+            epoch=self.epoch,
+            reservation=self.reservation,
+            block_indices=self.block_indices,
+            cached_tokens=self.cached_tokens,
+            total_bytes=self.total_bytes,
+            writer_agent_id=self.writer_agent_id,
+            verify_one_in=self.verify_one_in,
+        )
+        message.time_to_live.FromNanoseconds(max(1, int(left_s * 1e9)))
+        return message
+
+    @classmethod
+    def from_proto(cls, message: pb.KvTicket, now: float) -> KvTicket:
+        """The inverse of `to_proto`. Raises InvalidArgumentError naming the first bad field and its bound."""
+        left_s = message.time_to_live.seconds + message.time_to_live.nanos / 1e9
+        count = len(message.block_indices)
+        id_length = len(message.decode_agent_id)
+        id_bound = f"1 to {MAX_AGENT_ID_LENGTH} characters"
+        _require(0 < id_length <= MAX_AGENT_ID_LENGTH, "decode_agent_id", id_bound)
+        writer_length = len(message.writer_agent_id)
+        _require(
+            writer_length <= MAX_AGENT_ID_LENGTH, "writer_agent_id", f"at most {MAX_AGENT_ID_LENGTH} long"
+        )
+        _require(message.epoch > 0, "epoch", "not 0")
+        _require(message.reservation > 0, "reservation", "not 0")
+        _require(len(set(message.block_indices)) == count, "block_indices", "distinct")
+        size = message.total_bytes
+        fits = size > 0 and size % count == 0 if count else size == 0
+        _require(fits, "total_bytes", "the number of blocks times the size of a block")
+        _require(0 < left_s <= MAX_TIME_TO_LIVE_S, "time_to_live", "above 0 and at most 24 h")
+        return cls(
+            decode_agent_id=message.decode_agent_id,
+            epoch=message.epoch,
+            reservation=message.reservation,
+            block_indices=tuple(message.block_indices),
+            cached_tokens=message.cached_tokens,
+            total_bytes=size,
+            deadline_s=now + left_s,
+            writer_agent_id=message.writer_agent_id,
+            verify_one_in=message.verify_one_in,
+        )
+
+    def require_writer(self, agent_id: str) -> None:
+        """Checks that this agent may use the ticket. Raises FailedPreconditionError (TICKET_FOREIGN)."""
+        if self.writer_agent_id not in ("", agent_id):
+            raise FailedPreconditionError(
+                f"the ticket is agent {self.writer_agent_id}'s",
+                reason="TICKET_FOREIGN",
+                field="ticket.writer_agent_id",
+            )
+
+    def require_fits(self, memory: KvMemoryRegion) -> None:
+        """Checks the ticket against its owner's memory. Raises InvalidArgumentError naming field and bound."""
+        layout = memory.layout
+        highest = max(self.block_indices, default=-1)
+        blocks = memory.request_blocks
+        _require(highest < blocks, "block_indices", f"below {blocks}, the number of the owner's blocks")
+        expected = len(self.block_indices) * layout.block_bytes
+        _require(self.total_bytes == expected, "total_bytes", f"{expected}, the bytes of its blocks")
+        block_size = layout.block_size_tokens
+        _require(self.cached_tokens % block_size == 0, "cached_tokens", f"a multiple of {block_size}")
+
+
+def _require(condition: bool, name: str, bound: str) -> None:
+    if not condition:
+        raise InvalidArgumentError(f"ticket.{name} must be {bound}", field=f"ticket.{name}")
+
+
+REMEMBER_S = 60.0
+"""How long past its deadline a used ticket is remembered individually. After that its number becomes the floor
+of its owner, at and below which all tickets are refused."""
+MAX_OWNERS = 4096
+
+
+class SpentTickets:
+    """Used tickets per decode agent. Memory is bounded by the tickets of the last `REMEMBER_S` plus lifetime."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, set[int]] = {}
+        self._floors: dict[str, int] = {}
+        self._ends: list[tuple[float, str, int]] = []
+
+    def spend(self, agent_id: str, reservation: int, deadline_s: float, now: float) -> bool:
+        """Marks a ticket as used; returns False, without effect, if it was used before."""
+        self._forget(now)
+        numbers = self._spent.get(agent_id, set())
+        if reservation in numbers or reservation <= self._floors.get(agent_id, 0):
+            return False
+        self._spent.setdefault(agent_id, numbers).add(reservation)
+        heapq.heappush(self._ends, (deadline_s + REMEMBER_S, agent_id, reservation))
+        return True
+
+    def _forget(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            _, agent_id, reservation = heapq.heappop(self._ends)
+            numbers = self._spent[agent_id]
+            numbers.discard(reservation)
+            if not numbers:
+                del self._spent[agent_id]
+            # Reinserted, so that the least recently used agent comes first and is evicted first.
+            self._floors[agent_id] = max(reservation, self._floors.pop(agent_id, 0))
+        while len(self._floors) > MAX_OWNERS:
+            del self._floors[next(iter(self._floors))]

@@ -1,0 +1,107 @@
+"""Checks that every transport makes before it accesses a peer's memory, and merging of block runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+
+MAX_METADATA_BYTES = 2**20
+MEMORY_KINDS = ("DRAM", "VRAM")
+_MAX_BLOCKS = 2**31 - 1
+
+
+def check_memory(memory: KvMemoryRegion) -> None:
+    """Raises InvalidArgumentError naming the first field that no transport supports."""
+    if memory.base_address <= 0:
+        raise InvalidArgumentError("base_address must not be 0", field="base_address")
+    if not 1 <= memory.num_blocks <= _MAX_BLOCKS:
+        raise InvalidArgumentError(f"num_blocks must be 1..{_MAX_BLOCKS}", field="num_blocks")
+    if not 0 <= memory.probe_blocks < memory.num_blocks:
+        raise InvalidArgumentError(
+            "probe_blocks must be 0 or more and below num_blocks", field="probe_blocks"
+        )
+    row = memory.num_blocks * memory.piece_bytes
+    if memory.layer_stride and (
+        memory.layer_stride < row or memory.layout.block_bytes % memory.layout.num_layers
+    ):
+        raise InvalidArgumentError(
+            f"layer_stride must be 0, or at least {row} with layers of equal size", field="layer_stride"
+        )
+    if memory.memory_kind not in MEMORY_KINDS:
+        raise InvalidArgumentError(f"memory_kind must be one of {MEMORY_KINDS}", field="memory_kind")
+
+
+def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
+    """Refuses a peer that this side must not write to.
+
+    Raises FailedPreconditionError for a different transport or layout (naming the field) and
+    InvalidArgumentError for values that no correct peer sends.
+    """
+    if theirs.transport != mine.transport:
+        raise FailedPreconditionError(
+            f"agent {theirs.agent_id} uses transport {theirs.transport!r}, this side {mine.transport!r}",
+            reason="TRANSPORT_MISMATCH",
+            field="transport",
+        )
+    mine.memory.layout.require_equal(theirs.memory.layout, who=f"agent {theirs.agent_id}")
+    if bool(mine.memory.layer_stride) != bool(theirs.memory.layer_stride):
+        raise FailedPreconditionError(
+            f"blocks of agent {theirs.agent_id} are not divided into layers as those here are",
+            reason="LAYOUT_MISMATCH",
+            field="layer_stride",
+        )
+    if not theirs.agent_id or theirs.agent_id == mine.agent_id:
+        raise InvalidArgumentError("agent_id must name another agent", field="agent_id")
+    if len(theirs.metadata) > MAX_METADATA_BYTES:
+        raise InvalidArgumentError(f"metadata must be at most {MAX_METADATA_BYTES} bytes", field="metadata")
+    check_memory(theirs.memory)
+
+
+def check_blocks(local: Sequence[int], local_count: int, remote: Sequence[int], remote_count: int) -> None:
+    """Raises InvalidArgumentError unless both have equal length >= 1 and all indices are in range."""
+    if not local or len(local) != len(remote):
+        raise InvalidArgumentError(
+            f"a write takes as many local as remote blocks, at least one: {len(local)}, {len(remote)}",
+            field="remote_blocks" if local else "local_blocks",
+        )
+    sides = (("local_blocks", local, local_count), ("remote_blocks", remote, remote_count))
+    for name, blocks, count in sides:
+        if min(blocks) < 0 or max(blocks) >= count:
+            raise InvalidArgumentError(f"{name} must be 0..{count - 1}", field=name)
+
+
+def check_notification(notification: bytes | None) -> None:
+    """Raises InvalidArgumentError for an empty notification, which NIXL silently drops."""
+    if notification is not None and not notification:
+        raise InvalidArgumentError("a notification must not be empty", field="notification")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`length` blocks that are contiguous on both sides, from index `local` here and `remote` there."""
+
+    local: int
+    remote: int
+    length: int
+
+
+def merge_runs(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> list[Run]:
+    """Splits pairs of blocks into maximal runs that are contiguous on both sides, in order; one descriptor each.
+
+    Raises ValueError if the sequences differ in length.
+    """
+    runs: list[Run] = []
+    local_start = remote_start = length = 0
+    for local, remote in zip(local_blocks, remote_blocks, strict=True):
+        if length and local == local_start + length and remote == remote_start + length:
+            length += 1
+            continue
+        if length:
+            runs.append(Run(local_start, remote_start, length))
+        local_start, remote_start, length = local, remote, 1
+    if length:
+        runs.append(Run(local_start, remote_start, length))
+    return runs

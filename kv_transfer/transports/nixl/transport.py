@@ -1,0 +1,296 @@
+"""NIXL over UCX: one-sided writes between workers, over shared memory, NVLink, RDMA or TCP.
+
+Observed with NIXL 1.5.1, UCX 1.23 and main memory between two processes of one host:
+
+* Lane: `cma` (process_vm_writev) for data where the kernel permits it, shared memory for notifications and
+  acknowledgements. 8-13 GB/s at 0.4-1.5 MB; 12 GB/s at 12-190 MB with huge pages, 4 GB/s with small pages,
+  whose pinning costs more than the copy; 0.05 ms from post to done for one block of 0.4 MB. When `write`
+  returns, the bytes have arrived and the notification is posted. Without cma (another container, no ptrace
+  permission) data goes over TCP: 8 GB/s at 1 MiB, 6 GB/s at 16 MiB to an idle receiver; a busy receiver must
+  poll to take it in.
+* Preparing per-block lists once and writing by index costs the same as building merged descriptors for
+  each write (256 contiguous blocks of 4 KiB: 75 against 55 us; 256 scattered: 570 against 480 us; one
+  block: 10 against 13 us). NIXL merges by itself; its descriptor count equals that of `merge_runs`.
+* Peer killed (SIGKILL) before or during a write, over cma or TCP: the post or the next poll reports it
+  within milliseconds; nothing crashes or hangs; other peers are unaffected.
+* Peer stopped (SIGSTOP): over cma with shared memory the write completes and its notification waits for
+  the peer. Over TCP it stays in flight until the peer resumes or is disconnected here; its request can be
+  released at any time.
+* Peer that closed its transport while its process lives on: detected over TCP only. Over cma a write
+  succeeds while the memory is mapped, and its notification stays unread. The coordinator, which sees the
+  worker leave, makes this side disconnect.
+* The first message sets the connection up, which takes a few polls on both sides. `connect` therefore
+  sends a hello, which the peer's `poll` discards.
+* Truncated metadata that names an agent makes NIXL refuse that agent's valid metadata afterwards; the
+  agent then needs a new id, that is, a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_transfer.transports.descriptors import (
+    check_blocks,
+    check_endpoint,
+    check_memory,
+    check_notification,
+    merge_runs,
+)
+from kv_transfer.transports.nixl.binding import NixlAgent, PeerLostError, load_nixl
+from kv_transfer.transports.transport import (
+    DRAM,
+    KvMemoryRegion,
+    PollResult,
+    TransferEndpoint,
+    Transport,
+    WriteResult,
+)
+from splitserve.errors import FailedPreconditionError, TransferError
+
+_log = logging.getLogger(__name__)
+
+_HELLO = b"\0splitserve.hello"
+_MAX_FENCED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    num_blocks: int
+    blocks: int
+    """Handle of NIXL's descriptor list of the peer's blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteInFlight:
+    agent_id: str
+    request: int
+
+
+class NixlTransport(Transport):
+    """A NIXL agent named by a fresh UUID. The receiving side must poll from time to time."""
+
+    kind = "nixl"
+
+    def __init__(self, *, progress_thread: bool | None = None) -> None:
+        """`progress_thread`: see `NixlAgent`; None: for main memory only."""
+        load_nixl()
+        self._progress_thread = progress_thread
+        self._agent_id = str(uuid.uuid4())
+        self._agent: NixlAgent | None = None
+        self._closed = False
+        self._endpoint: TransferEndpoint | None = None
+        self._regions: object = None
+        self._blocks = 0
+        self._peers: dict[str, _Peer] = {}
+        self._fenced: dict[str, None] = {}
+        self._flights: dict[int, _WriteInFlight] = {}
+        self._completed: list[WriteResult] = []
+        self._next_handle = 1
+        self._descriptors = 0
+
+    def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
+        """See `Transport`."""
+        if self._endpoint is not None:
+            raise FailedPreconditionError("the memory is registered already")
+        check_memory(memory)
+        if self._closed:
+            raise TransferError("the transport is closed")
+        agent = self._new_agent(memory)
+        address, device, kind = memory.base_address, memory.device_index, memory.memory_kind
+        self._regions = agent.register(address, memory.span_bytes, device, kind)
+        self._blocks = _prepare_blocks(agent, None, memory)
+        self._endpoint = TransferEndpoint(self._agent_id, self.kind, agent.metadata(), memory)
+        return self._endpoint
+
+    def _new_agent(self, memory: KvMemoryRegion) -> NixlAgent:
+        wanted = memory.memory_kind == DRAM if self._progress_thread is None else self._progress_thread
+        self._agent = NixlAgent(self._agent_id, progress_thread=wanted)
+        return self._agent
+
+    def connect(self, endpoint: TransferEndpoint) -> None:
+        """See `Transport`. Loads the peer's metadata; the peer need not be running yet."""
+        peer_id, memory = endpoint.agent_id, endpoint.memory
+        if peer_id in self._peers:
+            return
+        check_endpoint(self._require_endpoint(), endpoint)
+        agent = self._require_agent()
+        named = agent.add_peer(endpoint.metadata)
+        try:
+            if named != peer_id:
+                raise TransferError(f"the metadata of agent {peer_id} is another agent's")
+            blocks = _prepare_blocks(agent, peer_id, memory)
+            agent.send(peer_id, _HELLO)
+        except TransferError:
+            if named not in self._peers:
+                agent.remove_peer(named)
+            raise
+        self._fenced.pop(peer_id, None)
+        self._peers[peer_id] = _Peer(memory.num_blocks, blocks)
+
+    def disconnect(self, agent_id: str) -> None:
+        """See `Transport`.
+
+        Closes this side's connection: local writes end, later notifications of the peer are dropped. It
+        cannot stop a peer from writing over cma; `ReservationTable` describes what protects the blocks.
+        """
+        self._fenced[agent_id] = None
+        while len(self._fenced) > _MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]
+        self._drop_peer(agent_id, f"agent {agent_id} was disconnected")
+
+    def connected(self) -> frozenset[str]:
+        """See `Transport`. Excludes peers whose connection broke."""
+        return frozenset(self._peers)
+
+    def write(
+        self,
+        agent_id: str,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+        notification: bytes | None = None,
+    ) -> int:
+        """See `Transport`. Over cma the bytes are copied before this returns.
+
+        NIXL does not say which lane a write took, so every failure of a posted one leaves it in doubt.
+        """
+        peer, mine, agent = self._require_peer(agent_id), self._require_endpoint(), self._require_agent()
+        check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.num_blocks)
+        check_notification(notification)
+        rows = len(mine.memory.rows)
+        local = _indices(local_blocks, rows, mine.memory.num_blocks)
+        remote = _indices(remote_blocks, rows, peer.num_blocks)
+        request = agent.make_write(self._blocks, local, peer.blocks, remote, notification or b"")
+        handle = self._next_handle
+        self._next_handle += 1
+        try:
+            completed = agent.post(request)
+        except TransferError as error:
+            # NIXL posts descriptor by descriptor: those before the one that failed may be in flight.
+            self._completed.append(WriteResult(handle, error.message, in_doubt=True))
+            self._end(agent_id, request, error)
+            return handle
+        self._descriptors += rows * len(merge_runs(local_blocks, remote_blocks))
+        if completed:
+            self._release(request)
+            self._completed.append(WriteResult(handle))
+        else:
+            self._flights[handle] = _WriteInFlight(agent_id, request)
+        return handle
+
+    def notify(self, agent_id: str, notification: bytes) -> None:
+        """See `Transport`."""
+        self._require_peer(agent_id)
+        check_notification(notification)
+        try:
+            self._require_agent().send(agent_id, notification)
+        except PeerLostError as error:
+            self._drop_peer(agent_id, error.message)
+            raise
+
+    def poll(self) -> PollResult:
+        """See `Transport`. Also drives NIXL's progress."""
+        if self._agent is None:
+            return PollResult()
+        for handle, flight in list(self._flights.items()):
+            if handle in self._flights:  # an earlier check may have dropped its peer
+                self._check(handle, flight)
+        arrived = self._agent.notifications()
+        result = PollResult(writes=self._completed)
+        self._completed = []
+        for sender, messages in arrived.items():
+            if sender not in self._fenced:
+                result.notifications += [(sender, message) for message in messages if message != _HELLO]
+        return result
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._closed, agent = True, self._agent
+        if agent is None:
+            return
+        for agent_id in list(self._peers):
+            self._drop_peer(agent_id, "the transport was closed")
+        self._completed.clear()
+        self._agent = None
+        try:
+            if self._endpoint is not None:
+                agent.release_blocks(self._blocks)
+                agent.deregister(self._regions)
+        except TransferError as error:
+            _log.warning("transport.close_incomplete: %s", error)
+
+    @property
+    def descriptors_posted(self) -> int:
+        """See `Transport`."""
+        return self._descriptors
+
+    def _check(self, handle: int, flight: _WriteInFlight) -> None:
+        problem: TransferError | None = None
+        try:
+            if not self._require_agent().check(flight.request):
+                return
+        except TransferError as error:
+            problem = error
+        del self._flights[handle]
+        failed = WriteResult(handle, problem.message, in_doubt=True) if problem else WriteResult(handle)
+        self._completed.append(failed)
+        self._end(flight.agent_id, flight.request, problem)
+
+    def _end(self, agent_id: str, request: int, problem: TransferError | None) -> None:
+        self._release(request)
+        if isinstance(problem, PeerLostError):
+            self._drop_peer(agent_id, problem.message)
+
+    def _drop_peer(self, agent_id: str, why: str) -> None:
+        """Fails a peer's writes and forgets it. Notifications that it sent before are still delivered."""
+        peer = self._peers.pop(agent_id, None)
+        if peer is None:
+            return
+        for handle in [handle for handle, flight in self._flights.items() if flight.agent_id == agent_id]:
+            self._release(self._flights.pop(handle).request)
+            self._completed.append(WriteResult(handle, why, in_doubt=True))
+        agent = self._require_agent()
+        try:
+            agent.release_blocks(peer.blocks)
+            agent.remove_peer(agent_id)
+        except TransferError as error:
+            _log.warning("transport.peer_not_removed: agent_id=%s %s", agent_id, error)
+
+    def _release(self, request: int) -> None:
+        try:
+            self._require_agent().release(request)
+        except TransferError as error:
+            _log.warning("transport.request_not_released: %s", error)
+
+    def _require_agent(self) -> NixlAgent:
+        if self._agent is None:
+            raise TransferError("the transport is closed")
+        return self._agent
+
+    def _require_endpoint(self) -> TransferEndpoint:
+        if self._endpoint is None:
+            raise FailedPreconditionError("no memory is registered")
+        return self._endpoint
+
+    def _require_peer(self, agent_id: str) -> _Peer:
+        try:
+            return self._peers[agent_id]
+        except KeyError:
+            raise TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER") from None
+
+
+def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) -> int:
+    """A descriptor list of all blocks of a region, row by row."""
+    device, kind = memory.device_index, memory.memory_kind
+    return agent.prepare_blocks(peer, memory.rows, memory.piece_bytes, memory.num_blocks, device, kind)
+
+
+def _indices(blocks: Sequence[int], rows: int, num_blocks: int) -> npt.NDArray[np.int32]:
+    """The blocks' entries in a descriptor list of `rows` rows, row by row: int32 `[rows * blocks]`."""
+    starts = np.arange(rows, dtype=np.int32)[:, None] * np.int32(num_blocks)
+    return (starts + np.array(blocks, dtype=np.int32)).ravel()

@@ -1,0 +1,200 @@
+"""The transport interface, and its rules of memory ownership.
+
+Rules that every transport keeps and that the contract suite (tests/contract/transports) checks:
+
+* The local memory is registered once, before its endpoint is handed out, and stays valid until `close`.
+* From `write` until `poll` reports its handle, the local source blocks must not change and the remote
+  blocks belong to this writer. A write in flight cannot be cancelled (NIXL has no such operation).
+* A write that ended with an error is in doubt unless the transport knows that none of its bytes can arrive
+  any more: of several descriptors some may be on their way. Nothing may be concluded from the end of such a
+  write; docs/handoff.md says which lanes can prove what.
+* The notification of a `write` is delivered only after all bytes of *that* write are readable at the peer.
+  Writes are not ordered among each other: to notify after several writes, post the last one with its
+  notification once the handles of all earlier ones were reported done.
+* All methods are called from one thread, the one that created the transport. None blocks on a peer for
+  longer than connection setup.
+* A peer is identified by its agent id, which is new on each boot. `disconnect` fences it: afterwards no
+  notification of it is delivered, and its handles are reported as failed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kv_transfer.layout import KvLayout
+from splitserve.v1 import kv_transfer_pb2 as pb
+
+DRAM, VRAM = "DRAM", "VRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemoryRegion:
+    """One registered range of memory that holds a worker's KV blocks.
+
+    A block is one contiguous piece with all its layers, or, with `layer_stride`, one piece for each layer of the
+    layout: the pieces of one layer lie behind each other in a row of `num_blocks`, and row l begins at
+    `base_address + l * layer_stride`, in bytes.
+
+    `base_address` is a byte address in this process's (or device's) address space; `memory_kind` is "DRAM" or
+    "VRAM"; `device_index` is 0 for DRAM. The last `probe_blocks` of the `num_blocks` are never given to requests:
+    peers write to them to measure lanes.
+    """
+
+    base_address: int
+    num_blocks: int
+    layout: KvLayout
+    memory_kind: str = DRAM
+    device_index: int = 0
+    probe_blocks: int = 0
+    layer_stride: int = 0
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The addresses of the rows of pieces: one row of whole blocks, or one for each layer."""
+        if not self.layer_stride:
+            return (self.base_address,)
+        return tuple(self.base_address + row * self.layer_stride for row in range(self.layout.num_layers))
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of a block in one row."""
+        return self.layout.block_bytes // (self.layout.num_layers if self.layer_stride else 1)
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from `base_address` to the end of the last row."""
+        return self.rows[-1] - self.base_address + self.num_blocks * self.piece_bytes
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks that requests may own, from index 0 on."""
+        return self.num_blocks - self.probe_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEndpoint:
+    """How peers reach a worker's memory; see `TransferEndpoint` in the protos."""
+
+    agent_id: str
+    transport: str
+    metadata: bytes
+    memory: KvMemoryRegion
+    host_id: str = ""
+
+    def to_proto(self) -> pb.TransferEndpoint:
+        """The wire form."""
+        return pb.TransferEndpoint(
+            agent_id=self.agent_id,
+            transport=self.transport,
+            metadata=self.metadata,
+            base_address=self.memory.base_address,
+            block_bytes=self.memory.layout.block_bytes,
+            num_blocks=self.memory.num_blocks,
+            memory_kind=self.memory.memory_kind,
+            device_index=self.memory.device_index,
+            layout=self.memory.layout.to_proto(),
+            probe_blocks=self.memory.probe_blocks,
+            host_id=self.host_id,
+            layer_stride=self.memory.layer_stride,
+        )
+
+    @classmethod
+    def from_proto(cls, message: pb.TransferEndpoint) -> TransferEndpoint:
+        """The inverse of `to_proto`."""
+        memory = KvMemoryRegion(
+            base_address=message.base_address,
+            num_blocks=message.num_blocks,
+            layout=KvLayout.from_proto(message.layout),
+            memory_kind=message.memory_kind,
+            device_index=message.device_index,
+            probe_blocks=message.probe_blocks,
+            layer_stride=message.layer_stride,
+        )
+        return cls(message.agent_id, message.transport, message.metadata, memory, message.host_id)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """A write that has ended. `error` is None if all bytes were delivered.
+
+    `in_doubt`: it failed, and bytes of it may still arrive.
+    """
+
+    handle: int
+    error: str | None = None
+    in_doubt: bool = False
+
+
+@dataclass(slots=True)
+class PollResult:
+    """Writes that ended and notifications that arrived since the last poll, each in order."""
+
+    writes: list[WriteResult] = field(default_factory=list)
+    notifications: list[tuple[str, bytes]] = field(default_factory=list)
+    """(agent id of the sender, message) pairs."""
+
+
+class Transport(ABC):
+    """Moves KV blocks between workers' memories. The module docstring has the rules."""
+
+    kind: str
+    """Name in the configuration and in `TransferEndpoint.transport`."""
+
+    @abstractmethod
+    def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:
+        """Registers the local memory and returns the endpoint for peers. Call it once."""
+
+    @abstractmethod
+    def connect(self, endpoint: TransferEndpoint) -> None:
+        """Makes a peer's memory writable. Idempotent for the same agent id.
+
+        Raises FailedPreconditionError for a different transport or layout, TransferError if the peer cannot be
+        reached.
+        """
+
+    @abstractmethod
+    def disconnect(self, agent_id: str) -> None:
+        """Fences a peer. Unknown ids are ignored."""
+
+    @abstractmethod
+    def connected(self) -> frozenset[str]:
+        """Agent ids that `write` and `notify` accept."""
+
+    @abstractmethod
+    def write(
+        self,
+        agent_id: str,
+        local_blocks: Sequence[int],
+        remote_blocks: Sequence[int],
+        notification: bytes | None = None,
+    ) -> int:
+        """Posts a write of local blocks into a peer's blocks, pairwise; returns a handle for `poll`.
+
+        Both sequences are block indices and have equal length >= 1. Raises InvalidArgumentError for indices out
+        of range, TransferError for an unknown peer; nothing was posted then. A post that fails is reported by
+        `poll`, in doubt.
+        """
+
+    @abstractmethod
+    def notify(self, agent_id: str, notification: bytes) -> None:
+        """Sends a notification without a write. Raises TransferError for an unknown peer."""
+
+    @abstractmethod
+    def poll(self) -> PollResult:
+        """Collects finished writes and arrived notifications. Never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases handles, registrations and peers. Idempotent."""
+
+    @property
+    @abstractmethod
+    def descriptors_posted(self) -> int:
+        """Number of write descriptors posted so far, after merging runs that are contiguous on both sides."""
+
+    @property
+    def needs_poll(self) -> bool:
+        """Whether polls are needed although no write is in flight, for example for a delayed notification."""
+        return False

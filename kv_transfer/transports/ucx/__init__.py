@@ -1,0 +1,1 @@
+"""The `ucx` transport. Read `transport.py` first."""

@@ -1,0 +1,217 @@
+"""Owner side of the ucx transport: receives announced writes into the registered memory.
+
+A write is announced first. Each of its runs is then received directly into the announced blocks, after its
+length was checked. A write is refused for blocks out of range, a wrong byte count, or a run that arrives
+twice or with another length; it is then not acknowledged, so no notification follows. The session of a fenced
+agent is closed at once, so a caller that was silent for longer than its quarantine can no longer write once
+its owner has disconnected it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_transfer.transports.ucx.binding import Operation, RegionBytes, UcxEndpoint, UcxWorker, to_memory
+from kv_transfer.transports.ucx.inbox import UcxInbox
+from kv_transfer.transports.ucx.messages import (
+    WRITE_MASK,
+    Ack,
+    Announce,
+    Gone,
+    Hello,
+    Kind,
+    Message,
+    Notice,
+    Refused,
+    Tag,
+    decode,
+    decode_metadata,
+    encode,
+    malformed,
+)
+from splitserve.errors import TransferError
+from splitserve.logs import log_event
+
+MAX_CALLERS = 4096
+MAX_FENCED = 4096
+
+
+@dataclass(slots=True)
+class _Incoming:
+    runs: tuple[tuple[int, int], ...]
+    missing: set[int]
+    receives: list[Operation] = field(default_factory=list)
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class _Caller:
+    agent_id: str
+    session: int
+    endpoint: UcxEndpoint
+    incoming: dict[int, _Incoming] = field(default_factory=dict)
+    replies: list[Operation] = field(default_factory=list)
+
+
+class UcxReceiver:
+    """All callers that write to one memory. Call `poll` after the UCX worker made progress."""
+
+    def __init__(self, agent_id: str, worker: UcxWorker, inbox: UcxInbox, memory: RegionBytes) -> None:
+        self._agent_id = agent_id
+        self._worker = worker
+        self._inbox = inbox
+        self._memory = memory
+        self._callers: dict[int, _Caller] = {}
+        self._fenced: dict[str, None] = {}
+        self._abandoned: list[Operation] = []
+        self._notifications: list[tuple[str, bytes]] = []
+
+    def fence(self, agent_id: str) -> None:
+        """Closes an agent's sessions and refuses new ones."""
+        self._fenced[agent_id] = None
+        while len(self._fenced) > MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]
+        for caller in self._callers_of(agent_id):
+            self._end(caller, notify=True)
+        self._notifications = [item for item in self._notifications if item[0] != agent_id]
+
+    def unfence(self, agent_id: str) -> None:
+        """Permits an agent to open sessions again."""
+        self._fenced.pop(agent_id, None)
+
+    def on_message(self, session: int, data: bytes) -> None:
+        """Handles one control message of a caller."""
+        caller = self._callers.get(session)
+        try:
+            message = decode(data)
+            if caller is None:
+                if isinstance(message, Hello):
+                    self._open_session(session, message)
+                return
+            self._handle(caller, message)
+        except TransferError as error:
+            log_event("transport.peer_malformed", session=session, error=error.message)
+            if caller is not None:
+                self._end(caller, notify=True)
+
+    def poll(self) -> list[tuple[str, bytes]]:
+        """Receives announced runs, acknowledges complete writes and returns arrived notifications."""
+        for caller in list(self._callers.values()):
+            if not caller.endpoint.alive:
+                self._end(caller, notify=False)
+                continue
+            for write in list(caller.incoming):
+                self._advance(caller, write)
+            caller.replies = [operation for operation in caller.replies if not operation.done]
+        self._discard_orphans()
+        self._abandoned = [operation for operation in self._abandoned if not operation.done]
+        arrived, self._notifications = self._notifications, []
+        return arrived
+
+    def close(self) -> None:
+        """Closes all sessions and notifies their callers."""
+        for caller in list(self._callers.values()):
+            self._end(caller, notify=True)
+        self._abandoned.clear()
+
+    def _callers_of(self, agent_id: str) -> list[_Caller]:
+        return [caller for caller in self._callers.values() if caller.agent_id == agent_id]
+
+    def _open_session(self, session: int, hello: Hello) -> None:
+        agent_id, address = decode_metadata(hello.metadata)
+        if agent_id == self._agent_id or len(self._callers) >= MAX_CALLERS:
+            raise malformed(f"a session of {agent_id} cannot be opened")
+        for older in self._callers_of(agent_id):
+            self._end(older, notify=False)
+        caller = _Caller(agent_id, session, self._worker.connect(address))
+        self._callers[session] = caller
+        if agent_id in self._fenced:
+            self._end(caller, notify=True)
+
+    def _handle(self, caller: _Caller, message: Message) -> None:
+        match message:
+            case Announce():
+                self._on_announce(caller, message)
+            case Notice(data):
+                self._notifications.append((caller.agent_id, data))
+            case Gone():
+                self._end(caller, notify=False)
+            case _:
+                raise malformed("a message that callers do not send")
+
+    def _on_announce(self, caller: _Caller, announce: Announce) -> None:
+        if announce.write in caller.incoming:
+            raise malformed("two writes of one number")
+        why = self._refusal(announce)
+        if why is not None:
+            self._reply(caller, Refused(announce.write, why))
+            return
+        caller.incoming[announce.write] = _Incoming(announce.runs, set(range(len(announce.runs))))
+
+    def _refusal(self, announce: Announce) -> str | None:
+        limit = self._memory.num_blocks
+        if any(count < 1 or first + count > limit for first, count in announce.runs):
+            return f"blocks must be 0..{limit - 1}"
+        if announce.total_bytes != sum(count for _, count in announce.runs) * self._memory.block_bytes:
+            return "the byte count does not match the blocks"
+        return None
+
+    def _advance(self, caller: _Caller, write: int) -> None:
+        """Posts receives for arrived runs of a write; replies once all have been received."""
+        incoming = caller.incoming[write]
+        base = Tag(Kind.DATA, caller.session, write).value
+        while found := self._worker.probe(base, WRITE_MASK):
+            value, length = found
+            run = Tag.parse(value).run
+            if run not in incoming.missing or length != incoming.runs[run][1] * self._memory.block_bytes:
+                incoming.problem = f"run {run} of {length} bytes was not announced"
+                self._inbox.discard(value)
+                incoming.missing.discard(run)
+                continue
+            incoming.missing.remove(run)
+            incoming.receives.append(self._worker.receive(self._memory.blocks(*incoming.runs[run]), value))
+        under_way = []
+        for operation in incoming.receives:
+            if not operation.done:
+                under_way.append(operation)
+            elif (problem := operation.problem()) is not None:
+                incoming.problem = problem
+        incoming.receives = under_way
+        if under_way or incoming.missing:
+            return
+        del caller.incoming[write]
+        self._reply(caller, Ack(write) if incoming.problem is None else Refused(write, incoming.problem))
+
+    def _reply(self, caller: _Caller, message: Message) -> None:
+        tag = Tag(Kind.REPLY, caller.session).value
+        try:
+            caller.replies.append(caller.endpoint.send(to_memory(encode(message)), tag))
+        except TransferError:
+            self._end(caller, notify=False)
+
+    def _end(self, caller: _Caller, *, notify: bool) -> None:
+        """Closes a session: its writes in flight fail, and data that still arrives is discarded."""
+        if self._callers.pop(caller.session, None) is None:
+            return
+        for incoming in caller.incoming.values():
+            self._abandoned += incoming.receives
+        caller.incoming.clear()
+        if notify and caller.endpoint.alive:
+            try:
+                caller.replies.append(
+                    caller.endpoint.send(to_memory(encode(Gone())), Tag(Kind.REPLY, caller.session).value)
+                )
+                self._worker.progress()
+            except TransferError as error:
+                log_event("transport.peer_not_told", agent_id=caller.agent_id, error=error.message)
+        caller.endpoint.close()
+
+    def _discard_orphans(self) -> None:
+        """Discards data of refused writes and of closed sessions."""
+        while found := self._inbox.head():
+            tag = Tag.parse(found[0])
+            caller = self._callers.get(tag.session)
+            known = caller is not None and tag.write in caller.incoming
+            if tag.kind in (Kind.CALL, Kind.REPLY) or known or self._inbox.waits_for(tag.session):
+                return
+            self._inbox.discard(found[0])

@@ -1,0 +1,339 @@
+"""The prefill worker on the engine thread: pushes the blocks of every finished chunk to the ticket's owner."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.core.engine import Engine
+from engine.core.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
+from engine.worker.build import EngineParts
+from engine.worker.process import KvConnector
+from engine.worker.status import WorkerStatus
+from kv_transfer.handoff.push_state import PushDone, PushDrained, PushFailed
+from kv_transfer.handoff.pusher import KvPusher
+from kv_transfer.handoff.ticket import KvTicket
+from kv_transfer.transports.transport import TransferEndpoint
+from prefill_worker.peer_lanes import PeerLanes
+from splitserve.errors import FailedPreconditionError, SplitserveError
+from splitserve.logs import log_event
+from splitserve.request_guard import request_error
+from splitserve.rpc.status import failure_error
+
+TOKEN_FIRST_S = 100e-6
+"""Maximum seconds that writes wait for a first token to leave the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenReady:
+    """The prompt is computed. `last`: no handoff follows."""
+
+    output: RequestOutput
+    cached_tokens: int
+    queue_s: float
+    compute_s: float
+    last: bool
+    sent: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set when the token has left the process; the engine thread waits up to TOKEN_FIRST_S for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """The handoff is complete: the last write was acknowledged."""
+
+    written_bytes: int
+    descriptors: int
+    transfer_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request has failed."""
+
+    error: SplitserveError
+
+
+PrefillEvent = FirstTokenReady | HandedOff | Failed
+
+Emit = Callable[[list[tuple[str, PrefillEvent]]], None]
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """One request from its arrival to the release of its blocks. Times are on `time.monotonic`."""
+
+    ticket: KvTicket | None
+    arrived_s: float
+    began_s: float = 0.0
+    cached_tokens: int = 0
+    over: bool = False
+    """Whether the client has got its last event; only blocks are still held."""
+
+
+class KvProducer(KvConnector):
+    """Connects the engine's steps with the pusher's writes. All methods run on the engine thread.
+
+    A request's blocks are held in the engine until none of its writes is in flight: the source memory of a write must
+    not change before the write has ended.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        emit: Emit,
+        on_idle: Callable[[], None] = lambda: None,
+        on_peers_changed: Callable[[], None] = lambda: None,
+        *,
+        token_first_s: float = TOKEN_FIRST_S,
+    ) -> None:
+        super().__init__(parts.endpoint, on_idle)
+        config = parts.config
+        self._transport = parts.transport
+        self._pusher = KvPusher(parts.transport, parts.wire)
+        self._peers = PeerLanes(
+            parts.transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy
+        )
+        self._emit = emit
+        self._on_peers_changed = on_peers_changed
+        self._token_first_s = token_first_s
+        self._completed = 0
+        self._completed_bytes = 0
+        self._rejected: dict[str, int] = {}
+        self._live: dict[str, _Prefill] = {}
+        self._endpoints: dict[str, TransferEndpoint] = {}
+        self._events: list[tuple[str, PrefillEvent]] = []
+
+    def start(self, core: Engine, request: EngineRequest, ticket: KvTicket | None, now: float) -> None:
+        """Queues a prompt.
+
+        Raises FailedPreconditionError or InvalidArgumentError, with the field, for a ticket that must not be used here;
+        otherwise raises like `Engine.add_request`, and the decode worker is told that nothing will be written.
+        """
+        if ticket is not None:
+            self._pusher.start(request.request_id, ticket, self._target(ticket), now)
+        try:
+            core.add_request(request)
+        except BaseException:
+            core.abort(request.request_id)
+            core.release_held(request.request_id)
+            self._pusher.abort(request.request_id)
+            raise
+        self._live[request.request_id] = _Prefill(ticket, now)
+
+    def end(self, core: Engine, request_id: str, ticket: KvTicket | None, now: float) -> None:
+        """Ends a request that nobody waits for any more: no further chunk is computed; writes in flight complete.
+
+        The owner of a ticket that was never started is told that nothing will be written. Idempotent.
+        """
+        if (prefill := self._live.get(request_id)) is not None:
+            core.abort(request_id)
+            self._end(core, request_id, prefill)
+        elif ticket is not None and ticket.writer_agent_id == self.endpoint.agent_id:
+            self._pusher.decline(ticket, now)
+
+    def connect(self, endpoint: TransferEndpoint) -> None:
+        """Connects to a decode worker's memory. A failure is only logged: the next list of peers brings it again."""
+        try:
+            self._transport.connect(endpoint)
+            self._endpoints[endpoint.agent_id] = endpoint
+            self._peers.connected(endpoint)
+        except BaseException as error:
+            known = request_error(error, f"peer {endpoint.agent_id}")
+            log_event("peer.refused", agent_id=endpoint.agent_id, reason=known.reason, error=known.message)
+
+    def retire(self, agent_id: str) -> None:
+        """Takes no more tickets of a decode worker; it is still told how its pushes end."""
+        self._endpoints.pop(agent_id, None)
+        self._peers.lost(agent_id)
+
+    def disconnect(self, agent_id: str) -> None:
+        """Fences a decode worker that is gone: this process cannot write to it any more."""
+        self.retire(agent_id)
+        self._pusher.peer_lost(agent_id)
+
+    def targets(self) -> frozenset[str]:
+        """Agent ids that tickets may name; `WorkerStatus.usable_agents` are those that they should."""
+        return self._transport.connected() & self._endpoints.keys()
+
+    def before_step(self, core: Engine, now: float) -> bool:
+        """Collects finished writes; True while any push or measurement is in progress."""
+        self._collect(core, now)
+        self._flush(core)
+        return self._pusher.active > 0 or self._peers.measuring or self._transport.needs_poll
+
+    def after_step(self, core: Engine, result: StepResult, now: float) -> None:
+        """Reports first tokens, then posts the writes of the chunks that became final."""
+        if result.progress and self._pusher.in_flight:
+            # An earlier chunk may have ended meanwhile: then the last one need not wait for it.
+            self._collect(core, now)
+        for request_id in result.started:
+            if prefill := self._live.get(request_id):
+                prefill.began_s = now - result.duration_s
+        for progress in result.progress:
+            if prefill := self._live.get(progress.request_id):
+                prefill.cached_tokens = progress.cached_tokens
+        for output in result.outputs:
+            try:
+                self._on_output(core, output, now)
+            except BaseException as error:
+                self._give_up(core, output.request_id, error)
+        if self._events and result.progress and self._pusher.active:
+            self._send_first_tokens()
+        outputs = {output.request_id: output for output in result.outputs}
+        for progress in result.progress:
+            try:
+                self._on_progress(progress, outputs.get(progress.request_id), now)
+            except BaseException as error:
+                self._give_up(core, progress.request_id, error)
+        self._flush(core)
+
+    def close(self) -> None:
+        """Closes the transport; called last."""
+        self._transport.close()
+
+    def _target(self, ticket: KvTicket) -> TransferEndpoint:
+        """The endpoint that a ticket names.
+
+        Raises FailedPreconditionError: TICKET_FOREIGN, UNKNOWN_PEER or SLOW_LANE.
+        """
+        ticket.require_writer(self.endpoint.agent_id)
+        endpoint = self._endpoints.get(ticket.decode_agent_id)
+        if endpoint is None:
+            raise FailedPreconditionError(
+                f"decode agent {ticket.decode_agent_id} is not connected here",
+                reason="UNKNOWN_PEER",
+                field="ticket.decode_agent_id",
+            )
+        self._peers.require_not_refused(ticket.decode_agent_id)
+        return endpoint
+
+    def _on_progress(self, progress: ChunkProgress, output: RequestOutput | None, now: float) -> None:
+        prefill = self._live.get(progress.request_id)
+        if prefill is None or prefill.over:
+            return
+        if prefill.ticket is None or (output is not None and output.finish_reason is not None):
+            return  # no other worker continues the answer
+        first_token = output.token_ids[0] if output is not None and output.token_ids else None
+        self._pusher.on_progress(
+            progress.request_id,
+            progress.end,
+            progress.block_ids,
+            is_last=first_token is not None,
+            first_token=first_token,
+            now=now,
+        )
+
+    def _on_output(self, core: Engine, output: RequestOutput, now: float) -> None:
+        prefill = self._live.get(output.request_id)
+        if prefill is None or prefill.over:
+            return
+        if output.failure is not None:
+            self._events.append((output.request_id, Failed(failure_error(*output.failure))))
+            self._end(core, output.request_id, prefill)
+            return
+        last = prefill.ticket is None or output.finish_reason is not None
+        event = FirstTokenReady(
+            output,
+            prefill.cached_tokens,
+            queue_s=prefill.began_s - prefill.arrived_s,
+            compute_s=now - prefill.began_s,
+            last=last,
+        )
+        self._events.append((output.request_id, event))
+        if last:
+            self._end(core, output.request_id, prefill)
+
+    def _collect(self, core: Engine, now: float) -> None:
+        for event in self._pusher.poll(now, self._peers.poll()):
+            self._on_push(core, event)
+            if isinstance(event, PushDone):
+                log_event(
+                    "handoff.written",
+                    level=logging.DEBUG,
+                    request_id=event.request_id,
+                    bytes=event.written_bytes,
+                    descriptors=event.descriptors,
+                    contiguous_runs=event.contiguous_runs,
+                    computed_s=now - event.transfer_s,
+                    written_s=now,
+                )
+        for agent_id in self._pusher.take_cut_off():
+            log_event("peer.cut_off", agent_id=agent_id, why="a write to it failed half way")
+            if (endpoint := self._endpoints.get(agent_id)) is not None:
+                self.connect(endpoint)
+
+    def _on_push(self, core: Engine, event: PushDone | PushFailed | PushDrained) -> None:
+        prefill = self._live.pop(event.request_id, None)
+        core.abort(event.request_id)
+        core.release_held(event.request_id)
+        if prefill is None or prefill.over:
+            return
+        if isinstance(event, PushDone):
+            self._completed += 1
+            self._completed_bytes += event.written_bytes
+            done = HandedOff(event.written_bytes, event.descriptors, event.transfer_s)
+            self._events.append((event.request_id, done))
+        elif isinstance(event, PushFailed):
+            rejected = self._rejected.get(event.reason, 0) + 1
+            self._rejected = {
+                **self._rejected,
+                event.reason: rejected,
+            }  # a new dict: the old one is in a status
+            error = failure_error(event.reason, event.message)
+            self._events.append((event.request_id, Failed(error)))
+
+    def _end(self, core: Engine, request_id: str, prefill: _Prefill) -> None:
+        prefill.over = True
+        if prefill.ticket is not None:
+            self._pusher.abort(request_id)  # the push's last event releases the blocks
+            return
+        del self._live[request_id]
+        core.release_held(request_id)
+
+    def _give_up(self, core: Engine, request_id: str, error: BaseException) -> None:
+        """Ends a request whose handling raised `error`."""
+        known = request_error(error, request_id)
+        prefill = self._live.get(request_id)
+        if prefill is None or prefill.over:
+            return
+        self._events.append((request_id, Failed(known)))
+        core.abort(request_id)
+        self._end(core, request_id, prefill)
+
+    def _send_first_tokens(self) -> None:
+        """Emits the pending events, and waits up to `token_first_s` until first tokens have left the process.
+
+        Where a write is a copy by this thread, a token would otherwise wait for it if both share one core.
+        """
+        waited_for = [
+            event.sent for _, event in self._events if isinstance(event, FirstTokenReady) and not event.last
+        ]
+        self._emit_events()
+        give_up_s = time.monotonic() + self._token_first_s
+        for sent in waited_for:
+            sent.wait(max(0.0, give_up_s - time.monotonic()))
+
+    def _flush(self, core: Engine) -> None:
+        before, writes = self.status, self._pusher.in_flight
+        status = WorkerStatus(
+            load=core.load(),
+            in_progress=writes,
+            transfers_in_flight=writes,
+            lanes=self._peers.lanes(),
+            usable_agents=self._peers.usable(),
+            handoffs_completed=self._completed,
+            handoff_bytes=self._completed_bytes,
+            handoffs_rejected=self._rejected,
+        )
+        self._publish(status)
+        if (status.usable_agents, status.lanes) != (before.usable_agents, before.lanes):
+            self._on_peers_changed()
+        self._emit_events()
+
+    def _emit_events(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            self._emit(events)

@@ -1,0 +1,1 @@
+"""Commands that query a running coordinator. Read `generate.py` first."""

@@ -1,0 +1,123 @@
+"""Which coordinator a client uses, and how a generation goes on at another one. No I/O: both clients share it."""
+
+from __future__ import annotations
+
+import time
+
+from splitserve.addresses import check_address
+from splitserve.client.call_errors import ended_early, took_too_long
+from splitserve.client.types import Completion, CompletionAccumulator, Delta
+from splitserve.errors import SplitserveError, UnavailableError
+from splitserve.v1 import generation_pb2, inference_pb2
+
+
+class Targets:
+    """The coordinators of one cluster, "host:port,host:port". One is in use at a time."""
+
+    def __init__(self, target: str) -> None:
+        """Raises InvalidArgumentError."""
+        self.addresses = [check_address(address.strip(), "target") for address in target.split(",")]
+        self.index = 0
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def current(self) -> str:
+        """The address in use."""
+        return self.addresses[self.index]
+
+    def leave(self, index: int) -> None:
+        """Uses the next one after `index` was unavailable, unless a concurrent call has moved on already."""
+        if self.index == index:
+            self.index = (index + 1) % len(self.addresses)
+
+
+class Failover:
+    """The tries of one call: at most one at each coordinator in a row without progress."""
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
+        self._failures = 0
+        self.index = targets.index
+        """Of the coordinator to call now."""
+
+    @property
+    def target(self) -> str:
+        """Address of the coordinator to call now."""
+        return self._targets.addresses[self.index]
+
+    def progressed(self) -> None:
+        """Something of the answer has arrived."""
+        self._failures = 0
+
+    def failed(self, error: SplitserveError) -> None:
+        """Moves on to the next coordinator where that may help; else raises the error."""
+        self._failures += 1
+        if self._failures >= len(self._targets) or not isinstance(error, UnavailableError):
+            raise error from None
+        self._targets.leave(self.index)
+        self.index = self._targets.index
+
+
+class GenerationSession:
+    """One generation, across the coordinators that serve parts of it.
+
+    A token depends on the prompt, the tokens before it, the seed and its position alone. So a coordinator that is told
+    these goes on exactly where another one broke off.
+    """
+
+    def __init__(self, request: inference_pb2.GenerateRequest, targets: Targets, timeout_s: float) -> None:
+        self.request = request
+        """The message for the next call."""
+        self.timeout_s = timeout_s
+        self.failover = Failover(targets)
+        self.received = False
+        """Whether the coordinator in use has sent something."""
+        self._deadline_s = time.monotonic() + timeout_s
+        self._accumulator = CompletionAccumulator(request.model)
+        self._started: inference_pb2.GenerationStart | None = None
+        self._finish_reason = generation_pb2.FINISH_REASON_UNSPECIFIED
+
+    def left_s(self) -> float:
+        """Time for the next call. Raises DeadlineExceededError."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise took_too_long(self.failover.target, self.timeout_s)
+        return left_s
+
+    def take(self, response: inference_pb2.GenerateResponse) -> Delta | Completion:
+        """The next item of the answer; a Completion is the last. Raises SplitserveError (STREAM_GAP, BAD_ANSWER)."""
+        self.received = True
+        if response.HasField("started") and self._started is None:
+            self._started = response.started
+        if response.HasField("done"):
+            return self._accumulator.finish(response.done)
+        delta = self._accumulator.add(response.delta)
+        self._finish_reason = response.delta.finish_reason
+        self.failover.progressed()
+        return delta
+
+    def ended(self) -> None:
+        """The stream ended without a Completion: prepares the next call, or raises UnavailableError."""
+        self.failed(ended_early(self.failover.target))
+
+    def failed(self, error: SplitserveError) -> None:
+        """The call failed: prepares the next one, or raises the error."""
+        if self._accumulator.count and self._started is None:
+            raise error from None  # a coordinator of an earlier version: nobody knows how to go on
+        self.failover.failed(error)
+        self.received = False
+        if self._started is not None:
+            self._resume(self._started)
+
+    def _resume(self, started: inference_pb2.GenerationStart) -> None:
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self.request)
+        request.request_id = started.request_id
+        request.sampling.seed = started.seed
+        request.resume.Clear()
+        request.resume.token_ids.extend(self._accumulator.token_ids)
+        request.resume.served_model = started.served_model
+        request.resume.finish_reason = self._finish_reason
+        self.request = request

@@ -1,0 +1,102 @@
+"""Client of a coordinator's scaling service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+import grpc
+
+from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, Metadata
+from splitserve.rpc.status import error_from_rpc
+from splitserve.security.api_keys import key_metadata
+from splitserve.v1 import scaling_pb2
+from splitserve.v1.scaling_pb2_grpc import ScalingServiceStub
+
+DEFAULT_TIMEOUT_S = 2.0
+DEFAULT_VALID_S = 30.0
+
+
+class ScalingClient:
+    """The scaling service of one coordinator at "host:port". Use it on one event loop.
+
+    Every call has a deadline of `timeout_s` seconds. `api_key`, an admin's, is needed where neither a certificate
+    nor the cluster token grants access.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        *,
+        security: ClusterCredentials = UNSECURED,
+        api_key: str | None = None,
+    ) -> None:
+        self.target = target
+        self._timeout_s = timeout_s
+        self._channel = security.channel(target, "coordinator")
+        self._metadata: Metadata = (*security.metadata, *key_metadata(api_key))
+        self._stub = ScalingServiceStub(self._channel)
+
+    async def __aenter__(self) -> ScalingClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def signals(self, model: str = "") -> scaling_pb2.GetSignalsResponse:
+        """Arrivals, latencies and worker states. Raises SplitserveError."""
+        request = scaling_pb2.GetSignalsRequest(model=model)
+        try:
+            return await self._stub.GetSignals(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    async def apply_plan(
+        self,
+        *,
+        standby: Iterable[str] = (),
+        active: Iterable[str] = (),
+        lend: bool = False,
+        valid_s: float = DEFAULT_VALID_S,
+        lease_number: int = 0,
+    ) -> scaling_pb2.ApplyPlanResponse:
+        """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number. Raises
+        SplitserveError; FailedPreconditionError (STALE_LEASE) when another may scale."""
+        request = scaling_pb2.ApplyPlanRequest(
+            standby_worker_ids=sorted(standby),
+            active_worker_ids=sorted(active),
+            lend_decode_to_prefill=lend,
+            lease_number=lease_number,
+        )
+        request.valid_for.FromNanoseconds(round(valid_s * 1e9))
+        try:
+            return await self._stub.ApplyPlan(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    async def acquire_lease(
+        self, holder: str, *, valid_s: float, model: str = "", number: int = 0
+    ) -> scaling_pb2.AcquireLeaseResponse:
+        """Takes or extends the right to scale, or with `valid_s` 0 gives it up. Raises SplitserveError."""
+        request = scaling_pb2.AcquireLeaseRequest(holder=holder, model=model, number=number)
+        request.valid_for.FromNanoseconds(round(valid_s * 1e9))
+        try:
+            return await self._stub.AcquireLease(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    async def report_ended(self, boots: Iterable[tuple[str, int]]) -> None:
+        """Says that the processes of these boots, (worker id, epoch), have certainly ended. Raises SplitserveError."""
+        named = [scaling_pb2.WorkerBoot(worker_id=name, epoch=epoch) for name, epoch in boots]
+        request = scaling_pb2.ReportEndedRequest(boots=named)
+        try:
+            await self._stub.ReportEnded(request, timeout=self._timeout_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+
+    async def close(self) -> None:
+        """Closes the channel."""
+        await self._channel.close()

@@ -1,0 +1,30 @@
+"""Executes a program that ends with its parent: `python child_launch.py PARENT_PID PROGRAM [ARGUMENT ...]`.
+
+With prctl(PR_SET_PDEATHSIG) Linux sends a signal when the parent dies, even by SIGKILL; the setting survives
+exec. Setting it here, between fork and exec, avoids a preexec function in the parent, which has threads and for
+which that would be unsafe. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str]) -> None:
+    """Executes the program; never returns."""
+    parent, command = int(arguments[0]), arguments[1:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        # The parent may have died before the call.
+        if os.getppid() != parent:
+            sys.exit(1)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

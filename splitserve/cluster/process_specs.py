@@ -1,0 +1,206 @@
+"""The processes of a local cluster: their commands and places, and when the cluster is ready."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal
+
+from splitserve.addresses import join_address, reachable_host
+from splitserve.client import AsyncClient
+from splitserve.cluster.child_process import ChildSpec, Role
+from splitserve.cluster.placement import Inventory, Place, make_inventory
+from splitserve.cluster.supervisor import Probe
+from splitserve.config.cluster import ClusterConfig
+from splitserve.config.command_line import arguments
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.core_list import format_cores
+from splitserve.config.engine import EngineConfig
+from splitserve.config.security import CeilingConfig, TlsConfig
+from splitserve.config.worker import WorkerConfig
+from splitserve.rpc.credentials import ClusterCredentials, new_token, read_token
+from splitserve.security.tls import client_files
+from splitserve.v1 import inference_pb2
+
+Pool = Literal["prefill", "decode"]
+CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
+"""Builds the command line of a role from its options."""
+WorkerSpecMaker = Callable[[Pool, str, Place], ChildSpec]
+"""Builds the spec of a worker from its pool, name and place."""
+
+SERVING_STATES = frozenset({"ready", "slow-lane"})
+"""A worker with a slow lane serves, with a warning."""
+_COMMANDS: dict[Role, str] = {
+    "coordinator": "coordinator",
+    "prefill": "prefill-worker",
+    "decode": "decode-worker",
+}
+
+
+def splitserve_command(role: Role, options: Sequence[str]) -> tuple[str, ...]:
+    """The production command: `python -m splitserve coordinator ...`."""
+    return (sys.executable, "-m", "splitserve", _COMMANDS[role], *options)
+
+
+def cluster_target(config: ClusterConfig) -> str:
+    """Address of the coordinator for clients on this machine. The port must be set."""
+    return join_address(reachable_host(config.coordinator.host), config.coordinator.grpc_port)
+
+
+def parts_target(config: ClusterConfig) -> str:
+    """Address of the coordinator for workers and the autoscaler; with TLS a separate port. Ports must be set."""
+    coordinator = config.coordinator
+    if config.tls is None:
+        return cluster_target(config)
+    port = coordinator.grpc_port + 1 if coordinator.cluster_port is None else coordinator.cluster_port
+    return join_address(reachable_host(coordinator.host), port)
+
+
+def cluster_token(config: ClusterConfig) -> str:
+    """The shared cluster token: from the settings, the environment, or a new one. Raises ConfigError."""
+    return read_token(config.cluster_token_file) or new_token()
+
+
+def operator_security(config: ClusterConfig, token: str) -> ClusterCredentials:
+    """The operator's credentials for the coordinator. Raises ConfigError."""
+    return ClusterCredentials(client_files(config.tls) if config.tls else None, token)
+
+
+def openai_url(config: ClusterConfig) -> str | None:
+    """Base URL for OpenAI clients on this machine; None without an HTTP port. The port must be set."""
+    coordinator = config.coordinator
+    if coordinator.http_port is None:
+        return None
+    scheme = "http" if config.tls is None and coordinator.tls is None else "https"
+    return f"{scheme}://{join_address(reachable_host(coordinator.host), coordinator.http_port)}/v1"
+
+
+def each_coordinator(config: ClusterConfig) -> list[ClusterConfig]:
+    """The cluster's settings for each of its coordinators: equal except for consecutive ports, which must be set.
+
+    With TLS the gRPC and metrics ports advance by two, as each coordinator then has two gRPC ports.
+    """
+    coordinator, step = config.coordinator, 1 if config.tls is None else 2
+    return [
+        config.model_copy(
+            update={"coordinator": coordinator.model_copy(update=_ports(coordinator, number, step))}
+        )
+        for number in range(config.coordinators)
+    ]
+
+
+def coordinator_specs(config: ClusterConfig, command: CommandFactory = splitserve_command) -> list[ChildSpec]:
+    """The coordinators' specs: `coordinator`, `coordinator-1`, …"""
+    shared = {"tls": _tls(config), "cluster_token_file": config.cluster_token_file}
+    specs = []
+    for number, seen in enumerate(each_coordinator(config)):
+        options = arguments(seen.coordinator.model_copy(update=shared))
+        name = f"coordinator-{number}" if number else "coordinator"
+        specs.append(ChildSpec(name, "coordinator", command("coordinator", options)))
+    return specs
+
+
+def worker_spec(
+    config: ClusterConfig,
+    command: CommandFactory,
+    pool: Pool,
+    name: str,
+    place: Place,
+    *,
+    drain_s: float | None = None,
+) -> ChildSpec:
+    """The spec of one worker. `drain_s` defaults to the coordinator's."""
+    worker = _worker(config, name, place, drain_s)
+    return ChildSpec(name, pool, command(pool, arguments(worker)), _layout(worker, place))
+
+
+def cluster_specs(
+    config: ClusterConfig,
+    cores: Sequence[int],
+    command: CommandFactory = splitserve_command,
+    devices: Sequence[str] = (),
+) -> list[ChildSpec]:
+    """All specs in start order, coordinators first, on these cores and GPUs."""
+    workers = config.prefill + config.decode
+    inventory = make_inventory(cores, workers, pin_cores=config.pin_cores, devices=devices)
+    return [
+        *coordinator_specs(config, command),
+        *worker_specs(config, inventory, partial(worker_spec, config, command)),
+    ]
+
+
+def worker_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker) -> list[ChildSpec]:
+    """The initial workers of both pools. If there are more of them than GPUs, they share GPUs."""
+    names: list[tuple[Pool, str]] = [("prefill", f"prefill-{n}") for n in range(config.prefill)]
+    names += [("decode", f"decode-{n}") for n in range(config.decode)]
+    return [make(pool, name, inventory.take(name)) for pool, name in names]
+
+
+def ready_model(
+    models: Sequence[inference_pb2.ModelInfo],
+    info: inference_pb2.GetServerInfoResponse,
+    config: ClusterConfig,
+) -> str | None:
+    """The served model's name once the model and all workers of both pools are ready; else None."""
+    wanted = {"prefill": config.prefill, "decode": config.decode}
+    for model in models:
+        workers = [w for w in info.workers if w.model == model.name and w.state in SERVING_STATES]
+        counts = {pool: sum(worker.pool == pool for worker in workers) for pool in wanted}
+        if model.ready and all(counts[pool] >= wanted[pool] for pool in wanted):
+            return model.name
+    return None
+
+
+def cluster_probe(client: AsyncClient, config: ClusterConfig) -> Probe:
+    """A probe that asks the coordinator."""
+
+    async def probe() -> str | None:
+        return ready_model(await client.models(), await client.server_info(), config)
+
+    return probe
+
+
+def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float | None) -> WorkerConfig:
+    engine: EngineConfig = config.engine
+    changes: dict[str, object] = {"threads": engine.threads or place.share.threads}
+    if place.device is not None:
+        changes["device"] = place.device
+    return WorkerConfig(
+        worker_id=worker_id,
+        model=config.model,
+        served_model_name=config.served_model_name,
+        coordinators=tuple(parts_target(seen) for seen in each_coordinator(config)),
+        tls=_tls(config),
+        cluster_token_file=config.cluster_token_file,
+        ceilings=CeilingConfig(require_cache_salt=config.coordinator.tenants is not None),
+        transport=config.transport,
+        verify_kv=config.verify_kv,
+        wire_dtype=config.wire_dtype,
+        drain_s=config.coordinator.drain_s if drain_s is None else drain_s,
+        cpus=place.share.cpus,
+        engine=engine.model_copy(update=changes),
+    )
+
+
+def _ports(coordinator: CoordinatorConfig, number: int, step: int) -> dict[str, int]:
+    ports = {
+        "grpc_port": coordinator.grpc_port,
+        "cluster_port": coordinator.cluster_port,
+        "http_port": coordinator.http_port,
+        "metrics_port": coordinator.metrics_port,
+    }
+    return {
+        name: port + number * (step if name != "http_port" else 1) for name, port in ports.items() if port
+    }
+
+
+def _tls(config: ClusterConfig) -> TlsConfig | None:
+    return TlsConfig(directory=config.tls) if config.tls else None
+
+
+def _layout(worker: WorkerConfig, place: Place) -> str:
+    where = f"cores {format_cores(worker.cpus)}" if worker.cpus else "any cores"
+    threads = worker.engine.threads
+    gpu = f", {place.device}" if place.device else ""
+    return f"{where}, {threads} {'thread' if threads == 1 else 'threads'}{gpu}"

@@ -1,0 +1,1 @@
+"""Settings of all components. Read `base.py` first; `command_line.py` derives the options from the declarations."""

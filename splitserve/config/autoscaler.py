@@ -1,0 +1,92 @@
+"""Settings of the autoscaler service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from splitserve.config.base import CoordinatorAddress, Option, Port, Settings
+from splitserve.config.security import SecuritySettings
+
+Workload = Annotated[str, Field(pattern=r"^(deployment|statefulset)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+
+
+class KubernetesConfig(Settings):
+    """The workloads of the pools. Each pod's worker id must be the pod's name."""
+
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] | None = None
+    """Namespace of the workloads. Default: the autoscaler's own, or that of the kubeconfig's context."""
+    prefill: Annotated[Workload, Option(flag="prefill-workload", metavar="KIND/NAME")] = (
+        "deployment/splitserve-prefill"
+    )
+    """Workload of the prefill pool: kind and name."""
+    decode: Annotated[Workload, Option(flag="decode-workload", metavar="KIND/NAME")] = (
+        "deployment/splitserve-decode"
+    )
+    """Workload of the decode pool: kind and name."""
+    kubeconfig: Path | None = None
+    """File with the API server's address and credentials. Default: the pod's service account, or `~/.kube/config`."""
+    context: Annotated[str | None, Option(flag="kube-context")] = None
+    """Context in the kubeconfig. Default: its current context."""
+    request_timeout_s: Annotated[float, Field(gt=0, le=300), Option(flag="kubernetes-request-timeout")] = 5.0
+    """Deadline of one call to the API server."""
+
+
+Gpus = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda gpus: [gpu for gpu in gpus.split(",") if gpu] if isinstance(gpus, str) else gpus),
+    PlainSerializer(",".join, return_type=str),
+]
+
+
+class DockerConfig(Settings):
+    """The compose project whose workers are scaled, on the Docker Engine at DOCKER_HOST or the local one."""
+
+    project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$"), Option(env="COMPOSE_PROJECT_NAME")] = (
+        "splitserve"
+    )
+    """Compose project to scale."""
+    gpus: Annotated[Gpus, Option(metavar="0,1,...|auto", env="SPLITSERVE_GPUS")] = ()
+    """GPUs for Docker replicas, one each. Numbers as `nvidia-smi -L` prints them, or UUIDs if workers see only their
+    own; `auto` for all GPUs of the autoscaler's machine. Default: replicas get none."""
+    request_timeout_s: Annotated[float, Field(ge=1, le=300), Option(flag="docker-request-timeout")] = 10.0
+    """Deadline of one request to the Engine."""
+
+
+class AutoscalerConfig(SecuritySettings):
+    """The autoscaler as a separate service."""
+
+    policy: Path
+    """Policy file that says how each pool scales."""
+    coordinators: Annotated[
+        tuple[CoordinatorAddress, ...],
+        Field(min_length=1),
+        Option(flag="coordinator", metavar="HOST:PORT"),
+    ] = ("127.0.0.1:50051",)
+    """Address, "host:port", of each coordinator to observe and to send plans to."""
+    actuator: Literal["docker", "kubernetes", "none"] = "none"
+    """Where replicas run. `none`: decide and log only."""
+    dry_run: bool = False
+    """Observe replicas, decide and log, but change nothing."""
+    lease_s: Annotated[float, Field(ge=1, le=600)] = 30.0
+    """Of several autoscalers that are given the same coordinators, one acts; another takes over when it has not been
+    heard of for this long. The same for all of them, and longer than the interval."""
+    interval_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
+    """Time between decisions. Default: the policy's."""
+    window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    """Time window of the latencies that a decision considers."""
+    model: str = ""
+    """Consider only this model's traffic and scale only its workers; on Docker those are the containers whose label
+    `splitserve.model` names it. Needed where the coordinators serve several models. Default: all of them."""
+    api_key_file: Path | None = None
+    """File with an admin key, for coordinators with tenants but without common `tls` or token. Default: none."""
+    host: str = "127.0.0.1"
+    """Interface of the Prometheus endpoint."""
+    metrics_port: Port | None = None
+    """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
+    docker: DockerConfig = DockerConfig()
+    """Section `docker`."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    """Section `kubernetes`."""

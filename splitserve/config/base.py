@@ -1,0 +1,119 @@
+"""Base of all settings models: `Settings`, `Option` and loading.
+
+Settings are validated and frozen; they are read once at start. A field of a settings model is the only declaration
+of a setting: type, bounds, default and meaning. `splitserve/config/command_line.py` derives its command-line option,
+environment variable, help text and its entry in docs/configuration.md; `Option` overrides the derived names. A
+command's YAML file contains the fields of its settings, with sections as nested mappings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from splitserve.addresses import check_address
+from splitserve.config.yaml_file import read_yaml_file
+from splitserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """Overrides of a setting's derived option and variable; used in `Annotated`.
+
+    A section's `panel` applies to all its settings. A section with a `flag` is a single option, whose text form is
+    defined by its validator and serializer.
+    """
+
+    flag: str | None = None
+    """Name of the option, without leading dashes."""
+    metavar: str | None = None
+    """Placeholder of the value in the help text."""
+    panel: str | None = None
+    """Heading in the help text."""
+    env: str | None = None
+    """Name of the environment variable."""
+    hidden: bool = False
+    """Hide the option in the help text."""
+    formerly: str | None = None
+    """The setting's former name, still accepted in files and, hidden, as an option."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: frozen, no unknown fields, and each field's docstring is its description."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_former_names(cls, values: Any) -> Any:
+        """Uses a value under a former name unless the present name is given."""
+        if not isinstance(values, dict):
+            return values
+        for name, field in cls.model_fields.items():
+            former = option_of(field).formerly
+            if former is not None and former in values:
+                values = dict(values)
+                values.setdefault(name, values.pop(former))
+        return values
+
+
+def option_of(field: FieldInfo) -> Option:
+    """The field's `Option`, annotated on its type or on a member of its union; an empty one if there is none."""
+    members = [item for member in get_args(field.annotation) for item in getattr(member, "__metadata__", ())]
+    return next((item for item in (*field.metadata, *members) if isinstance(item, Option)), _NO_OVERRIDES)
+
+
+_NO_OVERRIDES = Option()
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Cost = Annotated[float, Field(ge=0)]
+CoordinatorAddress = Annotated[str, AfterValidator(lambda address: check_address(address, "coordinator"))]
+
+
+S = TypeVar("S", bound=Settings)
+
+
+def load_settings(kind: type[S], path: Path | None = None, **overrides: Any) -> S:
+    """Builds settings from a YAML file and overrides. None means not given; dicts are merged into sections.
+
+    Raises ConfigError naming the first invalid field and its bound.
+    """
+    return merge_settings(kind, read_settings_file(path) if path else {}, overrides)
+
+
+def merge_settings(kind: type[S], values: dict[str, Any], *layers: Mapping[str, Any]) -> S:
+    """Builds settings from nested values and layers on top of them. Later layers win; None means not given.
+
+    Raises ConfigError naming the first invalid field and its bound.
+    """
+    for layer in layers:
+        _merge(values, layer)
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or kind.__name__
+        given = "" if first["type"] == "missing" else f" (given: {first.get('input')!r})"
+        raise ConfigError(f"{field}: {first['msg']}{given}", field=field) from None
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """The unvalidated mapping in a YAML settings file. Raises ConfigError if it cannot be read or is no mapping."""
+    return read_yaml_file(path).values
+
+
+def _merge(into: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    for key, value in overrides.items():
+        if value is None:
+            continue
+        if isinstance(value, dict):
+            section = into.setdefault(key, {})
+            if isinstance(section, dict):
+                _merge(section, value)
+                continue
+        into[key] = value

@@ -1,0 +1,54 @@
+"""Settings of a local cluster (`splitserve up`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from splitserve.config.base import Option, Settings
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.engine import EngineConfig, EngineSection
+
+
+class ClusterConfig(Settings):
+    """A local cluster, as `splitserve up` starts it."""
+
+    model: str = "smollm2-135m-instruct"
+    """Embedded model's name, local folder, GGUF file or Hugging Face id; "simulated" needs no files."""
+    served_model_name: str | None = None
+    """Model name for clients. Default: the model's own short name."""
+    prefill: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of prefill workers."""
+    decode: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of decode workers."""
+    coordinators: Annotated[int, Field(ge=1, le=64)] = 1
+    """Number of coordinators; all use all workers, and each further one listens on the next ports. Only one with
+    `autoscale`."""
+    transport: Literal["nixl", "ucx"] = "nixl"
+    """Transport of KV between workers. `ucx` needs `pip install 'splitserve[ucx]'`."""
+    verify_kv: Literal["auto", "off", "sampled", "all"] = "auto"
+    """Checksums of received KV, as in the workers' settings."""
+    wire_dtype: Literal["same", "fp8_e4m3"] = "same"
+    """Type in which KV travels, as in the workers' settings."""
+    pin_cores: bool = True
+    """Pin each worker to its own cores."""
+    ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
+    """Time limit for the cluster to become ready."""
+    autoscale: Path | None = None
+    """Policy file by which both pools are scaled. The number of workers starts at `prefill` and `decode` if given, else
+    at the policy's `min_replicas`. Cores are divided among as many workers as the policy allows. Default: a fixed
+    number of workers."""
+    autoscale_interval_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
+    """Time between scaling decisions. Default: the policy's."""
+    autoscale_window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    """Time window of the latencies that a scaling decision considers."""
+    tls: Annotated[Path | None, Option(metavar="DIR", env="SPLITSERVE_CLUSTER_TLS")] = None
+    """Folder written by `splitserve certs`, for mutual TLS between all components. Default: no encryption."""
+    cluster_token_file: Path | None = None
+    """File with the secret that coordinator and workers share. Default: a random secret at each start."""
+    engine: EngineSection = EngineConfig()
+    """Section `engine`, the same for all workers."""
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    """Section `coordinator`."""

@@ -1,0 +1,194 @@
+"""Settings of the coordinator: listening, admission, routing, circuit breakers and model routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from splitserve.config.base import Option, Port, Settings
+from splitserve.config.security import SecuritySettings
+
+
+def _parsed_routes(value: object) -> object:
+    """Parses options "NAME=MODEL:WEIGHT,MODEL:WEIGHT"; a file has mappings instead."""
+    if isinstance(value, str):
+        value = [value]
+    return dict(parse_route(text) for text in value) if isinstance(value, list | tuple) else value
+
+
+def _route_texts(routes: dict[str, dict[str, float]]) -> list[str]:
+    return [format_route(name, weights) for name, weights in routes.items()]
+
+
+ModelRouteWeights = Annotated[
+    dict[str, dict[str, float]],
+    BeforeValidator(_parsed_routes),
+    PlainSerializer(_route_texts, return_type=list[str]),
+    Option(flag="model-route", metavar="NAME=MODEL:WEIGHT,..."),
+]
+
+
+class CircuitBreakerConfig(Settings):
+    """Circuit breakers: when a worker, or the lane between two, is ejected because requests fail there."""
+
+    enabled: bool = True
+    """Whether breakers ever open."""
+    consecutive_failures: Annotated[int, Field(ge=1, le=10**6)] = 5
+    """Number of consecutive failures that opens a breaker."""
+    failure_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of failed requests within `window_s` that opens a breaker."""
+    min_requests: Annotated[int, Field(ge=1, le=256)] = 20
+    """Fewest requests within `window_s` for a failure rate."""
+    window_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Time window of the failure rate. A breaker that opens again within it stays open twice as long as before."""
+    open_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    """How long a breaker first stays open before it lets one request through."""
+    max_open_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Longest time that a breaker stays open."""
+
+
+def _parsed_breaker(value: object) -> object:
+    """Parses an option "NAME=VALUE,NAME=VALUE"; a file has a mapping instead."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in value.split(",")]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError("it is written NAME=VALUE,..., for example enabled=false")
+    return {name: given for name, _, given in pairs}
+
+
+def _breaker_text(breaker: CircuitBreakerConfig) -> str:
+    given = breaker.model_dump(exclude_defaults=True)
+    return ",".join(f"{name}={value}" for name, value in given.items())
+
+
+CircuitBreaker = Annotated[
+    CircuitBreakerConfig,
+    BeforeValidator(_parsed_breaker),
+    PlainSerializer(_breaker_text, return_type=str),
+    Option(flag="circuit-breaker", metavar="NAME=VALUE,..."),
+]
+
+
+def parse_route(text: str) -> tuple[str, dict[str, float]]:
+    """Parses "NAME=MODEL:WEIGHT,..." to a name and weights. Raises ValueError with the expected form."""
+    name, equals, shares = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"a route is written NAME=MODEL:WEIGHT,..., not {text!r}")
+    return name, parse_weights([share.rpartition(":")[::2] for share in shares.split(",") if share])
+
+
+def parse_weights(shares: list[tuple[str, str]]) -> dict[str, float]:
+    """Weights by model, from pairs of strings. Raises ValueError for an invalid number or a repeated model."""
+    weights: dict[str, float] = {}
+    for model, weight in shares:
+        if not model or model in weights:
+            raise ValueError(f"each share needs a different model and a weight: {model!r}")
+        weights[model] = float(weight)
+    return weights
+
+
+def format_route(name: str, weights: Mapping[str, float]) -> str:
+    """The inverse of `parse_route`."""
+    return f"{name}=" + ",".join(f"{model}:{_shortest(weight)}" for model, weight in weights.items())
+
+
+def _shortest(weight: float) -> str:
+    return str(weight).removesuffix(".0")
+
+
+class AdmissionConfig(Settings):
+    """Admission control at the coordinator; see docs/admission.md."""
+
+    mode: Annotated[Literal["queue", "off"], Option(flag="admission")] = "queue"
+    """Where requests wait. `queue`: at the coordinator, in fair order, until workers can start them soon. `off`: at
+    the workers, which receive them at once, first come, first served."""
+    max_queued_requests: Annotated[int, Field(ge=1, le=10**6)] = 1024
+    """Most queued requests of a model."""
+    max_queued_prompt_tokens: Annotated[int, Field(ge=1, le=2**40)] = 2 * 2**20
+    """Most queued prompt tokens of a model; each takes about 36 bytes of memory."""
+    max_queue_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
+    """Longest time in the queue. A request that is predicted to wait longer is refused on arrival."""
+    ttft_slo_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Target time to first token of interactive and standard requests; one that is predicted to miss it is refused.
+    Default: none."""
+    tpot_slo_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    """Target time per output token of running requests; a request that would make steps longer than that waits.
+    Default: none."""
+    prefill_horizon_s: Annotated[float, Field(gt=0, le=60)] = 0.3
+    """Work sent to a prefill worker in advance. A lower value gives the coordinator's order more effect; below two
+    steps of the worker plus its time to reserve KV it costs throughput."""
+    decode_headroom: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    """Share of decode slots and KV that lower classes may not use within 30 s of a request of a higher class."""
+
+
+HttpPort = Annotated[
+    Port | None,
+    BeforeValidator(lambda port: None if port == "off" else port),
+    PlainSerializer(lambda port: "off" if port is None else port),
+    Option(metavar="PORT|off"),
+]
+"""`off` stands for None on the command line, where None means not given."""
+Routing = Literal["prefix", "least-wait", "round-robin"]
+
+
+class CoordinatorConfig(SecuritySettings):
+    """The coordinator, which clients talk to."""
+
+    host: str = "127.0.0.1"
+    """Interface to listen on. Beyond loopback use `tls` and `tenants`; see docs/security.md."""
+    grpc_port: Port = 50051
+    """Port of the gRPC API; 0 takes a free one."""
+    cluster_port: Port | None = None
+    """With `tls` only: the port for workers and the autoscaler. Callers must present a certificate; 0 takes a free
+    port. Default: the port after `grpc_port`."""
+    http_port: HttpPort = 8000
+    """Port of the OpenAI-compatible API; 0 takes a free one, `off` serves none."""
+    request_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
+    """Upper limit and default of a generation's timeout."""
+    max_running_requests: Annotated[int, Field(ge=1, le=10**6)] = 4096
+    """Most generations in progress; further ones are refused with RESOURCE_EXHAUSTED."""
+    heartbeat_timeout_s: Annotated[float, Field(gt=0, le=60)] = 5.0
+    """Time without a report after which a worker is dropped."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """How long to wait for running generations after SIGTERM."""
+    no_worker_wait_s: Annotated[float, Field(ge=0, le=600)] = 2.0
+    """How long a request waits while a pool has no worker, before it fails with UNAVAILABLE."""
+    max_message_bytes: Annotated[int, Field(ge=2**16, le=2**30)] = 4 * 2**20
+    """Largest gRPC message. A client's request, over gRPC or HTTP, may have 2 MiB, or 16 bytes per token of the longest
+    context among the models if that is more, but never more than this."""
+    max_connections: Annotated[int, Field(ge=1, le=10**6)] = 10_000
+    """Most open connections on each port; further ones are closed at once. Lowered to what the limit of open files
+    leaves, which is raised to its hard limit at start."""
+    admission: Annotated[AdmissionConfig, Option(panel="Admission")] = AdmissionConfig()
+    """Section `admission`."""
+    local_prefill: Literal["never", "auto", "always"] = "never"
+    """Whether decode workers compute prompts themselves. `auto`: if measured rates predict that it is faster than a
+    handoff, with the running batch taken into account."""
+    routing: Routing = "prefix"
+    """How workers are chosen. `prefix`: lowest predicted time to first token, cached prefixes included; `least-wait`:
+    by load alone; `round-robin`: in turn, as a baseline."""
+    max_indexed_blocks: Annotated[int, Field(ge=1, le=10**9)] = 10_000_000
+    """Most KV blocks in the coordinator's prefix index; each takes about 67 bytes."""
+    max_coalesce_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
+    """Longest time in milliseconds that output tokens are held back to leave as one message while the coordinator's
+    event loop is busy. The first and last token are never held back. 0 disables it."""
+    tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Threads for chat templates and tokenization."""
+    metrics_port: Port | None = None
+    """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
+    model_routes: ModelRouteWeights = Field(default_factory=dict)
+    """Public model names, each with its served models and their weights. For example `smollm2: {smollm2-v1: 95,
+    smollm2-v2: 5}`; see docs/model-routes.md. Default: clients name served models."""
+    model_routes_file: Path | None = None
+    """YAML file of model routes, `NAME: {MODEL: WEIGHT}`, reloaded when it changes. Its routes win over those of
+    `model_routes`. Default: none."""
+    direct_model_names: Literal["allow", "hide"] = "allow"
+    """Whether clients may also name the served models behind a route."""
+    circuit_breaker: CircuitBreaker = CircuitBreakerConfig()
+    """Section `circuit_breaker`: when a worker or a lane is ejected."""
+    tenants: Path | None = None
+    """File of tenants with their API keys, models, quotas and weights. Default: no authentication of clients."""

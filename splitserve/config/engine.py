@@ -1,0 +1,92 @@
+"""Settings of a worker's engine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from splitserve.config.base import Cost, Option, Settings
+
+
+class EngineConfig(Settings):
+    """The engine of a worker."""
+
+    kind: Annotated[Literal["torch", "vllm", "simulated"], Option(flag="engine")] = "torch"
+    """Kind of engine. `vllm`: vLLM computes, see docs/vllm.md. `simulated` takes predictable time and needs no weights;
+    it is for tests of everything else."""
+    engine_args: str = ""
+    """vLLM's own options, in one string; see docs/vllm.md for those that are refused."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights and KV. `auto`: bfloat16 (the simulated engine ignores it)."""
+    quantization: Literal["none", "int8"] = "none"
+    """Quantization of weights, equal on all workers of a model. `int8`, on cpu only: activations are quantized per
+    token, the output layer stays in bfloat16. Faster, less memory, slightly different answers; see
+    docs/quantization.md."""
+    device: Annotated[
+        str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Option(metavar="auto|cpu|cuda[:N]")
+    ] = "auto"
+    """Device to compute on. `auto`: cuda if available, else cpu."""
+    attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
+    """Backend of attention. `auto`: triton on cuda if installed (torch's CUDA builds include it), else torch.
+    `flashinfer`: on cuda, bfloat16 only, with `pip install 'splitserve[flashinfer]'`."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """CUDA graphs for decode-only steps. `auto`: on cuda with triton attention; the start takes a few seconds
+    longer."""
+    device_sampling: Literal["auto", "off"] = "auto"
+    """Drawing of tokens where the logits are. `auto`: on cuda; `off`: on the host, which waits for all logits."""
+    block_size_tokens: Annotated[int, Field(ge=1, le=1024), Option(flag="block-size")] = 16
+    """Tokens per KV block. Must be equal on all workers of a model. vLLM on cpu takes multiples of 32: rounded up."""
+    num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
+    """Number of KV blocks. Default: as many as fit in `kv_memory_bytes`."""
+    kv_memory_bytes: Annotated[int, Field(ge=2**16)] | None = None
+    """Memory for KV blocks, including the wire blocks of a narrower `wire_dtype`. Default: 1 GiB on cpu; on
+    cuda what `device_memory_share` leaves."""
+    device_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """On cuda, without `kv_memory_bytes` and `num_blocks`: the share of the device's total memory that this worker
+    takes in all. A trial step at the start, CUDA graphs included, measures what weights and working memory take; KV
+    gets the rest. For a prefill and a decode worker on one device 0.45 each."""
+    cpu_kernels: Literal["auto", "off"] = "auto"
+    """Own bfloat16 kernels on cpu. `auto`: kernels compiled at the first start compute layers, attention and whole
+    decode-only steps, if there is a C++ compiler and the processor has AVX-512 BF16; otherwise torch does."""
+    contiguous_kv_bytes: Annotated[int, Field(ge=0), Option(formerly="dense_rows_bytes")] | None = None
+    """Memory for contiguous copies of decoding sequences' KV, on cpu, in addition to the KV blocks. Sequences that do
+    not fit decode more slowly. Default: a quarter of the KV blocks' memory; 0: none. Allocated on demand. Formerly
+    `dense_rows_bytes`, which is still accepted."""
+    max_step_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """Token budget of one step. Longer prompts are computed in chunks; the KV of each chunk is sent while the next one
+    is computed. Default: 512 on cpu, 2048 on cuda."""
+    max_running_requests: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Most sequences in one step."""
+    max_waiting_requests: Annotated[int, Field(ge=1, le=10**6)] = 1024
+    """Most waiting sequences; further ones are refused with RESOURCE_EXHAUSTED."""
+    max_bypasses: Annotated[int, Field(ge=0, le=10**6)] = 16
+    """How many later requests may bypass one that does not fit before it blocks the queue."""
+    prefix_cache: bool = True
+    """Keep the KV of finished prompts for later prompts with the same prefix."""
+    context_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """Most prompt plus output tokens of a request. Default and upper bound: the model's own."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Compute threads. Default: the number of cores the worker may run on."""
+    hung_step_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """A step that computes for this long, and for 20 times as long as expected, hangs: the worker ends with code 70, to
+    be replaced. At ten times this it does in any case, also while no time is expected yet."""
+    simulated_prefill_token_s: Annotated[
+        float, Field(ge=0), Option(flag="simulated-prefill-token-s", hidden=True)
+    ] = 20e-6
+    """Simulated engine: seconds per prompt token."""
+    simulated_prefill_token2_s: Annotated[
+        float, Field(ge=0), Option(flag="simulated-prefill-token2-s", hidden=True)
+    ] = 0.0
+    """Simulated engine: seconds per squared prompt token."""
+    simulated_step_s: Annotated[Cost, Option(flag="simulated-step-s", hidden=True)] = 2e-3
+    """Simulated engine: least seconds of a decode step."""
+    simulated_context_token_s: Annotated[
+        float, Field(ge=0), Option(flag="simulated-context-token-s", hidden=True)
+    ] = 0.0
+    """Simulated engine: seconds per decode step for each context token in the batch."""
+    simulated_sequence_s: Annotated[Cost, Option(flag="simulated-sequence-s", hidden=True)] = 50e-6
+    """Simulated engine: seconds per decode step for each sequence in the batch."""
+
+
+EngineSection = Annotated[EngineConfig, Option(panel="Engine")]

@@ -1,0 +1,77 @@
+"""Settings of prefill and decode workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from splitserve.config.base import CoordinatorAddress, Option, Port
+from splitserve.config.core_list import Cores
+from splitserve.config.engine import EngineConfig, EngineSection
+from splitserve.config.faults import Faults
+from splitserve.config.security import CeilingConfig, SecuritySettings
+
+
+class WorkerConfig(SecuritySettings):
+    """One prefill or decode worker."""
+
+    worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """Name of the worker, stable across restarts. Default: POOL-HOSTNAME-PID."""
+    model: str
+    """Embedded model's name, local folder, GGUF file or Hugging Face id; "simulated" needs no files."""
+    served_model_name: str | None = None
+    """Model name for clients. Default: the model's own short name."""
+    host: str = "127.0.0.1"
+    """Interface to listen on."""
+    port: Port = 0
+    """Port to listen on; 0 takes a free one."""
+    advertise_address: Annotated[str | None, Option(metavar="HOST:PORT")] = None
+    """Address, "host:port", reported to coordinators. It must lead to this very process and not to a load balancer:
+    refused connections count as proof that the process has ended. Default: host and the bound port."""
+    coordinators: Annotated[
+        tuple[CoordinatorAddress, ...], Option(flag="coordinator", metavar="HOST:PORT")
+    ] = ()
+    """Address, "host:port", of each coordinator to register with."""
+    transport: Literal["nixl", "ucx", "memory"] = "nixl"
+    """Transport of KV between workers, equal on all workers of a model. `ucx` needs `pip install 'splitserve[ucx]'`;
+    `memory` works within one process only (tests)."""
+    faults: Faults = None
+    """Section `faults`, for tests only: faults injected into this worker's KV transfer. Default: none."""
+    expected_lane_gb_per_s: (
+        Annotated[float, Field(ge=0, le=10_000), Option(flag="expected-lane", metavar="GB/S")] | None
+    ) = None
+    """Prefill workers: expected speed of the lane to a decode worker in GB/s; 0 disables the check. Default: a peer on
+    this machine, or on another if this one has RDMA devices, must be reached without TCP and at 0.5 GB/s or more;
+    between CUDA devices of this machine at 6 GB/s or more."""
+    lane_policy: Literal["warn", "refuse"] = "warn"
+    """Treatment of a lane that is slower than expected: log a warning, or do not use the pair."""
+    verify_kv: Literal["auto", "off", "sampled", "all"] = "auto"
+    """Decode workers: verify checksums of received KV blocks before a sequence is admitted: `sampled` of one block in
+    16, `all` of each. `auto`: `sampled` where KV lies in host memory, `off` in a GPU's, where it has to be copied
+    first."""
+    wire_dtype: Literal["same", "fp8_e4m3"] = "same"
+    """Type in which KV travels, equal on all workers of a model. `fp8_e4m3` sends half the bytes of bfloat16, changes
+    answers slightly and needs additional memory of half the KV blocks' size; see docs/transports.md."""
+    lease_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """Decode workers: how long a coordinator's requests go on after its output stream has broken, for it to resume
+    them."""
+    quarantine_s: Annotated[float, Field(gt=0, le=7200)] = 45.0
+    """How long aborted blocks wait for their writer before it is fenced; longer than the lease."""
+    ticket_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
+    """Longest time from a reservation to its last write; a prompt that waits or computes longer is tried again.
+    Blocks of a writer that was stopped, or lost with its machine, become free 10 s after that."""
+    standby: bool = False
+    """Stay out of rotation, loaded and connected, until an autoscaler's plan activates the worker."""
+    drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0
+    """How long to wait for running requests after SIGTERM."""
+    heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
+    """Time between load reports to the coordinators."""
+    metrics_port: Port | None = None
+    """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
+    cpus: Annotated[Cores, Option(metavar="CORES")] = ()
+    """Cores to run on, for example "0,1" or "0-3". Default: all that the process may use."""
+    ceilings: CeilingConfig = CeilingConfig()
+    """Section `ceilings`."""
+    engine: EngineSection = EngineConfig()
+    """Section `engine`."""

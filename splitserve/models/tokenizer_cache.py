@@ -1,0 +1,100 @@
+"""Tokenizers that only `transformers` can build: converted once in a child process and cached on disk.
+
+These are GGUF files, slow tokenizers without a `tokenizer.json`, and model families with special rules. The child
+process keeps `transformers` out of the loading process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+from splitserve.errors import NotFoundError, UnavailableError
+from splitserve.models.sources import ModelSource, cache_folder
+from splitserve.models.tokenizer_files import TokenizerDefinition, read_tokenizer
+
+CONVERSION = "splitserve.models.tokenizer_conversion"
+EXIT_UNUSABLE = 3
+"""Exit code of the child process for a model without a convertible tokenizer; the reason is on stdout."""
+TIMEOUT_S = 120.0
+_FORMAT = 1
+_READ = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*")
+
+
+def converted_tokenizer(source: ModelSource) -> TokenizerDefinition:
+    """The tokenizer of a local model, from the cache or converted now, which takes seconds.
+
+    Without a writable cache folder every start converts it again. Raises NotFoundError for a model without a usable
+    tokenizer, UnavailableError (TOKENIZER_CONVERSION_FAILED) if the child process fails.
+    """
+    target = cache_folder() / "tokenizers" / _key(source)
+    if target.is_dir():
+        return read_tokenizer(target)
+    with _work_folder(target.parent) as work:
+        result = work / "tokenizer"
+        result.mkdir()
+        _convert(source, result)
+        definition = read_tokenizer(result)
+        with suppress(OSError):  # read-only folder, or a concurrent process has stored it
+            result.rename(target)
+    return definition
+
+
+def _key(source: ModelSource) -> str:
+    """Cache key of a tokenizer: a hash of its files' metadata and of the version of `transformers`."""
+    folder = Path(source.path).resolve()
+    paths = (
+        [folder / source.gguf_file] if source.gguf_file else [p for each in _READ for p in folder.glob(each)]
+    )
+    stats = [(str(path), stat.st_size, stat.st_mtime_ns) for path in sorted(paths) if (stat := path.stat())]
+    return hashlib.sha256(json.dumps([_FORMAT, version("transformers"), stats]).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _work_folder(beside: Path) -> Iterator[Path]:
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(prefix=".", dir=beside)
+    except OSError:
+        folder = tempfile.TemporaryDirectory(prefix="splitserve-")
+    with folder as name:
+        yield Path(name)
+
+
+def _convert(source: ModelSource, target: Path) -> None:
+    command = [sys.executable, "-m", CONVERSION, source.path, str(target), *filter(None, [source.gguf_file])]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=os.environ | {"TRANSFORMERS_VERBOSITY": "error"},
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _failed(source, str(error)) from None
+    if done.returncode == EXIT_UNUSABLE:
+        raise NotFoundError(f"model {source.path} has no usable tokenizer: {_last_line(done.stdout)}")
+    if done.returncode != 0:
+        raise _failed(source, _last_line(done.stderr) or f"the process ended with status {done.returncode}")
+
+
+def _failed(source: ModelSource, reason: str) -> UnavailableError:
+    message = f"the tokenizer of model {source.path} could not be converted: {reason}"
+    return UnavailableError(message, reason="TOKENIZER_CONVERSION_FAILED")
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,26 @@
+"""What handling one request raises fails that request and nothing else; only broken invariants go further."""
+
+from __future__ import annotations
+
+import uuid
+
+from splitserve.errors import BrokenInvariantError, SplitserveError
+from splitserve.logs import log_exception
+
+_NOT_THE_REQUEST = (BrokenInvariantError, KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+def request_error(error: BaseException, request_id: str) -> SplitserveError:
+    """The error that fails the request whose handling raised `error`. Call it where the request can be ended.
+
+    Any other exception than a SplitserveError becomes INTERNAL with an incident id, and its traceback is logged.
+    Catch BaseException before: a panic of a library in Rust is no Exception. A BrokenInvariantError and the
+    interpreter's own exits are raised again.
+    """
+    if isinstance(error, SplitserveError):
+        return error
+    if isinstance(error, _NOT_THE_REQUEST):
+        raise error
+    incident = uuid.uuid4().hex[:12]
+    log_exception("engine.request_failed", error, request_id=request_id, incident=incident)
+    return SplitserveError(f"the engine failed on this request, incident {incident}")

@@ -1,0 +1,1 @@
+"""gRPC plumbing of all components. Read `server.py` first; `status.py` maps errors."""

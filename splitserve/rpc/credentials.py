@@ -1,0 +1,117 @@
+"""Credentials of a cluster component: TLS files and the cluster token."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from splitserve.config.security import TlsConfig
+from splitserve.errors import ConfigError
+from splitserve.logs import log_event
+from splitserve.rpc.channel import DEFAULT_MAX_MESSAGE_BYTES, make_channel
+from splitserve.security.authorizer import TOKEN_KEY, RpcAuthorizer, Rules
+from splitserve.security.server_tls import ServerTls
+from splitserve.security.tls import Role, TlsFiles, part_files
+
+TOKEN_VARIABLE = "SPLITSERVE_CLUSTER_TOKEN"
+MIN_TOKEN_CHARACTERS = 16
+Metadata = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCredentials:
+    """TLS files and cluster token of one component; the default has neither."""
+
+    tls: TlsFiles | None = None
+    token: str | None = field(default=None, repr=False)
+    server_tls: ServerTls | None = None
+    """TLS of the component's own servers. New channels take what is in force there."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata for every call to another component."""
+        return ((TOKEN_KEY, self.token),) if self.token is not None else ()
+
+    def channel(
+        self,
+        address: str,
+        peer: Role,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        read_ahead_bytes: int | None = None,
+    ) -> grpc.aio.Channel:
+        """A channel to the component of role `peer` at "host:port". With TLS the server must prove that role."""
+        return make_channel(
+            address,
+            max_message_bytes=max_message_bytes,
+            tls=self.tls if self.server_tls is None else self.server_tls.pems,
+            peer=peer,
+            read_ahead_bytes=read_ahead_bytes,
+        )
+
+    def authorizer(self, rules: Rules) -> RpcAuthorizer:
+        """The authorizer of calls to this component."""
+        return RpcAuthorizer(rules, mutual=self.tls is not None, token=self.token)
+
+
+UNSECURED = ClusterCredentials()
+
+
+def cluster_credentials(role: Role, tls: TlsConfig | None, token_file: Path | None) -> ClusterCredentials:
+    """The credentials in a component's settings. Without a token file, the token is SPLITSERVE_CLUSTER_TOKEN, if set.
+
+    Raises ConfigError naming the setting.
+    """
+    files, token = part_files(tls, role) if tls else None, read_token(token_file)
+    return ClusterCredentials(files, token, ServerTls(files) if files else None)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The cluster token, or None without one. Raises ConfigError naming `cluster_token_file`."""
+    if path is None:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        where = TOKEN_VARIABLE
+        if not token:
+            return None
+    else:
+        where = str(path)
+        try:
+            token = path.read_text(encoding="ascii").strip()
+        except OSError as error:
+            message = f"cluster_token_file: cannot read {path}: {error.strerror}"
+            raise ConfigError(message, field="cluster_token_file") from None
+        except UnicodeDecodeError:
+            token = ""
+    # The message must not contain the token.
+    if len(token) < MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
+        message = f"cluster_token_file: {where} must hold at least {MIN_TOKEN_CHARACTERS} printable ASCII characters"
+        raise ConfigError(message, field="cluster_token_file")
+    return token
+
+
+def new_token() -> str:
+    """A random token of 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def warn_if_open(part: str, host: str, closed: bool) -> None:
+    """Logs a warning if a component listens beyond loopback and accepts unauthenticated calls."""
+    if not closed and not is_loopback(host):
+        advice = "anybody who reaches it can use it; see docs/security.md"
+        log_event("security.open", level=logging.WARNING, listens_as=part, host=host, advice=advice)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens on `host` is reachable only from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

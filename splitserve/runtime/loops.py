@@ -1,0 +1,60 @@
+"""Long-lived loops of a process. One that fails is logged, counted and started again; it never ends the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from prometheus_client.core import Metric
+
+from splitserve.logs import log_exception
+from splitserve.metrics import counters
+
+FIRST_PAUSE_S = 0.1
+LAST_PAUSE_S = 30.0
+
+
+class LoopRunner:
+    """Runs loops as tasks of its callers' task groups. `name` is one of a fixed set: it is a metric's label."""
+
+    def __init__(self) -> None:
+        self._failures: Counter[str] = Counter()
+
+    async def run(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
+        """Runs `loop` until it returns or this is cancelled. After an exception it is called again, after a pause that
+        doubles up to LAST_PAUSE_S and starts anew once a run has lasted longer than that."""
+        pause_s = FIRST_PAUSE_S
+        self._failures[name] += 0
+        while True:
+            began_s = time.monotonic()
+            try:
+                await loop()
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # A library cancelled what the loop awaited, as gRPC does when a channel is closed.
+                self._failed(name, error)
+            except Exception as error:
+                self._failed(name, error)
+            else:
+                return
+            if time.monotonic() - began_s > LAST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+
+    def metric(self) -> Metric:
+        """Failures so far, by loop."""
+        return counters(
+            "splitserve_loop_failures",
+            "Failures of background loops, which were started again",
+            "loop",
+            {name: float(count) for name, count in self._failures.items()},
+        )
+
+    def _failed(self, name: str, error: BaseException) -> None:
+        self._failures[name] += 1
+        log_exception("loop.failed", error, loop=name)

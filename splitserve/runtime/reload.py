@@ -1,0 +1,174 @@
+"""Files that are read again when they change: the one way in which tenants, policies, routes and certificates reload.
+
+What cannot be read, parsed or accepted changes nothing: the old content stays in force, the error is logged with its
+line, and a metric shows it until the files are right again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from splitserve.errors import SplitserveError
+from splitserve.logs import log_event
+
+POLL_INTERVAL_S = 0.5
+"""How often files are checked for changes. A changed file is read once it has stood still for one interval: whoever
+writes it may not be done."""
+
+T = TypeVar("T")
+Stamp = dict[Path, tuple[int, ...] | None]
+"""(mtime, ctime in ns, inode, size) by file; None for one that is missing. A change of permissions changes ctime."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read(Generic[T]):
+    """One reading: what was loaded, or why not."""
+
+    stamp: Stamp
+    content: T | None
+    error: Exception | None
+    torn: bool
+    """The files changed while they were read."""
+
+
+class ReloadedFiles(Generic[T]):
+    """The content of one file, or of several that belong together; always as a whole that `load` accepted.
+
+    `load` reads the files (on a thread when followed) and may raise anything. `adopt` puts its result into force; it
+    may raise as well, and then must have changed nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        paths: Callable[[], Sequence[Path]],
+        load: Callable[[], T],
+        adopt: Callable[[T], None],
+    ) -> None:
+        """`name` is what metrics and logs call the files. Reads nothing yet."""
+        self.name = name
+        self.problem = ""
+        """Why the files as they are now were refused; empty: they were not."""
+        self.outcomes = {"adopted": 0, "rejected": 0}
+        self._paths, self._load, self._adopt = paths, load, adopt
+        self._tried: Stamp = {}
+        self._seen: Stamp = {}
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Reads the files for the first time. Raises what `load` raises."""
+        stamp = self._stamp()
+        self._adopt(self._load())
+        self._tried = self._seen = self._stamp() | stamp  # the content may name further files
+
+    def reload(self) -> bool:
+        """Reads the files now. True if they were adopted."""
+        return self._apply(self._read())
+
+    async def reload_in_thread(self) -> bool:
+        """As `reload`, but reads on a thread; adopts on the event loop."""
+        return self._apply(await asyncio.to_thread(self._read))
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the files as they are now were refused."""
+        return bool(self.problem)
+
+    def have_changed(self) -> bool:
+        """Whether the files are others than were read last."""
+        return self._stamp() != self._tried
+
+    def is_due(self) -> bool:
+        """Whether the files have changed since they were read last, and have stood still since the previous call."""
+        stamp = self._stamp()
+        still, self._seen = stamp == self._seen, stamp
+        return still and stamp != self._tried
+
+    def _read(self) -> _Read[T]:
+        with self._lock:
+            stamp = self._stamp()
+            content: T | None = None
+            error: Exception | None = None
+            try:
+                content = self._load()
+            except Exception as caught:
+                error = caught
+            return _Read(stamp, content, error, torn=self._stamp() != stamp)
+
+    def _apply(self, read: _Read[T]) -> bool:
+        if read.torn:
+            return False  # what was read may be half of each version; the next check sees the change
+        error = read.error
+        if error is None:
+            try:
+                self._adopt(read.content)  # type: ignore[arg-type]
+            except Exception as caught:
+                error = caught
+        self._tried = {path: read.stamp.get(path, now) for path, now in self._stamp().items()}
+        self.outcomes["adopted" if error is None else "rejected"] += 1
+        if error is None:
+            self.problem = ""
+            log_event("file.reloaded", file=self.name)
+            return True
+        known = error if isinstance(error, SplitserveError) else None
+        self.problem = known.message if known else f"{type(error).__name__}: {error}"
+        field = known.field if known else None
+        log_event("file.rejected", level=logging.ERROR, file=self.name, field=field, error=self.problem)
+        return False
+
+    def _stamp(self) -> Stamp:
+        return {path: _stamp_of(path) for path in self._paths()}
+
+
+class FileWatcher:
+    """Follows all files of a process that reload. On SIGHUP all of them are read again."""
+
+    def __init__(self, *files: ReloadedFiles[Any] | None) -> None:
+        """None stands for files that are not configured."""
+        self.files = tuple(one for one in files if one is not None)
+
+    async def follow(self) -> None:
+        """Reloads what has changed, until cancelled. Returns at once if there is nothing to follow."""
+        if not self.files:
+            return
+        hangup = asyncio.Event()
+        with _on_hangup(hangup):
+            while True:
+                signalled = False
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_INTERVAL_S):
+                        signalled = await hangup.wait()
+                hangup.clear()
+                for files in self.files:
+                    if signalled or await asyncio.to_thread(files.is_due):
+                        await files.reload_in_thread()
+
+
+def _stamp_of(path: Path) -> tuple[int, ...] | None:
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):
+        return None
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_size
+
+
+@contextmanager
+def _on_hangup(event: asyncio.Event) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(signal.SIGHUP, event.set)
+    except (NotImplementedError, RuntimeError, ValueError):
+        yield  # not on the main thread: the files are polled anyway
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)

@@ -1,0 +1,1 @@
+"""TLS, certificates and API keys. Read `tls.py` first."""

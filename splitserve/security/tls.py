@@ -1,0 +1,199 @@
+"""TLS files, roles in certificates, and gRPC credentials.
+
+A component's certificate contains its role twice: as the URI `spiffe://splitserve/ROLE`, or
+`spiffe://splitserve/ROLE/WORKER_ID` for that worker alone, which identifies it as a caller; and as the DNS name
+`ROLE.splitserve.internal`, which callers inside the cluster verify. Components can thus change addresses without new
+certificates. External clients verify the host name that they call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import grpc
+
+from splitserve.config.security import TlsConfig
+from splitserve.errors import ConfigError
+
+Role = Literal["coordinator", "prefill", "decode", "autoscaler", "admin", "client"]
+ROLES: tuple[Role, ...] = get_args(Role)
+URI_PREFIX = "spiffe://splitserve/"
+AUTHORITY_FILE = "ca.pem"
+SAN_PROPERTY = "x509_subject_alternative_name"
+CERTIFICATE_PROPERTY = "x509_pem_cert"
+
+CallContext = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files. A server needs all three; a client may omit certificate and key, and the authority to use the
+    system's authorities."""
+
+    authority: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TlsPems:
+    """Content of `TlsFiles`."""
+
+    authority: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+
+def role_uri(role: Role, worker_id: str | None = None) -> str:
+    """The URI for a role in a certificate; for one that belongs to a single worker, with its id."""
+    return f"{URI_PREFIX}{role}" if worker_id is None else f"{URI_PREFIX}{role}/{worker_id}"
+
+
+def role_name(role: Role) -> str:
+    """The DNS name that a component of this role proves inside the cluster."""
+    return f"{role}.splitserve.internal"
+
+
+def files_in(directory: Path, role: Role) -> TlsFiles:
+    """Paths of a role's files as written by `splitserve certs`."""
+    return TlsFiles(directory / AUTHORITY_FILE, directory / f"{role}.pem", directory / f"{role}-key.pem")
+
+
+def part_files(config: TlsConfig, role: Role) -> TlsFiles:
+    """A component's files, checked. Raises ConfigError naming the missing or invalid one."""
+    found = files_in(config.directory, role) if config.directory else TlsFiles()
+    files = TlsFiles(
+        config.authority or found.authority, config.certificate or found.certificate, config.key or found.key
+    )
+    for file in fields(files):
+        if getattr(files, file.name) is None:
+            raise ConfigError(f"tls.{file.name}: missing, and so is tls.directory", field=f"tls.{file.name}")
+    check_files(files)
+    return files
+
+
+def client_files(path: Path) -> TlsFiles:
+    """A client's files: `path` is a folder written by `splitserve certs`, or the authority's file.
+
+    From a folder it takes the certificate of `admin`, else of `client`, else of any role with a readable key, else
+    none. Raises ConfigError.
+    """
+    if not path.is_dir():
+        files = TlsFiles(authority=path)
+    else:
+        files = TlsFiles(authority=path / AUTHORITY_FILE)
+        for role in ("admin", "client", *ROLES):
+            found = files_in(path, role)
+            if all(pem is not None and os.access(pem, os.R_OK) for pem in (found.certificate, found.key)):
+                files = found
+                break
+    check_files(files)
+    return files
+
+
+def check_files(files: TlsFiles) -> None:
+    """Raises ConfigError for an unreadable, invalid or expired file, or if certificate and key do not match."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if files.authority is not None:
+        with _config_errors("authority", files.authority):
+            context.load_verify_locations(cafile=files.authority)
+    if files.certificate is None or files.key is None:
+        return
+    _read("key", files.key)
+    with _config_errors("certificate", files.certificate):
+        context.load_cert_chain(files.certificate, files.key, password=lambda: b"")  # no password prompt
+    with _config_errors("certificate", files.certificate):
+        ends = expiry(files.certificate)
+    if ends <= datetime.now(UTC):
+        message = f"tls.certificate: {files.certificate} expired on {ends:%Y-%m-%d %H:%M} UTC"
+        raise ConfigError(message, field="tls.certificate")
+
+
+def expiry(certificate: Path) -> datetime:
+    """Expiry time of a certificate."""
+    from cryptography.x509 import load_pem_x509_certificates
+
+    return load_pem_x509_certificates(certificate.read_bytes())[0].not_valid_after_utc
+
+
+def read_pems(files: TlsFiles) -> TlsPems:
+    """The present content of the files. Raises ConfigError for one that cannot be read."""
+    return TlsPems(
+        authority=_read("authority", files.authority) if files.authority else None,
+        certificate=_read("certificate", files.certificate) if files.certificate else None,
+        key=_read("key", files.key) if files.key else None,
+    )
+
+
+def channel_credentials(pems: TlsPems) -> grpc.ChannelCredentials:
+    """Client credentials."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=pems.authority, private_key=pems.key, certificate_chain=pems.certificate
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Who calls, according to the certificate of the connection; all empty without one."""
+
+    roles: frozenset[str] = frozenset()
+    worker_ids: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """By role: the only worker ids that the certificate may register. A role that is not here has any."""
+    fingerprint: str = ""
+    """SHA-256 of the certificate, hexadecimal."""
+
+    def may_be(self, role: str, worker_id: str) -> bool:
+        """Whether the certificate is one of this worker of this role."""
+        return role in self.roles and worker_id in self.worker_ids.get(role, {worker_id})
+
+
+def peer_identity(context: CallContext) -> PeerIdentity:
+    """The caller's identity under mutual TLS."""
+    presented = context.auth_context()
+    names = [bytes(name).decode("utf-8", "replace") for name in presented.get(SAN_PROPERTY, ())]
+    roles, bound = set(), defaultdict(set)
+    for name in names:
+        if name.startswith(URI_PREFIX):
+            role, slash, worker_id = name.removeprefix(URI_PREFIX).partition("/")
+            roles.add(role)
+            if slash:
+                bound[role].add(worker_id)
+    certificate = b"".join(bytes(pem) for pem in presented.get(CERTIFICATE_PROPERTY, ()))
+    return PeerIdentity(
+        frozenset(roles),
+        {role: frozenset(ids) for role, ids in bound.items()},
+        hashlib.sha256(certificate).hexdigest() if certificate else "",
+    )
+
+
+@contextmanager
+def _config_errors(field: str, path: Path) -> Iterator[None]:
+    """Converts errors of a file to a ConfigError that names the setting."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        why = (error.reason or "not a PEM file").lower().replace("_", " ")
+        raise ConfigError(f"tls.{field}: {path}: {why}", field=f"tls.{field}") from None
+    except OSError as error:
+        why = f"cannot read {path}: {error.strerror}"
+        raise ConfigError(f"tls.{field}: {why}", field=f"tls.{field}") from None
+    except ValueError as error:
+        raise ConfigError(f"tls.{field}: {path}: {error}", field=f"tls.{field}") from None
+
+
+def _read(field: str, path: Path | None) -> bytes:
+    assert path is not None, field
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        message = f"tls.{field}: cannot read {path}: {error.strerror}"
+        raise ConfigError(message, field=f"tls.{field}") from None

@@ -1,0 +1,68 @@
+"""The Triton kernels compile for GPUs that are not here, and fit their shared memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+SHARED_BYTES = 99 * 1024
+"""What a program may take on compute capability 8.6 and 8.9; others allow more."""
+HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "WINDOW": 4096, "SOFTCAP": 30.0, "GROUP": 4, "DIM": 128}
+POINTERS = {
+    **dict.fromkeys(("query", "key", "value", "keys", "values", "output"), "*bf16"),
+    **dict.fromkeys(("parts", "highests", "totals"), "*fp32"),
+    **dict.fromkeys(("contexts", "query_starts", "table_starts", "tables", "slots"), "*i64"),
+    "scale": "fp32",
+}
+
+
+def compiled(kernel: Any, capability: int, constants: dict[str, Any], warps: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from engine.backends.cuda.attention_tile import LAUNCH
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if signature[name].startswith("*") or name.endswith("stride")
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, values, aligned)
+    options = {"num_warps": warps, **LAUNCH}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import triton.language as tl
+
+    from engine.backends.cuda import decode_attention, kv_write, prefill_attention
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tile = prefill_attention._tile(torch.bfloat16, 128)
+    parts = {"SPLITS": 32, "MIN_SIZE": decode_attention.MIN_TOKENS, "KEYS": decode_attention.KEYS}
+    prefill = {**HEADS, "PADDED_GROUP": 4, "QUERIES": tile.rows // 4, "KEYS": tile.keys, "DTYPE": tl.bfloat16}
+    decode = {**HEADS, **parts, "ROWS": 16, "DTYPE": tl.bfloat16}
+    join = {
+        name: (HEADS | parts)[name] for name in ("HEAD_DIM", "WINDOW", "SPLITS", "MIN_SIZE", "KEYS", "DIM")
+    }
+    write = {"BLOCK_SIZE": 16, "KV_HEADS": 8, "HEAD_DIM": 128, "HEADS": 8, "DIM": 128}
+    for kernel, constants, warps in (
+        (prefill_attention._prefill, prefill, tile.warps),
+        (decode_attention._decode, decode, 4),
+        (decode_attention._join, join, 4),
+        (kv_write._write, write, 4),
+    ):
+        program = compiled(kernel, capability, constants, warps)
+        assert program.asm["cubin"]
+        assert program.metadata.shared <= SHARED_BYTES

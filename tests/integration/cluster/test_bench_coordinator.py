@@ -1,0 +1,27 @@
+"""The coordinator's benchmark runs from end to end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.waiting import PATIENCE_S
+
+
+@pytest.mark.slow
+def test_one_json_object_with_a_figure_a_part() -> None:
+    command = [sys.executable, "-m", "bench.coordinator", "--json", "--entrypoints", "grpc"]
+    ended = subprocess.run(
+        [*command, "--parts", "tokens", "--seconds", "0.3"],
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    report = json.loads(ended.stdout)
+    assert {"date", "command", "machine"} <= set(report)
+    assert report["cpu_us_per_token_grpc"] > 0
+    assert report["cpu_us_per_token_grpc_saturated"] > 0
+    assert report["tokens_per_message_grpc"] >= 1

@@ -1,0 +1,93 @@
+"""Each service by itself: health, reflection, drain on SIGTERM, cores and threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from engine.runner.simulated_runner import expected_tokens
+from splitserve.client import AsyncClient, Completion
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.waiting import PATIENCE_S
+
+SERVICES = {
+    "coordinator": ["splitserve.v1.InferenceService", "splitserve.v1.RegistryService"],
+    "prefill-0": ["splitserve.v1.PrefillService"],
+    "decode-0": ["splitserve.v1.DecodeService"],
+}
+SLOW = "engine:\n  simulated_step_s: 0.02\n"
+PROMPT = [104, 101, 108, 108, 111]
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def address_of(cluster: Cluster, name: str) -> str:
+    event = "coordinator.ready" if name == "coordinator" else "worker.ready"
+    return f"127.0.0.1:{cluster.members[name].wait_event(event)['port']}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+async def test_health_and_reflection(simulated_cluster: Cluster, name: str) -> None:
+    async with grpc.aio.insecure_channel(address_of(simulated_cluster, name)) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", *SERVICES[name]):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=PATIENCE_S)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        listing = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=PATIENCE_S
+        )
+        names = {s.name async for answer in listing for s in answer.list_services_response.service}
+    assert {*SERVICES[name], "grpc.health.v1.Health"} <= names
+
+
+async def _answers(client: AsyncClient, count: int, max_tokens: int) -> AsyncIterator[Completion]:
+    tasks = [asyncio.create_task(client.generate(PROMPT, max_tokens=max_tokens)) for _ in range(count)]
+    for task in tasks:
+        yield await task
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "coordinator"])
+async def test_sigterm_drains(log_dir: Path, victim: str) -> None:
+    config = log_dir / "slow.yaml"
+    config.write_text(SLOW)
+    cluster = Cluster(log_dir, worker_options=["--config", str(config)])
+    async with running(cluster), AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        stream = client.stream(PROMPT, max_tokens=60)
+        first = await anext(stream)
+        assert first.token_ids
+        cluster.members[victim].signal(signal.SIGTERM)
+        last = first
+        async for item in stream:
+            last = item
+        assert isinstance(last, Completion)
+        assert list(last.token_ids) == expected_tokens(PROMPT, 60)
+        assert last.served_by.attempts == 1
+        assert cluster.members[victim].process.wait(20) == 0
+
+
+async def test_a_worker_runs_where_it_was_told(log_dir: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    cluster = Cluster(log_dir, worker_options=["--cpus", str(core)])
+    async with running(cluster):
+        for name in ("prefill-0", "decode-0"):
+            assert psutil.Process(cluster.members[name].process.pid).cpu_affinity() == [core]
+
+
+async def test_everything_ends_with_code_zero_and_nothing_stays(log_dir: Path) -> None:
+    cluster = Cluster(log_dir, fresh=True)
+    async with running(cluster), AsyncClient(cluster.target) as client:
+        async for answer in _answers(client, 8, 20):
+            assert list(answer.token_ids) == expected_tokens(PROMPT, 20)
+        await cluster.assert_no_leaks()
+        children = [psutil.Process(member.process.pid) for member in cluster.members.values()]
+        assert set(cluster.stop().values()) == {0}
+    assert not [child for child in children if child.is_running()]

@@ -1,0 +1,170 @@
+"""A stream survives its coordinator: killed in the middle, it goes on at another one, without gap or repetition."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from splitserve.client import AsyncClient, Client, Completion
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.ports import free_port
+from tests.support.cluster.processes import ServiceProcess
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import Reading, eventually, tokens
+from tests.support.waiting import PATIENCE_S
+
+OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.0001"]
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@asynccontextmanager
+async def two_coordinators(
+    log_dir: Path, **options: object
+) -> AsyncIterator[tuple[Cluster, ServiceProcess, str]]:
+    """A cluster, a second coordinator of its workers, and that one's address."""
+    port = free_port()
+    arguments = ["coordinator", "--grpc-port", str(port), "--http-port", "off"]
+    other, target = ServiceProcess("other", arguments, log_dir), f"127.0.0.1:{port}"
+    more = [*options.pop("worker_options", ()), "--coordinator", target]  # type: ignore[misc]
+    cluster = Cluster(log_dir, worker_options=more, **options)  # type: ignore[arg-type]
+    other.start()
+    try:
+        other.wait_event("coordinator.ready")
+        async with running(cluster), AsyncClient(target) as client:
+            await client.wait_ready(PATIENCE_S)
+            yield cluster, other, target
+    finally:
+        other.terminate()
+
+
+@pytest.mark.slow
+async def test_streams_go_on_at_the_other_coordinator(log_dir: Path) -> None:
+    async with (
+        two_coordinators(log_dir, worker_options=OPTIONS) as (cluster, _, target),
+        AsyncClient(f"{cluster.target},{target}") as client,
+    ):
+        readings = [Reading(client, tokens(60, n), max_tokens=150, ignore_eos=True) for n in range(4)]
+        late = Reading(client, tokens(60, 9), max_tokens=3000, ignore_eos=True)
+        for reading in (*readings, late):
+            await reading.got(5)
+        cluster.members["coordinator"].kill()
+        for reading in readings:
+            answer = await reading.task
+            assert reading.tokens == expected_tokens(reading.prompt, 150)
+            assert answer.usage.completion_tokens == 150
+            assert answer.usage.prompt_tokens == 60
+        # Leaving a stream that went on ends it there.
+        await late.got(160)
+        await late.leave()
+        cluster.target = target
+        await cluster.assert_no_leaks()
+
+
+async def test_a_stream_survives_one_coordinator_after_the_other(log_dir: Path) -> None:
+    """The first is started again while the second serves, and gets the stream back when that one dies."""
+    async with two_coordinators(log_dir, worker_options=OPTIONS) as (cluster, other, target):
+        first = cluster.members["coordinator"]
+        first.arguments[first.arguments.index("--grpc-port") + 1] = cluster.target.rpartition(":")[2]
+        async with (
+            AsyncClient(f"{cluster.target},{target}") as client,
+            AsyncClient(cluster.target) as of_first,
+        ):
+            reading = Reading(client, tokens(40, 1), max_tokens=400, ignore_eos=True)
+            await reading.got(5)
+            first.kill()
+            before = len(reading.tokens)
+            await reading.got(before + 20)
+            first.start()
+            await of_first.wait_ready(PATIENCE_S)
+            assert not reading.task.done()
+            other.kill()
+            await reading.task
+            assert reading.tokens == expected_tokens(reading.prompt, 400)
+            await cluster.assert_no_leaks()
+
+
+async def test_a_drained_coordinator_hands_its_streams_over(log_dir: Path) -> None:
+    """One whose drain is shorter than a stream ends it; the client goes on elsewhere."""
+    options = {"worker_options": OPTIONS, "coordinator_options": ["--drain", "0"]}
+    async with (
+        two_coordinators(log_dir, **options) as (cluster, _, target),
+        AsyncClient(f"{cluster.target},{target}") as client,
+    ):
+        reading = Reading(client, tokens(40, 2), max_tokens=150, ignore_eos=True)
+        await reading.got(5)
+        assert await asyncio.to_thread(cluster.members["coordinator"].terminate) == 0
+        await reading.task
+        assert reading.tokens == expected_tokens(reading.prompt, 150)
+        cluster.target = target
+        await cluster.assert_no_leaks()
+
+
+async def test_the_client_for_threads_does_the_same(log_dir: Path) -> None:
+    def read(client: Client, seen: list[int]) -> Completion:
+        with closing(client.stream(tokens(60, 3), max_tokens=150, ignore_eos=True)) as items:
+            for item in items:
+                if isinstance(item, Completion):
+                    return item
+                seen += item.token_ids
+        raise AssertionError("the stream ended without its last message")
+
+    async with two_coordinators(log_dir, worker_options=OPTIONS) as (cluster, _, target):
+        with Client(f"{cluster.target},{target}") as client:
+            assert client.wait_ready(PATIENCE_S).ready
+            seen: list[int] = []
+            task = asyncio.create_task(asyncio.to_thread(read, client, seen))
+            await eventually(lambda: len(seen) >= 5 or task.done(), "some tokens")
+            cluster.members["coordinator"].kill()
+            answer = await task
+            assert seen == list(answer.token_ids) == expected_tokens(tokens(60, 3), 150)
+            assert client.target == target
+            assert len(client.server_info().workers) == 2
+        cluster.target = target
+        await cluster.assert_no_leaks()
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: str) -> list[list[int]]:
+    encode = load_tokenizer(smollm2).encode
+    return [encode(sentences(3, seed=n)) for n in range(2)]
+
+
+@pytest.mark.slow
+async def test_answers_of_a_real_model_are_the_same(
+    smollm2: str, prompts: list[list[int]], log_dir: Path
+) -> None:
+    """Greedy, sampled with a seed, and sampled with one that the server chose; ids, texts and log-probabilities."""
+    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1"]
+    asks = [
+        (prompts[0], {"temperature": 0.0, "logprobs": 2}),
+        (prompts[1], {"temperature": 1.0, "seed": 11, "stop": "never to be found"}),
+        (prompts[1], {"temperature": 1.0, "top_p": 0.95}),
+    ]
+    common = {"max_tokens": 32, "ignore_eos": True, "timeout_s": 200.0}
+    cluster_options = {"model": smollm2, "engine": "torch", "worker_options": options}
+    async with (
+        two_coordinators(log_dir, **cluster_options) as (cluster, _, target),
+        AsyncClient(f"{cluster.target},{target}") as client,
+        AsyncClient(target) as of_other,
+    ):
+        readings = [Reading(client, prompt, **ask, **common) for prompt, ask in asks]
+        for reading in readings:
+            await reading.got(4)
+        assert all(len(reading.tokens) < 32 for reading in readings)
+        cluster.members["coordinator"].kill()
+        answers = [await reading.task for reading in readings]
+        assert client.target == target
+        for (prompt, ask), answer in zip(asks, answers, strict=True):
+            alone = await of_other.generate(prompt, **{**ask, "seed": answer.seed}, **common)  # type: ignore[arg-type]
+            assert answer.token_ids == alone.token_ids
+            assert answer.text == alone.text
+            assert [entry.token_id for entry in answer.logprobs] == [e.token_id for e in alone.logprobs]
+        cluster.target = target
+        await cluster.assert_no_leaks()

@@ -1,0 +1,308 @@
+"""Random and damaged messages to every service (failure case 21): typed errors only, and nothing breaks or leaks.
+
+`SPLITSERVE_FUZZ_EXAMPLES` sets how many are sent to each face; the default is for `make test`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from splitserve.client import AsyncClient
+from splitserve.v1 import (
+    decode_pb2,
+    generation_pb2,
+    inference_pb2,
+    prefill_pb2,
+    registry_pb2,
+    routes_pb2,
+    scaling_pb2,
+)
+from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
+from tests.support.clients.fuzz import (
+    EXAMPLES,
+    FUZZED,
+    Loop,
+    as_they_are,
+    changed,
+    damaged,
+    ending,
+    exchange,
+    raw_channel,
+    raw_stream_channel,
+    settle_for_long_run,
+    tell_stall,
+)
+from tests.support.cluster.fake_cluster import FakeCluster, ask, expected, fake_cluster
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.registrations import registration
+from tests.support.journal import settled
+
+Code = grpc.StatusCode
+TYPED = frozenset(
+    {
+        Code.OK,
+        Code.INVALID_ARGUMENT,
+        Code.NOT_FOUND,
+        Code.RESOURCE_EXHAUSTED,
+        Code.FAILED_PRECONDITION,
+        Code.DEADLINE_EXCEEDED,
+        Code.PERMISSION_DENIED,
+    }
+)
+CALL_S = 10.0
+PICKS = st.integers(0, 2**64 - 1).map(random.Random)
+STREAM_S = 0.05
+"""How long a stream that would stay open is left so."""
+
+GENERATE = inference_pb2.GenerateRequest(
+    model="words",
+    text="w1 w2 w3",
+    request_id="fuzz",
+    session_id="s",
+    sampling=generation_pb2.SamplingParams(temperature=0.7, top_p=0.9, seed=3, logprobs=2),
+    stop=generation_pb2.StopParams(max_tokens=4, stop_strings=["x"], stop_token_ids=[5]),
+)
+GENERATE.timeout.seconds = 5
+CHAT = inference_pb2.GenerateRequest(stop=generation_pb2.StopParams(max_tokens=3))
+CHAT.chat.messages.add(role="user", content="w1 w2")
+GUIDED = inference_pb2.GenerateRequest(text="w1", stop=generation_pb2.StopParams(max_tokens=3))
+GUIDED.sampling.grammar.json_schema = '{"type": "string", "maxLength": 3}'
+TOKENS = inference_pb2.GenerateRequest(stop=generation_pb2.StopParams(max_tokens=3))
+TOKENS.token_ids.ids.extend([1, 2, 3])
+
+pytestmark = pytest.mark.timeout(max(300, EXAMPLES * 1.5))
+
+
+@dataclass
+class Target:
+    """What is fuzzed: a channel that takes raw bytes, and how calls ended."""
+
+    loop: Loop
+    channel: grpc.aio.Channel
+    codes: Counter[str] = field(default_factory=Counter)
+
+    def send(
+        self, method: str, message: Message | bytes, *, streams: bool = False, limit_s: float = CALL_S
+    ) -> Code:
+        data = message if isinstance(message, bytes) else message.SerializeToString()
+        code, details = self.loop.run(self._send(method, data, streams, limit_s))
+        self.codes[f"{method.rsplit('/', 1)[1]} {code.name}"] += 1
+        assert code in TYPED, f"{method}: {code}: {details}\n{message!r}"
+        return code
+
+    def send_stream(self, channel: grpc.Channel, method: str, messages: list[bytes], limit_s: float) -> None:
+        code, details, _ = exchange(channel, method, messages, limit_s)
+        self.codes[f"{method.rsplit('/', 1)[1]} {code.name}"] += 1
+        assert code in TYPED, f"{method}: {code}: {details}\n{messages!r}"
+
+    async def _send(self, method: str, data: bytes, streams: bool, limit_s: float) -> tuple[Code, str]:
+        make = self.channel.unary_stream if streams else self.channel.unary_unary
+        call: Any = make(method, request_serializer=as_they_are, response_deserializer=as_they_are)(
+            data, timeout=limit_s
+        )
+        return await ending(call)
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[tuple[Target, FakeCluster]]:
+    loop = Loop()
+
+    @asynccontextmanager
+    async def made() -> AsyncIterator[tuple[Target, FakeCluster]]:
+        async with fake_cluster() as cluster, raw_channel(cluster.address) as channel:
+            settle_for_long_run(cluster.coordinator.loop_lag)
+            yield Target(loop, channel), cluster
+
+    with loop.holding(made) as target:
+        yield target
+        print(dict(sorted(target[0].codes.items())))
+
+
+@pytest.fixture(autouse=True)
+def no_errors_inside(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Servers in this process log no error: gRPC logs there what it cannot send."""
+    yield
+    assert [r.getMessage() for r in caplog.get_records("call") if r.levelno >= logging.ERROR] == []
+
+
+def works(target: Target, cluster: FakeCluster) -> None:
+    """A normal request afterwards, and nothing of the others left."""
+
+    async def request() -> None:
+        answer = await cluster.answer(ask(max_tokens=5, model="words"))
+        assert answer.token_ids == expected(5)
+        await settled(lambda: not cluster.coordinator.api.running)
+        await settled(lambda: not any(decode.live for decode in cluster.decodes))
+
+    target.loop.run(request())
+    tell_stall(cluster.coordinator.loop_lag)
+
+
+def test_generate(front: tuple[Target, FakeCluster]) -> None:
+    target, cluster = front
+
+    @FUZZED
+    @given(PICKS)
+    def fuzz(pick: random.Random) -> None:
+        message = changed(pick, pick.choice([GENERATE, CHAT, GUIDED, TOKENS]))
+        data: Message | bytes = message
+        if pick.random() < 0.25:
+            data = damaged(pick, message.SerializeToString())
+        target.send("/splitserve.v1.InferenceService/Generate", data, streams=True)
+
+    fuzz()
+    works(target, cluster)
+    assert target.codes["Generate OK"] > EXAMPLES / 20
+    assert target.codes["Generate INVALID_ARGUMENT"] > EXAMPLES / 20
+
+
+OTHERS: list[tuple[str, Message]] = [
+    ("InferenceService/GetServerInfo", inference_pb2.GetServerInfoRequest()),
+    ("InferenceService/ListModels", inference_pb2.ListModelsRequest()),
+    ("ScalingService/GetSignals", scaling_pb2.GetSignalsRequest()),
+    ("ScalingService/ApplyPlan", scaling_pb2.ApplyPlanRequest()),
+    (
+        "ScalingService/ReportEnded",
+        scaling_pb2.ReportEndedRequest(boots=[scaling_pb2.WorkerBoot(worker_id="x", epoch=1)]),
+    ),
+    ("RoutesService/GetRoutes", routes_pb2.GetRoutesRequest()),
+    ("RegistryService/Register", registration("stranger", registry_pb2.POOL_PREFILL)),
+]
+
+
+@pytest.mark.parametrize(("method", "valid"), OTHERS)
+def test_the_coordinators_other_calls(front: tuple[Target, FakeCluster], method: str, valid: Message) -> None:
+    target, cluster = front
+
+    @FUZZED
+    @given(PICKS)
+    def fuzz(pick: random.Random) -> None:
+        message = changed(pick, valid)
+        if isinstance(message, registry_pb2.RegisterRequest) and message.model.name == "words":
+            message.model.name = "other"  # real workers of this model are not to be shut out
+        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.25 else message
+        target.send(f"/splitserve.v1.{method}", data)
+
+    fuzz()
+    works(target, cluster)
+
+
+def test_report(front: tuple[Target, FakeCluster]) -> None:
+    target, cluster = front
+    valid = registry_pb2.ReportRequest(worker_id="stranger", epoch=1, connected_agent_ids=["a"])
+
+    @FUZZED
+    @given(pick=PICKS)
+    def fuzz(channel: grpc.Channel, pick: random.Random) -> None:
+        messages = [changed(pick, valid).SerializeToString() for _ in range(pick.randint(0, 3))]
+        if messages and pick.random() < 0.25:
+            messages[-1] = damaged(pick, messages[-1])
+        target.send_stream(channel, "/splitserve.v1.RegistryService/Report", messages, limit_s=1.0)
+
+    with raw_stream_channel(cluster.address) as channel:
+        fuzz(channel)
+    works(target, cluster)
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Target]]:
+    """Real workers with simulated engines: a target for each pool. `decode` has the output stream of "fuzz" open."""
+    loop = Loop()
+    options = ["--heartbeat", "0.2", "--lease", "1", "--quarantine", "2", "--num-blocks", "4000"]
+
+    @asynccontextmanager
+    async def made() -> AsyncIterator[dict[str, Target]]:
+        cluster = Cluster(tmp_path_factory.mktemp("logs"), worker_options=options)
+        async with running(cluster), AsyncClient(cluster.target) as client:
+            addresses = {worker.pool: worker.address for worker in (await client.server_info()).workers}
+            async with (
+                raw_channel(addresses["prefill"]) as prefill,
+                raw_channel(addresses["decode"]) as decode,
+            ):
+                stub = DecodeServiceStub(decode)
+                outputs = stub.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id="fuzz"))
+                await outputs.read()
+                yield {"prefill": Target(loop, prefill), "decode": Target(loop, decode)}
+                outputs.cancel()
+            answer = await client.generate([1, 2, 3], max_tokens=5)
+            assert len(answer.token_ids) == 5
+            await cluster.assert_no_leaks()
+
+    with loop.holding(made) as targets:
+        yield targets
+        print({pool: dict(sorted(target.codes.items())) for pool, target in targets.items()})
+
+
+def test_prefill(workers: dict[str, Target]) -> None:
+    valid = prefill_pb2.PrefillRequest(request_id="p", token_ids=range(1, 30))
+    valid.stop.max_tokens = 3
+    valid.timeout.seconds = 5
+
+    @FUZZED
+    @given(PICKS)
+    def fuzz(pick: random.Random) -> None:
+        message = changed(pick, valid)
+        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.25 else message
+        workers["prefill"].send("/splitserve.v1.PrefillService/Prefill", data, streams=True)
+
+    fuzz()
+    assert workers["prefill"].codes["Prefill OK"] > EXAMPLES / 20
+
+
+def test_reserve_and_abort(workers: dict[str, Target]) -> None:
+    target = workers["decode"]
+    valid = decode_pb2.ReserveRequest(request_id="r", coordinator_id="fuzz", token_ids=range(1, 30))
+    valid.stop.max_tokens = 3
+    valid.timeout.seconds = 5
+
+    @FUZZED
+    @given(PICKS)
+    def fuzz(pick: random.Random) -> None:
+        message = changed(pick, valid)
+        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.25 else message
+        target.send("/splitserve.v1.DecodeService/Reserve", data)
+        abort = decode_pb2.AbortRequest(
+            request_id=message.request_id, coordinator_id=message.coordinator_id, no_writer=True
+        )
+        target.send("/splitserve.v1.DecodeService/Abort", abort)
+        wild = changed(pick, abort).SerializeToString()
+        target.send(
+            "/splitserve.v1.DecodeService/Abort", damaged(pick, wild) if pick.random() < 0.25 else wild
+        )
+
+    fuzz()
+    assert target.codes["Reserve OK"] > EXAMPLES / 20
+
+
+def test_stream_outputs(workers: dict[str, Target]) -> None:
+    @FUZZED
+    @given(PICKS)
+    def fuzz(pick: random.Random) -> None:
+        asked = decode_pb2.StreamOutputsRequest(
+            coordinator_id="other",
+            attachment=pick.choice([0, 1, 2**63]),
+            requests=[decode_pb2.AttachedRequest(request_id="a", next_position=3)],
+        )
+        message = changed(pick, asked)
+        if message.coordinator_id == "fuzz":
+            return
+        data = damaged(pick, message.SerializeToString()) if pick.random() < 0.5 else message
+        workers["decode"].send(
+            "/splitserve.v1.DecodeService/StreamOutputs", data, streams=True, limit_s=STREAM_S
+        )
+        read = changed(pick, decode_pb2.AcknowledgeOutputsRequest(coordinator_id="other", attachment=1))
+        workers["decode"].send("/splitserve.v1.DecodeService/AcknowledgeOutputs", read)
+
+    fuzz()

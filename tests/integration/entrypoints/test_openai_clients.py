@@ -1,0 +1,299 @@
+"""OpenAI's own client, LangChain's and plain HTTP against a real split pair with SmolLM2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field, SecretStr
+
+from splitserve.client import AsyncClient, ChatMessage
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.waiting import PATIENCE_S
+
+MODEL = "smol"
+QUESTION = "What is the name of the capital of France?"
+PROMPTS = ["Once upon a time there was a", "The three primary colours are", "def fibonacci(n):"]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+TOOLS_BLOCK = (
+    "{% if tools %}<|im_start|>system\nYou may call these functions:\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one.<|im_end|>\n{% endif %}'
+)
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def folder(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The embedded model, with a chat template that knows tools."""
+    made = tmp_path_factory.mktemp("model")
+    for file in Path(smollm2).iterdir():
+        (made / file.name).symlink_to(file)
+    template = made / "chat_template.jinja"
+    text = template.read_text()
+    template.unlink()
+    template.write_text(TOOLS_BLOCK + text)
+    return str(made)
+
+
+@pytest.fixture(scope="module")
+async def cluster(folder: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    options = ["--dtype", "float32", "--num-blocks", "400", "--served-model-name", MODEL]
+    logs = tmp_path_factory.mktemp("logs")
+    async with running(
+        Cluster(logs, model=folder, engine="torch", worker_options=options, http=True)
+    ) as ready:
+        yield ready
+        await ready.assert_no_leaks()
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=cluster.base_url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def chain(cluster: Cluster) -> ChatOpenAI:
+    return ChatOpenAI(
+        base_url=cluster.base_url, api_key=SecretStr("any"), model=MODEL, temperature=0.0, max_retries=0
+    )
+
+
+@pytest.fixture
+def http(cluster: Cluster) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cluster.base_url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.mark.slow
+async def test_greedy_answers_are_those_of_grpc(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
+    async with AsyncClient(cluster.target, timeout_s=PATIENCE_S) as ours:
+        for prompt in PROMPTS:
+            expected = await ours.generate(prompt, temperature=0.0, max_tokens=24)
+            answer = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=24)
+            assert answer.choices[0].text == expected.text
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+        chat = await ours.generate(
+            [ChatMessage(role="user", content=QUESTION)], temperature=0.0, max_tokens=24
+        )
+        answered = await ask(client, temperature=0, max_tokens=24)
+        assert answered.choices[0].message.content == chat.text
+        assert answered.choices[0].finish_reason == chat.finish_reason
+
+
+async def ask(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    return await client.chat.completions.create(**({"model": MODEL, "messages": messages} | options))
+
+
+async def test_a_chat_answer(client: openai.AsyncOpenAI) -> None:
+    answer = await ask(client, temperature=0)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    again = await ask(client, temperature=0)
+    assert again.usage.prompt_tokens_details.cached_tokens > 0
+
+
+async def test_a_streamed_chat_answer(client: openai.AsyncOpenAI) -> None:
+    whole = await ask(client, temperature=0)
+    stream = await ask(client, temperature=0, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-2].choices[0].finish_reason == "stop"
+
+
+async def test_several_choices_are_reproducible_and_differ(client: openai.AsyncOpenAI) -> None:
+    options = {"n": 3, "seed": 4, "temperature": 1.0, "max_tokens": 12}
+    first, second = [await ask(client, **options) for _ in range(2)]
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in second.choices]
+    assert len(set(texts)) == 3
+    assert first.usage.completion_tokens > 12
+    alone = await ask(client, **(options | {"n": 1, "seed": 5}))
+    assert alone.choices[0].message.content == texts[1]
+
+
+async def test_log_probabilities(client: openai.AsyncOpenAI) -> None:
+    answer = await ask(client, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2)
+    tokens = answer.choices[0].logprobs.content
+    assert "".join(token.token for token in tokens) == answer.choices[0].message.content
+    for token in tokens:
+        assert bytes(token.bytes).decode() == token.token
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].token == token.token  # greedy
+        assert token.logprob == token.top_logprobs[0].logprob <= 0
+    completion = await client.completions.create(
+        model=MODEL, prompt=PROMPTS[0], temperature=0, max_tokens=5, logprobs=1
+    )
+    shown = completion.choices[0].logprobs
+    assert shown is not None
+    assert "".join(shown.tokens or ()) == completion.choices[0].text
+    assert (shown.text_offset or [])[0] == 0
+
+
+async def test_prompts_in_every_form(client: openai.AsyncOpenAI) -> None:
+    answer = await client.completions.create(
+        model=MODEL, prompt=PROMPTS, temperature=0, max_tokens=4, echo=True
+    )
+    for choice, prompt in zip(answer.choices, PROMPTS, strict=True):
+        assert choice.text.startswith(prompt)
+        assert len(choice.text) > len(prompt)
+    ids = await client.completions.create(model=MODEL, prompt=[[504, 2281], [1]], max_tokens=3, temperature=0)
+    assert [choice.index for choice in ids.choices] == [0, 1]
+
+
+async def test_errors_are_typed(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        await ask(client, temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        await ask(client, model="gpt-17")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        await ask(client, messages=[{"role": "user", "content": "word " * 20000}])
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="image_url"):
+        await ask(
+            client, messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+        )
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+
+
+async def test_a_stream_that_is_closed_early_ends_the_generation(
+    client: openai.AsyncOpenAI, cluster: Cluster
+) -> None:
+    stream = await ask(client, stream=True, max_tokens=1500, extra_body={"ignore_eos": True})
+    async for _ in stream:
+        break
+    await stream.close()
+    await cluster.assert_no_leaks()
+
+
+def test_the_synchronous_client(cluster: Cluster) -> None:
+    with openai.OpenAI(base_url=cluster.base_url, api_key="any", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+        stream = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == answer.choices[0].message.content
+
+
+def test_plain_http(http: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0, "stream": True}
+    with http.stream("POST", "/completions", json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    text = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+    whole = http.post("/completions", json=body | {"stream": False}).json()
+    assert text == whole["choices"][0]["text"]
+
+
+async def test_json_that_follows_a_schema(client: openai.AsyncOpenAI) -> None:
+    class City(BaseModel):
+        name: str = Field(max_length=20)
+        population: int = Field(ge=0, le=10**8)
+
+    answer = await client.chat.completions.parse(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Paris as JSON"}],
+        response_format=City,
+        temperature=0,
+        max_tokens=100,
+    )
+    assert isinstance(answer.choices[0].message.parsed, City)
+    free = await ask(client, response_format={"type": "json_object"}, max_tokens=200, temperature=0)
+    if free.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(free.choices[0].message.content), dict)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+async def test_a_call_that_must_be(client: openai.AsyncOpenAI, choice: Any) -> None:
+    options = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0}
+    answer = await ask(client, **options, max_tokens=100)
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls"
+    (call,) = message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    stream = await ask(client, **options, max_tokens=100, stream=True)
+    name = arguments = reason = ""
+    async for chunk in stream:
+        reason = chunk.choices[0].finish_reason or reason
+        for piece in chunk.choices[0].delta.tool_calls or ():
+            name += piece.function.name or ""
+            arguments += piece.function.arguments or ""
+    assert (name, arguments, reason) == ("get_weather", call.function.arguments, "tool_calls")
+
+
+async def test_a_conversation_with_a_call_in_it(client: openai.AsyncOpenAI) -> None:
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'},
+    }
+    messages = [
+        {"role": "user", "content": "The weather in Paris?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Sunny."},
+    ]
+    answer = await ask(client, messages=messages, tools=[WEATHER], temperature=0, max_tokens=20)
+    assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
+
+
+def test_langchain_invokes_and_streams(chain: ChatOpenAI) -> None:
+    answer = chain.invoke(QUESTION)
+    assert "Paris" in str(answer.content)
+    assert answer.usage_metadata is not None
+    assert "".join(str(chunk.content) for chunk in chain.stream(QUESTION)) == answer.content
+
+
+def test_langchain_binds_tools(chain: ChatOpenAI) -> None:
+    @tool
+    def get_weather(city: str) -> str:
+        """The weather of a city."""
+        return f"Sunny in {city}."
+
+    bound = chain.bind_tools([get_weather], tool_choice="get_weather", max_tokens=100)
+    answer = bound.invoke("The weather in Paris?")
+    assert [call["name"] for call in answer.tool_calls] == ["get_weather"]
+    assert isinstance(answer.tool_calls[0]["args"]["city"], str)
+
+
+def test_langchain_structured_output(chain: ChatOpenAI) -> None:
+    class City(BaseModel):
+        """A city."""
+
+        name: str = Field(max_length=20)
+
+    found = chain.with_structured_output(City, method="json_schema").invoke("The capital of France as JSON")
+    assert isinstance(found, City)

@@ -1,0 +1,34 @@
+"""One minute of faults on a cluster with real weights: no token is wrong, no block leaks, the streams end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
+
+
+def test_a_minute_of_faults(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "bench.chaos",
+        "--minutes",
+        "1",
+        "--json",
+        "--log",
+        str(tmp_path / "chaos.log"),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
+    print(ended.stderr[-4000:], ended.stdout)
+    assert ended.returncode == 0, (tmp_path / "chaos.log").read_text(errors="replace")[-8000:]
+    report = json.loads(ended.stdout)
+    assert report["faults"] >= 3
+    assert report["streams"] >= 10
+    assert report["wrong_tokens"] == 0
+    assert report["leaked_blocks"] == 0
+    assert report["completed"] >= 0.95 * report["streams"], report["errors"]

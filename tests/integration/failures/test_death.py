@@ -1,0 +1,161 @@
+"""Workers killed in the middle of a request (failure cases 1, 2, 3), and aborts among neighbours (6)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from kv_transfer.handoff.ticket import WRITE_GRACE_S
+from splitserve.client import AsyncClient
+from splitserve.errors import UnavailableError
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import (
+    Info,
+    Reading,
+    busy_prefill,
+    chunks_written,
+    timed,
+    tokens,
+    total,
+    until,
+    worker,
+)
+from tests.support.waiting import SLACK_S
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
+    smollm2: str, log_dir: Path
+) -> None:
+    encode = load_tokenizer(smollm2).encode
+    asks = [
+        (encode(sentences(3 + n, seed=n)), {"max_tokens": 40, "ignore_eos": True, **sampling})
+        for n, sampling in enumerate([{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * 2)
+    ]
+    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1"]
+    cluster = Cluster(log_dir, model=smollm2, engine="torch", decode=2, worker_options=options)
+    async with running(cluster), AsyncClient(cluster.target) as client:
+        undisturbed = [await client.generate(prompt, **ask) for prompt, ask in asks]
+        await until(cluster, lambda info: not total(info, "decode", "running_requests"), "all have ended")
+        readings = [Reading(client, prompt, **ask) for prompt, ask in asks]
+        busy, other = await busy_decode(cluster)
+        cluster.members[busy].kill()
+        answers = [await reading.task for reading in readings]
+        assert [a.token_ids for a in answers] == [a.token_ids for a in undisturbed]
+        assert [a.text for a in answers] == [a.text for a in undisturbed]
+        assert max(a.served_by.attempts for a in answers) == 2
+        assert max(reading.longest_gap_s() for reading in readings) < SLACK_S
+        await cluster.assert_no_leaks()
+
+        last = Reading(client, asks[0][0], max_tokens=200, ignore_eos=True, temperature=0.0)
+        await last.got(3)
+        cluster.members[other].kill()
+        killed_s = time.monotonic()
+        with pytest.raises(UnavailableError, match="decode"):
+            await last.task
+        assert time.monotonic() - killed_s < SLACK_S
+        assert list(answers[0].token_ids[: len(last.tokens)]) == last.tokens[: len(answers[0].token_ids)]
+
+
+async def busy_decode(cluster: Cluster) -> tuple[str, str]:
+    """The first decode worker that is seen decoding, and the other one."""
+
+    def decoding(info: Info) -> list[str]:
+        return [name for name in ("decode-0", "decode-1") if worker(info, name).running_requests]
+
+    busy = decoding(await until(cluster, decoding, "a decode worker is busy"))[0]
+    return busy, "decode-1" if busy == "decode-0" else "decode-0"
+
+
+async def test_sixteen_streams_survive_a_killed_decode_worker(log_dir: Path) -> None:
+    options = ["--simulated-step-s", "0.02", "--heartbeat", "0.1"]
+    async with (
+        running(Cluster(log_dir, decode=2, worker_options=options)) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        readings = [Reading(client, tokens(40 + 7 * n, n), max_tokens=150) for n in range(16)]
+        for reading in readings:
+            await reading.got(5)
+        cluster.members["decode-0"].kill()
+        answers = [await reading.task for reading in readings]
+        for reading in readings:
+            assert reading.tokens == expected_tokens(reading.prompt, 150)
+            assert reading.longest_gap_s() < SLACK_S
+        assert 0 < sum(answer.served_by.attempts > 1 for answer in answers) < 16
+        await cluster.assert_no_leaks()
+
+
+CHUNKS = ["--max-step-tokens", "64", "--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1"]
+"""A long prompt's chunk takes 64 ms, so between two reports at least one was computed and written."""
+
+
+async def _mid_transfer(cluster: Cluster, client: AsyncClient, seed: int) -> tuple[Reading, str]:
+    """A request whose first chunks were written, and the prefill worker that computes it."""
+    reading = Reading(client, tokens(2000, seed), max_tokens=12)
+    info = await chunks_written(cluster)
+    assert not reading.tokens
+    return reading, busy_prefill(info)
+
+
+async def test_a_prefill_worker_killed_mid_transfer(log_dir: Path) -> None:
+    async with (
+        running(Cluster(log_dir, prefill=2, worker_options=CHUNKS)) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        reading, victim = await _mid_transfer(cluster, client, 1)
+        cluster.members[victim].kill()
+        held = await until(
+            cluster,
+            lambda info: total(info, "decode", "quarantined_blocks"),
+            "the dead writer's blocks are held",
+        )
+        assert worker(held, "decode-0").quarantined_blocks == 125
+        freed_s = await timed(
+            until(cluster, lambda info: not total(info, "decode", "quarantined_blocks"), "they come back")
+        )
+        assert freed_s < WRITE_GRACE_S + SLACK_S
+        answer = await reading.task
+        assert list(answer.token_ids) == expected_tokens(reading.prompt, 12)
+        assert answer.served_by.attempts == 2
+        assert answer.served_by.prefill_worker != victim
+        await cluster.assert_no_leaks()
+
+        alone, last = await _mid_transfer(cluster, client, 2)
+        cluster.members[last].kill()
+        killed_s = time.monotonic()
+        with pytest.raises(UnavailableError, match="prefill"):
+            await alone.task
+        assert time.monotonic() - killed_s < SLACK_S
+        await cluster.assert_no_leaks()
+
+
+async def test_aborts_leave_neighbours_in_a_tiny_pool_alone(log_dir: Path) -> None:
+    pick = random.Random(6)
+    options = ["--num-blocks", "24", "--max-step-tokens", "32", "--simulated-prefill-token-s", "0.0005"]
+    async with (
+        running(Cluster(log_dir, worker_options=[*options, "--heartbeat", "0.1"])) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        readings = [Reading(client, tokens(pick.randint(90, 140), n), max_tokens=30) for n in range(60)]
+
+        async def leave(reading: Reading, after_s: float) -> None:
+            await asyncio.sleep(after_s)  # any moment of a request's life will do
+            await reading.leave()
+
+        leavers = pick.sample(readings, 25)
+        await asyncio.gather(*(leave(reading, pick.uniform(0.05, 2.5)) for reading in leavers))
+        await asyncio.wait([reading.task for reading in readings])
+        assert sum(reading.task.cancelled() for reading in readings) > 10
+        for reading in readings:
+            whole = expected_tokens(reading.prompt, 30)
+            assert reading.tokens == whole[: len(reading.tokens)]
+            assert reading.task.cancelled() or len(reading.tokens) == 30
+        await cluster.assert_no_leaks()

@@ -1,0 +1,142 @@
+"""Workers that come back at the same address, and new ones, under load (failure cases 4, 10 and 19)."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from splitserve.client import AsyncClient, Completion
+from tests.support.cluster.ports import free_port
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import eventually, tokens, until, worker
+from tests.support.waiting import SLACK_S
+
+BLOCK = 16
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@asynccontextmanager
+async def _load(
+    client: AsyncClient, readers: int, length: int
+) -> AsyncIterator[list[tuple[float, Completion]]]:
+    """So many readers ask again and again meanwhile; (when, answer) of all, each of them right."""
+    answers: list[tuple[float, Completion]] = []
+    over = asyncio.Event()
+
+    async def ask(number: int) -> None:
+        while not over.is_set():
+            number += readers
+            prompt = tokens(length, number)
+            answer = await client.generate(prompt, max_tokens=12)
+            assert list(answer.token_ids) == expected_tokens(prompt, 12)
+            answers.append((time.monotonic(), answer))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(readers):
+            group.create_task(ask(number))
+        yield answers
+        over.set()
+
+
+@pytest.mark.parametrize(
+    "restarts", [pytest.param(10, marks=pytest.mark.short), pytest.param(50, marks=pytest.mark.slow)]
+)
+async def test_restarts_at_the_same_address_under_load(log_dir: Path, restarts: int) -> None:
+    options = ["--simulated-step-s", "0.01", "--heartbeat", "0.1", "--drain", "2"]
+    async with (
+        running(Cluster(log_dir, worker_options=options)) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        for pool in ("prefill", "decode"):
+            cluster.add_worker(pool, f"{pool}-1", "--port", str(free_port()))
+        await cluster.wait_ready(prefill=2, decode=2)
+        async with _load(client, readers=4, length=200) as answers:
+            for round_number in range(restarts // 2):
+                names = ["prefill-1", "decode-1"]
+                began_s, served = time.monotonic(), len(answers)
+                for name in names:
+                    member = cluster.members[name]
+                    if round_number % 5 == 4:
+                        assert await asyncio.to_thread(member.terminate) == 0
+                    else:
+                        member.kill()
+                    member.start()
+                # Served by both of the new boots, not merely registered.
+                await cluster.wait_ready(prefill=2, decode=2)
+                await eventually(
+                    lambda: _who_served(answers[served:], began_s) >= set(names),  # noqa: B023
+                    "both new boots serve",
+                )
+                assert time.monotonic() - began_s < SLACK_S
+        assert len(answers) > restarts
+        await cluster.assert_no_leaks()
+
+
+def _who_served(answers: list[tuple[float, Completion]], since_s: float) -> set[str]:
+    return {
+        name
+        for when, answer in answers
+        if when > since_s
+        for name in (answer.served_by.prefill_worker, answer.served_by.decode_worker)
+    }
+
+
+@pytest.mark.alone
+async def test_new_workers_join_under_load(log_dir: Path) -> None:
+    # 0.2 s a prompt: much more than what a busy machine adds.
+    options = ["--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1"]
+    async with (
+        running(Cluster(log_dir, worker_options=options)) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        async with _load(client, readers=2, length=200) as answers:
+            await eventually(lambda: len(answers) >= 10, "answers before")
+            before = [answer.timings.ttft_ms for _, answer in answers]
+            joined_s = time.monotonic()
+            cluster.add_worker("decode", "decode-1")
+            cluster.add_worker("prefill", "prefill-1")
+            new = {"decode-1", "prefill-1"}
+            await eventually(lambda: _who_served(answers, joined_s) >= new, "traffic")
+            count = len(answers)
+            await eventually(lambda: len(answers) >= count + 10, "answers after")
+        after = [answer for when, answer in answers if when > joined_s]
+        assert all(answer.served_by.attempts == 1 for answer in after)
+        by_new = [a for a in after if new & {a.served_by.prefill_worker, a.served_by.decode_worker}]
+        # The first request of a new worker pays for no connection: it was made before.
+        assert by_new[0].timings.ttft_ms < 2 * max(before)
+        assert statistics.median(a.timings.ttft_ms for a in after) < 1.5 * statistics.median(before)
+        assert max(answer.timings.ttft_ms for answer in after) < 3 * max(before)
+        await cluster.assert_no_leaks()
+
+
+@pytest.mark.parametrize("loser", ["prefill-0", "decode-0"])
+async def test_prefix_hits_on_either_side_alone(log_dir: Path, loser: str) -> None:
+    """After one side's restart the other still holds the prefix."""
+    options = ["--max-step-tokens", "64", "--heartbeat", "0.1"]
+    lengths = [1, BLOCK - 1, BLOCK, BLOCK + 1, 8 * BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1]
+    async with (
+        running(Cluster(log_dir, worker_options=options)) as cluster,
+        AsyncClient(cluster.target) as client,
+    ):
+        first = [await client.generate(tokens(n, n), max_tokens=20) for n in lengths]
+        cluster.members[loser].kill()
+        cluster.members[loser].start()
+        await until(cluster, lambda info: worker(info, loser).state != "ready", "the old boot is gone")
+        await cluster.wait_ready()
+        for length, before in zip(lengths, first, strict=True):
+            for prompt in (tokens(length, length), tokens(length, length) + tokens(5, 0), tokens(length, 77)):
+                answer = await client.generate(prompt, max_tokens=20)
+                assert list(answer.token_ids) == expected_tokens(prompt, 20)
+            again = await client.generate(tokens(length, length), max_tokens=20)
+            assert again.token_ids == before.token_ids
+            assert again.usage.decode_cached_tokens == length // BLOCK * BLOCK
+            assert again.usage.cached_prompt_tokens == (length - 1) // BLOCK * BLOCK
+        await cluster.assert_no_leaks()

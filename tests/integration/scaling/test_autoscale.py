@@ -1,0 +1,227 @@
+"""`splitserve up --autoscale` under traffic: each pool follows its own load, and no request ever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from splitserve.client import AsyncClient
+from splitserve.cluster.process_specs import SERVING_STATES
+from tests.support.cluster.streams import eventually, tokens
+from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.timeout(180)
+
+SLO = {
+    "slow_window_s": 2,
+    "fast_window_s": 1,
+    "history_s": 5,
+    "fade_s": 5,
+    "drain_backlog_s": 2,
+    "settle_s": 2,
+    "trim_after_s": 600,
+}
+POOL = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "gpus_per_replica": 0,
+    "drain_s": 10,
+    "cold_start_s": 3,
+    "behavior": {"scaleDown": {"stabilizationWindowSeconds": 2}},
+    "slo": SLO,
+}
+POLICY = {
+    "interval_s": 0.25,
+    "lend_decode": False,
+    "prefill": POOL | {"target_ms": 400},
+    "decode": POOL | {"target_ms": 40},
+}
+ENGINE = {
+    "kind": "simulated",
+    "prefix_cache": False,
+    "num_blocks": 4096,
+    "simulated_prefill_token_s": 0.5e-3,
+    "simulated_step_s": 4e-3,
+    "simulated_sequence_s": 2e-3,
+}
+
+
+class Scaled:
+    """A running `up --autoscale` and what its traffic came to."""
+
+    def __init__(self, process: asyncio.subprocess.Process, target: str) -> None:
+        self.process = process
+        self.target = target
+        self.done: Counter[str] = Counter()
+        self.failures: list[str] = []
+
+    async def ready(self, client: AsyncClient) -> Counter[str]:
+        """Workers that serve, by pool."""
+        info = await client.server_info()
+        return Counter(worker.pool for worker in info.workers if worker.state in SERVING_STATES)
+
+    async def until(self, holds: Callable[[Counter[str]], bool]) -> Counter[str]:
+        """Waits until it holds of the serving workers; the most of each pool that were seen meanwhile."""
+        most: Counter[str] = Counter()
+        deadline = time.monotonic() + PATIENCE_S
+        async with AsyncClient(self.target) as client:
+            while True:
+                now = await self.ready(client)
+                most |= now
+                if holds(now):
+                    return most
+                assert time.monotonic() < deadline, (now, self.done, self.failures[:3])
+                await asyncio.sleep(0.1)
+
+    @asynccontextmanager
+    async def traffic(self, kind: str, clients: int, prompt: int, output: int) -> AsyncIterator[None]:
+        """So many clients that ask again as soon as they are answered. At the end every answer is awaited."""
+        stop = asyncio.Event()
+        async with AsyncClient(self.target) as client, asyncio.TaskGroup() as group:
+            for number in range(clients):
+                group.create_task(self._ask(client, kind, number, prompt, output, stop))
+            try:
+                yield
+            finally:
+                stop.set()
+
+    async def _ask(
+        self, client: AsyncClient, kind: str, seed: int, prompt: int, output: int, stop: asyncio.Event
+    ) -> None:
+        while True:
+            try:
+                answer = await client.generate(tokens(prompt, seed), max_tokens=output)
+            except Exception as error:
+                self.failures.append(f"{kind}: {error!r}")
+                return
+            assert len(answer.token_ids) == output
+            self.done[kind] += 1
+            if stop.is_set():
+                return
+            seed += 1000
+
+    def children(self) -> list[psutil.Process]:
+        """Coordinator and workers."""
+        return psutil.Process(self.process.pid).children()
+
+    async def child(self, name: str) -> psutil.Process:
+        """The worker process of this name, once it is there: one that is being started has no command line."""
+        found: list[psutil.Process] = []
+
+        def look() -> bool:
+            found[:] = [child for child in self.children() if name in child.cmdline()]
+            return bool(found)
+
+        await eventually(look, f"{name} runs")
+        return found[0]
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, *options: str, policy: Mapping[str, object] = POLICY
+) -> AsyncIterator[Scaled]:
+    path, settings = folder / "policy.yaml", folder / "up.yaml"
+    path.write_text(yaml.safe_dump(dict(policy)))
+    settings.write_text(yaml.safe_dump({"engine": ENGINE, "autoscale_window_s": 5.0}))
+    command = [
+        sys.executable,
+        "-m",
+        "splitserve",
+        "up",
+        "--autoscale",
+        str(path),
+        "--config",
+        str(settings),
+    ]
+    with (folder / "up.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            *options,
+            "--grpc-port",
+            "0",
+            "--http-port",
+            "off",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+        )
+        try:
+            assert process.stdout is not None
+            line = await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
+            assert line.startswith(b"splitserve ready on "), (folder / "up.log").read_text()
+            yield Scaled(process, line.decode().split()[3])
+        except BaseException:
+            print((folder / "up.log").read_text()[-20000:])
+            raise
+        finally:
+            process.send_signal(signal.SIGINT)
+            await asyncio.wait_for(process.wait(), PATIENCE_S)
+
+
+@pytest.mark.slow
+async def test_each_pool_follows_its_own_load(tmp_path: Path) -> None:
+    async with running(tmp_path, "--prefill", "2", "--decode", "2") as up:
+        # Light load throughout: every removal happens under it.
+        async with up.traffic("light", 2, 16, 20):
+            await up.until(lambda now: now["prefill"] == now["decode"] == 1)
+            async with up.traffic("long prompts", 12, 600, 2):
+                most = await up.until(lambda now: now["prefill"] == 2)
+            assert most["decode"] == 1
+            await up.until(lambda now: now["prefill"] == 1)
+            async with up.traffic("long outputs", 40, 8, 120):
+                most = await up.until(lambda now: now["decode"] == 2)
+            assert most["prefill"] == 1
+            await up.until(lambda now: now["decode"] == 1)
+        assert not up.failures
+        assert min(up.done[kind] for kind in ("light", "long prompts", "long outputs")) > 0
+        await eventually(lambda: len(up.children()) == 3, "those that drained have ended")
+
+
+async def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
+    async with running(tmp_path) as up:
+        await up.until(lambda now: now["prefill"] == now["decode"] == 1)
+        victim = await up.child("decode-0")
+        os.kill(victim.pid, signal.SIGKILL)
+        await up.until(lambda now: now["decode"] == 0)
+        await up.until(lambda now: now["prefill"] == now["decode"] == 1)
+        async with up.traffic("after", 1, 8, 4):
+            pass
+        assert up.done["after"] == 1
+        assert not up.failures
+
+
+@pytest.mark.slow
+async def test_a_worker_that_never_comes_up_is_replaced(tmp_path: Path) -> None:
+    """Its process stands still before it has registered."""
+    prefill = POLICY["prefill"] | {"min_replicas": 2, "max_replicas": 3, "drain_s": 1}  # type: ignore[operator]
+    policy = POLICY | {"prefill": prefill | {"start_deadline_cold_starts": 2}}
+    async with running(tmp_path, "--prefill", "1", policy=policy) as up:
+        hung = await up.child("prefill-1")
+        hung.suspend()
+        await up.until(lambda now: now["prefill"] == 2)
+        await eventually(lambda: not hung.is_running(), "what hung has been ended")
+        async with up.traffic("after", 1, 8, 4):
+            pass
+        assert not up.failures
+
+
+async def test_an_edited_policy_is_taken_without_a_restart_and_a_wrong_one_is_not(tmp_path: Path) -> None:
+    async with running(tmp_path) as up:
+        await up.until(lambda now: now["prefill"] == now["decode"] == 1)
+        path = tmp_path / "policy.yaml"
+        path.write_text(yaml.safe_dump(POLICY | {"decode": POLICY["decode"] | {"min_replicas": 99}}))  # type: ignore[operator]
+        log = tmp_path / "up.log"
+        await eventually(lambda: "decode.max_replicas" in log.read_text(), "the error is said")
+        path.write_text(yaml.safe_dump(POLICY | {"decode": POLICY["decode"] | {"min_replicas": 2}}))  # type: ignore[operator]
+        most = await up.until(lambda now: now["decode"] == 2)
+        assert most["prefill"] == 1

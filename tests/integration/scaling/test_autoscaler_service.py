@@ -1,0 +1,62 @@
+"""`splitserve autoscaler` beside a running cluster: it looks, decides and logs; it ends on SIGTERM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster.processes import ServiceProcess
+from tests.support.cluster.real_cluster import Cluster
+from tests.support.waiting import PATIENCE_S
+
+POLICY = "{interval_s: 0.2, prefill: {target_ms: 500}, decode: {target_ms: 50}}"
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY)
+    return path
+
+
+@pytest.fixture
+def autoscaler(simulated_cluster: Cluster, policy: Path, tmp_path: Path) -> Iterator[ServiceProcess]:
+    options = ["--policy", str(policy), "--coordinator", simulated_cluster.target, "--metrics-port", "0"]
+    process = ServiceProcess("autoscaler", ["autoscaler", *options], tmp_path)
+    process.start()
+    yield process
+    assert process.terminate() == 0
+    assert process.events()[-1]["event"] == "autoscaler.stopped"
+
+
+def test_it_sees_the_cluster_and_acts_on_nothing(autoscaler: ServiceProcess) -> None:
+    decided = autoscaler.wait_event("scaling.decided")
+    assert decided["replicas"] == {"ready": 1}
+    assert decided["dry_run"] is True
+    port = autoscaler.wait_event("metrics.ready")["port"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        text = page.read().decode()
+    assert 'splitserve_autoscaler_replicas{pool="prefill",state="ready"} 1.0' in text
+    assert 'splitserve_autoscaler_desired_replicas{pool="decode"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "error: policy: Field required"),
+        (["--policy", "POLICY", "--interval", "0"], "error: interval_s: "),
+        (["--policy", "POLICY", "--actuator", "magic"], "error: actuator: "),
+        (["--policy", "/nowhere.yaml"], "error: "),
+    ],
+)
+def test_wrong_settings_end_it_with_one_line(policy: Path, options: list[str], said: str) -> None:
+    given = [str(policy) if option == "POLICY" else option for option in options]
+    command = [sys.executable, "-m", "splitserve", "autoscaler", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(said), done.stderr

@@ -1,0 +1,219 @@
+"""Tenants and admission with SmolLM2: private prefix caches, quotas, and a crowd that is served in fair order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from splitserve.client import AsyncClient, Completion
+from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnauthenticatedError
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.security.api_keys import key_hash, key_metadata, new_key
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import Reading
+from tests.support.engine.reference import Reference
+from tests.support.waiting import PATIENCE_S
+
+KEYS = {name: new_key() for name in ("alice", "bob", "carol", "root")}
+TENANTS = {
+    "alice": {},
+    "bob": {},
+    "carol": {"max_concurrent_requests": 1, "output_tokens_per_second": 1, "burst_seconds": 1},
+    "root": {"admin": True},
+}
+BLOCK = 16
+BLOCKS = 40
+"""KV for about five of the requests below."""
+QUEUE = 8
+PROMPT_TOKENS = 64
+MAX_TOKENS = 24
+FLOOD = 16
+LATE = 2
+TIMEOUT_S = 240.0
+"""For one answer, on a busy machine."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    folder: Path = tmp_path_factory.mktemp("tenants")
+    listed = [{"name": name, "key_hashes": [key_hash(KEYS[name])], **rest} for name, rest in TENANTS.items()]
+    (folder / "tenants.yaml").write_text(yaml.safe_dump({"tenants": listed}))
+    made = Cluster(
+        folder,
+        model=smollm2,
+        engine="torch",
+        worker_options=[
+            *("--dtype", "float32", "--num-blocks", str(BLOCKS), "--block-size", str(BLOCK)),
+            *("--heartbeat", "0.1", "--require-cache-salt"),
+        ],
+        coordinator_options=[
+            *("--tenants", str(folder / "tenants.yaml"), "--max-queued-requests", str(QUEUE)),
+            # On a busy machine forecasts are high, and here the queue's bound is to be what refuses.
+            *("--max-queue", "600", "--heartbeat-timeout", "60"),
+        ],
+        api_key=KEYS["root"],
+        http=True,
+    )
+    async with running(made):
+        yield made
+        await made.assert_no_leaks()
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: str) -> Reference:
+    return Reference(smollm2)
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: str) -> list[list[int]]:
+    """Prompts that share nothing, `PROMPT_TOKENS` each."""
+    tokenizer = load_tokenizer(smollm2)
+    return [tokenizer.encode(sentences(20, seed))[:PROMPT_TOKENS] for seed in range(FLOOD + LATE + 2)]
+
+
+async def ask(client: AsyncClient, prompt: list[int], max_tokens: int = MAX_TOKENS) -> Completion:
+    return await client.generate(prompt, temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+async def metric(cluster: Cluster, name: str, **labels: str) -> float:
+    """Sum of a metric's samples with these labels."""
+    page = cluster.base_url.removesuffix("/v1") + "/metrics"
+    async with httpx.AsyncClient(headers=dict(key_metadata(KEYS["root"])), timeout=PATIENCE_S) as client:
+        response = await client.get(page)
+    assert response.status_code == 200
+    samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+async def test_keys_open_what_they_are_for(cluster: Cluster, prompts: list[list[int]]) -> None:
+    for key in (None, new_key()):
+        async with cluster.client(api_key=key) as stranger:
+            with pytest.raises(UnauthenticatedError):
+                await ask(stranger, prompts[0])
+    async with cluster.client(api_key=KEYS["alice"], timeout_s=TIMEOUT_S) as alice:
+        assert len((await ask(alice, prompts[0], 2)).token_ids) == 2
+        with pytest.raises(PermissionDeniedError):
+            await alice.server_info()
+
+
+async def test_no_hit_in_anothers_prefix_cache_and_the_same_answer(
+    cluster: Cluster, smollm2: str, reference: Reference
+) -> None:
+    prompt = load_tokenizer(smollm2).encode(sentences(40, seed=77))[:160]
+    async with (
+        cluster.client(api_key=KEYS["alice"], timeout_s=TIMEOUT_S) as alice,
+        cluster.client(api_key=KEYS["bob"], timeout_s=TIMEOUT_S) as bob,
+    ):
+        cold, warm, probe, own = [await ask(client, prompt, 8) for client in (alice, alice, bob, bob)]
+    for first, again in ((cold, warm), (probe, own)):
+        assert (first.usage.cached_prompt_tokens, first.usage.decode_cached_tokens) == (0, 0)
+        assert again.usage.cached_prompt_tokens >= len(prompt) - BLOCK
+        assert again.usage.decode_cached_tokens >= len(prompt) - BLOCK
+    assert probe.timings.transfer_bytes == cold.timings.transfer_bytes > warm.timings.transfer_bytes
+    expected = reference.greedy(prompt, 8)
+    assert [list(answer.token_ids) for answer in (cold, warm, probe, own)] == [expected] * 4
+    await cluster.assert_no_leaks()
+
+
+async def test_quotas_count_what_the_model_says(cluster: Cluster, prompts: list[list[int]]) -> None:
+    async with (
+        cluster.client(api_key=KEYS["carol"], timeout_s=TIMEOUT_S) as carol,
+        cluster.client(api_key=KEYS["bob"], timeout_s=TIMEOUT_S) as bob,
+    ):
+        reading = Reading(carol, prompts[0], temperature=0.0, max_tokens=400, ignore_eos=True)
+        await reading.got(2)
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await ask(carol, prompts[1])
+        assert caught.value.reason == "TENANT_CONCURRENCY"
+        assert caught.value.retry_after_s
+        await reading.got(30)
+        await reading.leave()
+        await cluster.assert_no_leaks()
+        # 30 tokens at one a second: the debt is still there, however slow the machine.
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await ask(carol, prompts[1])
+        assert (caught.value.reason, caught.value.field) == ("TENANT_QUOTA", "output_tokens_per_second")
+        assert caught.value.retry_after_s
+        await ask(bob, prompts[1], 2)
+
+
+class Crowd:
+    """Requests of several tenants that come back as they are told until they are served."""
+
+    def __init__(self) -> None:
+        self.began: list[tuple[str, bool]] = []
+        """For each first token whose it is, and whether the request was let in when it first came."""
+        self.refusals: list[ResourceExhaustedError] = []
+        self.refused = asyncio.Event()
+
+    async def served(self, name: str, client: AsyncClient, prompt: list[int]) -> Completion:
+        """The answer, in the end."""
+        at_once = True
+        while True:
+            try:
+                return await self._once((name, at_once), client, prompt)
+            except ResourceExhaustedError as error:
+                at_once = False
+                self.refusals.append(error)
+                self.refused.set()
+                await asyncio.sleep(error.retry_after_s or 0.0)
+
+    async def _once(self, who: tuple[str, bool], client: AsyncClient, prompt: list[int]) -> Completion:
+        first = True
+        stream = client.stream(prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        async with aclosing(stream) as items:
+            async for item in items:
+                if isinstance(item, Completion):
+                    return item
+                if first:
+                    self.began.append(who)
+                    first = False
+        raise AssertionError("the stream ended without its last message")
+
+
+@pytest.mark.slow
+async def test_a_flood_is_bounded_refused_with_a_hint_and_does_not_hold_up_others(
+    cluster: Cluster, prompts: list[list[int]], reference: Reference
+) -> None:
+    flood, late, warm_up = prompts[:FLOOD], prompts[FLOOD : FLOOD + LATE], prompts[FLOOD + LATE :]
+    async with (
+        cluster.client(api_key=KEYS["alice"], timeout_s=TIMEOUT_S) as alice,
+        cluster.client(api_key=KEYS["bob"], timeout_s=TIMEOUT_S) as bob,
+    ):
+        for prompt in warm_up:  # so that rates are measured
+            await ask(alice, prompt)
+        crowd = Crowd()
+        async with asyncio.timeout(360), asyncio.TaskGroup() as group:
+            alices = [group.create_task(crowd.served("alice", alice, prompt)) for prompt in flood]
+            await crowd.refused.wait()  # the queue is full
+            bobs = [group.create_task(crowd.served("bob", bob, prompt)) for prompt in late]
+            # A deadline within the predicted wait, which the hint is about half of: refused at once.
+            hint_s = crowd.refusals[0].retry_after_s or 0.0
+            with pytest.raises(ResourceExhaustedError) as caught:
+                await alice.generate(warm_up[0], max_tokens=MAX_TOKENS, timeout_s=0.8 * hint_s)
+            assert caught.value.reason == "WOULD_MISS_DEADLINE"
+            assert caught.value.retry_after_s
+    # First come, first served would have let all of alice's queue begin before bob.
+    last = max(number for number, (name, _) in enumerate(crowd.began) if name == "bob")
+    assert crowd.began[last:].count(("alice", True)) >= QUEUE - LATE - 3, crowd.began
+    assert {refusal.reason for refusal in crowd.refusals} == {"QUEUE_FULL"}
+    assert all(0.1 <= (refusal.retry_after_s or 0.0) <= 60 for refusal in crowd.refusals)
+    for task in (*alices, *bobs):
+        assert len(task.result().token_ids) == MAX_TOKENS
+    for task, prompt in ((alices[0], flood[0]), (alices[-1], flood[-1]), (bobs[0], late[0])):
+        assert list(task.result().token_ids) == reference.greedy(prompt, MAX_TOKENS)
+    full = await metric(cluster, "splitserve_admission_refused_total", reason="queue_full")
+    assert full == len(crowd.refusals) > 0
+    assert await metric(cluster, "splitserve_admission_refused_total", reason="would_miss_deadline") == 1
+    assert await metric(cluster, "splitserve_admission_queued_requests") == 0
+    await cluster.assert_no_leaks()

@@ -1,0 +1,92 @@
+"""In bfloat16 and with int8 weights, one request at a time, the split pair gives what one engine gives alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from engine.backends.cpu.int8_linears import is_exact
+from engine.core.engine_core import EngineCore
+from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.runner.torch_runner import build_torch_runner
+from splitserve.client import AsyncClient
+from splitserve.config.engine import EngineConfig
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.sources import resolve_model
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.waiting import PATIENCE_S
+
+CHUNK = 128
+MAX_TOKENS = 24
+LENGTHS = [1, 7, 16, 33, 100, 128, 129, 300]
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, seed=11)
+GREEDY = SamplingParams(temperature=0.0)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def _colocated(core: EngineCore, prompt: list[int], sampling: SamplingParams, name: str) -> list[int]:
+    stop = StopParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    core.add_request(EngineRequest(name, tuple(prompt), sampling, stop))
+    tokens: list[int] = []
+    while core.has_work():
+        for output in core.step().outputs:
+            tokens.extend(output.token_ids)
+    return tokens
+
+
+needs_int8 = pytest.mark.skipif(not is_exact(), reason="this processor has no int8 products")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "lengths"),
+    [
+        pytest.param("none", LENGTHS[::3], marks=pytest.mark.short),
+        pytest.param("int8", LENGTHS[-1:], marks=[needs_int8, pytest.mark.short]),
+        pytest.param("none", LENGTHS, marks=pytest.mark.slow),
+        pytest.param("int8", LENGTHS[-3:], marks=[needs_int8, pytest.mark.slow]),
+    ],
+)
+async def test_bfloat16_split_equals_colocated(
+    smollm2: str, log_dir: Path, quantization: Literal["none", "int8"], lengths: list[int]
+) -> None:
+    config = EngineConfig(
+        dtype="bfloat16",
+        quantization=quantization,
+        max_step_tokens=CHUNK,
+        num_blocks=256,
+        threads=1,
+        prefix_cache=False,
+    )
+    tokenizer = load_tokenizer(smollm2)
+    runner = build_torch_runner(config, resolve_model(smollm2), lambda _fraction: None)
+    core = EngineCore(runner, config, tokenizer)
+    prompts = [tokenizer.encode(sentences(60, seed=n))[:length] for n, length in enumerate(lengths)]
+    greedy = [_colocated(core, prompt, GREEDY, f"g{n}") for n, prompt in enumerate(prompts)]
+    sampled = [_colocated(core, prompt, SAMPLED, f"s{n}") for n, prompt in enumerate(prompts)]
+    runner.close()
+
+    options = [
+        "--dtype",
+        "bfloat16",
+        "--quantization",
+        quantization,
+        "--max-step-tokens",
+        str(CHUNK),
+        "--num-blocks",
+        "256",
+        "--no-prefix-cache",
+    ]
+    cluster = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
+    async with running(cluster), AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        for n, prompt in enumerate(prompts):
+            answer = await client.generate(prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+            assert list(answer.token_ids) == greedy[n]
+            answer = await client.generate(
+                prompt, temperature=1.0, top_p=0.95, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True
+            )
+            assert list(answer.token_ids) == sampled[n]
+        await cluster.assert_no_leaks()

@@ -1,0 +1,74 @@
+"""The whole system over each transport that reaches other processes, and workers whose transports differ."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from kv_transfer.transports.ucx.binding import load_ucxx
+from splitserve.client import AsyncClient
+from splitserve.errors import UnavailableError
+from tests.support.cluster.real_cluster import Cluster, running
+
+PROMPTS = [[1, 2, 3], list(range(5, 105)), [number % 251 for number in range(2000)]]
+MAX_TOKENS = 12
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(params=["nixl", "ucx"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "ucx":
+        try:
+            load_ucxx()
+        except UnavailableError as error:
+            pytest.skip(error.message)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("big", [False, True], ids=["small blocks", "big blocks"])
+async def test_answers_are_the_expected_ones(log_dir: Path, kind: str, big: bool) -> None:
+    options = ["--transport", kind, "--max-step-tokens", "256"]
+    if big:
+        options += ["--block-size", "1024", "--num-blocks", "64"]
+    async with running(Cluster(log_dir, worker_options=options)) as cluster:
+        async with AsyncClient(cluster.target) as client:
+            for prompt in PROMPTS:
+                answer = await client.generate(prompt, max_tokens=MAX_TOKENS)
+                assert list(answer.token_ids) == expected_tokens(prompt, MAX_TOKENS)
+                assert answer.served_by.transport == kind
+        await cluster.assert_no_leaks()
+
+
+async def test_another_transport_is_refused_at_registration(log_dir: Path, kind: str) -> None:
+    other = "memory" if kind == "nixl" else "nixl"
+    async with running(Cluster(log_dir, worker_options=["--transport", kind])) as cluster:
+        odd = cluster.add_worker("prefill", "odd", "--transport", other)
+        assert odd.process.wait(60) != 0
+        reason = rf"transport differs from (prefill|decode) worker \S+: '{other}' here, '{kind}' there"
+        assert re.search(reason, odd.log_tail())
+        async with AsyncClient(cluster.target) as client:
+            names = {worker.worker_id for worker in (await client.server_info()).workers}
+            answer = await client.generate(PROMPTS[0], max_tokens=4)
+        assert names == {"prefill-0", "decode-0"}
+        assert list(answer.token_ids) == expected_tokens(PROMPTS[0], 4)
+
+
+async def test_planned_faults_cost_time_and_no_token(log_dir: Path) -> None:
+    faults = log_dir / "faults.yaml"
+    faults.write_text(
+        "faults: {latency_s: 0.02, duplicate_notification: {every: 2}, late_write: {at: [9]}}\n"
+    )
+    async with running(Cluster(log_dir, worker_options=["--config", str(faults)])) as cluster:
+        event = cluster.members["prefill-0"].wait_event("worker.faults_on")
+        assert event["level"] == "warning"
+        async with AsyncClient(cluster.target) as client:
+            for number, prompt in enumerate(PROMPTS * 2):
+                # A prompt of its own each time: what decode has cached is not sent again.
+                answer = await client.generate([number, *prompt], max_tokens=MAX_TOKENS)
+                assert list(answer.token_ids) == expected_tokens([number, *prompt], MAX_TOKENS)
+        assert cluster.members["prefill-0"].wait_event("fault.injected")
+        await cluster.assert_no_leaks()

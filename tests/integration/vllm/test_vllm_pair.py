@@ -1,0 +1,125 @@
+"""Requests through workers with `--engine vllm`: tokens, refusals, clients that leave, workers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from splitserve.client import AsyncClient
+from splitserve.errors import SplitserveError
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import Reading, until, worker
+from tests.support.engine.reference import Reference
+
+BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
+LONG = 900
+"""More than a second of chunks."""
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    options = ["--dtype", "float32", "--context-tokens", "1024", "--max-step-tokens", str(CHUNK)]
+    options += ["--kv-memory-bytes", "150000000", "--heartbeat", "0.1", "--lease", "5"]
+    setup = Cluster(
+        tmp_path_factory.mktemp("logs"),
+        model=smollm2,
+        engine="vllm",
+        decode=2,
+        worker_options=options,
+        fresh=True,
+    )
+    async with running(setup) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def text_tokens(smollm2: str) -> list[int]:
+    return load_tokenizer(smollm2).encode(sentences(250, seed=3))
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2: str) -> Reference:
+    return Reference(smollm2)
+
+
+async def test_greedy_tokens_equal_transformers(
+    cluster: Cluster, text_tokens: list[int], reference: Reference
+) -> None:
+    """Side by side, and once more with what both sides have cached by then."""
+    prompts = {length: text_tokens[length : 2 * length] for length in (1, 31, 32, 33, 63, 64, 65, 97, 130)}
+    prompts[95] = prompts[130][:BLOCK] + text_tokens[: 95 - BLOCK]
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        for _ in range(2):
+            answers = await asyncio.gather(
+                *(
+                    client.generate(prompt, temperature=0.0, max_tokens=MAX_TOKENS)
+                    for prompt in prompts.values()
+                )
+            )
+            for (length, prompt), answer in zip(prompts.items(), answers, strict=True):
+                assert list(answer.token_ids) == reference.greedy(prompt, MAX_TOKENS), length
+                assert answer.served_by.transport == "nixl"
+                assert answer.timings.transfer_bytes > 0
+        assert answers[-1].usage.cached_prompt_tokens == 64
+    await cluster.assert_no_leaks()
+
+
+async def test_a_seed_gives_the_same_answer(cluster: Cluster, text_tokens: list[int]) -> None:
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        answers = [
+            await client.generate(text_tokens[:150], temperature=0.9, seed=4, max_tokens=8, logprobs=1)
+            for _ in range(2)
+        ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert len(answers[0].logprobs) == 8
+
+
+async def test_clients_that_leave(cluster: Cluster, text_tokens: list[int]) -> None:
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        early = [Reading(client, text_tokens[n : n + LONG], max_tokens=5) for n in range(6)]
+        await until(cluster, lambda info: worker(info, "prefill-0").running_requests, "a prompt is computed")
+        late = Reading(client, text_tokens[:40], max_tokens=300, ignore_eos=True)
+        for reading in early:
+            await reading.leave()
+        await late.got(3)
+        await late.leave()
+        await cluster.assert_no_leaks()
+
+
+async def test_a_killed_decode_worker_is_resumed(cluster: Cluster, text_tokens: list[int]) -> None:
+    sampled = {"max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 11}
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        undisturbed = await client.generate(text_tokens[50:120], **sampled)
+        await cluster.assert_no_leaks()
+        reading = Reading(client, text_tokens[50:120], **sampled)
+        await reading.got(5)
+        info = await until(
+            cluster,
+            lambda info: any(w.running_requests for w in info.workers if w.pool == "decode"),
+            "it decodes",
+        )
+        busy = next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
+        cluster.members[busy].kill()
+        answer = await reading.task
+        assert answer.token_ids == undisturbed.token_ids
+        assert answer.text == undisturbed.text
+        await cluster.assert_no_leaks()
+
+
+async def test_a_killed_prefill_worker_leaves_nothing(cluster: Cluster, text_tokens: list[int]) -> None:
+    """The last test: the cluster has no prefill worker after it."""
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        reading = Reading(client, text_tokens[100 : 100 + LONG], max_tokens=5)
+        await until(
+            cluster, lambda info: worker(info, "prefill-0").running_requests, "the prompt is computed"
+        )
+        cluster.members["prefill-0"].kill()
+        with pytest.raises(SplitserveError):
+            await reading.task
+        await cluster.assert_no_leaks()

@@ -1,0 +1,1 @@
+"""Requests and clients for tests of the coordinator."""

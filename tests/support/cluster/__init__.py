@@ -1,0 +1,1 @@
+"""Real and scripted clusters for tests. Read `real_cluster.py` first."""

@@ -1,0 +1,185 @@
+"""A coordinator with prefill and decode workers as real processes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from splitserve.client import AsyncClient
+from splitserve.cluster.process_specs import SERVING_STATES
+from splitserve.errors import DeadlineExceededError, UnavailableError
+from splitserve.security.tls import TlsFiles
+from splitserve.v1 import inference_pb2
+from tests.support.cluster.forked import Imports
+from tests.support.cluster.processes import ServiceProcess
+from tests.support.waiting import PATIENCE_S
+
+
+class Cluster:
+    """The processes of one cluster, by name: `coordinator`, `prefill-0`, `decode-0`, …"""
+
+    def __init__(
+        self,
+        log_dir: Path,
+        *,
+        model: str = "simulated",
+        engine: str = "simulated",
+        prefill: int = 1,
+        decode: int = 1,
+        worker_options: Sequence[str] = (),
+        coordinator_options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        http: bool = False,
+        tls: Path | None = None,
+        api_key: str | None = None,
+        fresh: bool = False,
+    ) -> None:
+        """`fresh`: see ServiceProcess."""
+        self.log_dir = log_dir
+        self.members: dict[str, ServiceProcess] = {}
+        self._common = ["--model", model, "--engine", engine, "--threads", "1", *worker_options]
+        self._counts = {"prefill": prefill, "decode": decode}
+        self._environment = dict(environment or {})
+        self._imports: Imports = "torch" if engine == "torch" else "simulated"
+        self._fresh = fresh
+        self._coordinator_options = list(coordinator_options)
+        self._tls, self._api_key = tls, api_key
+        self._http = http
+        self.target = self.parts_target = ""
+        self.base_url = ""
+
+    def client(self, **options: Any) -> AsyncClient:
+        """A client with the key and the authority that fit this cluster."""
+        files = TlsFiles(self._tls / "ca.pem") if self._tls else None
+        return AsyncClient(self.target, **{"api_key": self._api_key, "tls": files, **options})
+
+    async def start(self, *, wait_ready: bool = True) -> None:
+        """Starts everything and, normally, waits until all pairs are connected."""
+        options = ["coordinator", "--grpc-port", "0", "--http-port", "0" if self._http else "off"]
+        options += self._coordinator_options
+        if self._tls:
+            options += ["--tls", str(self._tls), "--cluster-port", "0"]
+            self._common += ["--tls", str(self._tls)]
+        coordinator = self._process("coordinator", options)
+        coordinator.start()
+        ready = coordinator.wait_event("coordinator.ready")
+        self.target = f"127.0.0.1:{ready['port']}"
+        self.parts_target = f"127.0.0.1:{ready['cluster_port']}" if self._tls else self.target
+        self.base_url = f"http://127.0.0.1:{ready['http_port']}/v1"
+        for pool, count in self._counts.items():
+            for number in range(count):
+                self.add_worker(pool, f"{pool}-{number}")
+        if wait_ready:
+            await self.wait_ready()
+
+    def add_worker(self, pool: str, name: str, *options: str) -> ServiceProcess:
+        """Starts one more worker; does not wait for it."""
+        arguments = [f"{pool}-worker", "--worker-id", name, "--coordinator", self.parts_target]
+        arguments += [*self._common, *options]
+        worker = self._process(name, arguments)
+        worker.start()
+        return worker
+
+    def _process(self, name: str, arguments: Sequence[str]) -> ServiceProcess:
+        imports: Imports = "torch" if "torch" in arguments else self._imports
+        made = ServiceProcess(
+            name, arguments, self.log_dir, self._environment, imports=imports, fresh=self._fresh
+        )
+        self.members[name] = made
+        return made
+
+    async def wait_ready(self, prefill: int | None = None, decode: int | None = None) -> None:
+        """Waits until so many workers (default: as many as configured) are ready."""
+        wanted = {"prefill": prefill or self._counts["prefill"], "decode": decode or self._counts["decode"]}
+        deadline = time.monotonic() + PATIENCE_S
+        async with self.client() as client:
+            while True:
+                workers = []
+                # A busy machine, where it still imports.
+                with suppress(DeadlineExceededError, UnavailableError):
+                    workers = list((await client.server_info()).workers)
+                ready = {
+                    pool: sum(w.pool == pool and w.state in SERVING_STATES for w in workers)
+                    for pool in wanted
+                }
+                if all(ready[pool] >= count for pool, count in wanted.items()):
+                    return
+                ended = [m.name for m in self.members.values() if m.process.poll() not in (None, -9)]
+                if ended or time.monotonic() > deadline:
+                    raise AssertionError(f"not ready: {ready} of {wanted}, ended: {ended}")
+                await asyncio.sleep(0.05)
+
+    def tell_state(self) -> None:
+        """Prints what every process is doing and has logged last; pytest shows it with a failure."""
+        for member in self.members.values():
+            member.dump_stacks()
+            print(f"--- {member.name}\n{member.log_tail()}", file=sys.stderr)
+
+    def stop(self) -> dict[str, int]:
+        """Ends all processes that still run; exit code by name."""
+        codes = {}
+        for name, member in reversed(self.members.items()):
+            codes[name] = member.terminate()
+        return codes
+
+    async def assert_no_leaks(self) -> None:
+        """The leak oracle: within a while every count of blocks, calls and sequences is back at zero."""
+        deadline = time.monotonic() + PATIENCE_S
+        async with self.client() as client:
+            while True:
+                info = await client.server_info()
+                held = held_resources(info)
+                if not held:
+                    return
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"leaked: {held}")
+                await asyncio.sleep(0.05)
+
+
+COUNTS = (
+    "running_requests",
+    "waiting_requests",
+    "reserved_blocks",
+    "quarantined_blocks",
+    "referenced_blocks",
+    "open_rpcs",
+    "transfers_in_flight",
+    "waiting_reservations",
+)
+
+
+def held_resources(info: inference_pb2.GetServerInfoResponse) -> dict[str, int]:
+    """Everything that should be zero and is not."""
+    held = {
+        f"{worker.worker_id}.{count}": getattr(worker, count)
+        for worker in info.workers
+        for count in COUNTS
+        if getattr(worker, count)
+    }
+    held |= {
+        f"{worker.worker_id}.missing_free_blocks": worker.total_blocks - worker.free_blocks
+        for worker in info.workers
+        if worker.total_blocks != worker.free_blocks
+    }
+    for count in ("running_requests", "background_tasks"):
+        if value := getattr(info, count):
+            held[f"coordinator.{count}"] = value
+    return held
+
+
+@asynccontextmanager
+async def running(cluster: Cluster) -> AsyncIterator[Cluster]:
+    """Starts the cluster; at the end all processes have stopped, however the test ended."""
+    try:
+        await cluster.start()
+        yield cluster
+    except BaseException:  # a test's timeout too
+        cluster.tell_state()
+        raise
+    finally:
+        cluster.stop()

@@ -1,0 +1,129 @@
+"""Answers read in the background, so that a test can act at a certain token, and waiting for a cluster's state."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
+from typing import Any
+
+from splitserve.client import AsyncClient, Completion
+from splitserve.errors import DeadlineExceededError
+from splitserve.v1 import inference_pb2
+from tests.support.cluster.real_cluster import Cluster
+from tests.support.waiting import PATIENCE_S
+
+POLL_S = 0.02
+
+Info = inference_pb2.GetServerInfoResponse
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    """A prompt for simulated engines."""
+    pick = random.Random(seed)
+    return [pick.randrange(256) for _ in range(length)]
+
+
+class Reading:
+    """One answer. `tokens` and `times` (monotonic seconds) grow as it comes."""
+
+    def __init__(self, client: AsyncClient, prompt: Sequence[int], **options: Any) -> None:
+        self.prompt = list(prompt)
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self._more = asyncio.Event()
+        self.task = asyncio.create_task(self._read(client, options))
+
+    async def _read(self, client: AsyncClient, options: dict[str, Any]) -> Completion:
+        try:
+            async with aclosing(client.stream(self.prompt, **options)) as items:
+                async for item in items:
+                    if isinstance(item, Completion):
+                        assert list(item.token_ids) == self.tokens
+                        return item
+                    self.tokens += item.token_ids
+                    self.times += [time.monotonic()] * len(item.token_ids)
+                    self._more.set()
+            raise AssertionError("the stream ended without its last message")
+        finally:
+            self._more.set()
+
+    async def got(self, count: int) -> None:
+        """Waits until `count` tokens have come. Raises what ended the stream before."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.tokens) < count:
+                if self.task.done():
+                    self.task.result()
+                    raise AssertionError(f"the answer ended after {len(self.tokens)} tokens")
+                self._more.clear()
+                await self._more.wait()
+
+    async def leave(self) -> None:
+        """The client goes away."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+    def longest_gap_s(self) -> float:
+        """Between two tokens that came one after the other."""
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+async def eventually(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Waits until `condition`, which looks at this process alone, holds."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if condition():
+            return
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(POLL_S)
+
+
+async def until(
+    cluster: Cluster, condition: Callable[[Info], Any], what: str, timeout_s: float = PATIENCE_S
+) -> Info:
+    """Polls the coordinator until `condition` holds of its answer."""
+    deadline, info = time.monotonic() + timeout_s, Info()
+    async with AsyncClient(cluster.target) as client:
+        while True:
+            with suppress(DeadlineExceededError):  # a busy machine
+                info = await client.server_info()
+                if condition(info):
+                    return info
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {timeout_s} s: {what}\n{info}")
+            await asyncio.sleep(POLL_S)
+
+
+def worker(info: Info, name: str) -> inference_pb2.WorkerInfo:
+    """The worker of that name; an empty one when it is not registered."""
+    return next((w for w in info.workers if w.worker_id == name), inference_pb2.WorkerInfo())
+
+
+def total(info: Info, pool: str, count: str) -> int:
+    """Sum of one count over a pool."""
+    return sum(getattr(w, count) for w in info.workers if w.pool == pool)
+
+
+async def chunks_written(cluster: Cluster) -> Info:
+    """Waits until a prompt is being computed and, if a chunk is quicker than a report, some of it was written."""
+    info = await until(cluster, lambda info: total(info, "prefill", "running_requests"), "prefill begins")
+    later = info.uptime_seconds + 0.3
+    return await until(
+        cluster,
+        lambda info: info.uptime_seconds > later and total(info, "prefill", "running_requests"),
+        "prefill goes on",
+    )
+
+
+def busy_prefill(info: Info) -> str:
+    """The first prefill worker that computes something."""
+    return next(w.worker_id for w in info.workers if w.pool == "prefill" and w.running_requests)
+
+
+async def timed(work: Awaitable[Any]) -> float:
+    """How many seconds it takes."""
+    began = time.monotonic()
+    await work
+    return time.monotonic() - began

@@ -1,0 +1,1 @@
+"""Engines, models and references for tests."""

@@ -1,0 +1,68 @@
+"""Tokenizers small enough to reason about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from splitserve.errors import InvalidArgumentError
+from splitserve.models.tokenizer import Turn
+
+EOS_TOKEN_ID = 256
+
+
+class ByteTokenizer:
+    """One token a byte, 256 the (invisible) end of sequence, then `pieces` of several bytes each."""
+
+    def __init__(self, pieces: Sequence[bytes] = ()) -> None:
+        self._table = [*(bytes([byte]) for byte in range(256)), b"", *pieces]
+
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self._table)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return False
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        return list(text.encode())
+
+    def render_chat(
+        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+    ) -> list[int]:
+        raise InvalidArgumentError("no chat template", field="messages")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._table[token_id]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return b"".join(self._table[token] for token in token_ids).decode(errors="replace")
+
+
+class FallbackTokenizer(ByteTokenizer):
+    """Words as a SentencePiece model shows them: drops the first space, and shows a run of byte tokens
+
+    that is not UTF-8 as one U+FFFD a byte. Tokens from 257 on are `words`.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__([word.encode() for word in words])
+        self._words = list(words)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text, run = "", b""
+        for token in [*token_ids, None]:
+            if token is not None and token < EOS_TOKEN_ID:
+                run += bytes([token])
+                continue
+            if token == EOS_TOKEN_ID:
+                continue
+            try:
+                text += run.decode()
+            except UnicodeDecodeError:
+                text += "\ufffd" * len(run)
+            run = b""
+            if token is not None:
+                text += self._words[token - EOS_TOKEN_ID - 1]
+        return text.removeprefix(" ")

@@ -1,0 +1,89 @@
+"""A Docker Engine in memory: containers, their labels and states; as much of it as the actuator calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from autoscaler.actuators.docker_template import NUMBER_LABEL, POOL_LABEL, PROJECT_LABEL, SERVICE_LABEL
+
+T = TypeVar("T")
+
+
+class FakeDocker:
+    """Calls come as through `DockerEngine.call`."""
+
+    def __init__(self, project: str = "shop") -> None:
+        self.project = project
+        self.there: dict[str, dict[str, Any]] = {}
+        self.killed: list[str] = []
+
+    async def call(self, what: str, work: Callable[[Any], T]) -> T:
+        return work(self)
+
+    async def close(self) -> None:
+        pass
+
+    def runs(self, service: str, pool: str, labels: Mapping[str, str] | None = None) -> str:
+        """A container that compose has started; its worker's id."""
+        config = {
+            "Labels": {
+                PROJECT_LABEL: self.project,
+                SERVICE_LABEL: service,
+                NUMBER_LABEL: "1",
+                POOL_LABEL: pool,
+                **(labels or {}),
+            },
+            "Env": ["SPLITSERVE_GPU=0"],
+            "Hostname": "",
+        }
+        made = self._make(
+            f"{self.project}-{service}-1", config, {"NetworkMode": "none", "DeviceRequests": []}
+        )
+        self.there[made]["State"] = "running"
+        return f"{pool}-{self.there[made]['Config']['Hostname']}"
+
+    def _make(self, name: str, config: dict[str, Any], host: dict[str, Any]) -> str:
+        number = len(self.there)
+        made = f"{number:012x}" + "f" * 52
+        config = config | {"Hostname": config["Hostname"] or made[:12]}
+        self.there[made] = {
+            "Id": made,
+            "Name": f"/{name}",
+            "Created": 1000.0 + number,
+            "State": "created",
+            "Config": config,
+            "HostConfig": host,
+            "NetworkSettings": {"Networks": {}},
+        }
+        return made
+
+    def containers(self, all: bool, filters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        assert all
+        return [
+            {
+                "Id": made["Id"],
+                "Names": [made["Name"]],
+                "State": made["State"],
+                "Created": made["Created"],
+                "Labels": made["Config"]["Labels"],
+            }
+            for made in self.there.values()
+            if made["Config"]["Labels"][PROJECT_LABEL] == self.project
+        ]
+
+    def inspect_container(self, container: str) -> dict[str, Any]:
+        return self.there[container]
+
+    def create_container_from_config(self, body: dict[str, Any], name: str) -> dict[str, str]:
+        config = {key: value for key, value in body.items() if key not in ("HostConfig", "NetworkingConfig")}
+        return {"Id": self._make(name, config, body["HostConfig"])}
+
+    def start(self, container: str) -> None:
+        self.there[container]["State"] = "running"
+
+    def kill(self, container: str, signal: str = "SIGKILL") -> None:
+        self.killed.append(container)
+
+    def rename(self, container: str, name: str) -> None:
+        self.there[container]["Name"] = f"/{name}"

@@ -1,0 +1,55 @@
+"""Replicas in memory: ordered ones are there at once, stopped ones until `end` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.snapshot import PoolName
+from splitserve.errors import ResourceExhaustedError, SplitserveError
+
+
+class FakeActuator(Actuator):
+    """`gpus` bounds how many there may be; `failure` is raised by every call while it is set."""
+
+    def __init__(self, gpus: int = 1000) -> None:
+        self.there: dict[str, ActualReplica] = {}
+        self.calls: list[tuple[object, ...]] = []
+        self.failure: SplitserveError | None = None
+        self.closed = False
+        self._gpus = gpus
+        self._number = 0
+
+    async def replicas(self) -> tuple[ActualReplica, ...]:
+        self._fail()
+        return tuple(self.there[name] for name in sorted(self.there))
+
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+        self._fail()
+        self.calls.append(("start", pool, count))
+        for _ in range(count):
+            if len(self.there) >= self._gpus:
+                raise ResourceExhaustedError("no GPU is free", reason="NO_GPU")
+            name = f"{pool}-{self._number}"
+            self._number += 1
+            self.there[name] = ActualReplica(name, pool, False, float(self._number))
+
+    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+        self._fail()
+        self.calls.append(("stop", pool, tuple(names), drain_s))
+        for name in names:
+            found = self.there.get(name)
+            if found is not None and found.pool == pool:
+                self.there[name] = replace(found, stopping=True)
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def end(self) -> None:
+        """All that was told to stop has ended."""
+        self.there = {name: replica for name, replica in self.there.items() if not replica.stopping}
+
+    def _fail(self) -> None:
+        if self.failure is not None:
+            raise self.failure

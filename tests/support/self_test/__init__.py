@@ -1,0 +1,1 @@
+"""Stand-ins for what the self-test of a device checks."""

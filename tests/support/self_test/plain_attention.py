@@ -1,0 +1,98 @@
+"""Stand-ins for the kernels and graphs of a GPU: they compute in plain torch, and can be told to do it wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from engine.backends.cuda.decode_graphs import bucket_sizes
+from engine.backends.cuda.staging import Staging, StepInputs
+from engine.backends.interface import NOWHERE, FlatStep
+from engine.kv_cache.memory import KvCacheMemory
+from engine.model.attention_interface import LayerState
+from engine.model.probe import AttentionKind
+from engine.runner.self_test.attention_check import reference
+
+KernelFault = Literal["none", "no window", "no soft cap", "next slot", "nan", "one key too many", "raises"]
+GraphFault = Literal["none", "nothing captured", "stale", "padded rows write", "too small"]
+UNUSED_SLOT = 20
+"""In a block that the check's sequences have and never reach."""
+
+
+class PlainAttention:
+    """Attention over a pool on cpu, one sequence after the other."""
+
+    capturable = True
+
+    def __init__(self, pool: KvCacheMemory, fault: KernelFault = "none") -> None:
+        self.inputs: StepInputs | None = None
+        self._pool, self._fault = pool, fault
+
+    def attend(
+        self,
+        layer: LayerState,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        assert self.inputs is not None
+        if self._fault == "raises":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+        flat, size = self.inputs.flat, self._pool.layout.block_size_tokens
+        kv = torch.stack((key, value))
+        slots = [slot for slot in flat.slots.tolist() if slot != NOWHERE]
+        for row, slot in enumerate(slots):
+            place = (slot + (self._fault == "next slot")) % (size * self._pool.num_blocks)
+            self._pool.tensor[place // size, layer.index, :, :, place % size] = kv[:, :, row]
+        window = None if self._fault == "no window" else layer.window
+        cap = None if self._fault == "no soft cap" else softcap
+        output = torch.zeros(query.shape[1], query.shape[0], query.shape[2], dtype=query.dtype)
+        for index, keys in enumerate(flat.contexts.tolist()):
+            begin, end = flat.query_starts[index : index + 2].tolist()
+            if keys == 0:
+                continue  # a padded row
+            context = keys + (self._fault == "one key too many")
+            first = int(flat.table_starts[index])
+            table = flat.tables[first : first + -(-context // size)].tolist()
+            mine = self._pool.tensor[table, layer.index].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
+            kind = AttentionKind(query.shape[0], window, cap)
+            output[begin:end] = reference(query[:, begin:end], mine, kind).to(query.dtype)
+        if self._fault == "nan":
+            output[0, 0, 0] = float("nan")
+        return output
+
+
+class PlainGraphs:
+    """Replays by computing again, padded as a graph is."""
+
+    def __init__(
+        self,
+        compute: Callable[[StepInputs], torch.Tensor],
+        device: torch.device,
+        max_rows: int,
+        max_blocks: int,
+        fault: GraphFault = "none",
+    ) -> None:
+        self._compute, self._fault = compute, fault
+        self._staging = Staging(8, device)
+        self._sizes = bucket_sizes(max_rows)
+        self._last: torch.Tensor | None = None
+
+    @property
+    def captured(self) -> list[int]:
+        return [] if self._fault == "nothing captured" else self._sizes
+
+    def logits(self, flat: FlatStep) -> torch.Tensor | None:
+        if self._fault == "too small" and flat.num_decode > 2:
+            return None
+        padded = flat.padded(next(size for size in self._sizes if size >= flat.num_decode))
+        if self._fault == "padded rows write":
+            padded.slots[flat.num_decode :] = UNUSED_SLOT
+        logits = self._compute(self._staging.stage(padded))
+        if self._fault == "stale":
+            logits, self._last = (logits if self._last is None else self._last), logits
+        return logits[: flat.num_decode]

@@ -1,0 +1,1 @@
+"""Peers and transports for tests of the handoff."""

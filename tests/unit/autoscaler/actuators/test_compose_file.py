@@ -1,0 +1,117 @@
+"""The compose file, read as it stands: nobody gets in without keys, and every variable is documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoscaler.policies.policy_file import load_policy
+from splitserve.config.autoscaler import AutoscalerConfig
+from splitserve.config.base import Settings
+from splitserve.config.command_line import settings_of
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.worker import WorkerConfig
+
+FOLDER = Path(__file__).resolve().parents[4] / "compose"
+TEXT = (FOLDER / "compose.yaml").read_text()
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
+SETTINGS = dict(
+    line.split("=", 1)
+    for line in (FOLDER / ".env").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+COMMANDS: dict[str, type[Settings]] = {
+    "coordinator": CoordinatorConfig,
+    "prefill-worker": WorkerConfig,
+    "decode-worker": WorkerConfig,
+    "autoscaler": AutoscalerConfig,
+}
+PARTS = {
+    name: service["command"].split()
+    for name, service in SERVICES.items()
+    if isinstance(service.get("command"), str) and service["command"].split()[0] in COMMANDS
+}
+
+
+def environment(name: str) -> dict[str, Any]:
+    given = SERVICES[name].get("environment", {})
+    return dict(entry.partition("=")[::2] for entry in given) if isinstance(given, list) else given
+
+
+def variables_in(value: object) -> set[str]:
+    return set(re.findall(r"\$\{(\w+)", str(value)))
+
+
+def test_all_services_are_there() -> None:
+    assert set(PARTS) == {
+        "coordinator",
+        "prefill",
+        "decode",
+        "autoscaler",
+        "prefill-gpu",
+        "decode-gpu",
+        "autoscaler-gpu",
+    }
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_options_exist(name: str) -> None:
+    command, *words = PARTS[name]
+    known = {setting.flag for setting in settings_of(COMMANDS[command])}
+    assert [word for word in words if word.startswith("--") and word not in known] == []
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_has_the_cluster_token(name: str) -> None:
+    assert environment(name)["SPLITSERVE_CLUSTER_TOKEN_FILE"] == "/keys/cluster_token"
+    assert "${KEYS}:/keys:ro" in SERVICES[name]["volumes"]
+
+
+def test_the_keys_are_made_before_anybody_listens() -> None:
+    assert SERVICES["keys"]["command"] == ["keys", "init", "/keys"]
+    made = {"condition": "service_completed_successfully"}
+    assert SERVICES["coordinator"]["depends_on"]["keys"] == made
+    for name in ("prefill", "decode", "prefill-gpu", "decode-gpu"):
+        assert SERVICES[name]["depends_on"]["coordinator"] == {"condition": "service_healthy"}
+
+
+def test_clients_need_an_api_key() -> None:
+    words = PARTS["coordinator"]
+    assert words[words.index("--tenants") + 1] == "/keys/tenants.yaml"
+
+
+def test_what_asks_for_no_password_stays_on_this_host() -> None:
+    published = {name: port for name, service in SERVICES.items() for port in service.get("ports", ())}
+    for name, port in published.items():
+        if name not in ("coordinator", "grafana"):
+            assert port.startswith("127.0.0.1:"), name
+    assert SETTINGS["BIND_ADDRESS"] == "127.0.0.1"
+
+
+def test_no_secret_has_a_default() -> None:
+    assert not {
+        name: value for name, value in SETTINGS.items() if re.search("TOKEN|KEY$|PASSWORD", name) and value
+    }
+    grafana = environment("grafana")
+    assert grafana["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/keys/grafana_password"
+    assert not [name for name in grafana if "ANONYMOUS" in name]
+
+
+def test_only_the_autoscaler_has_the_socket_and_it_may_read_the_keys() -> None:
+    holders = {name for name, service in SERVICES.items() if "docker.sock" in str(service.get("volumes"))}
+    assert holders == {"autoscaler", "autoscaler-gpu"}
+    for name in holders:
+        assert SERVICES[name]["group_add"] == ["10001"]
+
+
+def test_every_variable_is_in_the_documented_file_and_used() -> None:
+    used = variables_in(TEXT)
+    assert used == set(SETTINGS) - {"COMPOSE_PROFILES"}
+
+
+def test_the_policy_is_valid() -> None:
+    load_policy(FOLDER / "policy.yaml")

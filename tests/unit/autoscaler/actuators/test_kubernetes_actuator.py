@@ -1,0 +1,152 @@
+"""The Kubernetes actuator: orders before and after the controllers act, and errors of the API server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from autoscaler.actuators.kubernetes import KubernetesActuator
+from splitserve.config.autoscaler import KubernetesConfig
+from splitserve.errors import ConfigError, FailedPreconditionError, NotFoundError, UnavailableError
+from tests.support.scaling.kubernetes_api import COST, NAMESPACE, FakeKubernetes, Workload, serving_kubernetes
+
+
+@pytest.fixture
+def kubernetes() -> FakeKubernetes:
+    """A fake API server whose controllers act on demand."""
+    return FakeKubernetes(
+        Workload("deployment", "prefill"), Workload("deployment", "decode", 3), prompt=False
+    )
+
+
+@pytest.fixture
+def kubeconfig(kubernetes: FakeKubernetes, tmp_path: Path) -> Iterator[Path]:
+    with serving_kubernetes(kubernetes, tmp_path) as path:
+        yield path
+
+
+@pytest.fixture
+async def actuator(kubeconfig: Path) -> AsyncIterator[KubernetesActuator]:
+    settings = KubernetesConfig(
+        kubeconfig=kubeconfig, prefill="deployment/prefill", decode="deployment/decode", request_timeout_s=2
+    )
+    opened = KubernetesActuator.connect(settings)
+    yield opened
+    await opened.close()
+
+
+async def listed(actuator: KubernetesActuator) -> dict[str, bool]:
+    """`stopping` by name."""
+    return {replica.name: replica.stopping for replica in await actuator.replicas()}
+
+
+async def test_ordered_pods_count_before_they_exist(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes
+) -> None:
+    assert list(await listed(actuator)) == [f"decode-pending-{n}" for n in range(3)]
+    await actuator.start("decode", 1)
+    assert len(await listed(actuator)) == 4
+    kubernetes.control()
+    assert list(await listed(actuator)) == sorted(kubernetes.pods)
+
+
+async def test_an_order_is_taken_back_before_its_pod_exists(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes
+) -> None:
+    await actuator.stop("decode", ["decode-pending-2"], 30.0)
+    assert kubernetes.workloads["deployment", "decode"].replicas == 2
+    assert not [request for request in kubernetes.requests if "/pods/" in request[1]]
+
+
+async def test_the_chosen_pod_goes_and_nothing_is_ordered_twice(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes
+) -> None:
+    kubernetes.control()
+    first, chosen, last = kubernetes.pods
+    for _ in range(2):
+        await actuator.stop("decode", [chosen], 30.0)
+        assert await listed(actuator) == {first: False, chosen: True, last: False}
+    assert kubernetes.workloads["deployment", "decode"].replicas == 2
+    changes = [path.rpartition("/")[2] for method, path in kubernetes.requests if method == "PATCH"]
+    assert changes == [chosen, "scale"]
+    kubernetes.control()
+    assert kubernetes.pods[chosen].deleting
+    kubernetes.control()
+    assert list(kubernetes.pods) == [first, last]
+
+
+async def test_an_attempt_that_went_no_further_is_undone(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes
+) -> None:
+    kubernetes.control()
+    first, second, _ = kubernetes.pods
+    kubernetes.pods[first].annotations[COST] = "-1000"
+    assert not any((await listed(actuator)).values())
+    await actuator.stop("decode", [second], 30.0)
+    assert COST not in kubernetes.pods[first].annotations
+    kubernetes.control()
+    assert [name for name, pod in kubernetes.pods.items() if pod.deleting] == [second]
+
+
+async def test_a_pod_too_many_of_a_rolling_update_is_not_scaled_in(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes
+) -> None:
+    kubernetes.control()
+    kubernetes._make(kubernetes.workloads["deployment", "decode"])
+    surge = list(kubernetes.pods)[-1]
+    kubernetes.pods[surge].ready = False
+    assert [name for name, stopping in (await listed(actuator)).items() if stopping] == [surge]
+    await actuator.stop("decode", [surge], 30.0)
+    assert kubernetes.workloads["deployment", "decode"].replicas == 3
+
+
+async def test_a_change_by_somebody_else_is_not_overwritten(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes
+) -> None:
+    kubernetes.control()
+    scale = await actuator._api.scale("deployment/decode")
+    await actuator.start("decode", 1)
+    with pytest.raises(UnavailableError, match="the object has been modified") as caught:
+        await actuator._api.set_replicas("deployment/decode", 1, scale.version)
+    assert caught.value.reason == "CHANGED_MEANWHILE"
+    assert kubernetes.workloads["deployment", "decode"].replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "reason"),
+    [
+        (403, FailedPreconditionError, "FORBIDDEN"),
+        (404, NotFoundError, "NOT_FOUND"),
+        (500, UnavailableError, "KUBERNETES_FAILED"),
+    ],
+)
+async def test_what_the_server_says(
+    actuator: KubernetesActuator, kubernetes: FakeKubernetes, status: int, kind: type, reason: str
+) -> None:
+    kubernetes.refuse = status
+    with pytest.raises(kind, match=rf"kubernetes: deployment/prefill: {status} the server says no") as caught:
+        await actuator.replicas()
+    assert caught.value.reason == reason
+
+
+async def test_no_server(tmp_path: Path) -> None:
+    with serving_kubernetes(FakeKubernetes(), tmp_path) as kubeconfig:
+        actuator = KubernetesActuator.connect(KubernetesConfig(kubeconfig=kubeconfig))
+    with pytest.raises(UnavailableError) as caught:
+        await actuator.replicas()
+    assert caught.value.reason == "KUBERNETES_UNREACHABLE"
+    await actuator.close()
+
+
+async def test_the_namespace_is_the_contexts_unless_given(kubeconfig: Path) -> None:
+    for given, expected in ((None, NAMESPACE), ("other", "other")):
+        actuator = KubernetesActuator.connect(KubernetesConfig(kubeconfig=kubeconfig, namespace=given))
+        assert actuator._api.namespace == expected
+        await actuator.close()
+
+
+def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kubernetes\.kubeconfig"):
+        KubernetesActuator.connect(KubernetesConfig(kubeconfig=tmp_path / "none"))

@@ -1,0 +1,100 @@
+"""Policies of one's own: where they are found, what is refused at the start, what happens when they fail later."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoscaler.decide import make_decide
+from autoscaler.plan import ScalingPlan
+from autoscaler.policies import custom
+from autoscaler.policies.policy_file import parse_policy
+from autoscaler.policy_in_force import PolicyFile
+from autoscaler.snapshot import Snapshot
+from splitserve.errors import ConfigError
+from tests.support.scaling.snapshots import snapshot
+
+MODULE = "tests.support.scaling.custom_policy:by_queue"
+GOOD = """
+from autoscaler.policies.recommendation import Recommendation
+
+def mine(memory, snapshot, status, wanted=3):
+    return Recommendation(wanted, "as I like"), memory
+"""
+
+
+def decided(function: str, seen: Snapshot | None = None, **options: Any) -> ScalingPlan:
+    pool = {"kind": "custom", "function": function, "options": options}
+    rules = parse_policy({"prefill": pool, "decode": {"target_ms": 50}, "lend_decode": False})
+    return make_decide(rules)(None, seen or snapshot())[0]
+
+
+def test_a_function_of_a_module() -> None:
+    assert decided(MODULE, snapshot(metrics={"queue_depth": 60.0})).prefill.desired == 6
+    assert decided(MODULE, snapshot(metrics={"queue_depth": 40.0}), each=5).prefill.desired == 8
+
+
+def test_a_function_of_a_file_beside_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    path = tmp_path / "policy.yaml"
+    path.write_text("prefill: {kind: custom, function: 'mine.py:mine'}\ndecode: {target_ms: 50}\n")
+    loaded = PolicyFile(path).value
+    assert make_decide(loaded.rules, loaded.functions)(None, snapshot(prefill=1))[0].prefill.desired == 3
+    assert not list(tmp_path.glob("__pycache__"))
+
+
+def test_an_entry_point_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = EntryPoint("by-queue", MODULE, custom.ENTRY_POINTS)
+    monkeypatch.setattr(custom, "entry_points", lambda group, name: [found] if name == "by-queue" else [])
+    assert decided("by-queue", snapshot(metrics={"queue_depth": 70.0})).prefill.desired == 7
+    with pytest.raises(ConfigError, match="no entry point of this name"):
+        decided("nobody")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("x = (", "line 1: '(' was never closed"),
+        ("\nimport nowhere_at_all", "line 2: No module named 'nowhere_at_all'"),
+        ("mine = 3", "is not a function"),
+        ("", "has no attribute 'mine'"),
+        ("def mine():\n    pass", "takes 0 positional arguments but 3 were given"),
+        ("def mine(memory, snapshot, status):\n    return 3", "must return (Recommendation, memory), not 3"),
+        (
+            "def mine(memory, snapshot, status):\n\n    return snapshot.nothing",
+            "line 3: 'Snapshot' object has no",
+        ),
+        (GOOD.replace("wanted,", "-1,"), "wanted must be a whole number from 0 on, not -1"),
+        (GOOD.replace("wanted,", "2.5,"), "wanted must be a whole number from 0 on, not 2.5"),
+        (GOOD.replace("as I like", ""), "reason must say why"),
+        (GOOD.replace('like")', 'like", float("nan"))'), "need must be a finite number"),
+        (GOOD.replace("wanted,", "next(numbers),") + "\nnumbers = iter(range(9))", "to the same snapshot"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused_at_the_start(tmp_path: Path, code: str, words: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(code)
+    with pytest.raises(ConfigError) as caught:
+        decided(f"{path}:mine")
+    assert words in caught.value.message
+    assert caught.value.field == "prefill.function"
+    assert len(caught.value.message.splitlines()) == 1
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'eech'"):
+        decided(MODULE, eech=5)
+
+
+def test_one_that_fails_later_keeps_the_count_and_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        GOOD.replace("    return", "    if snapshot.now_s:\n        raise KeyError('x')\n    return")
+    )
+    plan = decided(f"{path}:mine", snapshot(prefill=5))
+    assert plan.prefill.desired == 5
+    assert plan.prefill.error == "line 6: KeyError: 'x'"
+    assert plan.decode.error == ""

@@ -1,0 +1,290 @@
+"""The simulated cluster: conservation, determinism, and cases that can be computed by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
+from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
+from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
+from autoscaler.simulation.engine_model import PRESETS, EngineModel, preset
+from autoscaler.simulation.evaluation.baselines import static_replicas
+from autoscaler.simulation.outcome import Outcome, Slo
+from autoscaler.simulation.simulator import Scenario, Simulation
+from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
+from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.snapshot import ReplicaState, Snapshot
+from coordinator.routing.scores import decode_score_s
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import InvalidArgumentError
+
+PLAIN = EngineModel(
+    prefill_token_s=1e-3,
+    step_s=0.0,
+    sequence_s=0.0,
+    max_step_tokens=100_000,
+    handoff_s=0.0,
+    link_gb_per_s=1e9,
+)
+
+
+def run(trace: Trace, engine: EngineModel, prefill: int = 1, decode: int = 1, **changed: object) -> Outcome:
+    counts = {"prefill": prefill, "decode": decode}
+    scenario = replace(Scenario(trace, engine, initial=counts), **changed)  # type: ignore[arg-type]
+    return Simulation(scenario, static_replicas(counts)).run()  # type: ignore[arg-type]
+
+
+def trace_of(*requests: tuple[float, int, int]) -> Trace:
+    return Trace("t", [TraceRequest(*request) for request in requests])
+
+
+def test_prompts_queue_in_order() -> None:
+    outcome = run(trace_of((0, 1000, 1), (0.5, 1000, 1), (5, 2000, 1)), PLAIN)
+    assert [request.ttft_s for request in outcome.requests] == pytest.approx([1.0, 1.5, 2.0])
+    assert outcome.phases()["prefill_queue"]["p99"] == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_prompt_costs_the_same_however_it_is_cut() -> None:
+    whole = replace(PLAIN, prefill_token2_s=1e-6)
+    cut = replace(whole, max_step_tokens=64)
+    times = [run(trace_of((0, 3000, 1)), engine).requests[0].ttft_s for engine in (whole, cut)]
+    assert times == pytest.approx([3.0 + 9.0, 12.0])
+
+
+def test_a_short_prompt_gets_through_beside_a_long_one() -> None:
+    engine = replace(PLAIN, max_step_tokens=1000)
+    outcome = run(trace_of((0, 100_000, 1), (0.5, 100, 1)), engine)
+    assert outcome.requests[1].ttft_s == pytest.approx(0.5 + 1.0)
+
+
+def test_decode_steps_by_hand() -> None:
+    """A batch that grows and shrinks: 10 steps of 0.1 s alone, then 0.1 + 0.1 a step for both."""
+    engine = replace(PLAIN, prefill_token_s=0.0, sequence_s=0.1)
+    outcome = run(trace_of((0, 100, 21), (1.0, 100, 11)), engine)
+    first, second = outcome.requests
+    assert second.finished_s == pytest.approx(1.0 + 10 * 0.2)
+    assert first.finished_s == pytest.approx(1.0 + 10 * 0.2)
+    assert (first.tpot_s, second.tpot_s) == pytest.approx((3.0 / 20, 0.2))
+
+
+def test_context_slows_decode_down() -> None:
+    """k steps over a context that grows by one each: k c C + c k (k - 1) / 2."""
+    engine = replace(PLAIN, prefill_token_s=0.0, context_token_s=1e-3)
+    request = run(trace_of((0, 100, 51)), engine).requests[0]
+    assert request.finished_s == pytest.approx(sum(1e-3 * (101 + k) for k in range(50)))
+
+
+def test_a_full_decode_pool_holds_prefill_back() -> None:
+    engine = replace(PLAIN, sequence_s=0.1, kv_capacity_tokens=150)
+    outcome = run(trace_of((0, 100, 11), (0, 100, 11)), engine)
+    first, second = outcome.requests
+    assert second.reserved_s == pytest.approx(first.finished_s)
+    assert second.started_s == pytest.approx(first.finished_s)
+
+
+def test_the_last_sequence_gives_way_when_the_pool_is_full() -> None:
+    """Two sequences of 100 tokens in 240: after 19 more each the second is preempted, and waits for the first."""
+    engine = replace(PLAIN, prefill_token_s=1e-3, sequence_s=0.0, step_s=0.1, kv_capacity_tokens=240)
+    outcome = run(trace_of((0, 100, 61), (0, 100, 61)), engine)
+    first, second = outcome.requests
+    assert first.finished_s is not None
+    assert second.finished_s is not None
+    assert first.finished_s < second.finished_s
+    assert second.decoded == pytest.approx(19, abs=1)
+    # It is computed again when the first one has ended, and then decodes what is left.
+    expected = first.finished_s + 0.1 + (100 + second.decoded) * 1e-3 + (60 - second.decoded) * 0.1
+    assert second.finished_s == pytest.approx(expected, abs=0.01)
+
+
+def test_the_lane_carries_one_prompt_after_the_other() -> None:
+    engine = replace(PLAIN, prefill_token_s=0.0, link_gb_per_s=1.0, kv_bytes_per_token=10**6)
+    outcome = run(trace_of((0, 1000, 2), (0, 1000, 2)), engine)
+    assert [request.joined_s for request in outcome.requests] == pytest.approx([1.0, 2.0])
+    assert [request.first_token_s for request in outcome.requests] == [0, 0]
+
+
+def test_waiting_agrees_with_md1() -> None:
+    """Poisson arrivals, equal prompts, one server: mean wait = rho / (2 (1 - rho)) services (Pollaczek-Khinchine)."""
+    chance = random.Random(5)
+    at, requests = 0.0, []
+    for _ in range(8_000):
+        at += chance.expovariate(0.7)
+        requests.append((at, 1000, 1))
+    # One prompt a step, as in M/D/1: a step takes 1 s whatever waits.
+    outcome = run(trace_of(*requests), replace(PLAIN, max_step_tokens=1000))
+    waits = [
+        request.started_s - request.arrival_s for request in outcome.requests if request.started_s is not None
+    ]
+    assert sum(waits) / len(waits) == pytest.approx(0.7 / (2 * 0.3), rel=0.1)
+
+
+class Restless:
+    """Scales at random, so that replicas keep starting, draining and ending."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    def decide(self, memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        counts = [PoolPlan(self._chance.randint(1, 4), self._chance.randint(0, 1)) for _ in range(2)]
+        return ScalingPlan(counts[0], counts[1], lend_decode_to_prefill=self._chance.random() < 0.5), memory
+
+
+def restless(seed: int) -> Decide:
+    return Restless(seed).decide
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 10_000))
+def test_every_request_ends_exactly_once(seed: int) -> None:
+    trace = synthetic(
+        TraceShape("burst", rate=1, peak_rate=8, duration_s=200, burst_s=50, output_tokens=40, seed=seed)
+    )
+    engine = replace(preset("h100-8b"), kv_capacity_tokens=8_000, max_running_requests=6)
+    scenario = Scenario(trace, engine, cold_start_s=20, initial={"prefill": 1, "decode": 1})
+    outcome = Simulation(scenario, restless(seed), interval_s=5).run()
+    assert len(outcome.requests) == len(trace.requests)
+    for request in outcome.requests:
+        assert request.failed or (request.finished_s is not None and request.remaining == 0)
+        stamps = (
+            request.arrival_s,
+            request.reserved_s,
+            request.started_s,
+            request.first_token_s,
+            request.finished_s,
+        )
+        known = [stamp for stamp in stamps if stamp is not None]
+        assert known == sorted(known)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 10_000))
+def test_nothing_stays_reserved(seed: int) -> None:
+    events = EventQueue()
+    ended: list[SimulatedRequest] = []
+    engine = replace(preset("h100-8b"), kv_capacity_tokens=6_000, max_running_requests=4)
+    cluster = Cluster(
+        ClusterSettings(engine, 5.0), events, lambda *_: None, lambda request, _: ended.append(request)
+    )
+    cluster.order("prefill", 2, 0.0, cold_start_s=0)
+    cluster.order("decode", 2, 0.0, cold_start_s=0)
+    chance = random.Random(seed)
+    requests = [
+        SimulatedRequest(TraceRequest(n * 0.05, chance.randint(1, 5000), chance.randint(1, 60)))
+        for n in range(60)
+    ]
+    for request in requests:
+        cluster.lending = chance.random() < 0.5
+        events.at(request.arrival_s, lambda now, request=request: cluster.arrive(request, now))  # type: ignore[misc]
+    while events.next_s < float("inf"):
+        when, event = events.pop()
+        event(when)
+    assert sorted(map(id, ended)) == sorted(map(id, requests))
+    for decode in cluster.decode:
+        assert (decode.held, decode.reserved_tokens, decode.local_tokens) == (0, 0, 0)
+        assert (decode.running, decode.waiting_reservations, decode.assigned) == (0, 0, 0)
+        assert decode.context_tokens == pytest.approx(0, abs=1e-6)
+    assert all(r.queued_tokens == r.assigned == r.load == 0 for r in cluster.prefill)
+
+
+def test_the_same_run_twice_is_the_same() -> None:
+    trace = synthetic(TraceShape("diurnal", rate=1, peak_rate=4, duration_s=300, seed=2))
+    scenario = Scenario(trace, preset("h100-8b"), cold_start_s=30)
+    first, second = (Simulation(scenario, restless(7), interval_s=5).run().to_json() for _ in range(2))
+    first.pop("cpu_ms_per_request")
+    second.pop("cpu_ms_per_request")
+    assert first == second
+
+
+def test_a_pool_without_replicas_fails_requests_after_a_while() -> None:
+    outcome = run(trace_of((0, 10, 2), (9, 10, 2)), PLAIN, prefill=0)
+    # The bounds start one at the first decision; it is ready a minute later.
+    assert outcome.failed_requests == 2
+    assert outcome.attainment == 0
+    assert outcome.phases()["ttft"] == {}
+
+
+class OneMoreThenOneLess:
+    """Two prefill replicas from 10 s, one again from 200 s."""
+
+    def decide(self, memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        return ScalingPlan(PoolPlan(2 if 10 <= snapshot.now_s < 200 else 1), PoolPlan(1)), memory
+
+
+def test_replica_hours_count_from_the_order_to_the_end() -> None:
+    trace = trace_of(*((float(at), 100, 2) for at in range(0, 301, 2)))
+    scenario = Scenario(trace, PLAIN, cold_start_s=50, initial={"prefill": 1, "decode": 1})
+    outcome = Simulation(scenario, OneMoreThenOneLess().decide, interval_s=10).run()
+    assert outcome.duration_s == 300
+    assert outcome.replica_hours["decode"] * 3600 == pytest.approx(300)
+    assert outcome.replica_hours["prefill"] * 3600 == pytest.approx(300 + 190, abs=1)
+    assert outcome.actions == {"start": 1, "drain": 1}
+    assert outcome.failed_requests == 0
+    ready = [m.at_s for m in outcome.moments if m.replicas["prefill"]["ready"] == 2]
+    assert (ready[0], ready[-1]) == (60, 200)
+
+
+def test_standby_is_loaded_and_joins_at_once() -> None:
+    def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        return ScalingPlan(PoolPlan(1 if snapshot.now_s < 150 else 2, standby=1), PoolPlan(1)), memory
+
+    trace = trace_of(*((float(at), 100, 2) for at in range(0, 301, 2)))
+    scenario = Scenario(trace, PLAIN, cold_start_s=50, initial={"prefill": 1, "decode": 1})
+    outcome = Simulation(scenario, decide, interval_s=10).run()
+    at_100, at_160 = (next(m for m in outcome.moments if m.at_s == at) for at in (100, 160))
+    there = {state: count for state, count in at_100.replicas["prefill"].items() if count}
+    assert there == {"standby": 1, "ready": 1}
+    assert at_160.replicas["prefill"]["ready"] == 2
+
+
+def test_a_draining_replica_ends_what_it_has_and_gets_nothing_new() -> None:
+    events = EventQueue()
+    cluster = Cluster(ClusterSettings(PLAIN, 5.0), events, lambda *_: None, lambda *_: None)
+    cluster.order("prefill", 2, 0.0, cold_start_s=0)
+    cluster.order("decode", 1, 0.0, cold_start_s=0)
+    requests = [SimulatedRequest(TraceRequest(0.0, 1000, 2)) for _ in range(2)]
+    for request in requests:
+        cluster.arrive(request, 0.0)
+    from autoscaler.reconcile import Drain
+
+    leaving = requests[0].prefill
+    assert leaving is not None
+    cluster.act(Drain("prefill", (leaving.name,)), 0.1)
+    late = SimulatedRequest(TraceRequest(0.2, 1000, 2))
+    cluster.arrive(late, 0.2)
+    assert late.prefill is not leaving
+    assert leaving.state is ReplicaState.DRAINING
+    while events.next_s < float("inf"):
+        when, event = events.pop()
+        event(when)
+    assert leaving.ended_s == pytest.approx(1.0)
+    assert requests[0].finished_s is not None
+
+
+def test_decode_score() -> None:
+    assert decode_score_s(2, 10, 5, 0.1, 4, 8) == pytest.approx(0.15)
+    assert decode_score_s(12, 10, 4, 0.1, 0, 8) == pytest.approx(2 / 4 * 128 * 0.1 + 0.1)
+
+
+def test_presets() -> None:
+    simulated = preset("simulated")
+    config = EngineConfig(kind="simulated")
+    assert simulated.prefill_token_s == config.simulated_prefill_token_s
+    assert simulated.step_s == config.simulated_step_s
+    assert simulated == EngineModel.of(config)
+    assert all(engine.prompt_s(1000) < 1 for engine in PRESETS.values())
+    with pytest.raises(InvalidArgumentError, match="h100-8b"):
+        preset("abacus")
+
+
+def test_cost_of_a_request() -> None:
+    """64 replicas and 20,000 requests cost well below a millisecond of CPU each."""
+    trace = synthetic(TraceShape("constant", rate=400, peak_rate=400, duration_s=50, prompt_tokens=1500))
+    outcome = run(trace, preset("h100-8b"), prefill=40, decode=24, slo=Slo(2, 0.1))
+    assert len(outcome.requests) > 19_000
+    assert outcome.attainment > 0.95
+    assert outcome.to_json()["cpu_ms_per_request"] < 1.0

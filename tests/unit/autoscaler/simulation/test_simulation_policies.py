@@ -1,0 +1,193 @@
+"""Formulas of the baselines, the clairvoyant bound, and the default policy at constant load and after a burst."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoscaler.plan import Decide
+from autoscaler.reconcile import Bounds
+from autoscaler.simulation.engine_model import preset
+from autoscaler.simulation.evaluation.baselines import (
+    BASELINES,
+    baselines,
+    dynamo_thresholds,
+    hpa_formula,
+    hpa_p95_latency,
+    token_backlog,
+)
+from autoscaler.simulation.evaluation.clairvoyant import GRID_S, clairvoyant_bound, needs, schedule, scheduled
+from autoscaler.simulation.evaluation.comparison import baseline_names, compare, run_baseline, static_peak
+from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.simulator import NO_BOUNDS, Scenario, Simulation
+from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
+from autoscaler.snapshot import ArrivalBucket, DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
+from bench.autoscaling.attainment import actions_after, burst, constant_at_a_boundary
+from bench.autoscaling.cases import default_policy
+from splitserve.errors import InvalidArgumentError
+from splitserve.histograms import Histogram
+
+ENGINE = preset("h100-8b")
+SLO = Slo(2.0, 0.1)
+COLD_STARTS_S = [60.0, pytest.param(180.0, marks=pytest.mark.slow)]
+
+
+def replicas(pool: str, ready: int, starting: int = 0) -> tuple[Replica, ...]:
+    states = [ReplicaState.READY] * ready + [ReplicaState.STARTING] * starting
+    return tuple(Replica(f"{pool}-{n}", state, 0.0, 1.0) for n, state in enumerate(states))
+
+
+def snapshot(prefill: int = 4, decode: int = 4, starting: int = 0, **changed: object) -> Snapshot:
+    prefill_changes = {
+        k: v for k, v in changed.items() if k in ("backlog_tokens", "ttft", "waiting_requests")
+    }
+    decode_changes = {
+        k: v for k, v in changed.items() if k in ("context_tokens", "tpot", "waiting_reservations")
+    }
+    return Snapshot(
+        now_s=100.0,
+        prefill=replace(PrefillSignals(replicas("p", prefill, starting)), **prefill_changes),  # type: ignore[arg-type]
+        decode=replace(DecodeSignals(replicas("d", decode)), **decode_changes),  # type: ignore[arg-type]
+        arrivals=(ArrivalBucket(90.0, 5.0, 10, 10_000, 10_000, 1000.0),),
+    )
+
+
+def desired(decide: Decide, seen: Snapshot) -> tuple[int, int]:
+    plan, _ = decide(None, seen)
+    return plan.prefill.desired, plan.decode.desired
+
+
+@pytest.mark.parametrize(
+    ("ready", "value", "wanted"),
+    [(4, 4.0, 8), (4, 2.1, 4), (4, 1.9, 4), (4, 0.5, 1), (3, 2.4, 4), (4, None, None)],
+)
+def test_hpa_formula(ready: int, value: float | None, wanted: int | None) -> None:
+    assert hpa_formula(ready, value, 2.0) == wanted
+
+
+def test_hpa_on_latency() -> None:
+    decide = hpa_p95_latency(SLO, NO_BOUNDS)
+    slow, quick = Histogram.of([4.0] * 100), Histogram.of([0.101] * 100)
+    assert desired(decide, snapshot(ttft=slow, tpot=quick)) == (8, 4)
+    assert desired(decide, snapshot()) == (4, 4)  # nothing measured, nothing changed
+    assert desired(decide, snapshot(starting=8, ttft=slow)) == (12, 4)  # what starts is counted
+    assert (
+        desired(hpa_p95_latency(SLO, {"prefill": Bounds(1, 6), "decode": Bounds(1, 6)}), snapshot(ttft=slow))[
+            0
+        ]
+        == 6
+    )
+
+
+def test_hpa_scales_down_after_five_minutes() -> None:
+    decide, memory, counts = hpa_p95_latency(SLO, NO_BOUNDS), None, []
+    quick = snapshot(ttft=Histogram.of([0.2] * 100))
+    busy = snapshot(ttft=Histogram.of([2.0] * 100))
+    for step in range(30):
+        seen = replace(busy if step == 0 else quick, now_s=15.0 * step)
+        plan, memory = decide(memory, seen)
+        counts.append(plan.prefill.desired)
+    assert counts[:20] == [4] * 20
+    assert counts[-1] == 1
+
+
+def test_token_backlog_in_seconds_of_prefill() -> None:
+    peak = ENGINE.max_step_tokens / ENGINE.prompt_s(ENGINE.max_step_tokens)
+    threshold_s = 0.65 * (SLO.ttft_s - 1000 / peak)
+    decide = token_backlog(SLO, ENGINE, NO_BOUNDS)
+    backlog = int(7.5 * threshold_s * peak)
+    kv = int(4.8 * ENGINE.kv_capacity_tokens * 0.8)
+    assert desired(decide, snapshot(backlog_tokens=backlog, context_tokens=kv)) == (8, 5)
+
+
+def test_dynamo_thresholds() -> None:
+    decide = dynamo_thresholds(ENGINE, NO_BOUNDS)
+    full = int(4 * 1.05 * ENGINE.kv_capacity_tokens)
+    half = int(4 * 0.8 * ENGINE.kv_capacity_tokens)
+    waiting = {"backlog_tokens": 4 * ENGINE.context_tokens, "waiting_requests": 4}
+    assert desired(decide, snapshot(context_tokens=full, **waiting)) == (5, 5)
+    assert desired(
+        decide, snapshot(context_tokens=half, backlog_tokens=ENGINE.context_tokens, waiting_requests=4)
+    ) == (4, 4)
+    queued = 4 * ENGINE.kv_capacity_tokens * 0.3 / 1000  # each with a prompt of 1,000 tokens
+    assert desired(decide, snapshot(context_tokens=half, waiting_reservations=int(queued))) == (3, 5)
+    assert desired(decide, snapshot()) == (3, 3)
+    assert desired(decide, snapshot(starting=1, **waiting)) == (5, 3)  # a change is on its way
+    assert desired(decide, snapshot(prefill=1, decode=1)) == (1, 1)
+
+
+def test_baselines_by_name() -> None:
+    found = baselines(SLO, ENGINE, NO_BOUNDS, {"prefill": 3, "decode": 2})
+    assert tuple(found) == BASELINES
+    assert desired(found["static-peak"].decide, snapshot()) == (3, 2)
+    assert baseline_names(["all"]) == list(BASELINES)
+    assert baseline_names(["token-backlog", "all"])[0] == "token-backlog"
+    with pytest.raises(InvalidArgumentError, match="no such baseline: 'x'"):
+        baseline_names(["x"])
+
+
+def test_a_schedule_orders_one_cold_start_ahead_and_keeps_through_short_troughs() -> None:
+    need = (
+        needs(Scenario(synthetic(TraceShape("constant", rate=1, peak_rate=1, duration_s=300)), ENGINE))[
+            "prefill"
+        ]
+        * 0
+    )
+    need[20:30] = 2.5
+    need[40:50] = 2.5
+    counts = schedule(need, headroom=0.0, cap=1.0, cold_start_s=60.0)
+    first = 20 - round(60 / GRID_S) - 1
+    assert counts[first - 1] == 1
+    # The trough of 10 steps is shorter than a cold start of 12.
+    assert set(counts[first:50]) == {3}
+    assert counts[50] == 1
+    assert max(schedule(need, 0.0, 0.5, 60.0)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_bound_attains_and_undercuts_what_attains() -> None:
+    trace = synthetic(TraceShape("diurnal", rate=4, peak_rate=20, duration_s=600, prompt_tokens=2000, seed=1))
+    scenario = Scenario(trace, ENGINE, SLO, cold_start_s=60)
+    bound = clairvoyant_bound(scenario, 0.97)
+    assert bound.outcome.attainment >= 0.97
+    found = compare(scenario, default_policy(SLO, 60.0), ["static-peak"])
+    for outcome in (found.policy, *found.others):
+        if outcome.attainment >= 0.97:
+            assert bound.replica_hours <= outcome.total_replica_hours
+    assert found.policy.attainment >= 0.97
+    replayed = replace(scenario, initial={"prefill": bound.prefill[0], "decode": bound.decode[0]})
+    again = Simulation(replayed, scheduled(bound.prefill, bound.decode), GRID_S).run()
+    assert again.attainment == bound.outcome.attainment
+
+
+def test_static_peak_attains() -> None:
+    trace = synthetic(
+        TraceShape("burst", rate=5, peak_rate=20, duration_s=600, burst_s=120, prompt_tokens=2000, seed=2)
+    )
+    scenario = Scenario(trace, ENGINE, SLO, cold_start_s=60)
+    outcome = run_baseline(scenario, "static-peak", NO_BOUNDS)
+    assert outcome.attainment > 0.98
+    assert sum(outcome.actions.values()) == 0
+    assert outcome.replica_hours["prefill"] * 3600 == pytest.approx(
+        static_peak(scenario)["prefill"] * outcome.duration_s
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cold_start_s", COLD_STARTS_S)
+def test_constant_load_on_a_boundary_then_at_most_one_action(cold_start_s: float) -> None:
+    outcome = constant_at_a_boundary(cold_start_s)
+    assert actions_after(outcome, 900.0) <= 1
+    assert outcome.attainment > 0.97
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cold_start_s", COLD_STARTS_S)
+def test_after_a_burst_the_targets_are_met_again_half_a_minute_after_the_cold_start(
+    cold_start_s: float,
+) -> None:
+    outcome, took_s = burst(cold_start_s)
+    assert took_s <= cold_start_s + 30
+    assert outcome.failed_requests == 0

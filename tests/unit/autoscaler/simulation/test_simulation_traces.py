@@ -1,0 +1,146 @@
+"""Loaders, generators and scaling of traces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from autoscaler.simulation.cluster.prefill_replica import PrefixCache
+from autoscaler.simulation.engine_model import preset
+from autoscaler.simulation.traces.scaling import peak_replicas, scaled
+from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic
+from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
+from splitserve.errors import InvalidArgumentError, NotFoundError
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+def written(tmp_path: Path, text: str, name: str = "trace") -> Path:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    return path
+
+
+def test_azure_with_crlf_seven_digits_and_no_final_newline(tmp_path: Path) -> None:
+    text = f"{HEADER}\r\n2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 18:15:50.9951690,396,109"
+    trace = load_trace(written(tmp_path, text))
+    assert [(r.prompt_tokens, r.output_tokens) for r in trace.requests] == [(374, 44), (396, 109)]
+    assert trace.requests[0].arrival_s == 0
+    assert trace.duration_s == pytest.approx(4.314579, abs=1e-6)
+
+
+def test_mooncake_spreads_a_tick_until_the_next(tmp_path: Path) -> None:
+    lines = [f'{{"timestamp": {tick}, "input_length": 600, "output_length": 5, "hash_ids": [{n}, 7]}}'
+             for tick in (0, 3000, 6000) for n in range(50)]  # fmt: skip
+    path = written(tmp_path, "\n".join(lines))
+    trace = load_trace(path, seed=1)
+    arrivals = [request.arrival_s for request in trace.requests]
+    assert arrivals == sorted(arrivals)
+    assert max(Counter(int(at) for at in arrivals).values()) < 30
+    assert 6 < trace.duration_s < 9
+    assert trace.requests[3].block_ids[1] == 7
+    assert [r.arrival_s for r in load_trace(path, seed=1).requests] == arrivals
+    assert [r.arrival_s for r in load_trace(path, seed=2).requests] != arrivals
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "line 1: expected the columns"),
+        ("a,b,c\n1,2,3", "line 1: expected the columns"),
+        (HEADER, "line 1: no requests"),
+        (f"{HEADER}\n2023-11-16 18:15:46,374,44\nnever,1,2", "line 3: TIMESTAMP is not a time: 'never'"),
+        (f"{HEADER}\n2023-11-16 18:15:46,374", "line 2: expected 3 columns, found 2"),
+        (
+            f"{HEADER}\n2023-11-16 18:15:46,many,44",
+            "line 2: ContextTokens must be a whole number, not 'many'",
+        ),
+        (f"{HEADER}\n2023-11-16 18:15:46,1,-4", "line 2: GeneratedTokens must be 0..16777216, not -4"),
+        ('{"timestamp": 0, "input_length": 3, "output_length": 3}\n{', "line 2: not a JSON object"),
+        ('{"timestamp": "x", "input_length": 3, "output_length": 3}', "line 1: timestamp must be a number"),
+        ('{"timestamp": 0, "output_length": 3}', "line 1: input_length must be a whole number, not None"),
+        (
+            '{"timestamp": 0, "input_length": 1, "output_length": 3, "hash_ids": "x"}',
+            "hash_ids must be a list",
+        ),
+    ],
+)
+def test_a_bad_file_names_its_line(tmp_path: Path, text: str, part: str) -> None:
+    with pytest.raises(InvalidArgumentError) as error:
+        load_trace(written(tmp_path, text))
+    assert part in error.value.message
+    assert error.value.field == "trace"
+
+
+def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="cannot read"):
+        load_trace(tmp_path / "none")
+    path = tmp_path / "binary"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidArgumentError, match="not UTF-8"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("kind", SYNTHETIC)
+def test_synthetic_traces_are_seeded(kind: str) -> None:
+    shape = TraceShape(kind, rate=2, peak_rate=6, duration_s=600, burst_s=60, seed=3)
+    trace = synthetic(shape)
+    assert trace == synthetic(shape)
+    assert trace != synthetic(TraceShape(kind, rate=2, peak_rate=6, duration_s=600, burst_s=60, seed=4))
+    arrivals = [request.arrival_s for request in trace.requests]
+    assert arrivals == sorted(arrivals)
+    expected = {"constant": 1200, "ramp": 2400, "burst": 1440, "diurnal": 2400}[kind]
+    assert len(arrivals) == pytest.approx(expected, rel=0.15)
+    mean = sum(request.prompt_tokens for request in trace.requests) / len(arrivals)
+    assert mean == pytest.approx(1000, rel=0.1)
+
+
+def test_even_arrivals_of_equal_length() -> None:
+    trace = synthetic(TraceShape("constant", rate=4, peak_rate=4, duration_s=10, equal=True, even=True))
+    gaps = {
+        round(b.arrival_s - a.arrival_s, 9) for a, b in zip(trace.requests, trace.requests[1:], strict=False)
+    }
+    assert gaps == {0.25}
+    assert {(request.prompt_tokens, request.output_tokens) for request in trace.requests} == {(1000, 200)}
+
+
+def test_wrong_shapes() -> None:
+    with pytest.raises(InvalidArgumentError, match="no such synthetic trace"):
+        synthetic(TraceShape("sawtooth"))
+    with pytest.raises(InvalidArgumentError, match="rate must be above 0"):
+        synthetic(TraceShape("constant", rate=0))
+
+
+def test_scaling_repeats_requests_and_keeps_the_time_axis() -> None:
+    trace = synthetic(TraceShape("diurnal", rate=1, peak_rate=5, duration_s=900, seed=1))
+    grown = scaled(trace, 2.5, seed=1)
+    assert len(grown.requests) == pytest.approx(2.5 * len(trace.requests), rel=0.05)
+    arrivals = [request.arrival_s for request in grown.requests]
+    assert arrivals == sorted(arrivals)
+    assert min(arrivals) >= 0
+    assert max(arrivals) <= trace.duration_s
+    assert scaled(trace, 2.5, seed=1) == grown
+    engine = preset("h100-8b")
+    assert peak_replicas(grown, engine, 0.1) == pytest.approx(
+        2.5 * peak_replicas(trace, engine, 0.1), rel=0.1
+    )
+
+
+def test_copies_share_no_prefix() -> None:
+    trace = Trace("t", [TraceRequest(1.0, 1024, 5, (3, 4)), TraceRequest(2.0, 1024, 5, (3, 5))])
+    grown = scaled(trace, 2, jitter_s=0.1)
+    first = {request.block_ids[0] for request in grown.requests}
+    assert len(first) == 2
+    assert len({request.block_ids[1] for request in grown.requests}) == 4
+
+
+def test_prefix_cache_forgets_the_least_recently_used() -> None:
+    cache = PrefixCache(4 * 512)
+    cache.keep((1, 2, 3))
+    assert cache.cached_tokens((1, 2, 9), 1500) == 1024
+    assert cache.cached_tokens((1, 2, 3), 1536) == 1535  # the last token is always computed
+    assert cache.cached_tokens((9, 1), 1024) == 0
+    cache.keep((7, 8))
+    assert cache.cached_tokens((1, 2, 3), 1536) == 1024

@@ -1,0 +1,429 @@
+"""The control loop against an actuator and a rotation in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from prometheus_client.core import Metric
+
+from autoscaler.control_loop import ControlLoop, LoopSettings
+from autoscaler.lease import Lease
+from autoscaler.loop_metrics import loop_metrics
+from autoscaler.plan import Memory, PoolPlan, ScalingPlan
+from autoscaler.reconcile import Bounds
+from autoscaler.snapshot import POOLS, DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
+from autoscaler.start_watch import StartLimits
+from coordinator.metrics.scaling_lease import ScalingLeases
+from splitserve.errors import FailedPreconditionError, UnavailableError
+from splitserve.v1 import scaling_pb2
+from tests.support.scaling.fake_actuator import FakeActuator
+from tests.support.scaling.signal_sources import Clock
+
+DOWN = UnavailableError("nobody answers")
+
+
+class World:
+    """One policy, one actuator, coordinators that see every replica as ready by default."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.actuator = FakeActuator()
+        self.plan = ScalingPlan(PoolPlan(1), PoolPlan(1))
+        self.states: dict[str, ReplicaState] = {}
+        self.complete = True
+        self.blind: UnavailableError | None = None
+        self.deaf: UnavailableError | None = None
+        self.applied: list[tuple[list[str], list[str], bool]] = []
+        self.rounds: list[Memory] = []
+        self.snapshots: list[Snapshot] = []
+        self.now_s = 0.0
+        self.foreign: frozenset[str] = frozenset()
+        self.others: list[Replica] = []
+        limits = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
+        settings = {"bounds": limits, "drain_s": {"prefill": 7.0, "decode": 9.0}} | settings
+        self.loop = ControlLoop(self.observe, self.decide, self, self.actuator, LoopSettings(**settings))
+
+    async def observe(self) -> Snapshot:
+        if self.blind is not None:
+            raise self.blind
+        seen: dict[str, list[Replica]] = {"prefill": [], "decode": []}
+        for replica in self.actuator.there.values():
+            state = self.states.get(replica.name, ReplicaState.READY)
+            seen[replica.pool].append(Replica(replica.name, state, 0.0))
+        for replica in self.others:
+            seen["prefill"].append(replica)
+        signals = PrefillSignals(tuple(seen["prefill"])), DecodeSignals(tuple(seen["decode"]))
+        return Snapshot(self.now_s, *signals, complete=self.complete, foreign=self.foreign)
+
+    def decide(self, memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        self.rounds.append(memory)
+        self.snapshots.append(snapshot)
+        return self.plan, (memory or 0) + 1
+
+    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+        if self.deaf is not None:
+            raise self.deaf
+        self.applied.append((list(standby), list(active), lend))
+
+    def wants(self, prefill: int, decode: int, standby: int = 0, lend: bool = False) -> None:
+        self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), lend)
+
+    async def tick(self) -> list[str]:
+        await self.loop.tick()
+        return sorted(self.actuator.there)
+
+
+async def test_it_starts_what_is_missing_once_and_remembers() -> None:
+    world = World()
+    world.wants(2, 1)
+    there = await world.tick()
+    assert there == ["decode-2", "prefill-0", "prefill-1"]
+    assert await world.tick() == there
+    assert world.rounds == [None, 1]
+
+
+async def test_scale_in_is_one_at_a_time_and_out_of_rotation_first() -> None:
+    world = World()
+    world.wants(3, 1)
+    await world.tick()
+    await world.tick()
+    world.wants(1, 1)
+    await world.tick()
+    await world.tick()
+    assert world.actuator.calls[2:] == [("stop", "prefill", ("prefill-2",), 7.0)]
+    assert world.applied[2] == (["prefill-2"], ["decode-3", "prefill-0", "prefill-1"], False)
+    world.actuator.end()
+    await world.tick()
+    assert world.actuator.calls[3:] == [("stop", "prefill", ("prefill-1",), 7.0)]
+
+
+async def test_what_vanished_is_replaced() -> None:
+    world = World()
+    await world.tick()
+    del world.actuator.there["prefill-0"]
+    assert await world.tick() == ["decode-1", "prefill-2"]
+
+
+async def test_a_new_loop_adopts_what_runs() -> None:
+    world = World()
+    world.wants(2, 2)
+    there = await world.tick()
+    after = World()
+    after.actuator = after.loop.actuator = world.actuator
+    after.wants(2, 2)
+    assert await after.tick() == there
+
+
+async def test_standbys_and_lending_reach_the_coordinators() -> None:
+    world = World()
+    world.wants(1, 1, standby=1, lend=True)
+    await world.tick()
+    await world.tick()
+    assert world.applied[-1] == (["prefill-1"], ["decode-2", "prefill-0"], True)
+    world.states["prefill-1"] = ReplicaState.STANDBY
+    world.wants(2, 1, standby=1)
+    await world.tick()
+    assert world.applied[-1] == ([], ["decode-2", "prefill-0", "prefill-1"], False)
+
+
+@pytest.mark.parametrize("hop", ["observe", "actuator", "rotate"])
+async def test_a_failing_hop_is_tried_again_and_scales_nothing_down(hop: str) -> None:
+    world = World()
+    world.wants(3, 1)
+    there = await world.tick()
+    world.wants(3, 2)
+    world.blind = DOWN if hop == "observe" else None
+    world.actuator.failure = DOWN if hop == "actuator" else None
+    world.deaf = DOWN if hop == "rotate" else None
+    await world.tick()
+    assert set(world.actuator.there) >= set(there)
+    assert sum(world.loop.status.errors.values()) == 1
+    world.blind = world.actuator.failure = world.deaf = None
+    assert len(await world.tick()) == 5
+
+
+async def test_half_a_look_removes_nothing_and_still_adds() -> None:
+    world = World()
+    world.wants(2, 1)
+    await world.tick()
+    await world.tick()
+    world.complete = False
+    world.wants(1, 2, standby=1)
+    assert len(await world.tick()) == 4
+    assert world.applied[-1][0] == []
+    assert not [call for call in world.actuator.calls if call[0] == "stop"]
+
+
+async def test_a_hop_that_hangs_ends_at_its_deadline() -> None:
+    world = World(observe_s=0.01)
+
+    async def hang() -> Snapshot:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    world.loop.observe = hang
+    await world.tick()
+    assert world.loop.status.errors == {"observe": 1}
+
+
+async def test_a_failed_start_does_not_keep_the_other_pool_from_acting() -> None:
+    world = World()
+    world.actuator = world.loop.actuator = FakeActuator(gpus=2)
+    world.wants(3, 1)
+    await world.tick()
+    assert [call[:2] for call in world.actuator.calls] == [("start", "prefill"), ("start", "decode")]
+    assert world.loop.status.errors == {"start": 2}
+
+
+async def test_dry_run_decides_and_acts_on_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(dry_run=True)
+    world.wants(2, 1)
+    with caplog.at_level(logging.INFO, "splitserve"):
+        assert await world.tick() == []
+    assert world.applied == []
+    assert [record.message for record in caplog.records] == ["scaling.decided"] * 2
+    assert caplog.records[0].__dict__["event_fields"]["actions"] == ["start"]
+
+
+async def test_what_it_did_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    with caplog.at_level(logging.INFO, "splitserve"):
+        world.wants(2, 1)
+        await world.tick()
+        caplog.clear()
+        await world.tick()
+        assert not caplog.records  # no news
+        world.wants(3, 1)
+        await world.tick()
+    acted = caplog.records[-1]
+    assert acted.message == "scaling.acted"
+    assert acted.__dict__["event_fields"] == {
+        "pool": "prefill",
+        "action": "start",
+        "reason": "more came",
+        "count": 1,
+    }
+
+
+async def test_without_an_actuator_it_looks_at_whatever_is_registered() -> None:
+    world = World()
+    await world.tick()
+    world.loop.actuator = None
+    world.wants(4, 1)
+    there = sorted(world.actuator.there)
+    assert await world.tick() == there
+    assert world.loop.status.desired == {"prefill": 4, "decode": 1}
+
+
+async def test_metrics() -> None:
+    world = World()
+    world.wants(2, 1)
+    await world.tick()
+    await world.tick()
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in loop_metrics(world.loop.status)
+        for sample in samples(metric)
+    }
+    assert found["splitserve_autoscaler_desired_replicas", "prefill"] == 2
+    assert found["splitserve_autoscaler_replicas", "prefill", "ready"] == 2
+    assert found["splitserve_autoscaler_decisions_total",] == 2
+    assert found["splitserve_autoscaler_actions_total", "start"] == 2
+    assert found["splitserve_autoscaler_errors_total", "observe"] == 0
+
+
+def samples(metric: Metric) -> list[Any]:
+    return list(metric.samples)
+
+
+async def test_it_ticks_until_it_is_cancelled() -> None:
+    world = World(interval_s=0.001)
+    third = asyncio.Event()
+
+    def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        plan, after = world.decide(memory, snapshot)
+        if after == 3:
+            third.set()
+        return plan, after
+
+    world.loop.decide = decide
+    task = asyncio.create_task(world.loop.run())
+    await asyncio.wait_for(third.wait(), 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_replica_that_starts_for_ever_is_reported_replaced_and_tried_ever_later() -> None:
+    limits = dict.fromkeys(POOLS, StartLimits(cold_start_s=10.0, deadline_cold_starts=2.0))
+    world = World(starts=limits)
+    hung = StateOf(world, ReplicaState.STARTING)
+    world.wants(1, 1)
+    await world.tick()
+    hung.pool("prefill")
+    ordered = []
+    for _ in range(200):
+        world.now_s += 5
+        await world.tick()
+        ordered.append((world.now_s, sum(call[:2] == ("start", "prefill") for call in world.actuator.calls)))
+        world.actuator.end()
+        hung.pool("prefill")
+    times = [at for (at, count), (_, before) in zip(ordered[1:], ordered, strict=False) if count > before]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert len(times) >= 4
+    assert gaps == sorted(gaps), "each try waits longer than the one before"
+    metrics = metrics_of(world)
+    assert metrics["splitserve_autoscaler_failed_starts_total", "prefill"] == len(times)
+    assert metrics["splitserve_autoscaler_failed_starts_total", "decode"] == 0
+    assert sum(world.actuator.there[name].pool == "decode" for name in world.actuator.there) == 1
+
+
+async def test_an_overdue_replica_does_not_block_scaling_down() -> None:
+    limits = dict.fromkeys(POOLS, StartLimits(cold_start_s=10.0, deadline_cold_starts=2.0))
+    world = World(starts=limits)
+    world.wants(3, 1)
+    await world.tick()
+    world.states["prefill-2"] = ReplicaState.STARTING
+    await world.tick()
+    world.now_s += 21
+    await world.tick()
+    states = {replica.name: replica.state for replica in world.snapshots[-1].prefill.replicas}
+    assert states["prefill-2"] is ReplicaState.OVERDUE
+    assert world.actuator.calls[-1][:3] == ("stop", "prefill", ("prefill-2",))
+    world.actuator.end()
+    world.wants(1, 1)
+    await world.tick()
+    assert world.actuator.calls[-1][2] == ("prefill-1",), "the next one may go"
+
+
+class StateOf:
+    """Sets the state in which all replicas of a pool are seen."""
+
+    def __init__(self, world: World, state: ReplicaState) -> None:
+        self._world, self._state = world, state
+
+    def pool(self, pool: str) -> None:
+        for name, replica in self._world.actuator.there.items():
+            if replica.pool == pool:
+                self._world.states[name] = self._state
+
+
+async def test_workers_of_another_model_are_never_touched() -> None:
+    world = World()
+    await world.actuator.start("prefill", 3)
+    world.foreign = frozenset({"prefill-1", "prefill-2"})
+    world.states |= {"prefill-1": ReplicaState.STARTING, "prefill-2": ReplicaState.STARTING}
+    world.wants(1, 1)
+    for _ in range(4):
+        await world.tick()
+    assert not [call for call in world.actuator.calls if call[0] == "stop"]
+    assert not any("prefill-1" in (*standby, *active) for standby, active, _ in world.applied)
+
+
+async def test_workers_of_another_host_count_and_their_own_dead_do_not() -> None:
+    world = World()
+    far = [Replica(f"far-{n}", ReplicaState.READY, 0.0, ours=False) for n in range(2)]
+    world.others = far
+    world.wants(3, 1)
+    there = await world.tick()
+    assert there == ["decode-1", "prefill-0"], "the plan is for all hosts together"
+    await world.tick()
+    assert world.applied[-1] == ([], ["decode-1", "prefill-0"], False)
+    # A coordinator knows a dead replica for a while: it is replaced nevertheless.
+    del world.actuator.there["prefill-0"]
+    world.others = [*far, Replica("prefill-0", ReplicaState.READY, 0.0, ours=False)]
+    assert "prefill-2" in await world.tick()
+
+
+async def test_without_the_lease_it_decides_and_does_not_act() -> None:
+    world = World()
+    world.wants(2, 1)
+    coordinator = FencedCoordinator()
+    world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
+    await coordinator.acquire_lease("other", valid_s=10.0)
+    assert await world.tick() == []
+    assert world.applied == []
+    assert not world.snapshots[-1].acting
+    assert metrics_of(world)["splitserve_autoscaler_holds_lease",] == 0
+    coordinator.clock.now += 11
+    assert len(await world.tick()) == 3
+    assert world.snapshots[-1].acting
+    assert metrics_of(world)["splitserve_autoscaler_holds_lease",] == 1
+
+
+@pytest.mark.parametrize("sleeps_in", ["observe", "apply"])
+async def test_one_that_sleeps_through_the_end_of_its_lease_does_nothing_when_it_wakes(
+    sleeps_in: str,
+) -> None:
+    world = World()
+    world.wants(2, 1)
+    coordinator = FencedCoordinator()
+    world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
+
+    async def observe() -> Snapshot:
+        if sleeps_in == "observe":
+            await coordinator.passes_to("other")
+        return await world.observe()
+
+    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+        if sleeps_in == "apply":
+            await coordinator.passes_to("other")
+
+    world.loop.observe = observe
+    world.apply = apply  # type: ignore[method-assign]
+    assert await world.tick() == []
+
+
+async def test_a_coordinator_that_refuses_a_stale_plan_stops_the_tick() -> None:
+    world = World()
+    world.wants(2, 1)
+    coordinator = FencedCoordinator()
+    world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
+
+    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+        raise FailedPreconditionError("lease_number 1 is not in force", reason="STALE_LEASE")
+
+    world.apply = apply  # type: ignore[method-assign]
+    assert await world.tick() == []
+    assert not world.loop.lease.held
+
+
+class FencedCoordinator:
+    """A coordinator's leases on a clock that stands."""
+
+    target = "c:1"
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.leases = ScalingLeases(-1000.0, lambda: 1)
+
+    async def acquire_lease(
+        self, holder: str, *, valid_s: float, model: str = "", number: int = 0
+    ) -> scaling_pb2.AcquireLeaseResponse:
+        request = scaling_pb2.AcquireLeaseRequest(holder=holder, model=model, number=number)
+        request.valid_for.FromNanoseconds(round(valid_s * 1e9))
+        return self.leases.acquire(request, self.clock.now)
+
+    async def passes_to(self, holder: str) -> None:
+        """Time passes until the lease ends, and another takes it."""
+        self.clock.now += 11
+        assert (await self.acquire_lease(holder, valid_s=10.0)).granted
+
+
+async def test_a_policy_that_fails_is_counted_and_the_loop_goes_on() -> None:
+    world = World()
+    world.plan = ScalingPlan(PoolPlan(2, error="line 3: KeyError: 'x'"), PoolPlan(1))
+    assert len(await world.tick()) == 3
+    assert metrics_of(world)["splitserve_autoscaler_errors_total", "policy"] == 1
+
+
+def metrics_of(world: World) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in loop_metrics(world.loop.status)
+        for sample in samples(metric)
+    }

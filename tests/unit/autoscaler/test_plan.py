@@ -1,0 +1,137 @@
+"""The joint plan: budget, ratio, link, standby, lending."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoscaler.plan import Proposal, gpu_budget, joint_plan, link_carries
+from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
+from autoscaler.snapshot import Replica, ReplicaState
+from tests.support.scaling.snapshots import snapshot
+
+
+def policy(
+    prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **top: Any
+) -> ScalingPolicy:
+    pools = {
+        "prefill": {"target_ms": 1000, "max_replicas": 20, **(prefill or {})},
+        "decode": {"target_ms": 50, "max_replicas": 20, **(decode or {})},
+    }
+    return parse_policy({**pools, **top})
+
+
+def proposal(
+    count: int, need: float | None = None, current: int | None = None, ready: int | None = None
+) -> Proposal:
+    now = count if current is None else current
+    return Proposal(count, count if need is None else need, now, now if ready is None else ready, "why")
+
+
+def counts(rules: ScalingPolicy, p: Proposal, d: Proposal) -> tuple[int, int]:
+    plan = joint_plan(rules, snapshot(), p, d)
+    return plan.prefill.desired, plan.decode.desired
+
+
+def test_without_a_budget_both_have_their_way() -> None:
+    assert counts(policy(), proposal(9), proposal(7)) == (9, 7)
+
+
+def test_a_budget_is_shared_by_harm() -> None:
+    # 12 GPUs for needs of 12 and 6: both are overloaded by the same share.
+    assert counts(policy(gpu_budget=12), proposal(12, current=1), proposal(6, current=1)) == (8, 4)
+
+
+def test_replicas_of_several_gpus_count_as_such() -> None:
+    rules = policy(decode={"gpus_per_replica": 4}, gpu_budget=12)
+    assert counts(rules, proposal(8, current=1), proposal(2, current=1)) == (4, 2)
+
+
+def test_gpus_move_only_when_it_is_worth_it() -> None:
+    rules = policy(gpu_budget=10)
+    assert counts(rules, proposal(6, 5.6, 5), proposal(5, 5.0, 5)) == (5, 5)
+    assert counts(rules, proposal(9, 9.0, 5), proposal(5, 3.0, 5)) == (7, 3)
+
+
+def test_standby_gives_way_to_rotation() -> None:
+    rules = policy({"warm_standby": 2}, gpu_budget=8)
+    plan = joint_plan(rules, snapshot(), proposal(4), proposal(3))
+    assert (plan.prefill.desired, plan.prefill.standby, plan.decode.desired) == (4, 1, 3)
+
+
+def test_the_reason_says_what_the_budget_took() -> None:
+    plan = joint_plan(policy(gpu_budget=4), snapshot(), proposal(4, current=2), proposal(4, current=2))
+    assert "within a budget of 4 GPUs" in plan.prefill.reason
+
+
+def test_the_ratio_adds_and_never_takes() -> None:
+    rules = policy(ratio={"min_prefill_per_decode": 0.5, "max_prefill_per_decode": 2})
+    assert counts(rules, proposal(1), proposal(8)) == (4, 8)
+    assert counts(rules, proposal(9), proposal(2)) == (9, 5)
+    assert counts(rules, proposal(3), proposal(3)) == (3, 3)
+
+
+def test_a_shared_link_caps_prefill_and_says_so() -> None:
+    # 5000 tokens/s of 100 kB are 0.5 GB/s a replica.
+    rules = policy(link_gb_per_s=2.0)
+    assert link_carries(rules, snapshot()) == 4
+    plan = joint_plan(rules, snapshot(), proposal(9), proposal(3))
+    assert plan.prefill.desired == 4
+    assert "the link carries the KV of 4" in plan.prefill.reason
+
+
+@pytest.mark.parametrize(
+    ("ready", "backlog", "decode_need", "lends"),
+    [(2, 50_000, 2.0, True), (4, 50_000, 2.0, False), (2, 5_000, 2.0, False), (2, 50_000, 3.5, False)],
+)
+def test_decode_is_lent_while_prefill_starts(
+    ready: int, backlog: int, decode_need: float, lends: bool
+) -> None:
+    seen = snapshot()
+    seen = replace(seen, prefill=replace(seen.prefill, backlog_tokens=backlog))
+    plan = joint_plan(policy(), seen, proposal(4, ready=ready), proposal(4, decode_need))
+    assert plan.lend_decode_to_prefill is lends
+    assert not joint_plan(
+        policy(lend_decode=False), seen, proposal(4, ready=ready), proposal(4, decode_need)
+    ).lend_decode_to_prefill
+
+
+COUNT = st.integers(1, 20)
+
+
+@settings(max_examples=50, deadline=None)
+@given(COUNT, COUNT, COUNT, COUNT, st.integers(2, 40), st.integers(0, 3))
+def test_the_budget_holds_and_no_pool_gets_more_than_it_wants(
+    p: int, d: int, now_p: int, now_d: int, budget: int, standby: int
+) -> None:
+    rules = policy({"warm_standby": min(standby, budget - 2)}, gpu_budget=budget)
+    plan = joint_plan(rules, snapshot(), proposal(p, current=now_p), proposal(d, current=now_d))
+    assert plan.prefill.desired + plan.prefill.standby + plan.decode.desired + plan.decode.standby <= budget
+    assert 1 <= plan.prefill.desired <= max(p, now_p)
+    assert 1 <= plan.decode.desired <= max(d, now_d)
+    assert plan == joint_plan(rules, snapshot(), proposal(p, current=now_p), proposal(d, current=now_d))
+
+
+def far(count: int, pool: str) -> tuple[Replica, ...]:
+    """Ready workers that the actuator does not have."""
+    return tuple(Replica(f"far-{pool}-{n}", ReplicaState.READY, 0.0, ours=False) for n in range(count))
+
+
+def test_without_a_budget_in_the_file_the_actuators_inventory_is_shared_by_harm() -> None:
+    seen = replace(snapshot(), gpu_inventory=12)
+    plan = joint_plan(policy(), seen, proposal(12, current=1), proposal(6, current=1))
+    assert (plan.prefill.desired, plan.decode.desired) == (8, 4)
+    assert "within a budget of 12 GPUs" in plan.prefill.reason
+
+
+def test_the_inventory_of_one_host_does_not_bound_the_workers_of_others() -> None:
+    seen = replace(snapshot(), gpu_inventory=4)
+    seen = replace(seen, prefill=replace(seen.prefill, replicas=far(5, "p")))
+    seen = replace(seen, decode=replace(seen.decode, replicas=far(1, "d")))
+    assert gpu_budget(policy(decode={"gpus_per_replica": 2}), seen) == 4 + 5 + 2
+    assert gpu_budget(policy(gpu_budget=3), seen) == 3, "what the file says wins"
+    assert gpu_budget(policy(), snapshot()) is None

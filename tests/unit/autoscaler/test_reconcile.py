@@ -1,0 +1,203 @@
+"""Actions for a plan and existing replicas: level-triggered, idempotent, one removal at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.plan import PoolPlan, ScalingPlan
+from autoscaler.reconcile import Activate, Bounds, Drain, ReplicaView, Rest, Start, members, reconcile
+from autoscaler.snapshot import PoolName, Replica, ReplicaState
+
+READY, STANDBY, STARTING, DRAINING, OVERDUE = (
+    ReplicaState.READY,
+    ReplicaState.STANDBY,
+    ReplicaState.STARTING,
+    ReplicaState.DRAINING,
+    ReplicaState.OVERDUE,
+)
+BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
+NUMBERS = itertools.count()
+ONE = (ReplicaView("decode-0", READY, 0.0, 0.0),)
+
+
+def of(*states: ReplicaState) -> list[ReplicaView]:
+    """Prefill replicas in these states, the first the oldest and the most loaded."""
+    return [ReplicaView(f"prefill-{n}", state, 10.0 - n, float(n)) for n, state in enumerate(states)]
+
+
+def actions(
+    desired: int, there: Sequence[ReplicaView], standby: int = 0, *, paused: bool = False
+) -> list[object]:
+    plan = ScalingPlan(PoolPlan(desired, standby), PoolPlan(1))
+    return list(reconcile(plan, {"prefill": there, "decode": ONE}, BOUNDS, ["prefill"] if paused else []))
+
+
+@pytest.mark.parametrize(
+    ("desired", "standby", "states", "expected"),
+    [
+        (2, 0, [READY, READY], []),
+        (3, 0, [READY], [Start("prefill", 2)]),
+        (3, 0, [READY, STARTING], [Start("prefill", 1)]),
+        (3, 0, [READY, READY, DRAINING], [Start("prefill", 1)]),
+        (2, 0, [READY, READY, READY], [Drain("prefill", ("prefill-2",))]),
+        (1, 0, [READY, READY, DRAINING], []),
+        (1, 0, [READY, STARTING, STARTING], [Drain("prefill", ("prefill-2",))]),
+        (1, 0, [STARTING, STARTING], []),
+        (0, 0, [READY, READY], [Drain("prefill", ("prefill-1",))]),
+        (99, 0, [READY] * 7, [Start("prefill", 1)]),
+        (2, 1, [READY, READY, STANDBY], []),
+        (3, 1, [READY, READY, STANDBY], [Activate("prefill", "prefill-2"), Start("prefill", 1)]),
+        (1, 1, [READY, READY], [Rest("prefill", "prefill-1")]),
+        (1, 1, [READY, READY, STANDBY], [Drain("prefill", ("prefill-1",))]),
+        (1, 0, [READY, STANDBY], [Drain("prefill", ("prefill-1",))]),
+        (2, 1, [READY, STARTING, STANDBY], [Activate("prefill", "prefill-2")]),
+        (2, 0, [], [Start("prefill", 2)]),
+        (2, 0, [READY, OVERDUE], [Drain("prefill", ("prefill-1",))]),
+        (1, 0, [READY, READY, OVERDUE], [Drain("prefill", ("prefill-2",))]),
+        (3, 0, [OVERDUE, OVERDUE, OVERDUE], [Drain("prefill", ("prefill-0",))]),
+        (2, 0, [READY, OVERDUE, DRAINING], []),
+        (3, 0, [READY, OVERDUE], [Start("prefill", 1), Drain("prefill", ("prefill-1",))]),
+    ],
+)
+def test_cases(desired: int, standby: int, states: list[ReplicaState], expected: list[object]) -> None:
+    assert actions(desired, of(*states), standby) == expected
+
+
+def test_while_starts_fail_nothing_is_ordered_and_nothing_replaced() -> None:
+    assert actions(3, of(READY), paused=True) == []
+    assert actions(2, of(READY, OVERDUE), paused=True) == []
+    assert actions(1, of(READY, OVERDUE), paused=True) == [Drain("prefill", ("prefill-1",))]
+    assert actions(1, of(READY, READY), paused=True) == [Drain("prefill", ("prefill-1",))]
+
+
+def others(*states: ReplicaState) -> list[ReplicaView]:
+    """Workers that the actuator does not have."""
+    return [ReplicaView(f"far-{n}", state, 0.0, 0.0, ours=False) for n, state in enumerate(states)]
+
+
+@pytest.mark.parametrize(
+    ("desired", "standby", "ours", "far", "expected"),
+    [
+        (4, 0, [READY], [READY, READY], [Start("prefill", 1)]),
+        (3, 0, [READY], [READY, READY], []),
+        (3, 0, [READY], [READY, STARTING], []),
+        (2, 0, [READY], [READY, READY], [Drain("prefill", ("prefill-0",))]),
+        (2, 0, [], [READY, READY, READY], []),
+        (3, 0, [READY], [READY, DRAINING], [Start("prefill", 1)]),
+        (2, 1, [READY], [READY, STANDBY], []),
+        (2, 1, [READY, READY], [READY], [Rest("prefill", "prefill-1")]),
+    ],
+)
+def test_workers_of_others_are_capacity_and_are_left_alone(
+    desired: int, standby: int, ours: list[ReplicaState], far: list[ReplicaState], expected: list[object]
+) -> None:
+    assert actions(desired, [*others(*far), *of(*ours)], standby) == expected
+
+
+def test_the_least_loaded_is_drained_and_of_equals_the_youngest() -> None:
+    there = [ReplicaView("a", READY, 3, 0), ReplicaView("b", READY, 1, 1), ReplicaView("c", READY, 1, 2)]
+    assert actions(2, there) == [Drain("prefill", ("c",))]
+
+
+def test_what_exists_is_the_actuators_word() -> None:
+    actual = [
+        ActualReplica("prefill-0", "prefill", False, 5.0),
+        ActualReplica("prefill-1", "prefill", True, 6.0),
+        ActualReplica("prefill-2", "prefill", False, 7.0),
+        ActualReplica("decode-0", "decode", False, 8.0),
+    ]
+    seen = {
+        "prefill-0": Replica("prefill-0", READY, 0.0, 4.0),
+        "prefill-1": Replica("prefill-1", READY, 0.0, 2.0),
+        "somebody": Replica("somebody", READY, 0.0, 0.0),
+    }
+    assert members("prefill", actual, seen) == (
+        ReplicaView("prefill-0", READY, 4.0, 5.0),
+        ReplicaView("prefill-1", DRAINING, 2.0, 6.0),
+        ReplicaView("prefill-2", STARTING, 0.0, 7.0),
+    )
+
+
+def pools_of(*states: ReplicaState) -> st.SearchStrategy[list[ReplicaView]]:
+    rows = st.lists(st.tuples(st.sampled_from(states), st.floats(0, 9), st.floats(0, 9)), max_size=12)
+    return rows.map(
+        lambda rows: [
+            ReplicaView(f"prefill-{n}", state, load, at) for n, (state, load, at) in enumerate(rows)
+        ]
+    )
+
+
+pools = pools_of(READY, STANDBY, STARTING, DRAINING)
+desires = st.integers(-1, 10)
+standbys = st.integers(0, 3)
+
+
+@given(pools, desires, standbys)
+def test_never_below_the_minimum_and_one_at_a_time(
+    there: list[ReplicaView], desired: int, standby: int
+) -> None:
+    done = actions(desired, there, standby)
+    drained = [name for action in done if isinstance(action, Drain) for name in action.names]
+    assert len(drained) <= 1
+    if any(member.state is DRAINING for member in there):
+        assert not drained
+    assert not (drained and any(isinstance(action, Start) for action in done))
+    after = apply(done, there)
+    serving = [m for m in after if m.state in (READY, STARTING)]
+    if drained or any(isinstance(action, Rest) for action in done):
+        assert len(serving) >= BOUNDS["prefill"].min
+    states = {member.name: member.state for member in there}
+    if drained and states[drained[0]] is not STARTING:
+        assert not [member for member in there if member.state is STARTING]
+
+
+@given(pools, desires, standbys)
+def test_asked_again_before_anything_happened_it_orders_nothing_twice(
+    there: list[ReplicaView], desired: int, standby: int
+) -> None:
+    after = apply(actions(desired, there, standby), there)
+    again = actions(desired, after, standby)
+    assert not [action for action in again if isinstance(action, Start)]
+
+
+@given(pools_of(*ReplicaState), desires, standbys)
+def test_it_comes_to_rest_at_the_plan(there: list[ReplicaView], desired: int, standby: int) -> None:
+    """Replicas become ready and end between ticks; reconciliation converges to the plan from any state."""
+    for _ in range(40):
+        before, done = there, actions(desired, there, standby)
+        there = [
+            replace(member, state=READY) if member.state is STARTING else member
+            for member in apply(done, there)
+            if member.state is not DRAINING
+        ]
+        if there == before:
+            break
+    wanted = min(max(desired, 1), 8)
+    assert sum(member.state is READY for member in there) == wanted
+    assert sum(member.state is STANDBY for member in there) == standby
+
+
+def apply(done: Sequence[object], there: Sequence[ReplicaView]) -> list[ReplicaView]:
+    """Applies actions as an instantaneous actuator and coordinators."""
+    after = {member.name: member for member in there}
+    for action in done:
+        match action:
+            case Start(count=count):
+                for _ in range(count):
+                    name = f"new-{next(NUMBERS)}"
+                    after[name] = ReplicaView(name, STARTING, 0.0, 99.0)
+            case Activate(name=name):
+                after[name] = replace(after[name], state=READY)
+            case Rest(name=name):
+                after[name] = replace(after[name], state=STANDBY)
+            case Drain(names=names):
+                for name in names:
+                    after[name] = replace(after[name], state=DRAINING)
+    return list(after.values())

@@ -1,0 +1,48 @@
+"""Plans reach every coordinator, also when another one fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from autoscaler.service import CoordinatorRotation
+from splitserve.client.scaling_client import ScalingClient
+from splitserve.errors import UnavailableError
+from splitserve.v1 import scaling_pb2
+
+
+class Told(ScalingClient):
+    """A coordinator that records plans, or is unreachable."""
+
+    def __init__(self, target: str, away: bool = False) -> None:
+        self.target = target
+        self.away = away
+        self.plans: list[tuple[object, ...]] = []
+
+    async def apply_plan(
+        self,
+        *,
+        standby: Iterable[str] = (),
+        active: Iterable[str] = (),
+        lend: bool = False,
+        valid_s: float = 30.0,
+        lease_number: int = 0,
+    ) -> scaling_pb2.ApplyPlanResponse:
+        if self.away:
+            raise UnavailableError("no answer")
+        self.plans.append((list(standby), list(active), lend, valid_s))
+        return scaling_pb2.ApplyPlanResponse()
+
+
+async def test_all_coordinators_get_the_same_plan() -> None:
+    clients = [Told("a:1"), Told("b:2")]
+    await CoordinatorRotation(clients, 60.0).apply(["x"], ["y", "z"], True)
+    assert clients[0].plans == clients[1].plans == [(["x"], ["y", "z"], True, 60.0)]
+
+
+async def test_the_others_get_the_plan_when_one_is_unreachable() -> None:
+    clients = [Told("a:1", away=True), Told("b:2")]
+    with pytest.raises(UnavailableError, match="a:1: no answer"):
+        await CoordinatorRotation(clients, 60.0).apply([], [], False)
+    assert clients[1].plans

@@ -1,0 +1,269 @@
+"""Admission to one model: which requests start, wait or are refused, and their retry hints."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.admission.entry import Entry
+from coordinator.admission.forecast import MOST_RETRY_S, retry_after_s
+from coordinator.admission.model_admission import MAX_BYPASSES, ModelAdmission
+from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.snapshot import PoolSnapshot
+from splitserve.v1 import registry_pb2
+from tests.support.clients.admission_parts import MODEL, admission, entry, worker
+
+
+def small(slots: int = 2, **settings: object) -> ModelAdmission:
+    return admission((worker("p0", "prefill"), worker("d0", "decode", slots)), **settings)
+
+
+def finish(model: ModelAdmission, one: Entry, now: float) -> None:
+    model.sent(one, 1, now)
+    model.decoded(one)
+    model.ended(one)
+
+
+def test_an_idle_cluster_starts_at_once_and_a_freed_slot_starts_the_next() -> None:
+    model = small()
+    first, second, third = (entry() for _ in range(3))
+    assert model.arrive(first, 0.0).started
+    assert model.arrive(second, 0.0).started
+    arrival = model.arrive(third, 0.0)
+    assert (arrival.started, arrival.refused) == (False, None)
+    assert model.release(1.0).started == ()
+    model.sent(first, 1, 1.0)
+    model.decoded(first)
+    assert model.release(1.5).started == (third,)
+    assert third.marks == pytest.approx((0.0, 1.5))  # it waited for decode
+
+
+def test_waits_are_attributed_to_prefill_or_decode() -> None:
+    model = admission(prefill_horizon_s=0.1)
+    first, second = entry(2000), entry(2000)
+    assert model.arrive(first, 0.0).started
+    assert not model.arrive(second, 0.0).started
+    assert model.held_by == "prefill"
+    model.sent(first, 1, 0.5)
+    assert model.release(0.5).started == (second,)
+    assert second.marks == pytest.approx((0.5, 0.0))
+
+
+def test_leaving_the_queue_frees_the_place_at_once() -> None:
+    model = small(slots=1, max_queued_requests=1)
+    running, waiting = entry(), entry()
+    model.arrive(running, 0.0)
+    model.arrive(waiting, 0.0)
+    assert model.arrive(entry(), 0.0).refused is not None
+    model.ended(waiting)
+    model.ended(waiting)  # idempotent
+    assert not model.arrive(entry(), 0.0).started
+    assert len(model.queue) == 1
+
+
+def test_a_request_that_would_start_after_its_deadline_is_refused_when_it_comes() -> None:
+    model = small(slots=1)
+    model.arrive(entry(output=1000), 0.0)
+    for _ in range(5):
+        model.arrive(entry(output=1000), 0.0)
+    refused = model.arrive(entry(deadline_s=5.0), 0.0).refused
+    assert refused is not None
+    assert refused.reason == "WOULD_MISS_DEADLINE"
+    assert refused.retry_after_s > 1
+
+
+def test_a_request_that_would_miss_the_ttft_target_is_refused_and_batch_is_not() -> None:
+    model = small(slots=100, ttft_slo_s=0.5, prefill_horizon_s=0.1)
+    arrivals = [model.arrive(entry(1000, 2), 0.0) for _ in range(20)]  # 0.1 s of prefill each
+    assert arrivals[0].started
+    reasons = [a.refused.reason for a in arrivals if a.refused]
+    assert reasons == ["WOULD_MISS_SLO"] * len(reasons)
+    assert 12 <= len(reasons) <= 16
+    assert model.arrive(entry(1000, 2, priority_class="batch"), 0.0).refused is None
+    assert model.arrive(entry(1000, 2, priority_class="interactive"), 0.0).refused is None
+
+
+def test_nothing_is_refused_on_rates_that_nobody_measured() -> None:
+    workers = (
+        worker("p0", "prefill", prefill_tokens_per_second=0),
+        worker("d0", "decode", decode_step_ms=0),
+    )
+    model = admission(workers, ttft_slo_s=0.1)
+    assert all(model.arrive(entry(10_000), 0.0).refused is None for _ in range(50))
+
+
+def test_a_full_batch_is_predicted_too() -> None:
+    fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1)
+    workers = (worker("p0", "prefill"), worker("d0", "decode", decode_step_ms=20, step_fit=fit))
+    # Ten at a time keep the pace; they end after 1 s.
+    model = admission(workers, ttft_slo_s=1.5, tpot_slo_s=0.02)
+    arrivals = [model.arrive(entry(20, 50), 0.0) for _ in range(30)]
+    assert sum(arrival.started for arrival in arrivals) == 10
+    refused = [arrival.refused.reason for arrival in arrivals if arrival.refused]
+    assert refused == ["WOULD_MISS_SLO"] * len(refused)
+    assert 6 <= len(refused) <= 12
+
+
+def test_a_request_predicted_to_exceed_its_queue_time_is_not_queued() -> None:
+    fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1)
+    workers = (worker("p0", "prefill"), worker("d0", "decode", decode_step_ms=20, step_fit=fit))
+    # Ten at a time keep the pace and end after 1 s; in the queue one may stay for 1.08 s.
+    model = admission(workers, ttft_slo_s=1.5, tpot_slo_s=0.02, prefill_horizon_s=0.4)
+    arrivals = [model.arrive(entry(20, 50), 0.0) for _ in range(30)]
+    assert sum(arrival.started for arrival in arrivals) == 10
+    refused = [arrival.refused for arrival in arrivals if arrival.refused]
+    assert len(refused) == 20
+    assert "leave the queue in" in refused[0].message
+    assert model.next_release_s(0.0) == float("inf")
+
+
+def test_requests_that_waited_in_vain_raise_forecasts() -> None:
+    model = small(slots=1, max_queue_s=10.0)
+    model.arrive(entry(output=200), 0.0)
+
+    def refused(at: float) -> float:
+        """How many may wait at this time."""
+        for count in range(1000):
+            if model.arrive(entry(output=20), at).refused is not None:
+                return count
+        raise AssertionError("nobody is refused")
+
+    before = refused(0.0)
+    assert len(model.release(11.0).refused) == before
+    assert refused(11.0) < before
+
+
+def test_a_prompt_longer_than_the_target_is_served_when_there_is_capacity() -> None:
+    model = admission(ttft_slo_s=0.5)
+    assert model.arrive(entry(30_000, 2), 0.0).started
+
+
+def test_a_request_that_waits_too_long_is_refused_on_time() -> None:
+    model = small(slots=1, max_queue_s=2.0)
+    model.arrive(entry(), 0.0)
+    waiting = entry()
+    model.arrive(waiting, 0.0)
+    assert model.next_release_s(0.0) == 2.0
+    assert model.release(1.9).refused == ()
+    (refused,) = model.release(2.0).refused
+    assert (refused.entry, refused.reason) == (waiting, "WAITED_TOO_LONG")
+    assert model.next_release_s(2.0) == float("inf")
+    assert len(model.queue) == 0
+
+
+def test_short_prompts_pass_long_ones_that_wait_for_each_other() -> None:
+    model = admission(prefill_horizon_s=0.1)
+    longs = [entry(30_000, 2) for _ in range(4)]
+    assert [model.arrive(one, 0.0).started for one in longs] == [True, False, False, False]
+    short = entry(100, 2)
+    model.arrive(short, 0.0)
+    assert model.release(0.0).started == (short,)
+    finish(model, longs[0], 3.0)
+    assert model.release(3.0).started == (longs[1],)
+
+
+def test_bypasses_of_a_prompt_that_does_not_fit_are_bounded() -> None:
+    model = admission((worker("p0", "prefill"), worker("d0", "decode", 200, total_blocks=101)))
+    holder = entry(800, 2)  # 51 blocks
+    model.arrive(holder, 0.0)
+    large = entry(1000, 2)
+    model.arrive(large, 0.0)
+    for _ in range(MAX_BYPASSES):
+        one = entry(16, 2)
+        model.arrive(one, 0.0)
+        assert model.release(0.0).started == (one,)
+        finish(model, one, 0.0)
+    model.arrive(entry(16, 2), 0.0)
+    assert model.release(0.0).started == ()
+    finish(model, holder, 1.0)
+    assert model.release(1.0).started[0] is large
+
+
+def test_without_workers_requests_start_and_the_flow_reports_why() -> None:
+    model = admission(())
+    assert model.arrive(entry(), 0.0).started
+    assert admission((worker("p0", "prefill"),)).arrive(entry(output=1), 0.0).started
+
+
+def test_a_new_worker_releases_the_queue() -> None:
+    prefill, decode = worker("p0", "prefill"), worker("d0", "decode", 1)
+    loads = LoadLedger.of((prefill, decode))
+    model = admission((prefill, decode), loads)
+    model.arrive(entry(), 0.0)
+    waiting = entry()
+    model.arrive(waiting, 0.0)
+    later = worker("d1", "decode", 1)
+    loads.add(later)
+    model.set_workers(PoolSnapshot((prefill, decode, later)), MODEL.name)
+    assert model.release(0.1).started == (waiting,)
+    assert waiting.decode == ("d1", 1)
+
+
+def test_routing_elsewhere_moves_what_is_counted() -> None:
+    workers = tuple(
+        worker(name, pool) for name, pool in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"))
+    )
+    model = admission(workers)
+    one = entry()
+    model.arrive(one, 0.0)
+    model.routed(one, ("p1", 1), ("d0", 1), 0.0)
+    assert {key[0]: load.requests for key, load in model.prefill.workers.items()} == {"p0": 0, "p1": 1}
+    model.sent(one, 3, 0.1)
+    model.routed(one, ("p0", 1), ("d0", 1), 0.2)  # resumed: the prompt is computed again
+    assert {key[0]: load.requests for key, load in model.prefill.workers.items()} == {"p0": 1, "p1": 0}
+    (load,) = model.decode.workers.values()
+    assert (load.context_tokens, load.computed) == (103, 0)
+    finish(model, one, 0.3)
+    assert (load.context_tokens, load.requests) == (0, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("aaasdex"), st.integers(0, 7), st.integers(1, 400)), max_size=80),
+    st.integers(1, 4),
+)
+def test_nothing_is_lost_or_counted_twice(steps: list[tuple[str, int, int]], slots: int) -> None:
+    model = small(slots=slots, max_queued_requests=5, prefill_horizon_s=0.02)
+    live: list[Entry] = []
+    now = 0.0
+    for what, pick, size in steps:
+        now += 0.01
+        if what == "a":
+            one = entry(size, 1 + size % 60, tenant="abc"[pick % 3])
+            arrival = model.arrive(one, now)
+            live = [e for e in live if e not in {r.entry for r in arrival.evicted}]
+            if arrival.refused is None:
+                live.append(one)
+        elif live:
+            one = live[pick % len(live)]
+            if what == "s" and one.started:
+                model.sent(one, 1, now)
+            elif what == "d" and one.started:
+                model.decoded(one)
+            elif what in "ex":
+                model.ended(one)
+                live.remove(one)
+        model.release(now)
+        queued = [e for e in live if not e.started]
+        assert set(model.queue.offers()) == set(queued)
+        (prefill,), (decode,) = model.prefill.workers.values(), model.decode.workers.values()
+        assert prefill.requests == sum(e.started and not e.computed for e in live)
+        assert set(decode.flights) == {e for e in live if e.decode is not None}
+        assert len(decode.flights) <= slots
+        # Work conserving: a request waits only because a pool lacks capacity for it.
+        if queued:
+            assert len(decode.flights) == slots or prefill.requests
+    for one in live:
+        model.ended(one)
+    assert len(model.queue) == 0
+    assert all(not load.requests for load in model.prefill.workers.values())
+    assert all(not load.requests for load in model.decode.workers.values())
+
+
+def test_retry_hints_are_bounded_spread_and_the_same_each_time() -> None:
+    hints = [retry_after_s(f"request-{n}", 5.0, 1.0) for n in range(200)]
+    assert hints == [retry_after_s(f"request-{n}", 5.0, 1.0) for n in range(200)]
+    assert 3.0 <= min(hints) < 3.2 < 4.8 < max(hints) <= 5.0
+    assert retry_after_s("x", 1e9, 0.0) == MOST_RETRY_S
+    assert 0.1 <= retry_after_s("x", 0.0, 5.0) <= 0.2

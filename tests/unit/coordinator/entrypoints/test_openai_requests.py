@@ -1,0 +1,337 @@
+"""From OpenAI's fields to GenerateRequests: every field, every refusal."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.entrypoints.openai.chat_request import CHAT_NOT_SERVED, ChatRequest
+from coordinator.entrypoints.openai.completion import COMPLETION_NOT_SERVED, CompletionRequest
+from coordinator.entrypoints.openai.fields import parsed
+from coordinator.request.inference_request import REQUEST_ID
+from splitserve.errors import InvalidArgumentError
+from splitserve.generation.grammar import check_grammar
+
+USER = {"role": "user", "content": "hi"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Now.",
+        "parameters": {
+            "type": "object",
+            "$defs": {"City": {"type": "string"}},
+            "properties": {"city": {"$ref": "#/$defs/City"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parsed(ChatRequest, json.dumps({"messages": [USER]} | fields).encode(), CHAT_NOT_SERVED)
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    body = json.dumps({"prompt": "hi"} | fields).encode()
+    return parsed(CompletionRequest, body, COMPLETION_NOT_SERVED)
+
+
+def refusal(make: Any, **fields: Any) -> InvalidArgumentError:
+    with pytest.raises(InvalidArgumentError) as caught:
+        make(**fields).generate_requests()
+    return caught.value
+
+
+def test_nothing_given_is_nothing_set() -> None:
+    (request,) = chat().generate_requests()
+    assert request.model == ""
+    assert not request.sampling.HasField("temperature")
+    assert not request.sampling.HasField("seed")
+    assert not request.sampling.HasField("logprobs")
+    assert not request.sampling.HasField("grammar")
+    assert not request.stop.HasField("max_tokens")
+    assert [(turn.role, turn.content) for turn in request.chat.messages] == [("user", "hi")]
+
+
+def test_null_is_not_given() -> None:
+    names = [*ChatRequest.model_fields, "functions", "best_of"]
+    nulls = {name: None for name in names if name != "messages"}
+    assert chat(**nulls).generate_requests() == chat().generate_requests()
+
+
+def test_every_sampling_field() -> None:
+    fields = {
+        "model": "m",
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.125,
+        "presence_penalty": -1,
+        "frequency_penalty": 1.5,
+        "repetition_penalty": 2.0,
+        "logit_bias": {"5": -100, "6": 3.5},
+        "seed": 11,
+        "stop": ["a", "b"],
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "max_tokens": 9,
+        "priority": -3,
+        "n": 2,
+    }
+    for requests in (chat(**fields).generate_requests(), completion(**fields).generate_requests()):
+        assert [request.sampling.seed for request in requests] == [11, 12]
+        request = requests[0]
+        sampling, stop = request.sampling, request.stop
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 7)
+        assert (sampling.min_p, sampling.repetition_penalty) == (0.125, 2.0)
+        assert (sampling.presence_penalty, sampling.frequency_penalty) == (-1.0, 1.5)
+        assert [(bias.token_id, bias.bias) for bias in sampling.logit_bias] == [(5, -100.0), (6, 3.5)]
+        assert (list(stop.stop_strings), list(stop.stop_token_ids)) == (["a", "b"], [3])
+        assert (stop.ignore_eos, stop.min_tokens, stop.max_tokens) == (True, 2, 9)
+        assert (request.model, request.priority) == ("m", -3)
+
+
+def test_small_differences_in_form() -> None:
+    assert chat(stop="x").generate_requests()[0].stop.stop_strings == ["x"]
+    assert chat(top_k=-1).generate_requests()[0].sampling.top_k == 0
+    assert chat(seed=-1).generate_requests()[0].sampling.seed == 2**64 - 1
+    assert chat(max_tokens=5, max_completion_tokens=6).generate_requests()[0].stop.max_tokens == 6
+    assert completion().generate_requests()[0].stop.max_tokens == 16
+    assert chat(logprobs=True).generate_requests()[0].sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).generate_requests()[0].sampling.logprobs == 4
+    assert completion(logprobs=3).generate_requests()[0].sampling.logprobs == 3
+    assert chat(logprobs=False, unknown_field={"a": 1}).generate_requests() == chat().generate_requests()
+
+
+def test_the_session_is_the_cache_key_first() -> None:
+    assert chat(user="u", safety_identifier="s", prompt_cache_key="k").session_id == "k"
+    assert chat(user="u", safety_identifier="s").session_id == "s"
+    assert chat(user="u").session_id == "u"
+    hashed = chat(user="jörg@example.org").session_id
+    assert REQUEST_ID.match(hashed)
+    assert hashed == chat(user="jörg@example.org").session_id != chat(user="other@example.org").session_id
+
+
+def test_messages() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    turns = chat(
+        messages=[
+            {"role": "developer", "content": "brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "7", "tool_call_id": "c1", "name": "f"},
+        ]
+    ).generate_requests()[0]
+    roles = [(turn.role, turn.content) for turn in turns.chat.messages]
+    assert roles == [("system", "brief"), ("user", "a\nb"), ("assistant", ""), ("tool", "7")]
+    assert json.loads(turns.chat.messages[2].tool_calls_json) == [call]
+    assert (turns.chat.messages[3].tool_call_id, turns.chat.messages[3].name) == ("c1", "f")
+
+
+def test_all_forms_of_a_prompt() -> None:
+    forms = ["a", ["a", "b"], [1, 2], [[1], [2, 3]], ["a", [4]]]
+    shown = [
+        [one.text or list(one.token_ids.ids) for one in completion(prompt=form).generate_requests()]
+        for form in forms
+    ]
+    assert shown == [["a"], ["a", "b"], [[1, 2]], [[1], [2, 3]], ["a", [4]]]
+    requests = completion(prompt=["a", "b"], n=2, seed=5).generate_requests()
+    assert [(one.text, one.sampling.seed) for one in requests] == [("a", 5), ("a", 6), ("b", 5), ("b", 6)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", None]}, "stop[1]"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 2**64}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {str(2**32): 1}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"1": None}}, "logit_bias.1"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"user": 7}, "user"),
+        ({"model": 7}, "model"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"priority": 10**12}, "priority"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -101}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": "5"}, "priority"),
+        ({"priority": True}, "priority"),
+    ],
+)
+def test_refusals_of_both(fields: dict[str, Any], param: str) -> None:
+    assert refusal(chat, **fields).field == param
+    assert refusal(completion, **fields).field == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [USER, {"role": "user", "content": 7}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"functions": [{}]}, "functions"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+    ],
+)
+def test_refusals_of_chat(fields: dict[str, Any], param: str) -> None:
+    assert refusal(chat, **fields).field == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**32]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": ["x"] * 600, "n": 2}, "prompt"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": True}, "logprobs"),
+    ],
+)
+def test_refusals_of_completions(fields: dict[str, Any], param: str) -> None:
+    assert refusal(completion, **fields).field == param
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"\xff", b'{"messages": NaN}', b'{"a": "\\ud800"}']
+)
+def test_what_is_no_json_object(body: bytes) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        parsed(ChatRequest, body, CHAT_NOT_SERVED)
+    assert caught.value.reason == "MALFORMED_JSON"
+
+
+def test_deep_nesting_is_refused_not_crashed_on() -> None:
+    body = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(InvalidArgumentError):
+        parsed(ChatRequest, body, CHAT_NOT_SERVED)
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", "Infinity", "-Infinity"])
+def test_non_finite_numbers(number: str) -> None:
+    body = b'{"messages": [{"role": "user", "content": "x"}], "temperature": %s}' % number.encode()
+    with pytest.raises(InvalidArgumentError):
+        parsed(ChatRequest, body, CHAT_NOT_SERVED).generate_requests()
+
+
+def test_response_formats() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    for make in (chat, completion):
+        (request,) = make(response_format=wanted).generate_requests()
+        assert json.loads(request.sampling.grammar.json_schema) == schema
+        (request,) = make(response_format={"type": "json_object"}).generate_requests()
+        assert request.sampling.grammar.json_object
+        (request,) = make(response_format={"type": "text"}).generate_requests()
+        assert not request.sampling.HasField("grammar")
+
+
+def test_tools_go_to_the_template_as_they_are() -> None:
+    odd = {"type": "function", "function": WEATHER["function"] | {"x-extra": 1}}
+    (request,) = chat(tools=[odd]).generate_requests()
+    assert json.loads(request.chat.tools_json) == [odd]
+    assert request.sampling.grammar.WhichOneof("kind") == "lark"
+    check_grammar(request.sampling.grammar)
+    (request,) = chat(tools=[odd], tool_choice="none").generate_requests()
+    assert request.chat.tools_json == ""
+    assert not request.sampling.HasField("grammar")
+
+
+def test_names_in_errors_are_those_of_the_request() -> None:
+    names = chat(max_completion_tokens=5).names
+    assert names.http_name("stop.max_tokens") == "max_completion_tokens"
+    assert names.http_name("stop.stop_strings[2]") == "stop[2]"
+    assert names.http_name("sampling.temperature") == "temperature"
+    assert names.http_name("sampling.logprobs") == "top_logprobs"
+    assert names.http_name("prompt.chat.messages[1].role") == "messages[1].role"
+    assert names.http_name("prompt.chat") == "messages"
+    assert names.http_name("prompt.chat.tools_json") == "tools"
+    assert names.http_name("sampling.grammar.json_schema") == "response_format.json_schema"
+    assert completion().names.http_name("prompt.token_ids") == "prompt"
+    assert completion().names.http_name("sampling.logprobs") == "logprobs"
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["text", "function", "json_schema", "auto", "user"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["type", "function", "name", "json_schema", "schema", "content", "role", "1", "x"]
+            ),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.data())
+def test_whatever_is_sent_is_served_or_refused(data: st.DataObject) -> None:
+    for kind, unsupported, valid in (
+        (ChatRequest, CHAT_NOT_SERVED, {"messages": [USER], "tools": [WEATHER]}),
+        (CompletionRequest, COMPLETION_NOT_SERVED, {"prompt": "hi"}),
+    ):
+        names = st.sampled_from([*kind.model_fields, *unsupported])
+        body = valid | data.draw(st.dictionaries(names, JSON, max_size=4))
+        with suppress(InvalidArgumentError):
+            for request in parsed(kind, json.dumps(body).encode(), unsupported).generate_requests():
+                request.SerializeToString()

@@ -1,0 +1,262 @@
+"""Rendered responses: chunks, whole bodies, logprobs, token counts, errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.entrypoints.http.errors import FieldNames, HttpError, error_response
+from coordinator.entrypoints.openai.chat_response import ChatResponse, ChatStream
+from coordinator.entrypoints.openai.completion import CompletionResponse, CompletionStream
+from coordinator.entrypoints.openai.logprobs import TokenTexts
+from coordinator.entrypoints.openai.response import Frame, UsageSum, usage_event
+from coordinator.entrypoints.openai.tool_parser import ToolCallParser
+from splitserve.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    SplitserveError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from splitserve.models.hf_tokenizer import ByteTokenizer
+from splitserve.v1 import generation_pb2, inference_pb2
+
+STOP = generation_pb2.FINISH_REASON_STOP
+LENGTH = generation_pb2.FINISH_REASON_LENGTH
+FRAME = Frame("id-1", "chat.completion.chunk", 7, 'm"ö')
+TEXTS = TokenTexts(ByteTokenizer())
+
+
+def delta(text: str, reason: Any = 0, logprobs: Any = ()) -> generation_pb2.OutputDelta:
+    return generation_pb2.OutputDelta(text=text, finish_reason=reason, logprobs=logprobs)
+
+
+def done(reason: Any = STOP, **fields: Any) -> inference_pb2.GenerationDone:
+    return inference_pb2.GenerationDone(finish_reason=reason, **fields)
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    shown = data.decode().split("\n\n")
+    assert shown.pop() == ""
+    assert all(event.startswith("data: ") and "\n" not in event for event in shown)
+    return [json.loads(event.removeprefix("data: ")) for event in shown]
+
+
+def token(token_id: int, logprob: float, *top: tuple[int, float]) -> generation_pb2.TokenLogprob:
+    others = [generation_pb2.TopLogprob(token_id=i, logprob=p) for i, p in top]
+    return generation_pb2.TokenLogprob(token_id=token_id, logprob=logprob, top=others)
+
+
+def test_a_streamed_chat_answer() -> None:
+    chunks = ChatStream(FRAME, 3, has_usage=False)
+    shown = events(chunks.delta(delta("Hi")) + chunks.delta(delta("")) + chunks.delta(delta(" you", STOP)))
+    assert chunks.done(done()) == b""
+    assert [event["choices"][0]["delta"] for event in shown] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hi"},
+        {"content": " you"},
+        {},
+    ]
+    assert [event["choices"][0]["finish_reason"] for event in shown] == [None, None, None, "stop"]
+    for event in shown:
+        assert (event["id"], event["object"], event["created"], event["model"]) == (
+            "id-1",
+            "chat.completion.chunk",
+            7,
+            'm"ö',
+        )
+        assert event["choices"][0]["index"] == 3
+        assert event["choices"][0]["logprobs"] is None
+        assert "usage" not in event
+
+
+def test_an_end_that_only_done_carries() -> None:
+    chunks = ChatStream(FRAME, 0, has_usage=True)
+    chunks.delta(delta("Hi"))
+    (last,) = events(chunks.done(done(LENGTH)))
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["usage"] is None
+
+
+@given(st.text())
+def test_any_text_survives(text: str) -> None:
+    chat, plain = ChatStream(FRAME, 0, has_usage=True), CompletionStream(FRAME, 0, has_usage=False)
+    text = text.encode("utf-8", "replace").decode()
+    chat.delta(delta("x"))
+    if text:
+        assert events(chat.delta(delta(text)))[0]["choices"][0]["delta"] == {"content": text}
+        assert events(plain.delta(delta(text)))[0]["choices"][0]["text"] == text
+
+
+def test_streamed_calls() -> None:
+    chunks = ChatStream(FRAME, 0, has_usage=False, parser=ToolCallParser())
+    text = 'Hm. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    pieces = [delta(character) for character in text]
+    shown = events(b"".join(map(chunks.delta, pieces)) + chunks.delta(delta("", STOP)))
+    assert shown[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    deltas = [event["choices"][0]["delta"] for event in shown]
+    assert "".join(one.get("content", "") for one in deltas) == "Hm."
+    calls = [one["tool_calls"][0] for one in deltas if "tool_calls" in one]
+    assert calls[0]["type"] == "function"
+    assert calls[0]["function"] == {"name": "f", "arguments": ""}
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+    assert all(call["index"] == 0 for call in calls)
+
+
+def test_whole_calls() -> None:
+    body = ChatResponse(0, has_tools=True)
+    body.delta(delta('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', STOP))
+    shown = body.to_json(done())
+    assert shown["finish_reason"] == "tool_calls"
+    assert shown["message"]["content"] is None
+    assert shown["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    cut = ChatResponse(0, has_tools=True)
+    cut.delta(delta('<tool_call>{"name": "f", "arguments": {"a"', LENGTH))
+    assert cut.to_json(done(LENGTH))["finish_reason"] == "length"
+
+
+LOGPROBS = [token(0x48, -0.5, (0x48, -0.5), (0x49, -1.0)), token(0xC3, float("-inf"))]
+
+
+def test_log_probabilities_of_chat() -> None:
+    expected = [
+        {
+            "token": "H",
+            "logprob": -0.5,
+            "bytes": [0x48],
+            "top_logprobs": [
+                {"token": "H", "logprob": -0.5, "bytes": [0x48]},
+                {"token": "I", "logprob": -1.0, "bytes": [0x49]},
+            ],
+        },
+        {"token": "\ufffd", "logprob": -9999.0, "bytes": [0xC3], "top_logprobs": []},
+    ]
+    body = ChatResponse(0, texts=TEXTS)
+    body.delta(delta("H", STOP, LOGPROBS))
+    assert body.to_json(done())["logprobs"] == {"content": expected, "refusal": None}
+    chunks = ChatStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    shown = events(chunks.delta(delta("", 0, LOGPROBS[:1])) + chunks.delta(delta("H", STOP, LOGPROBS[1:])))
+    content = [
+        entry for event in shown for entry in (event["choices"][0]["logprobs"] or {}).get("content", [])
+    ]
+    assert content == expected
+
+
+def test_log_probabilities_of_completions() -> None:
+    body = CompletionResponse(0, texts=TEXTS)
+    body.delta(delta("H", 0, LOGPROBS[:1]))
+    body.delta(delta("", STOP, LOGPROBS[1:]))
+    shown = body.to_json(done())["logprobs"]
+    assert shown == {
+        "tokens": ["H", "\ufffd"],
+        "token_logprobs": [-0.5, -9999.0],
+        "top_logprobs": [{"H": -0.5, "I": -1.0}, {"\ufffd": -9999.0}],
+        "text_offset": [0, 1],
+    }
+    chunks = CompletionStream(FRAME, 0, has_usage=False, texts=TEXTS)
+    streamed = events(chunks.delta(delta("H", 0, LOGPROBS[:1])) + chunks.delta(delta("", STOP, LOGPROBS[1:])))
+    offsets = [e["choices"][0]["logprobs"]["text_offset"] for e in streamed if e["choices"][0]["logprobs"]]
+    assert offsets == [[0], [1]]
+
+
+def test_completions_with_their_prompt() -> None:
+    body = CompletionResponse(1, echo="Once ")
+    body.delta(delta("upon", STOP))
+    assert body.to_json(done()) == {
+        "index": 1,
+        "text": "Once upon",
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    chunks = CompletionStream(FRAME, 1, has_usage=False, echo="Once ")
+    shown = events(chunks.delta(delta("upon", STOP)))
+    assert [event["choices"][0]["text"] for event in shown] == ["Once ", "upon", ""]
+
+
+def test_token_counts() -> None:
+    usage = UsageSum(2)
+    local = inference_pb2.ServedBy(decode_worker="d")
+    shipped = inference_pb2.ServedBy(decode_worker="d", transport="nixl")
+    for index, served in enumerate((shipped, shipped, local)):
+        counts = inference_pb2.Usage(
+            prompt_tokens=10 + index, completion_tokens=3, cached_prompt_tokens=0, decode_cached_tokens=8
+        )
+        usage.add(index, done(usage=counts, served_by=served))
+    shown = {
+        "prompt_tokens": 22,
+        "completion_tokens": 9,
+        "total_tokens": 31,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
+    assert usage.to_json() == shown
+    (event,) = events(usage_event(FRAME, usage.to_json()))
+    assert (event["choices"], event["usage"]) == ([], shown)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (InvalidArgumentError("x"), 400, "invalid_request_error", "invalid_value"),
+        (
+            InvalidArgumentError("x", reason="PROMPT_TOO_LONG"),
+            400,
+            "invalid_request_error",
+            "context_length_exceeded",
+        ),
+        (UnauthenticatedError("x"), 401, "authentication_error", "invalid_api_key"),
+        (PermissionDeniedError("x", reason="ADMIN_ONLY"), 403, "permission_error", "admin_only"),
+        (NotFoundError("x", reason="MODEL_NOT_FOUND"), 404, "invalid_request_error", "model_not_found"),
+        (HttpError(405, "x", "METHOD_NOT_ALLOWED"), 405, "invalid_request_error", "method_not_allowed"),
+        (ResourceExhaustedError("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (UnavailableError("x", reason="NO_WORKER"), 503, "server_error", "no_worker"),
+        (FailedPreconditionError("x"), 503, "server_error", "failed_precondition"),
+        (DeadlineExceededError("x"), 504, "server_error", "deadline_exceeded"),
+        (SplitserveError("x"), 500, "server_error", "internal"),
+    ],
+)
+def test_errors(error: SplitserveError, status: int, kind: str, code: str) -> None:
+    answer = error_response(error)
+    assert answer.status == status
+    shown = {"message": "x", "type": kind, "param": None, "code": code}
+    assert json.loads(answer.body) == {"error": shown}
+
+
+def test_errors_name_the_clients_fields() -> None:
+    names = FieldNames({"prompt.chat": "messages"})
+    error = InvalidArgumentError("sampling.top_p must be above 0", field="sampling.top_p")
+    shown = json.loads(error_response(error, names).body)["error"]
+    assert (shown["message"], shown["param"]) == ("top_p must be above 0", "top_p")
+    error = InvalidArgumentError("prompt.chat has 9 tokens", field="prompt.chat")
+    shown = json.loads(error_response(error, names).body)["error"]
+    assert (shown["message"], shown["param"]) == ("messages has 9 tokens", "messages")
+
+
+def test_retry_hints() -> None:
+    assert error_response(ResourceExhaustedError("x")).headers == []
+    headers = dict(error_response(ResourceExhaustedError("x", retry_after_s=0.25)).headers)
+    assert headers == {b"retry-after": b"1", b"retry-after-ms": b"250"}
+    assert dict(error_response(UnavailableError("x")).headers)[b"retry-after"] == b"1"
+    assert dict(error_response(UnavailableError("x", retry_after_s=2.5)).headers)[b"retry-after"] == b"3"
+
+
+def test_internal_errors_are_not_disclosed() -> None:
+    try:
+        raise ZeroDivisionError("secret")
+    except ZeroDivisionError as error:
+        answer = error_response(error)
+    assert answer.status == 500
+    assert b"secret" not in answer.body
+    assert b"incident" in answer.body
+
+
+def test_the_first_known_error_of_several() -> None:
+    group = ExceptionGroup("two", [ExceptionGroup("one", [NotFoundError("gone")]), ValueError("x")])
+    assert error_response(group).status == 404

@@ -1,0 +1,199 @@
+"""Tokenizers of the coordinator: loaded once, used off the event loop unless the prompt is short."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from coordinator.models.tokenizers import SHORT_BYTES, PromptTokenizers
+from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.models.tokenizer import Turn
+from splitserve.v1 import inference_pb2
+from tests.support.engine.word_tokenizer import WordTokenizer, load_word_tokenizer
+
+
+class Witness(WordTokenizer):
+    """Records the threads it runs on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().encode(text, most)
+
+    def render_chat(
+        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+    ) -> list[int]:
+        self.threads.add(threading.get_ident())
+        return super().render_chat(messages, tools, most)
+
+
+class Loader:
+    """Counts loads; fails as often as configured."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.tokenizer = Witness()
+        self.loads = 0
+        self._failures = failures
+
+    def __call__(self, source: str) -> Witness:
+        self.loads += 1
+        if self.loads <= self._failures:
+            raise NotFoundError(f"no tokenizer in {source}")
+        return self.tokenizer
+
+
+@pytest.fixture
+async def loader() -> Loader:
+    return Loader()
+
+
+@pytest.fixture
+async def tokenizers(loader: Loader) -> AsyncIterator[PromptTokenizers]:
+    made = PromptTokenizers(loader, threads=1)
+    yield made
+    made.close()
+
+
+async def test_every_form_of_prompt_off_the_loop(tokenizers: PromptTokenizers, loader: Loader) -> None:
+    request = inference_pb2.GenerateRequest
+    assert await tokenizers.encode("s", request(text="w5 w6")) == [5, 6]
+    chat = {"messages": [{"role": "user", "content": "w7"}]}
+    assert await tokenizers.encode("s", request(chat=chat)) == [2, 7, 3]  # type: ignore[arg-type]
+    assert await tokenizers.encode("s", request(token_ids={"ids": [8]})) == [8]  # type: ignore[arg-type]
+    assert threading.get_ident() not in loader.tokenizer.threads
+
+
+@pytest.mark.parametrize("block_size", [0, 16])
+async def test_a_short_prompt_stays_on_the_loop_from_the_second_of_its_kind_on(
+    tokenizers: PromptTokenizers, loader: Loader, block_size: int
+) -> None:
+    here, threads = threading.get_ident(), loader.tokenizer.threads
+    short, long = "w5 w6", " ".join(["w5"] * SHORT_BYTES)
+    for text, on_loop in ((short, False), (long, False), (short, True), (long, False)):
+        threads.clear()
+        request = inference_pb2.GenerateRequest(text=text)
+        tokens, _, _ = await tokenizers.encode_named("s", request, block_size, b"")
+        assert tokens[0] == 5
+        assert (here in threads) == on_loop
+    threads.clear()
+    await tokenizers.encode_named("s", chat_of(), block_size, b"")
+    await tokenizers.encode_named("s", chat_of('[{"type": "function"}]'), block_size, b"")
+    assert here not in threads
+
+
+async def test_a_long_prompt_is_tokenized_once_for_all_its_answers() -> None:
+    class Counting(WordTokenizer):
+        calls = 0
+
+        def encode(self, text: str, most: int | None = None) -> list[int]:
+            Counting.calls += 1
+            return super().encode(text, most)
+
+    tokenizers = PromptTokenizers(lambda source: Counting(), threads=2)
+    await tokenizers.tokenizer("s")
+    checked: list[int] = []
+    texts = ["w1 " * SHORT_BYTES] * 8 + ["w2 " * SHORT_BYTES]
+    requests = [inference_pb2.GenerateRequest(text=text, request_id=str(n)) for n, text in enumerate(texts)]
+    encode = tokenizers.encode_named
+    calls = [
+        asyncio.create_task(encode("s", one, 16, b"", check=lambda: checked.append(1))) for one in requests
+    ]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    found = await asyncio.gather(*calls[1:])
+    assert [one.token_ids[0] for one in found] == [1] * 7 + [2]
+    assert Counting.calls == len(checked) == 2
+    await encode("s", requests[1], 16, b"other salt")
+    assert Counting.calls == 3
+    tokenizers.close()
+
+
+async def test_one_load_for_many_callers(tokenizers: PromptTokenizers, loader: Loader) -> None:
+    calls = [asyncio.create_task(tokenizers.tokenizer("s")) for _ in range(5)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert found[1:] == [loader.tokenizer] * 4
+    assert loader.loads == 1
+
+
+async def test_a_failed_load_is_tried_again() -> None:
+    tokenizers = PromptTokenizers(Loader(failures=1), threads=1)
+    with pytest.raises(NotFoundError):
+        await tokenizers.tokenizer("s")
+    assert isinstance(await tokenizers.tokenizer("s"), Witness)
+    tokenizers.close()
+
+
+async def test_chat_without_a_template() -> None:
+    tokenizers = PromptTokenizers(load_word_tokenizer, threads=1)
+    request = inference_pb2.GenerateRequest(chat={"messages": [{"role": "user"}]})  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError):
+        await tokenizers.encode("words-without-template", request)
+    tokenizers.close()
+
+
+class Listener(WordTokenizer):
+    """Keeps its render_chat arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns: list[Turn] = []
+        self.tools: list[Mapping[str, Any]] = []
+
+    def render_chat(
+        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), most: int | None = None
+    ) -> list[int]:
+        self.turns, self.tools = list(messages), list(tools)
+        return super().render_chat(messages, tools, most)
+
+
+def chat_of(tools_json: str = "", **message: str) -> inference_pb2.GenerateRequest:
+    turn = inference_pb2.ChatMessage(**({"role": "user", "content": "w1"} | message))  # type: ignore[arg-type]
+    return inference_pb2.GenerateRequest(
+        chat=inference_pb2.ChatMessages(messages=[turn], tools_json=tools_json)
+    )
+
+
+async def test_tools_and_calls_are_given_to_the_template() -> None:
+    listener = Listener()
+    tokenizers = PromptTokenizers(lambda _: listener, threads=1)
+    call = '[{"id": "c", "function": {"name": "f", "arguments": "{\\"a\\": [1]}"}}]'
+    request = chat_of('[{"function": {"name": "f"}}]', role="assistant", tool_calls_json=call, name="n")
+    assert await tokenizers.encode("s", request) == [4, 2, 1, 3]
+    assert listener.tools == [{"function": {"name": "f"}}]
+    (turn,) = listener.turns
+    assert turn.tool_calls == [{"id": "c", "function": {"name": "f", "arguments": {"a": [1]}}}]
+    assert (turn.role, turn.name) == ("assistant", "n")
+    broken = chat_of(tool_calls_json='[{"function": {"name": "f", "arguments": "{cut o"}}]')
+    await tokenizers.encode("s", broken)
+    assert listener.turns[0].tool_calls == [{"function": {"name": "f", "arguments": "{cut o"}}]
+    tokenizers.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (chat_of("{"), "prompt.chat.tools_json"),
+        (chat_of("{}"), "prompt.chat.tools_json"),
+        (chat_of("[1]"), "prompt.chat.tools_json"),
+        (chat_of("[NaN]"), "prompt.chat.tools_json"),
+        (chat_of("[" * 10_000), "prompt.chat.tools_json"),
+        (chat_of(tool_calls_json="x"), "prompt.chat.messages[0].tool_calls_json"),
+        (chat_of(tool_calls_json="[{}]"), "prompt.chat.messages[0].tool_calls_json"),
+    ],
+)
+async def test_broken_tools(request_: inference_pb2.GenerateRequest, field: str) -> None:
+    tokenizers = PromptTokenizers(load_word_tokenizer, threads=1)
+    with pytest.raises(InvalidArgumentError) as caught:
+        await tokenizers.encode("words", request_)
+    assert caught.value.field == field
+    tokenizers.close()

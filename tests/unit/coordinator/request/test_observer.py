@@ -1,0 +1,194 @@
+"""RequestEvents: every observer gets every event, whatever the others do, with the state written."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from coordinator.health.breaker_registry import CircuitBreakerRegistry
+from coordinator.request.inference_request import InferenceRequest
+from coordinator.request.observer import RequestEvents, RequestObserver
+from coordinator.request.state import RequestEstimate, RequestState, Waits
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Model, Worker
+from splitserve.config.coordinator import CircuitBreakerConfig
+from splitserve.errors import SplitserveError, UnavailableError
+from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2
+from tests.support.cluster.registrations import registration
+
+
+def state() -> RequestState:
+    request = InferenceRequest(
+        "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
+        generation_pb2.StopParams(max_tokens=8), 0, time.monotonic() + 60, time.monotonic(),
+    )  # fmt: skip
+    return RequestState(request, RequestEstimate(8.0, 3.0))
+
+
+def workers(registry: Registry) -> tuple[Worker, Worker]:
+    return (
+        registry.register(registration("p", registry_pb2.POOL_PREFILL), 0.0),
+        registry.register(registration("d", registry_pb2.POOL_DECODE), 0.0),
+    )
+
+
+def delta(position: int = 0, count: int = 1, finish: int = 0) -> generation_pb2.OutputDelta:
+    made = generation_pb2.OutputDelta(first_position=position, token_ids=[7] * count)
+    made.finish_reason = finish  # type: ignore[assignment]
+    return made
+
+
+class Journal(RequestObserver):
+    """Records its events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def arrived(self, state: RequestState) -> None:
+        self.events.append(("arrived",))
+
+    def routed(self, state: RequestState) -> None:
+        self.events.append(("routed", state.attempt.pair))
+
+    def sent(self, state: RequestState, output_tokens: int) -> None:
+        self.events.append(("sent", output_tokens, len(state.token_ids)))
+
+    def attempt_ended(self, state: RequestState) -> None:
+        self.events.append(("attempt_ended", state.report.prefill_worker))
+
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        self.events.append(("ended", type(error)))
+
+
+class Broken(RequestObserver):
+    """Raises on every event."""
+
+    def arrived(self, state: RequestState) -> None:
+        raise RuntimeError("arrived")
+
+    def sent(self, state: RequestState, output_tokens: int) -> None:
+        raise UnavailableError("sent")
+
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        raise RuntimeError("ended")
+
+
+def test_observers_are_notified_in_order_with_the_state_written() -> None:
+    journal, registry = Journal(), Registry(1.0)
+    with RequestEvents(state(), [journal]) as events:
+        events.emit(RequestObserver.arrived)
+        prefill, decode = workers(registry)
+        events.routed(prefill, decode, 0, 1.0)
+        events.emit(RequestObserver.prefilling)
+        events.sent(delta(0, 2), 2.0)
+        events.attempt_ended()
+    assert journal.events == [
+        ("arrived",),
+        ("routed", (prefill.key, decode.key)),
+        ("sent", 2, 2),
+        ("attempt_ended", "p"),
+        ("ended", type(None)),
+    ]
+
+
+def test_an_observer_that_raises_affects_neither_the_request_nor_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before, after = Journal(), Journal()
+    with RequestEvents(state(), [before, Broken(), after]) as events:
+        events.emit(RequestObserver.arrived)
+        events.sent(delta(), 1.0)
+    assert before.events == after.events == [("arrived",), ("sent", 1, 1), ("ended", type(None))]
+    failures = [record for record in caplog.records if record.message == "observer.failed"]
+    assert len(failures) == 3
+    assert failures[0].exc_info
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone"), asyncio.CancelledError()])
+def test_the_end_is_emitted_however_it_comes(error: BaseException) -> None:
+    journal = Journal()
+    with pytest.raises(type(error)), RequestEvents(state(), [journal]):
+        raise error
+    assert journal.events == [("ended", type(error))]
+
+
+def test_a_late_observer_gets_the_remaining_events() -> None:
+    journal = Journal()
+    with RequestEvents(state()) as events:
+        events.emit(RequestObserver.arrived)
+        events.observe(journal)
+    assert journal.events == [("ended", type(None))]
+
+
+def test_a_gap_notifies_no_observer() -> None:
+    journal = Journal()
+    events = RequestEvents(state(), [journal])
+    with pytest.raises(SplitserveError) as caught:
+        events.sent(delta(position=3), 1.0)
+    assert caught.value.reason == "OUTPUT_GAP"
+    assert journal.events == []
+
+
+def test_waits_add_up() -> None:
+    events = RequestEvents(state())
+    events.waited(Waits(1.0, 2.0))
+    events.waited(Waits(0.5))
+    assert events.state.waits == Waits(1.5, 2.0)
+
+
+def test_attempts_get_unique_ids_and_their_reports_add_up() -> None:
+    events = RequestEvents(state())
+    prefill, decode = workers(Registry(1.0))
+    names = set()
+    for _ in range(2):
+        events.routed(prefill, decode, 0, 1.0)
+        names.add(events.state.attempt.attempt_id)
+        events.prefilled(prefill_pb2.FirstToken(queue_ms=2.0, compute_ms=5.0, cached_tokens=1))
+        events.transferred(prefill_pb2.HandoffDone(written_bytes=10, transfer_ms=3.0))
+        events.decode_began(1.0)
+        events.attempt_ended()
+    assert len(names) == 2
+    report = events.state.report
+    assert (report.queue_ms, report.prefill_ms, report.transfer_bytes) == (2.0, 5.0, 20)
+    assert (report.transfer_ms, report.decode_admit_ms, report.transport) == (3.0, 1.0, prefill.transport)
+
+
+def circuit_states(registry: Registry) -> list[str]:
+    return [worker.circuit.state for worker in registry.snapshot().workers]
+
+
+def test_circuit_breakers_observe_failures_and_output() -> None:
+    registry = Registry(1.0)
+    prefill, decode = workers(registry)
+    circuits = CircuitBreakerRegistry(registry, CircuitBreakerConfig(consecutive_failures=1, open_s=60))
+    failing = RequestEvents(state(), [circuits])
+    failing.routed(prefill, decode, 0, time.monotonic())
+    failing.state.attempt.suspect = decode.key
+    failing.emit(RequestObserver.attempt_failed, UnavailableError("gone", reason="WORKER_LOST"))
+    failing.attempt_ended()
+    assert circuit_states(registry) == ["open", "closed"]
+
+    serving = RequestEvents(state(), [circuits])
+    serving.routed(prefill, decode, 0, time.monotonic())
+    serving.sent(delta(0), time.monotonic())
+    assert circuit_states(registry) == ["open", "closed"], "the first token is not decode's"
+    serving.state.attempt.report.decode_worker = "d"
+    serving.sent(delta(1), time.monotonic())
+    assert circuit_states(registry) == ["closed", "closed"]
+    serving.emit(RequestObserver.attempt_completed)
+    serving.attempt_ended()
+
+
+def test_a_local_prompt_says_nothing_of_the_prefill_worker() -> None:
+    prefill, decode = workers(Registry(1.0))
+    events = RequestEvents(state())
+    events.routed(prefill, decode, 0, 1.0)
+    attempt = events.state.attempt
+    assert attempt.responsive_parts == [(prefill.key,)]
+    attempt.report.decode_worker = "d"
+    assert attempt.responsive_parts == [(prefill.key,), (decode.key,), (prefill.key, decode.key)]
+    attempt.report.prefill_worker = ""
+    assert attempt.responsive_parts == [(decode.key,)]

@@ -1,0 +1,85 @@
+"""The ledger of loads: one account per boot, for all readers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.snapshot import PoolSnapshot
+from tests.support.clients.admission_parts import MODEL, admission, entry, load, worker
+
+PREFILL, DECODE = worker("p0", "prefill"), worker("d0", "decode")
+
+
+def test_what_was_sent_counts_for_routing_until_the_next_report() -> None:
+    loads = LoadLedger.of([PREFILL, DECODE])
+    worker_load = loads.decode[DECODE.key]
+    before = worker_load.batch_requests, worker_load.free_blocks
+    loads.count_sent(DECODE.key, 17)
+    assert (worker_load.batch_requests, worker_load.free_blocks) == (before[0] + 1, before[1] - 2)
+    loads.on_report(DECODE.key, load(running_requests=1, free_blocks=4000))
+    assert (worker_load.batch_requests, worker_load.free_blocks) == (1, 4000)
+
+
+def test_no_reported_block_is_free_for_newcomers_while_reservations_wait() -> None:
+    loads = LoadLedger.of([DECODE])
+    account = loads.decode[DECODE.key]
+    loads.on_report(DECODE.key, load(waiting_reservations=1, free_blocks=8))
+    assert account.free_blocks == 0
+    loads.count_sent(DECODE.key, 17)
+    assert account.free_blocks == -2
+    loads.on_report(DECODE.key, load(free_blocks=8))
+    assert account.free_blocks == 8
+
+
+def test_a_prompt_that_waits_for_decode_counts_at_its_prefill_worker_whatever_is_reported() -> None:
+    loads = LoadLedger.of([PREFILL, DECODE])
+    worker_load = loads.prefill[PREFILL.key]
+    first, second = (loads.expect(PREFILL.key, 100) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert loads.expect(("gone", 1), 5) is None
+    loads.on_report(PREFILL.key, load())
+    assert worker_load.queued_tokens == 200
+    first.begin()
+    second.withdraw()
+    for _ in range(2):  # idempotent
+        first.withdraw()
+        second.begin()
+    assert (worker_load.queued_tokens, worker_load.sent_requests) == (100, 1)
+    loads.on_report(PREFILL.key, load(waiting_tokens=100))
+    assert worker_load.queued_tokens == 100
+
+
+def test_changes_are_logged_in_order() -> None:
+    loads = LoadLedger()
+    loads.add(PREFILL)
+    loads.count_sent(PREFILL.key, 5)
+    loads.count_sent(("gone", 1), 5)
+    loads.on_report(PREFILL.key, PREFILL.load)
+    loads.remove(PREFILL.key)
+    assert loads.changes == [PREFILL.key] * 3
+    assert (loads.prefill, loads.decode) == ({}, {})
+
+
+def test_a_worker_that_takes_no_requests_for_a_while_keeps_what_is_in_flight() -> None:
+    loads = LoadLedger.of([PREFILL, DECODE])
+    model = admission((PREFILL, DECODE), loads)
+    one = entry()
+    assert model.arrive(one, 0.0).started
+    model.set_workers(PoolSnapshot((dataclasses.replace(PREFILL, in_rotation=False), DECODE)), MODEL.name)
+    assert not model.prefill.workers
+    model.set_workers(PoolSnapshot((PREFILL, DECODE)), MODEL.name)
+    assert model.prefill.workers[PREFILL.key].requests == 1
+    model.sent(one, 1, 0.1)
+    assert model.prefill.workers[PREFILL.key].requests == 0
+
+
+def test_others_are_known_before_the_first_request() -> None:
+    """Reports count from a worker's registration, not from the first request of its model."""
+    busy = worker("d0", "decode", slots=8, running_requests=8, referenced_blocks=100)
+    loads = LoadLedger.of([PREFILL, busy])
+    loads.on_report(busy.key, busy.load)
+    model = admission((PREFILL, busy), loads)
+    assert not model.arrive(entry(), 0.0).started
+    assert model.held_by == "decode"

@@ -1,0 +1,95 @@
+"""Flattened and staged steps: order, slots, tables, padding, and stable addresses."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.backends.cuda.decode_graphs import MAX_ROWS, bucket_sizes
+from engine.backends.cuda.forward import AsyncArgmax
+from engine.backends.cuda.staging import Staging
+from engine.backends.interface import NOWHERE, flatten, no_sequences
+from engine.core.types import SamplingParams, ScheduledSequence
+
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+def scheduled(
+    tokens: list[int], computed: int, new: int, blocks: list[int], sample: bool = True
+) -> ScheduledSequence:
+    return ScheduledSequence("r", tokens, 1, computed, new, blocks, sample, SamplingParams())
+
+
+MIXED = [
+    scheduled([10, 11, 12, 13, 14, 15], 3, 3, [7, 2, 9]),  # a chunk; its last block holds nothing yet
+    scheduled([20, 21, 22, 23, 24], 4, 1, [5, 1]),
+    scheduled([30, 31], 0, 2, [8], sample=False),
+    scheduled([40], 0, 1, [3]),
+]
+
+
+def test_decode_rows_come_first_and_tables_end_with_the_context() -> None:
+    flat = flatten(MIXED, BLOCK)
+    assert flat.token_ids.tolist() == [24, 40, 13, 14, 15, 30, 31]
+    assert flat.positions.tolist() == [4, 0, 3, 4, 5, 0, 1]
+    assert flat.slots.tolist() == [4, 12, 31, 8, 9, 32, 33]
+    assert flat.contexts.tolist() == [5, 1, 6, 2]
+    assert flat.query_starts.tolist() == [0, 1, 2, 5, 7]
+    assert flat.tables.tolist() == [5, 1, 3, 7, 2, 8]
+    assert flat.table_starts.tolist() == [0, 2, 3, 5]
+    assert flat.sample_rows.tolist() == [0, 1, 4]
+    assert flat.sample_order == [1, 3, 0]
+    assert (flat.num_decode, flat.num_prefill, flat.longest_chunk) == (2, 2, 3)
+    assert not flat.decode_only
+
+
+def test_padded_rows_read_and_write_no_kv() -> None:
+    flat = flatten([MIXED[1], MIXED[3]], BLOCK).padded(4)
+    assert flat.decode_only
+    assert flat.num_decode == 4
+    assert flat.slots.tolist() == [4, 12, NOWHERE, NOWHERE]
+    assert flat.contexts.tolist() == [5, 1, 0, 0]
+    assert flat.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert flat.sample_rows.tolist() == [0, 1]
+    assert no_sequences().padded(2).contexts.tolist() == [0, 0]
+
+
+def test_staged_arrays_are_the_flat_ones() -> None:
+    staging = Staging(4, CPU)  # grows
+    for batch in (MIXED, MIXED[:1], MIXED[1:]):
+        flat = flatten(batch, BLOCK)
+        inputs = staging.stage(flat)
+        assert inputs.token_ids.tolist() == [flat.token_ids.tolist()]
+        assert inputs.positions.tolist() == [flat.positions.tolist()]
+        for name in ("slots", "contexts", "query_starts", "table_starts", "tables", "sample_rows"):
+            array, tensor = getattr(flat, name), getattr(inputs, name)
+            assert np.array_equal(array, tensor.numpy()), name
+            assert tensor.numel() == 0 or tensor.data_ptr() % 16 == staging._on_device.data_ptr() % 16
+
+
+def test_steps_of_one_size_have_the_same_addresses() -> None:
+    """A captured graph contains addresses."""
+    staging = Staging(256, CPU)
+    addresses = []
+    for flat in (no_sequences(), flatten(MIXED[1:2], BLOCK), flatten([MIXED[3], MIXED[1]], BLOCK)):
+        inputs = staging.stage(flat.padded(4))
+        read = (inputs.token_ids, inputs.positions, inputs.slots, inputs.contexts, inputs.table_starts)
+        addresses.append([tensor.data_ptr() for tensor in (*read, inputs.tables)])
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert all(addresses[0]), "an empty tensor would have no address"
+
+
+def test_bucket_sizes() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(3) == [1, 2, 4]
+    assert bucket_sizes(64) == [1, 2, 4, 8, 16, 32, 48, 64]
+    assert bucket_sizes(65)[-1] == 80
+    assert bucket_sizes(10_000)[-1] == MAX_ROWS
+
+
+def test_argmax() -> None:
+    nan, infinity = float("nan"), float("inf")
+    logits = torch.tensor([[0.0, 3.0, 3.0], [1.0, nan, 0.0], [0.0, infinity, 1.0], [-infinity, -2.0, -3.0]])
+    assert AsyncArgmax(logits)() == [1, -1, -1, 1]
+    assert AsyncArgmax(logits.bfloat16())() == [1, -1, -1, 1]

@@ -1,0 +1,71 @@
+"""Which device is chosen, and the one sentence on why a CUDA device cannot be used."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+
+import pytest
+
+from engine.runner.device import CudaFacts, choose_device, cuda_problem
+from splitserve.errors import ConfigError
+from splitserve.runtime.process import DEVICE_ORDER_VARIABLE, number_devices_like_nvidia_smi
+
+GOOD = CudaFacts("2.13.0+cu130", (13, 0), (13, 2), 2)
+BUILT_FOR_CPU = CudaFacts("2.13.0+cpu", None, None, 0)
+OLD_DRIVER = replace(GOOD, driver=(12, 4), devices=0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        (GOOD, None),
+        (replace(GOOD, driver=(13, 0), built_for=(13, 1)), None),
+        (BUILT_FOR_CPU, "torch 2.13.0+cpu was built without CUDA"),
+        (replace(GOOD, driver=None, devices=0), "there is no NVIDIA driver"),
+        (OLD_DRIVER, "needs CUDA 13.0, the NVIDIA driver supports 12.4; update the driver"),
+        (replace(GOOD, devices=0), "the NVIDIA driver shows no device"),
+    ],
+)
+def test_why_cuda_cannot_be_used(facts: CudaFacts, problem: str | None) -> None:
+    found = cuda_problem(facts)
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in str(found)
+
+
+def test_a_device_that_was_asked_for() -> None:
+    assert str(choose_device("cuda", GOOD)) == "cuda:0"
+    assert str(choose_device("cuda:1", GOOD)) == "cuda:1"
+    assert str(choose_device("cpu", GOOD)) == "cpu"
+    for name, facts, why in (
+        ("cuda:2", GOOD, "engine.device: cuda:2 is not available (2 cuda devices)"),
+        (
+            "cuda",
+            BUILT_FOR_CPU,
+            "engine.device: cuda is not available: torch 2.13.0+cpu was built without CUDA",
+        ),
+        ("cuda:0", OLD_DRIVER, "engine.device: cuda:0 is not available: torch 2.13.0+cu130 needs CUDA 13.0"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            choose_device(name, facts)
+        assert refused.value.message.startswith(why)
+        assert refused.value.field == "engine.device"
+
+
+def test_auto_takes_the_cpu_and_says_so_where_the_driver_is_too_old(caplog: pytest.LogCaptureFixture) -> None:
+    assert str(choose_device("auto", GOOD)) == "cuda:0"
+    with caplog.at_level(logging.WARNING, logger="splitserve"):
+        assert str(choose_device("auto", BUILT_FOR_CPU)) == "cpu"
+        assert not caplog.records
+        assert str(choose_device("auto", OLD_DRIVER)) == "cpu"
+    assert [record.message for record in caplog.records] == ["engine.device_unusable"]
+
+
+def test_devices_are_numbered_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEVICE_ORDER_VARIABLE, "FASTEST_FIRST")
+    number_devices_like_nvidia_smi()
+    assert os.environ[DEVICE_ORDER_VARIABLE] == "FASTEST_FIRST", "the user's own"
+    monkeypatch.delenv(DEVICE_ORDER_VARIABLE)
+    number_devices_like_nvidia_smi()
+    assert os.environ.pop(DEVICE_ORDER_VARIABLE) == "PCI_BUS_ID"

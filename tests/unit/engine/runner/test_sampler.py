@@ -1,0 +1,216 @@
+"""The sampler against naive references; its result depends on its arguments only."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.core.types import SamplingParams
+from engine.runner.sampler import NanLogitsError, SamplingRow, adjust, allowed_tokens, sample, uniform
+
+# Few distinct values, so that ties are common, as they are in bfloat16.
+LOGITS = st.lists(st.integers(-8, 8).map(lambda value: value / 2), min_size=1, max_size=40)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_k=st.integers(0, 45),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.7]),
+    presence_penalty=st.sampled_from([0.0, -1.0, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, -0.5, 1.5]),
+    seed=st.integers(0, 2**64 - 1),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+
+
+def row(sampling: SamplingParams, tokens: list[int] | None = None, prompt: int = 0) -> SamplingRow:
+    tokens = tokens or []
+    return SamplingRow(sampling, tokens, prompt, len(tokens))
+
+
+def naive_allowed(logits: list[float], s: SamplingParams) -> set[int]:
+    """Top-k, then top-p over what is left, then min-p, on ranked lists."""
+    ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    ranked = ranked[: s.top_k or len(ranked)]
+    weights = [math.exp(logits[token] - logits[ranked[0]]) for token in ranked]
+    probabilities = [weight / sum(weights) for weight in weights]
+    kept, mass = 0, 0.0
+    while kept < len(ranked) and (mass < s.top_p - 1e-12 or kept == 0 or s.top_p == 1.0):
+        mass += probabilities[kept]
+        kept += 1
+    return {
+        token
+        for token, probability in zip(ranked[:kept], probabilities[:kept], strict=True)
+        if probability >= s.min_p * probabilities[0] * (1 - 1e-12)
+    }
+
+
+@given(LOGITS, PARAMS)
+def test_filters_keep_what_a_naive_ranking_keeps(logits: list[float], s: SamplingParams) -> None:
+    allowed = allowed_tokens(np.array(logits, dtype=np.float64), s)
+    kept = set(range(len(logits))) if allowed is None else set(allowed.tolist())
+    assert kept == naive_allowed(logits, s)
+
+
+def test_nucleus_wider_than_the_first_guess() -> None:
+    allowed = allowed_tokens(np.zeros(5000), SamplingParams(top_p=0.5))
+    assert allowed is not None
+    assert allowed.tolist() == list(range(2500))
+
+
+@given(LOGITS, PARAMS, st.data())
+def test_adjustments_equal_the_naive_ones(
+    logits: list[float], s: SamplingParams, data: st.DataObject
+) -> None:
+    token = st.integers(0, len(logits) - 1)
+    tokens = data.draw(st.lists(token, max_size=20))
+    prompt = data.draw(st.integers(0, len(tokens)))
+    banned = data.draw(st.frozensets(token, max_size=3))
+    bias = data.draw(st.dictionaries(token, st.sampled_from([-100.0, 0.5, 7.0]), max_size=3))
+    params = SamplingParams(
+        repetition_penalty=s.repetition_penalty,
+        presence_penalty=s.presence_penalty,
+        frequency_penalty=s.frequency_penalty,
+        logit_bias=tuple(bias.items()),
+    )
+    expected = [value + bias.get(index, 0.0) for index, value in enumerate(logits)]
+    for index in set(tokens):
+        factor = s.repetition_penalty
+        expected[index] = expected[index] / factor if expected[index] > 0 else expected[index] * factor
+    for index, count in Counter(tokens[prompt:]).items():
+        expected[index] -= s.presence_penalty + count * s.frequency_penalty
+    for index in banned:
+        expected[index] = -math.inf
+    # Later tokens of the shared list are not part of the sequence yet.
+    shared = SamplingRow(params, [*tokens, 0, 0], prompt, len(tokens), banned)
+    adjusted = adjust(torch.tensor(logits), shared)
+    assert torch.allclose(adjusted, torch.tensor(expected), atol=1e-4)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(PARAMS, st.integers(0, 10)), min_size=1, max_size=6), st.randoms(use_true_random=False)
+)
+def test_a_row_does_not_depend_on_the_batch(
+    rows: list[tuple[SamplingParams, int]], pick: random.Random
+) -> None:
+    vocabulary = 30
+    logits = torch.tensor([[pick.choice([-1.0, 0.0, 0.5, 2.0]) for _ in range(vocabulary)] for _ in rows])
+    made = [row(s, [pick.randrange(vocabulary) for _ in range(12)], prompt) for s, prompt in rows]
+    together = sample(logits, made)
+    order = pick.sample(range(len(rows)), len(rows))
+    shuffled = sample(logits[order], [made[index] for index in order])
+    for place, index in enumerate(order):
+        assert shuffled[place] == together[index]
+        assert sample(logits[index : index + 1], [made[index]]) == [together[index]]
+
+
+@given(LOGITS, PARAMS)
+def test_the_chosen_token_is_allowed(logits: list[float], s: SamplingParams) -> None:
+    s = SamplingParams(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed)
+    (chosen,) = sample(torch.tensor([logits]), [row(s)])
+    if s.greedy:
+        assert chosen.token_id == logits.index(max(logits))
+    else:
+        assert chosen.token_id in naive_allowed([value / s.temperature for value in logits], s)
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    probabilities = [0.5, 0.25, 0.15, 0.07, 0.03]
+    logits = torch.tensor([probabilities]).log()
+    draws = 4000
+    counts = Counter(
+        sample(logits, [row(SamplingParams(seed=seed), [0] * position)])[0].token_id
+        for seed in range(40)
+        for position in range(draws // 40)
+    )
+    chi_square = sum((counts[t] - draws * p) ** 2 / (draws * p) for t, p in enumerate(probabilities))
+    assert chi_square < 18.5  # 99.9% of a chi-square with 4 degrees of freedom
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    logits = torch.tensor([[2.0, 0.0]])
+
+    def share(temperature: float) -> float:
+        drawn = [
+            sample(logits, [row(SamplingParams(temperature=temperature, seed=s))])[0] for s in range(1000)
+        ]
+        return sum(token.token_id == 0 for token in drawn) / 1000
+
+    for temperature in (0.5, 1.0, 4.0):
+        assert share(temperature) == pytest.approx(1 / (1 + math.exp(-2 / temperature)), abs=0.05)
+
+
+def test_uniform_numbers_are_spread_and_reproducible() -> None:
+    numbers = [uniform(seed, position) for seed in range(50) for position in range(50)]
+    assert len(set(numbers)) == len(numbers)
+    assert all(0 <= number < 1 for number in numbers)
+    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)
+    # Fixed values: a change would break the resumption of requests across versions.
+    assert uniform(0, 0) == 0.8833108082136426
+    assert uniform(2**64 - 1, 12345) == uniform(-1, 12345)
+
+
+def test_bans_and_bias_steer_the_greedy_choice() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    greedy = SamplingParams(temperature=0.0)
+    assert sample(logits, [row(greedy)])[0].token_id == 1
+    assert sample(logits, [SamplingRow(greedy, [], 0, 0, frozenset({1, 2}))])[0].token_id == 3
+    biased = SamplingParams(temperature=0.0, logit_bias=((0, 5.0),))
+    assert sample(logits, [row(biased)])[0].token_id == 0
+
+
+def test_logprobs_come_from_the_raw_logits() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0]], dtype=torch.bfloat16)
+    params = SamplingParams(temperature=0.0, logit_bias=((3, 100.0),), logprobs=3)
+    (chosen,) = sample(logits, [row(params)])
+    expected = torch.log_softmax(logits[0].double(), 0)
+    assert chosen.token_id == 3
+    assert chosen.logprob is not None
+    assert chosen.logprob.logprob == pytest.approx(float(expected[3]))
+    assert [token for token, _ in chosen.logprob.top] == [1, 2, 3]
+    assert chosen.logprob.top[0][1] == pytest.approx(float(expected[1]))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_that_are_not_finite_are_named(bad: float) -> None:
+    logits = torch.zeros(3, 5)
+    logits[1, 2] = bad
+    rows = [row(SamplingParams(temperature=t)) for t in (0.0, 1.0, 0.0)]
+    with pytest.raises(NanLogitsError) as failure:
+        sample(logits, rows)
+    assert failure.value.rows == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_many_greedy_rows_take_the_first_of_the_largest(dtype: torch.dtype) -> None:
+    pick = random.Random(0)
+    values = [[pick.randrange(-40, -3) / 4 for _ in range(200)] for _ in range(21)]
+    chosen = sample(torch.tensor(values, dtype=dtype), [row(SamplingParams(temperature=0.0))] * 21)
+    assert [token.token_id for token in chosen] == [each.index(max(each)) for each in values]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_nan_of_either_sign_is_found_in_any_of_many_rows(dtype: torch.dtype) -> None:
+    logits = torch.ones(21, 50, dtype=dtype)
+    logits[3, 40] = math.nan
+    logits[20, 49] = -math.nan
+    logits[9] = -math.inf
+    logits[10, 1:] = -math.inf
+    with pytest.raises(NanLogitsError) as failure:
+        sample(logits, [row(SamplingParams(temperature=0.0))] * 21)
+    assert failure.value.rows == (3, 9, 20)
+
+
+def test_logits_are_left_unchanged() -> None:
+    logits = torch.zeros(1, 4)
+    sample(logits, [row(SamplingParams(logit_bias=((1, 5.0),), frequency_penalty=1.0), [1, 1, 2])])
+    assert not logits.any()

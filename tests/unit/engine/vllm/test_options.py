@@ -1,0 +1,68 @@
+"""vLLM's command line for a worker's settings; needs no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.vllm.options import block_size_of, checked_options, vllm_arguments
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError
+
+
+def pairs(config: EngineConfig, *, on_cpu: bool = True) -> dict[str, str]:
+    words = vllm_arguments(config, "/models/m", on_cpu=on_cpu)
+    return {
+        word: "" if following.startswith("--") else following
+        for word, following in zip(words, [*words[1:], "--"], strict=True)
+        if word.startswith("--")
+    }
+
+
+def test_settings_become_options() -> None:
+    config = EngineConfig(
+        kind="vllm", context_tokens=512, num_blocks=40, max_step_tokens=32, prefix_cache=False
+    )
+    options = pairs(config)
+    assert options["--model"] == "/models/m"
+    assert options["--dtype"] == "bfloat16"
+    assert options["--block-size"] == "32"
+    assert options["--max-model-len"] == "512"
+    assert options["--num-gpu-blocks-override"] == "41"
+    assert options["--max-num-batched-tokens"] == options["--max-num-seqs"] == "32"
+    assert "--no-enable-prefix-caching" in options
+    assert "--enforce-eager" in options
+
+
+def test_on_a_gpu_vllm_chooses_memory_and_mode() -> None:
+    options = pairs(EngineConfig(kind="vllm"), on_cpu=False)
+    assert options["--block-size"] == "16"
+    assert "--enforce-eager" not in options
+    assert "--kv-cache-memory-bytes" not in options
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(16, 32), (32, 32), (33, 64), (128, 128)])
+def test_block_sizes_on_cpu(asked: int, taken: int) -> None:
+    assert block_size_of(EngineConfig(block_size_tokens=asked), on_cpu=True) == taken
+
+
+def test_own_options_come_last() -> None:
+    config = EngineConfig(kind="vllm", engine_args="--seed 3 --rope-scaling '{\"a\": 1}'")
+    assert vllm_arguments(config, "m", on_cpu=True)[-4:] == ["--seed", "3", "--rope-scaling", '{"a": 1}']
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("--block-size 64", "--block-size is set by engine.block_size_tokens"),
+        ("--max_num_seqs=3", "--max-num-seqs is set by engine.max_running_requests"),
+        ("-tp=2", "-tp is refused: a worker is one rank"),
+        ("--seed 1 --speculative-config '{}'", "--speculative-config is refused"),
+        ("--kv-transfer-config.kv_role x", "--kv-transfer-config is refused"),
+        ("--enable-lora", "--enable-lora is refused: adapters are not routed"),
+        ("--seed 'x", "No closing quotation"),
+    ],
+)
+def test_refused_options_are_named(given: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named) as raised:
+        checked_options(given)
+    assert raised.value.field == "engine.engine_args"

@@ -1,0 +1,168 @@
+"""An engine thread that hangs, in a step or between two, ends its process; a slow or stopped one does not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from engine.core.engine_core import EngineCore
+from engine.core.types import SampledToken, ScheduledSequence, StepResult
+from engine.worker import hang_watch
+from engine.worker.engine_thread import Activity, EngineThread, step_limit_s
+from engine.worker.hang_watch import HangClock, watch_for_hangs
+from tests.support.engine.engine_rig import Rig, Script, request
+
+
+class QuietListener:
+    def before_step(self, core: EngineCore, now: float) -> bool:
+        return False
+
+    def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Left(Exception):
+    pass
+
+
+class Watched:
+    """A watcher of an engine thread, and what it does."""
+
+    def __init__(self, engine: EngineThread[QuietListener]) -> None:
+        self.engine = engine
+        self.did: list[str] = []
+
+    async def run(self) -> None:
+        await watch_for_hangs(self.engine.activity, "w", self._not_serving, check_s=0.001, leave=self._leave)
+
+    async def _not_serving(self) -> None:
+        self.did.append("not serving")
+
+    def _leave(self, code: int) -> None:
+        self.did.append(f"left with {code}")
+        raise _Left
+
+
+class Hanging(Script):
+    """A device that hangs until it is released."""
+
+    hanging = threading.Event()
+    release = threading.Event()
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        self.hanging.set()
+        self.release.wait()
+        return super().execute(batch)
+
+
+async def test_a_thread_that_hangs_between_steps_ends_the_process(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, release = threading.Event(), threading.Event()
+
+    def hang(_core: EngineCore, _listener: QuietListener) -> None:
+        hanging.set()
+        release.wait()
+
+    monkeypatch.setattr("engine.worker.engine_thread.BETWEEN_STEPS_S", 0.05)
+    engine = EngineThread(lambda: (Rig().core, QuietListener()), name="engine-test")
+    watched = Watched(engine)
+    await engine.start()
+    try:
+        engine.post(hang)
+        with pytest.raises(_Left):
+            await watched.run()
+        assert hanging.is_set()
+        assert watched.did == ["not serving", f"left with {hang_watch.EXIT_CODE}"]
+        assert caplog.messages == ["engine.hung"]
+        assert "in hang" in capfd.readouterr().err  # the stack names the function
+    finally:
+        release.set()
+        await engine.stop()
+    assert engine.activity() is None
+
+
+async def test_a_step_that_hangs_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    engine = EngineThread(
+        lambda: (Rig(kind=Hanging).core, QuietListener()), name="engine-test", hung_step_s=0.01
+    )
+    watched = Watched(engine)
+    await engine.start()
+    try:
+        await engine.call(lambda core, _: core.add_request(request(max_tokens=2)))
+        with pytest.raises(_Left):
+            await watched.run()
+        assert Hanging.hanging.is_set()
+        (record,) = caplog.records
+        assert record.__dict__["event_fields"]["during"] == "a step"
+        assert watched.did == ["not serving", f"left with {hang_watch.EXIT_CODE}"]
+    finally:
+        Hanging.release.set()
+        await engine.stop()
+
+
+async def test_a_process_that_cannot_say_goodbye_is_left_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hang_watch, "GOODBYE_S", 0.01)
+
+    def leave(code: int) -> None:
+        raise _Left(code)
+
+    hung = Activity("a step", 0.0)
+    with pytest.raises(_Left, match="70"):
+        await watch_for_hangs(
+            lambda: hung,
+            "w",
+            lambda: asyncio.sleep(3600),
+            check_s=0.001,
+            leave=leave,
+        )
+
+
+async def test_a_sleeping_thread_does_not_hang() -> None:
+    engine = EngineThread(lambda: (Rig().core, QuietListener()), name="engine-test")
+    await engine.start()
+    try:
+        await engine.call(lambda _core, _listener: None)
+        while engine.activity() is not None:  # until it has gone to sleep again
+            pass
+    finally:
+        await engine.stop()
+
+
+def lasts(looks: Callable[[int], float], activity: Activity | None, count: int = 100) -> bool:
+    """Whether one activity counts as hung at the last of so many looks at these times."""
+    clock = HangClock(looks(0), max_tick_s=0.5)
+    return [clock.look(activity, looks(n)) for n in range(count)][-1]
+
+
+def test_only_time_in_which_the_watcher_ran_counts() -> None:
+    step = Activity("a step", limit_s=20.0)
+    assert lasts(lambda n: 0.25 * n, step)
+    assert not lasts(lambda n: 0.25 * n, None)
+    assert not lasts(lambda n: 0.25 * n, step, count=70)
+    # Stopped for an hour, again and again: each counts for half a second.
+    assert not lasts(lambda n: 3600.0 * n, step, count=30)
+
+
+def test_each_activity_counts_by_itself() -> None:
+    clock = HangClock(0.0, max_tick_s=1.0)
+    for n in range(100):
+        assert not clock.look(Activity("a step", limit_s=3.0), float(n))
+    step = Activity("a step", limit_s=3.0)
+    assert [clock.look(step, 100.0 + n) for n in range(4)] == [False, False, False, True]
+    assert clock.seconds == pytest.approx(3.0)
+
+
+def test_the_limit_of_a_step_is_bounded_below_and_above() -> None:
+    assert step_limit_s(0.01, 60.0) == 60.0
+    assert step_limit_s(10.0, 60.0) == 200.0
+    assert step_limit_s(1000.0, 60.0) == 600.0
+    assert step_limit_s(None, 60.0) == 600.0

@@ -1,0 +1,118 @@
+"""`splitserve simulate`: output, plot, and wrong inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from splitserve.cli import simulate
+from splitserve.cli.main import main
+
+pytest.importorskip("matplotlib")
+POLICY = "prefill: {target_ms: 2000}\ndecode: {target_ms: 100}\n"
+SHORT = ("--trace", "constant", "--duration", "30", "--rate", "5", "--engine-preset", "h100-8b")
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY)
+    return str(path)
+
+
+def test_json(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+    assert main(["simulate", *SHORT, "--policy", policy, "--baseline", "all", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for name in (
+        "attainment",
+        "attainment_ttft",
+        "attainment_tpot",
+        "replica_hours",
+        "replica_hours_bound",
+        "actions",
+    ):
+        assert isinstance(found[name], int | float), name
+    assert found["failed_requests"] == 0
+    assert found["attainment"] == 1
+    assert found["replica_hours_bound"] <= found["replica_hours"]
+    assert set(found["opponents"]) == {"static-peak", "hpa-p95-latency", "token-backlog", "dynamo-thresholds"}
+    assert set(found["phases_s"]["ttft"]) == {"p50", "p95", "p99"}
+
+
+def test_without_a_policy_both_pools_follow_their_slo(
+    capsys: pytest.CaptureFixture[str], policy: str
+) -> None:
+    assert main(["simulate", *SHORT, "--no-bound", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["simulate", *SHORT, "--no-bound", "--json", "--policy", policy]) == 0
+    own_cpu = {"cpu_ms_per_request": found["cpu_ms_per_request"]}
+    assert found == json.loads(capsys.readouterr().out) | own_cpu
+
+
+def test_without_a_policy_there_are_replicas_enough_for_a_scaled_trace(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulate._default_policy(None, None, 10).prefill.max_replicas == 20
+    assert simulate._default_policy(None, None, None).decode.max_replicas == 8
+    for wrong in (("--ttft-ms", "0"), ("--tpot-ms", "nan"), ("--peak-replicas", "-1")):
+        assert main(["simulate", *SHORT, "--no-bound", *wrong]) == 2
+        assert "must be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_table_and_plot(capsys: pytest.CaptureFixture[str], policy: str, tmp_path: Path, suffix: str) -> None:
+    picture = tmp_path / f"run{suffix}"
+    assert main(["simulate", *SHORT, "--policy", policy, "--no-bound", "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "constant" in text
+    assert "100.00%" in text
+    assert picture.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_a_trace_file_at_scale(capsys: pytest.CaptureFixture[str], policy: str, tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    rows = "\r\n".join(f"2023-11-16 18:15:{n:02d}.1234567,800,20" for n in range(60))
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\r\n{rows}")
+    arguments = ["simulate", "--trace", str(trace), "--policy", policy, "--no-bound", "--json"]
+    assert main([*arguments, "--scale", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["requests"] == 180
+    assert found["replica_hours_bound"] is None
+    assert main([*arguments, "--peak-replicas", "2", "--engine-preset", "h100-8b"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (("--peak-replicas", "2"), 2, "'--trace'"),
+        (("--trace", "constant", "--policy", "/no/such"), 2, "cannot read /no/such"),
+        (("--trace", "/no/such.csv"), 1, "cannot read /no/such.csv"),
+        ((*SHORT, "--cold-start", "-1"), 2, "cold_start must be at least 0, not -1"),
+        ((*SHORT, "--cold-start", "nan"), 2, "cold_start must be at least 0"),
+        ((*SHORT, "--ttft-ms", "0"), 2, "ttft_ms must be above 0, not 0"),
+        ((*SHORT, "--peak-replicas", "0"), 2, "peak_replicas must be above 0"),
+        ((*SHORT, "--peak-replicas", "4", "--scale", "2"), 2, "exclude each other"),
+        ((*SHORT, "--scale", "inf"), 2, "scale must be above 0"),
+        ((*SHORT, "--attainment-bar", "2"), 2, "attainment_bar must be above 0 and at most 1"),
+        ((*SHORT, "--opponent", "me"), 2, "no such baseline: 'me'"),
+        ((*SHORT, "--engine-preset", "abacus"), 2, "no such preset: 'abacus'"),
+        ((*SHORT, "--prefix-cache", "magic"), 2, "prefix_cache must be worker, pool, off"),
+        ((*SHORT, "--plot", "run.jpeg"), 2, "must end in .png or .svg"),
+        ((*SHORT, "--plot", "/no/such/run.png"), 2, "no such folder: /no/such"),
+        (("--trace", "constant", "--rate", "0"), 2, "rate must be above 0"),
+        (("--trace", "constant", "--duration", "nan"), 2, "duration_s must be above 0"),
+        ((*SHORT, "--prompt-tokens", "0"), 2, "prompt_tokens must be above 0"),
+    ],
+)
+def test_wrong_inputs(
+    capsys: pytest.CaptureFixture[str], policy: str, arguments: tuple[str, ...], code: int, part: str
+) -> None:
+    given = [*arguments] if "--policy" in arguments else [*arguments, "--policy", policy]
+    assert main(["simulate", *given]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert part in captured.err

@@ -1,0 +1,61 @@
+"""YAML files: what is wrong with them is named with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from splitserve.config.yaml_file import read_yaml_file
+from splitserve.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: [1, 2\nc: 3\n", "line 3"),
+        ("a: 1\n\tb: 2\n", "line 2"),
+        ("a: 1\nname: 2026-02-30\n", "line 2: not valid YAML: day is out of range for month"),
+        ("a: 1\nb: 2026-01-01T25:00:00\n", "line 2"),
+        ("a: 1\nb: " + "9" * 5000 + "\n", "line 2"),
+        ("a: 1\nb: !!python/object:os.system {}\n", "line 2"),
+        ("a: 1\n? [1, 2]\n: 3\n", "line 2"),
+        ("a: 1\nb: *unknown\n", "line 2"),
+        ("- a\n", "must hold a mapping"),
+        ("a: " + "[" * 5000, "not valid YAML"),
+        ("a: \x00", "not valid YAML"),
+    ],
+)
+def test_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml_file(path)
+    assert said in caught.value.message
+    assert str(path) in caught.value.message
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read"):
+            read_yaml_file(path)
+    (tmp_path / "bytes").write_bytes(b"a: \xff\xfe")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        read_yaml_file(tmp_path / "bytes")
+
+
+def test_fields_have_lines(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("tenants:\n- name: a\n  weight: 1\n\n- name: b\n  weight: x\nother: {deep: {er: 1}}\n")
+    file = read_yaml_file(path)
+    assert file.line_of("tenants") == 1
+    assert file.line_of("tenants.1") == 5
+    assert file.line_of("tenants.1.weight") == 6
+    assert file.line_of("tenants.1.missing") == 5
+    assert file.line_of("other.kind-of-a-union.deep.er") == 7
+    assert file.line_of(None) == 1
+    assert read_yaml_file(tmp_path / "file.yaml").values["other"] == {"deep": {"er": 1}}
+    (tmp_path / "empty").write_text("")
+    assert read_yaml_file(tmp_path / "empty").line_of("a") == 1
+    with pytest.raises(ConfigError, match=r"file\.yaml, line 6: no number"), file.naming_lines():
+        raise ConfigError("no number", field="tenants.1.weight")

@@ -1,0 +1,202 @@
+"""Both tokenizer implementations, and loading by name."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from splitserve.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from splitserve.models.hf_tokenizer import ByteTokenizer, HfTokenizer, entry_bytes, load_tokenizer
+from splitserve.models.sources import ModelSource
+from splitserve.models.tokenizer import Tokenizer, Turn
+from splitserve.models.tokenizer_cache import CONVERSION, converted_tokenizer
+from splitserve.models.tokenizer_conversion import UnusableError, write_plain
+from splitserve.models.tokenizer_files import read_tokenizer
+from tests.support.engine.tiny_models import CHAT_TEMPLATE, EOS, VOCABULARY, tiny_tokenizer
+
+TEXTS = ["", "hello", "Grüße, 世界 🎉", "a\nb\tc", " leading and trailing  "]
+TURNS = [Turn("system", "Be brief."), Turn("user", "Hi 👋")]
+
+
+@pytest.fixture(params=["bytes", "tokenizers"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    return ByteTokenizer() if request.param == "bytes" else saved(tmp_path)
+
+
+def saved(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> HfTokenizer:
+    """The tiny tokenizer, loaded from a model's folder."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    return HfTokenizer(read_tokenizer(folder))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert all(0 <= token < tokenizer.vocabulary_size for token in tokens)
+    assert tokenizer.decode(tokens) == text
+
+
+def test_special_tokens_and_broken_characters(tokenizer: Tokenizer) -> None:
+    assert tokenizer.vocabulary_size == VOCABULARY
+    assert tokenizer.decode([*tokenizer.encode("x"), EOS]) == "x"
+    assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
+
+
+def test_chat_is_rendered_with_a_generation_prompt(tokenizer: Tokenizer) -> None:
+    assert tokenizer.has_chat_template
+    text = tokenizer.decode(tokenizer.render_chat(TURNS))
+    assert text == "system: Be brief.\nuser: Hi 👋\nassistant: "
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A model family that overrides decoding."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+def test_a_family_that_decodes_by_itself_is_refused(tmp_path: Path) -> None:
+    backend = tiny_tokenizer()
+    write_plain(backend, tmp_path)
+    backend.__class__ = Shouting
+    with pytest.raises(UnusableError, match="Shouting overrides decoding"):
+        write_plain(backend, tmp_path)
+
+
+def test_a_tokenizer_without_template_says_so(tmp_path: Path) -> None:
+    tokenizer = saved(tmp_path, chat_template=None)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(InvalidArgumentError, match="no chat template") as error:
+        tokenizer.render_chat(TURNS)
+    assert error.value.field == "prompt.chat"
+
+
+def test_a_template_that_refuses_is_an_invalid_argument(tmp_path: Path) -> None:
+    tokenizer = saved(tmp_path, "{{ raise_exception('roles must alternate') }}" + CHAT_TEMPLATE)
+    with pytest.raises(InvalidArgumentError, match="roles must alternate"):
+        tokenizer.render_chat(TURNS)
+
+
+def test_lone_surrogates_do_not_crash() -> None:
+    # JSON can contain them; UTF-8 cannot.
+    assert ByteTokenizer().decode(ByteTokenizer().encode("a\ud800b")) == "a?b"
+
+
+def test_threads_may_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+    def work(number: int) -> bool:
+        text = f"request {number} " * 20
+        rendered = tokenizer.decode(tokenizer.render_chat([Turn("user", text)]))
+        return tokenizer.decode(tokenizer.encode(text)) == text and text in rendered
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(200)))
+
+
+def test_loading_by_name(tmp_path: Path) -> None:
+    assert isinstance(load_tokenizer("simulated"), ByteTokenizer)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.decode(loaded.encode("hello")) == "hello"
+    assert loaded.has_chat_template
+    with pytest.raises(NotFoundError):
+        load_tokenizer(str(tmp_path / "nothing"))
+
+
+def _program(path: Path, *lines: str) -> str:
+    path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    path.chmod(0o755)
+    return str(path)
+
+
+def _unread(folder: Path) -> ModelSource:
+    (folder / "vocab.txt").write_text("a")
+    return ModelSource(str(folder), None, "unread")
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "words"),
+    [
+        (["echo noise", "echo no fast form", "exit 3"], NotFoundError, "no usable tokenizer: no fast form"),
+        (["echo killed >&2", "exit 1"], UnavailableError, "could not be converted: killed"),
+        (["kill -9 $$"], UnavailableError, "ended with status -9"),
+    ],
+)
+def test_a_failed_conversion_is_told(
+    script: list[str], kind: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.executable", _program(tmp_path / "python", *script))
+    with pytest.raises(kind, match=words):
+        converted_tokenizer(_unread(tmp_path))
+    assert list((tmp_path / "home" / "tokenizers").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_hindrance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").write_text("not a folder")
+    tiny_tokenizer().save_pretrained(tmp_path / "made")
+    monkeypatch.setenv("SPLITSERVE_HOME", str(tmp_path / "home"))
+    copy = f'test "$2" = {CONVERSION} && cp {tmp_path}/made/* "$4"'
+    monkeypatch.setattr("sys.executable", _program(tmp_path / "python", copy))
+    tokenizer = HfTokenizer(converted_tokenizer(_unread(tmp_path)))
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+
+
+def test_a_folder_without_tokenizer_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(NotFoundError, match="tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}|{% endfor %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}[{{ call.function.arguments | tojson }}]{% endfor %}"
+    "{% if message.tool_call_id is defined %}#{{ message.tool_call_id }}{% endif %};{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_tools_and_calls_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = saved(tmp_path, TOOLS_TEMPLATE)
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [Turn("user", "u"), Turn("assistant", "", [call]), Turn("tool", "7", tool_call_id="c1")]
+    assert tokenizer.decode(tokenizer.render_chat(turns, TOOLS)) == 'f|user:u;assistant:[{"a": 1}];tool:7#c1;'
+    assert tokenizer.decode(tokenizer.render_chat(turns[:1])) == "user:u;"
+
+
+def test_a_template_without_tools_says_so(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="does not support tools") as error:
+        saved(tmp_path).render_chat(TURNS, TOOLS)
+    assert (error.value.field, error.value.reason) == ("prompt.chat.tools_json", "TOOLS_UNSUPPORTED")
+
+
+def test_the_bytes_of_single_tokens(tokenizer: Tokenizer) -> None:
+    for text in TEXTS:
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+    assert tokenizer.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize(
+    ("entry", "byte_level", "expected"),
+    [
+        ("Ġthe", True, b" the"),
+        ("Ã©Ċ", True, "é\n".encode()),
+        ("Ãł", True, b"\xc3\xa0"),
+        ("世", True, "世".encode()),
+        ("\u2581the", False, b" the"),
+        ("<0x0A>", False, b"\n"),
+        ("<0xE4>", False, b"\xe4"),
+        ("é", False, "é".encode()),
+    ],
+)
+def test_both_spellings_of_a_vocabulary(entry: str, byte_level: bool, expected: bytes) -> None:
+    assert entry_bytes(entry, byte_level=byte_level) == expected
