@@ -207,6 +207,8 @@ class WorkerProcess(Generic[C]):
         self, stop: asyncio.Event, server: RpcServer, registration: registry_pb2.RegisterRequest
     ) -> None:
         kv_events, loop = self.parts.core.kv_events, asyncio.get_running_loop()
+        # A worker that reported an empty cache would be counted on to keep what it computes.
+        read_cache = partial(KvEventReader, kv_events) if self.config.engine.prefix_cache else None
         self._registries = [
             RegistryClient(
                 address,
@@ -216,7 +218,7 @@ class WorkerProcess(Generic[C]):
                 heartbeat_s=self.config.heartbeat_s,
                 on_ended=self._role.on_ended_writers,
                 security=self._security,
-                read_cache=lambda: KvEventReader(kv_events),
+                read_cache=read_cache,
                 status=self._registration_status,
             )
             for address in self.config.coordinators

@@ -113,6 +113,21 @@ async def test_signals_agree_with_what_clients_saw_and_a_plan_lends_decode_to_pr
         await cluster.assert_no_leaks()
 
 
+async def test_equal_prompts_are_demand_where_no_worker_keeps_prefixes(log_dir: Path) -> None:
+    cluster = Cluster(log_dir, worker_options=[*OPTIONS, "--no-prefix-cache"])
+    async with (
+        running(cluster),
+        AsyncClient(cluster.target) as client,
+        ScalingClient(cluster.target) as scaling,
+    ):
+        for _ in range(3):
+            answer = await client.generate([7] * 100, max_tokens=2, temperature=0.0, ignore_eos=True)
+            assert answer.usage.cached_prompt_tokens == 0
+        (model,) = (await scaling.signals()).models
+        assert model.arrivals.uncached_tokens == model.arrivals.prompt_tokens == 300
+        await cluster.assert_no_leaks()
+
+
 def check_snapshot(seen: Snapshot, total: int, ttft_s: list[float]) -> None:
     assert seen.complete
     assert sum(bucket.requests for bucket in seen.arrivals) == total
