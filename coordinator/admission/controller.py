@@ -212,20 +212,21 @@ class _Admitted(RequestObserver):
 
 def _entry(state: RequestState, now: float) -> Entry:
     """Admission's view of a request."""
-    request, caller = state.request, state.request.caller
+    request, caller, resumed = state.request, state.request.caller, len(state.request.resumed)
     return Entry(
         request_id=request.request_id,
         tenant=caller.tenant,
         weight=caller.weight,
         priority_class=caller.priority_class,
         priority=request.priority,
-        prompt_tokens=len(request.prompt),
-        uncached_tokens=state.estimate.uncached_tokens,
-        expected_output=state.estimate.output_tokens,
-        max_output=request.max_tokens,
-        needs_decode=request.max_tokens > 1,
+        prompt_tokens=len(request.prompt) + resumed,
+        uncached_tokens=state.estimate.uncached_tokens + resumed,
+        expected_output=max(1.0, state.estimate.output_tokens - resumed),
+        max_output=request.max_tokens - resumed,
+        needs_decode=state.needs_decode,
         arrived_s=now,
         deadline_s=request.deadline_s,
+        resumed=resumed > 0,
     )
 
 

@@ -41,6 +41,8 @@ class Entry(Flight):
     arrived_s: float
     deadline_s: float
     """When the request times out."""
+    resumed: bool = False
+    """Continues a stream that broke at another coordinator: its client already has a part of the answer."""
     number: int = 0
     """Arrival number; below 0 once the request is over."""
     bypassed: int = 0
@@ -56,9 +58,13 @@ class Entry(Flight):
     seconds that this request waited for each."""
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[bool, int, int]:
         """Sort key among the requests of its tenant and class."""
-        return -self.priority, self.number
+        return not self.resumed, -self.priority, self.number
+
+    def outranks(self, other: Entry) -> bool:
+        """Whether it is served before another request of its tenant and class that arrived earlier."""
+        return self.order[:-1] < other.order[:-1]
 
     @property
     def cost(self) -> float:

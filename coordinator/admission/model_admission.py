@@ -267,9 +267,9 @@ class ModelAdmission:
         heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
 
     def _slo_wait_s(self, entry: Entry, compute_s: float) -> float:
-        """Seconds that a request may wait until its prompt starts. Batch requests have no TTFT target."""
+        """Seconds that a request may wait until its prompt starts. Batch and resumed requests have no TTFT target."""
         slo_s = self._settings.ttft_slo_s
-        if slo_s is None or entry.priority_class == "batch":
+        if slo_s is None or entry.resumed or entry.priority_class == "batch":
             return float("inf")
         return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
 
@@ -279,7 +279,7 @@ class ModelAdmission:
         return min(self._settings.max_queue_s, max(slo_s - self._settings.prefill_horizon_s, slo_s / 2))
 
     def _refusal(self, entry: Entry, predicted: Forecast, now: float) -> Refusal | None:
-        if predicted.wait_s is None:
+        if predicted.wait_s is None or entry.resumed:  # a forecast ends no answer that has begun
             return None
         left_s = entry.deadline_s - now
         slo_s = _CAUTION * min(self._settings.max_queue_s, self._slo_wait_s(entry, predicted.compute_s))

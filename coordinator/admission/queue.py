@@ -141,8 +141,8 @@ class AdmissionQueue:
         before = 0.0
         if queue is not None:
             last = queue.entries[-1] if queue.entries else None
-            if last is not None and newcomer.priority > last.priority:
-                before = sum(e.cost for e in queue.entries if e.priority >= newcomer.priority)
+            if last is not None and newcomer.outranks(last):
+                before = sum(e.cost for e in queue.entries if not newcomer.outranks(e))
             else:
                 before = queue.cost
         own = before + newcomer.cost
@@ -194,7 +194,7 @@ class AdmissionQueue:
             most = max(others, key=_holding)
             if _holding(most) > would_hold:
                 return most.entries[-1]
-        if own is not None and own.entries and own.entries[-1].priority < newcomer.priority:
+        if own is not None and own.entries and newcomer.outranks(own.entries[-1]):
             return own.entries[-1]
         return None
 

@@ -84,6 +84,36 @@ def test_a_request_that_would_miss_the_ttft_target_is_refused_and_batch_is_not()
     assert model.arrive(entry(1000, 2, priority_class="interactive"), 0.0).refused is None
 
 
+def test_an_answer_that_has_begun_goes_before_its_tenants_others_and_no_forecast_refuses_it() -> None:
+    model = small(slots=1, ttft_slo_s=0.5)
+    running = entry()
+    model.arrive(running, 0.0)
+    urgent = entry(output=2, priority=100, priority_class="batch")
+    assert model.arrive(urgent, 0.0).refused is None
+    assert model.arrive(entry(1000, 1000), 0.0).refused is not None
+    resumed = entry(1000, 1000, priority=-100, priority_class="batch", resumed=True, deadline_s=1.0)
+    other = entry(priority_class="batch", tenant="b", weight=1e6)
+    assert model.arrive(other, 0.0).refused is None
+    arrival = model.arrive(resumed, 0.0)
+    assert (arrival.started, arrival.refused) == (False, None)
+    served = []
+    for _ in range(3):
+        finish(model, running, 0.5)
+        (running,) = model.release(0.5).started
+        served.append(running)
+    assert served.index(resumed) < served.index(urgent)
+
+
+def test_a_full_queue_takes_an_answer_that_has_begun_for_its_tenants_last() -> None:
+    model = small(slots=1, max_queued_requests=1)
+    model.arrive(entry(), 0.0)
+    model.arrive(entry(), 0.0)
+    resumed = entry(resumed=True)
+    arrival = model.arrive(resumed, 0.0)
+    assert (arrival.refused, len(arrival.evicted)) == (None, 1)
+    assert model.arrive(entry(priority=100), 0.0).refused is not None
+
+
 def test_nothing_is_refused_on_rates_that_nobody_measured() -> None:
     workers = (
         worker("p0", "prefill", prefill_tokens_per_second=0),
