@@ -183,7 +183,9 @@ async def compare(arguments: argparse.Namespace, tell: Console) -> dict[str, Any
     """Runs both systems side by side and measures every length: `rows` and `idle_cores` of the report."""
     cores = available_cores()
     model = resolve_model(arguments.model)
-    config = ClusterConfig(model=arguments.model, engine=EngineConfig(dtype="bfloat16"))
+    config = ClusterConfig(
+        model=arguments.model, engine=EngineConfig(kind=arguments.engine, dtype="bfloat16")
+    )
     fronts_wanted = {FRONT: CoordinatorConfig(local_prefill="never")}
     with tempfile.TemporaryDirectory(prefix="vllm-logs-") as logs:
         layout = Layout(
@@ -237,6 +239,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default=MODEL)
+    parser.add_argument(
+        "--engine",
+        choices=("torch", "vllm"),
+        default="torch",
+        help="splitserve's; vllm where this runs in an environment that has it",
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)

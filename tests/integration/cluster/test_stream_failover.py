@@ -67,6 +67,7 @@ async def test_streams_go_on_at_the_other_coordinator(log_dir: Path) -> None:
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_a_stream_survives_one_coordinator_after_the_other(log_dir: Path) -> None:
     """The first is started again while the second serves, and gets the stream back when that one dies."""
     async with two_coordinators(log_dir, worker_options=OPTIONS) as (cluster, other, target):

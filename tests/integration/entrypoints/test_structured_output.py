@@ -84,7 +84,7 @@ def assert_satisfies(answer: Completion, schema: Schema) -> None:
 
 @pytest.mark.parametrize(
     ("count", "of_each"),
-    [pytest.param(30, 1, marks=pytest.mark.short), pytest.param(200, 10, marks=pytest.mark.slow)],
+    [pytest.param(15, 1, marks=pytest.mark.short), pytest.param(200, 10, marks=pytest.mark.slow)],
 )
 async def test_answers_of_random_schemas_satisfy_them(client: AsyncClient, count: int, of_each: int) -> None:
     made = schemas(seed=11, count=count)
@@ -141,7 +141,7 @@ async def test_a_split_answer_is_that_of_one_engine(client: AsyncClient, smollm2
 
 
 @pytest.mark.parametrize(
-    "crowd", [pytest.param(12, marks=pytest.mark.short), pytest.param(32, marks=pytest.mark.slow)]
+    "crowd", [pytest.param(6, marks=pytest.mark.short), pytest.param(32, marks=pytest.mark.slow)]
 )
 async def test_a_mixed_crowd(client: AsyncClient, crowd: int) -> None:
     chat = [ChatMessage("user", "Name a colour and a number.")]

@@ -57,7 +57,7 @@ async def supervised(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Pro
 @pytest.mark.parametrize(
     ("how", "code", "why", "stack"),
     [
-        ("hang", EXIT_CODE, "the engine hangs in a step", "in failing"),
+        pytest.param("hang", EXIT_CODE, "the engine hangs in a step", "in failing", marks=pytest.mark.slow),
         ("break", 1, "the engine has ended: RuntimeError: the device is lost", "in failing"),
     ],
 )

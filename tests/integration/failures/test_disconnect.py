@@ -141,6 +141,7 @@ async def test_while_the_last_write_is_under_way(log_dir: Path) -> None:
         await cluster.assert_no_leaks()
 
 
+@pytest.mark.slow
 async def test_while_waiting_to_decode(log_dir: Path) -> None:
     """Everything is written, and the word of it is late."""
     faults = {"delay_notification": {"at": [1]}, "hold_s": 8.0}

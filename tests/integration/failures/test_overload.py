@@ -14,7 +14,7 @@ from splitserve.security.api_keys import key_hash, new_key
 from tests.support.clients.traffic import Shape, Traffic, offer, rss_mb
 from tests.support.cluster.real_cluster import Cluster, running
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.alone]
 ENGINE = [
     "--simulated-step-s", "0.01", "--simulated-sequence-s", "0.0005", "--simulated-prefill-token-s", "0.0002",
     "--no-prefix-cache", "--heartbeat", "0.25",
@@ -28,7 +28,7 @@ LATE = 1.15
     ("shape", "sustainable_per_s", "seconds"),
     [
         # 512 tokens a step of 112 ms: 15 a second.
-        pytest.param(Shape(300, 24), 12.0, 20.0, id="prefill", marks=pytest.mark.slow),
+        pytest.param(Shape(300, 24), 12.0, 20.0, id="prefill"),
         # 22 ms for 24 sequences, less head-room: 7 a second.
         pytest.param(Shape(40, 128), 5.5, 15.0, id="decode"),
     ],

@@ -45,7 +45,6 @@ needs_int8 = pytest.mark.skipif(not is_exact(), reason="this processor has no in
     ("quantization", "lengths"),
     [
         pytest.param("none", LENGTHS[::3], marks=pytest.mark.short),
-        pytest.param("int8", LENGTHS[-1:], marks=[needs_int8, pytest.mark.short]),
         pytest.param("none", LENGTHS, marks=pytest.mark.slow),
         pytest.param("int8", LENGTHS[-3:], marks=[needs_int8, pytest.mark.slow]),
     ],

@@ -58,7 +58,12 @@ async def _complete(client: AsyncClient, prompt: list[int]) -> Completion:
 
 
 @pytest.mark.parametrize(
-    "lengths", [pytest.param(BORDERS, id="borders"), pytest.param(MORE, id="more", marks=pytest.mark.slow)]
+    "lengths",
+    [
+        pytest.param(BORDERS[::4], id="some", marks=pytest.mark.short),
+        pytest.param(BORDERS, id="borders", marks=pytest.mark.slow),
+        pytest.param(MORE, id="more", marks=pytest.mark.slow),
+    ],
 )
 async def test_batches_of_mixed_lengths(
     cluster: Cluster, prompts: dict[int, list[int]], reference: Reference, lengths: list[int]

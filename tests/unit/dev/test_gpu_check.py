@@ -66,6 +66,7 @@ def test_a_failing_part_does_not_stop_the_rest(tmp_path: Path, capsys: pytest.Ca
     assert "| no-such-package | >=1 | - | missing |" in text
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_ends_with_all_that_it_started(tmp_path: Path) -> None:
     code = """
         import subprocess, sys

@@ -183,6 +183,7 @@ def test_constant_load_on_a_boundary_then_at_most_one_action(cold_start_s: float
     assert outcome.attainment > 0.97
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cold_start_s", COLD_STARTS_S)
 def test_after_a_burst_the_targets_are_met_again_half_a_minute_after_the_cold_start(
