@@ -19,14 +19,22 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, busy_prefill, chunks_written, until, worker
+from tests.support.cluster.streams import (
+    Reading,
+    busy_prefill,
+    chunks_written,
+    total,
+    until,
+    worker,
+)
 from tests.support.engine.reference import Reference
 from tests.support.waiting import PATIENCE_S
 
 CHUNK = 64
 LONG = 900
 """Tokens: more than a second of chunks."""
-TICKET_S = 3.0
+TICKET_S = 30.0
+"""Longer than what waits for prefill takes on a busy machine."""
 MAX_TOKENS = 6
 OPTIONS = ["--dtype", "float32", "--context-tokens", "1024", "--max-step-tokens", str(CHUNK)]
 OPTIONS += ["--heartbeat", "0.1", "--ticket", str(TICKET_S), "--quarantine", "1", "--lease", "1"]
@@ -136,8 +144,8 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(
         long = [Reading(client, text_tokens[n : n + LONG], max_tokens=2) for n in range(100)]
         await until(
             cluster,
-            lambda info: sum(w.waiting_requests for w in info.workers if w.pool == "prefill") > 30,
-            "they queue",
+            lambda info: total(info, "decode", "waiting_reservations") > 20,
+            "they wait for room",
         )
         await asyncio.gather(*(reading.leave() for reading in long))
         short = await client.generate(text_tokens[5:300], max_tokens=2)
@@ -202,7 +210,7 @@ async def test_aborts_and_a_full_pool_leave_neighbours_alone(
     smollm2: str, log_dir: Path, text_tokens: list[int], greedy: Answer
 ) -> None:
     """Cases 6 and 16: of twenty requests three have room on decode, and every other client leaves."""
-    options = [*OPTIONS, "--num-blocks", "20", "--no-prefix-cache"]
+    options = [*OPTIONS, "--num-blocks", "20", "--context-tokens", "256", "--no-prefix-cache"]
     setup = Cluster(
         log_dir,
         model=smollm2,
