@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, PlainSerializer
 
@@ -44,13 +44,20 @@ def _checked(text: str) -> str:
     return text
 
 
+def _named(value: Any) -> Any:
+    """Names as a tuple, also from a list or a number in a YAML file."""
+    if isinstance(value, list | tuple):
+        return gpu_names(",".join(map(str, value)))
+    return gpu_names(str(value)) if isinstance(value, str | int) else value
+
+
 def _bad(why: str) -> InvalidArgumentError:
     return InvalidArgumentError(f"gpus: {why}", field="gpus")
 
 
 Gpus = Annotated[
     tuple[str, ...],
-    BeforeValidator(lambda gpus: gpu_names(gpus) if isinstance(gpus, str) else gpus),
+    BeforeValidator(_named),
     PlainSerializer(",".join, return_type=str),
 ]
 """Names of GPUs; also accepts text."""

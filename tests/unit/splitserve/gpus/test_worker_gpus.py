@@ -9,7 +9,7 @@ import pytest
 
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, InvalidArgumentError
 from splitserve.gpus.engine_command import check_command
 from splitserve.gpus.worker_gpus import check_gpu_count, claim_gpus, tensor_parallel_size
 from tests.support.gpus.kernel_files import FakeMachine, two_sockets
@@ -110,6 +110,14 @@ def test_network_cards_follow_from_the_gpus(tmp_path: Path) -> None:
     environment = {"UCX_NET_DEVICES": "eth0"}
     claim_gpus(worker("0", nics="nearest"), environment, root)
     assert environment["UCX_NET_DEVICES"] == "eth0"
+
+
+def test_gpus_in_a_file_are_checked_like_text() -> None:
+    assert worker([2, 3]).gpus == worker("2,3").gpus == ("2", "3")  # type: ignore[arg-type]
+    assert worker(2).gpus == ("2",)  # type: ignore[arg-type]
+    for wrong in (["cuda:0"], "cuda:0", [1, 1]):
+        with pytest.raises(InvalidArgumentError):
+            worker(wrong)  # type: ignore[arg-type]
 
 
 def test_sizes_in_engine_args() -> None:
