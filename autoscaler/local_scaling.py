@@ -33,11 +33,16 @@ class LocalScaling:
 
     @classmethod
     def of(cls, config: ClusterConfig, path: Path, security: ClusterCredentials = UNSECURED) -> LocalScaling:
-        """Reads the policy. Pools without a given size start with `min_replicas`. Raises ConfigError."""
+        """Reads the policy. Pools without a given size start with `min_replicas`; each replica gets the
+        policy's `gpus_per_replica`. Raises ConfigError."""
         file = PolicyFile(path)
         policy = file.value.rules
         least = {"prefill": policy.prefill.min_replicas, "decode": policy.decode.min_replicas}
         first = {pool: count for pool, count in least.items() if pool not in config.model_fields_set}
+        first |= {
+            "prefill_gpus": policy.prefill.gpus_per_replica,
+            "decode_gpus": policy.decode.gpus_per_replica,
+        }
         return cls(config.model_copy(update=first), file, security)
 
     @property

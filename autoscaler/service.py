@@ -11,15 +11,17 @@ from functools import partial
 from typing import Any
 
 from autoscaler.actuators.actuator import Actuator
-from autoscaler.actuators.docker_template import gpu_inventory
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s
 from autoscaler.signals.observer import Observer
 from splitserve.client.scaling_client import ScalingClient
-from splitserve.config.autoscaler import AutoscalerConfig
+from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
+from splitserve.config.gpu_list import AUTO, gpu_groups
 from splitserve.errors import ConfigError, FailedPreconditionError, SplitserveError, UnavailableError
+from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.nvml import driver_inventory
 from splitserve.logs import log_event
 from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
@@ -152,8 +154,15 @@ def _docker(config: AutoscalerConfig) -> Actuator:
         message = "actuator: docker needs `pip install 'splitserve[docker]'`"
         raise ConfigError(message, field="actuator") from None
     engine = DockerEngine(config.docker.request_timeout_s)
-    gpus = gpu_inventory(config.docker.gpus)
+    gpus = docker_gpus(config.docker)
     return DockerActuator(engine, config.docker.project, gpus, config.model)
+
+
+def docker_gpus(config: DockerConfig) -> GpuInventory:
+    """The GPUs that Docker replicas may get. Raises UnavailableError (NO_NVML) where `auto` cannot ask for them."""
+    if config.gpus == AUTO:
+        return driver_inventory(config.replicas_per_gpu)
+    return GpuInventory.of_groups(gpu_groups(config.gpus), config.replicas_per_gpu)
 
 
 def _kubernetes(config: AutoscalerConfig) -> Actuator:

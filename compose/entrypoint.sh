@@ -30,10 +30,6 @@ case "${1-}" in
     shift
     set -- --worker-id "${command%-worker}-$(hostname)" --host 0.0.0.0 --port 50061 \
       --advertise-address "$(hostname):50061" "$@"
-    # With all GPUs of the host in view, this one is the worker's own.
-    if [ -n "${SPLITSERVE_GPU:-}" ]; then
-      set -- --device "cuda:${SPLITSERVE_GPU}" "$@"
-    fi
     exec splitserve "$command" "$@"
     ;;
   *)

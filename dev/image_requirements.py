@@ -14,7 +14,7 @@ from pathlib import Path
 NEED_TORCH = frozenset({"accelerate"})
 
 
-EXTRAS = ("docker", "kubernetes")
+EXTRAS = ("docker", "kubernetes", "nvml")
 """Extras of the autoscaler's actuators."""
 
 
@@ -33,10 +33,11 @@ def requirements(project: Path, *, torch: bool, extras: Sequence[str] = EXTRAS) 
 def main() -> None:
     """One requirement a line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--torch", choices=("cpu", "cuda", "none"), required=True)
+    parser.add_argument("--torch", choices=("cpu", "cuda", "vllm", "none"), required=True)
     parser.add_argument("--extras", nargs="*", default=EXTRAS)
     args = parser.parse_args()
-    found = requirements(Path("pyproject.toml"), torch=args.torch != "none", extras=args.extras)
+    extras = [*args.extras, "vllm"] if args.torch == "vllm" else args.extras
+    found = requirements(Path("pyproject.toml"), torch=args.torch != "none", extras=extras)
     print(*found, sep="\n")
 
 

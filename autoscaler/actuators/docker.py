@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -21,43 +22,56 @@ from docker.errors import APIError, NotFound
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.actuators.docker_engine import DockerEngine
+from autoscaler.actuators.docker_gpus import gpus_of
 from autoscaler.actuators.docker_template import (
     MODEL_LABEL,
     POOL_LABEL,
     PROJECT_LABEL,
     Container,
-    free_gpus,
     further_networks,
-    gpu_of,
     replica_body,
     replica_name,
     worker_id,
 )
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError
+from splitserve.gpus.engine_command import check_command, environment_of
+from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.placement import GpuUse, choose_gpus, taken
 from splitserve.logs import log_event
 
 LOG_LINES = 20
 """Log lines of a failed replica that are copied to the autoscaler's log before its container is removed."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a container's inspection says once and for all."""
+
+    name: str
+    """Of its worker."""
+    gpus: tuple[str, ...]
+
+
 class DockerActuator(Actuator):
-    """Scales the pools of one compose project. `gpus` are those that replicas may use; empty: they need none.
+    """Scales the pools of one compose project. `gpus` are those that replicas may use; without any they need none.
 
     With `model` only containers whose label `splitserve.model` says so are replicas; nothing is done to the others.
     """
 
     proves_end = True  # the Engine lists a container until its processes have ended
 
-    def __init__(self, engine: DockerEngine, project: str, gpus: Sequence[str] = (), model: str = "") -> None:
+    def __init__(
+        self, engine: DockerEngine, project: str, gpus: GpuInventory | None = None, model: str = ""
+    ) -> None:
         self._engine = engine
         self._project = project
-        self._gpus = tuple(gpus)
+        self._gpus = gpus or GpuInventory()
         self._model = model
         self._taken_by_others = 0
-        """GPUs of the inventory that replicas of other models have."""
-        self._facts: dict[str, tuple[str, str | None]] = {}
-        """Worker id and GPU by container id; neither ever changes."""
+        """How much of the inventory's capacity replicas of other models have."""
+        self._facts: dict[str, _Facts] = {}
+        """By container id; they never change."""
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
         """See Actuator. Also removes containers that ended and kills those that overran their drain."""
@@ -66,10 +80,11 @@ class DockerActuator(Actuator):
     @property
     def gpu_inventory(self) -> int | None:
         """See Actuator. Without the GPUs that replicas of other models have."""
-        return max(0, len(self._gpus) - self._taken_by_others) if self._gpus else None
+        return max(0, self._gpus.capacity - self._taken_by_others) if self._gpus.gpus else None
 
     async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
-        """See Actuator. Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container."""
+        """See Actuator. Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container, ConfigError
+        (field `gpus_per_replica`) for more GPUs than the worker's engine computes on."""
         await self._engine.call(f"start {pool}", lambda client: self._start(client, pool, count, gpus_each))
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
@@ -84,14 +99,15 @@ class DockerActuator(Actuator):
         living = []
         everything = self._containers(client)
         self._facts = {c.id: self._facts[c.id] for c in everything if c.id in self._facts}
-        if self._gpus and self._model:
+        if self._gpus.gpus and self._model:
             others = [container for container in everything if container.model != self._model]
-            self._taken_by_others = len(self._gpus_in_use(client, others) & set(self._gpus))
+            self._taken_by_others = taken(self._gpus, self._uses(client, others))
         for container in self._tidied(client, self._ours(everything)):
             if (facts := self._facts_of(client, container)) is not None:
-                name, gpu = facts
-                stopping = container.drain_until_s is not None
-                living.append(ActualReplica(name, container.pool, stopping, container.created_wall_s, gpu))
+                stopping, gpu = container.drain_until_s is not None, ",".join(facts.gpus) or None
+                living.append(
+                    ActualReplica(facts.name, container.pool, stopping, container.created_wall_s, gpu)
+                )
         return tuple(sorted(living, key=lambda replica: replica.name))
 
     def _ours(self, containers: Sequence[Container]) -> list[Container]:
@@ -122,13 +138,13 @@ class DockerActuator(Actuator):
                 living.append(container)
         return living
 
-    def _facts_of(self, client: APIClient, container: Container) -> tuple[str, str | None] | None:
+    def _facts_of(self, client: APIClient, container: Container) -> _Facts | None:
         if container.id not in self._facts:
             try:
                 inspected = client.inspect_container(container.id)
             except NotFound:
                 return None
-            self._facts[container.id] = worker_id(inspected, container.pool), gpu_of(inspected)
+            self._facts[container.id] = _Facts(worker_id(inspected, container.pool), gpus_of(inspected))
         return self._facts[container.id]
 
     def _remove(self, client: APIClient, container: Container) -> None:
@@ -162,15 +178,22 @@ class DockerActuator(Actuator):
             inspected = client.inspect_container(template.id)
             number = 1 + max(c.number for c in containers if c.service == template.service)
             gpus: tuple[str, ...] = ()
-            if self._gpus and gpus_each:
-                gpus = free_gpus(self._gpus, self._gpus_in_use(client, containers), gpus_each)
+            if self._gpus.gpus and gpus_each:
+                config = inspected["Config"]
+                check_command(config["Cmd"] or (), environment_of(config["Env"] or ()), gpus_each)
+                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, gpus_each)
             name = replica_name(template.name, self._project, template.service, number)
             self._create(client, name, inspected, number, gpus)
             log_event("replica.ordered", container=name, pool=pool, gpu=",".join(gpus) or None)
 
-    def _gpus_in_use(self, client: APIClient, containers: Sequence[Container]) -> set[str]:
-        facts = [self._facts_of(client, container) for container in containers if not container.gone]
-        return {gpu for fact in facts if fact is not None and fact[1] for gpu in fact[1].split(",")}
+    def _uses(self, client: APIClient, containers: Sequence[Container]) -> list[GpuUse]:
+        """Who has which GPUs, draining ones included: read anew each time, so that a restart changes nothing."""
+        living = [
+            (container.pool, self._facts_of(client, container))
+            for container in containers
+            if not container.gone
+        ]
+        return [GpuUse(pool, facts.gpus) for pool, facts in living if facts is not None]
 
     def _create(
         self, client: APIClient, name: str, inspected: dict[str, Any], number: int, gpus: Sequence[str]
@@ -190,7 +213,7 @@ class DockerActuator(Actuator):
             if container.pool != pool or container.gone or container.drain_until_s is not None:
                 continue
             facts = self._facts_of(client, container)
-            if facts is None or facts[0] not in names:
+            if facts is None or facts.name not in names:
                 continue
             if container.state == "created":
                 self._remove(client, container)

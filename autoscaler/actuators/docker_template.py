@@ -1,30 +1,25 @@
-"""Docker containers as replicas: reading their state, copying one as a template, assigning GPUs. Pure, but for
-`gpu_inventory`."""
+"""Docker containers as replicas: reading their state, and copying one as a template. Pure."""
 
 from __future__ import annotations
 
 import math
 import re
-import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from autoscaler.actuators.docker_gpus import give_gpus
 from autoscaler.snapshot import POOLS, PoolName
-from splitserve.errors import ResourceExhaustedError, UnavailableError
 
 POOL_LABEL = "splitserve.pool"
 MODEL_LABEL = "splitserve.model"
 """The served model, where several models share a project."""
-GPU_LABEL = "splitserve.gpu"
 ORDERED_LABEL = "splitserve.ordered-by"
 """On containers that the autoscaler made."""
 PROJECT_LABEL = "com.docker.compose.project"
 SERVICE_LABEL = "com.docker.compose.service"
 NUMBER_LABEL = "com.docker.compose.container-number"
 ONEOFF_LABEL = "com.docker.compose.oneoff"
-GPU_VARIABLE = "SPLITSERVE_GPU"
-"""Number of a worker's own GPU where it sees all of the host."""
 _NOT_COPIED = frozenset({"com.docker.compose.replace", "com.docker.compose.slug"})
 _DRAINING = re.compile(r"^(?P<name>.+)\.draining-until-(?P<until>\d+)$")
 ENDED_STATES = frozenset({"exited", "dead"})
@@ -85,15 +80,6 @@ def worker_id(inspected: Mapping[str, Any], pool: PoolName) -> str:
     return f"{pool}-{inspected['Config']['Hostname']}"
 
 
-def gpu_of(inspected: Mapping[str, Any]) -> str | None:
-    """The GPUs of a container, with commas between: by its label, or those that it was given by their ids."""
-    label = inspected["Config"]["Labels"].get(GPU_LABEL)
-    if label:
-        return str(label)
-    ids = [gpu for request in _gpu_requests(inspected["HostConfig"]) for gpu in request["DeviceIDs"] or ()]
-    return ",".join(map(str, ids)) or None
-
-
 def replica_name(template_name: str, project: str, service: str, number: int) -> str:
     """`project-service-N`, or with underscores where the template's name has them (docker-compose 1)."""
     mark = "_" if template_name.startswith(f"{project}_{service}_") else "-"
@@ -113,11 +99,9 @@ def replica_body(inspected: Mapping[str, Any], number: int, gpus: Sequence[str])
         config["Hostname"] = ""
     labels = {name: value for name, value in config["Labels"].items() if name not in _NOT_COPIED}
     labels |= {NUMBER_LABEL: str(number), ORDERED_LABEL: "autoscaler"}
-    if gpus:
-        labels[GPU_LABEL] = ",".join(gpus)
-        config["Env"] = _with_gpu(config["Env"] or (), gpus[0])
-        host["DeviceRequests"] = [_for_gpus(request, gpus) for request in host["DeviceRequests"] or ()]
     config["Labels"] = labels
+    if gpus:
+        give_gpus(config, host, gpus)
     host["RestartPolicy"] = {"Name": "no", "MaximumRetryCount": 0}
     host["PortBindings"] = {}
     return {**config, "HostConfig": host, "NetworkingConfig": {"EndpointsConfig": _first(inspected)}}
@@ -146,54 +130,3 @@ def _endpoints(inspected: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         }
         for name in sorted(networks, key=lambda name: (name != mode, name))
     }
-
-
-def _gpu_requests(host: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [request for request in host.get("DeviceRequests") or () if _is_for_gpus(request)]
-
-
-def _is_for_gpus(request: Mapping[str, Any]) -> bool:
-    return any("gpu" in kinds for kinds in request.get("Capabilities") or ())
-
-
-def _for_gpus(request: Mapping[str, Any], gpus: Sequence[str]) -> Mapping[str, Any]:
-    # A template that sees all GPUs stays so; SPLITSERVE_GPU names the copy's own, the first of them.
-    if not _is_for_gpus(request) or request.get("Count") == -1:
-        return request
-    return {**request, "Count": 0, "DeviceIDs": list(gpus)}
-
-
-def _with_gpu(variables: Sequence[str], gpu: str) -> list[str]:
-    mark = f"{GPU_VARIABLE}="
-    return [f"{mark}{gpu}" if variable.startswith(mark) else variable for variable in variables]
-
-
-AUTO = ("auto",)
-PROBE_S = 20.0
-_PROBE = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
-
-
-def gpu_inventory(listed: Sequence[str]) -> tuple[str, ...]:
-    """The GPUs listed, or with `auto` all that the NVIDIA driver of this machine knows, by their numbers.
-
-    Raises UnavailableError (NO_NVIDIA_DRIVER) where `auto` cannot ask.
-    """
-    if tuple(listed) != AUTO:
-        return tuple(listed)
-    try:
-        answer = subprocess.run(_PROBE, capture_output=True, text=True, timeout=PROBE_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        message = f"gpus: auto: {_PROBE[0]} does not answer here ({error}); list them instead, as 0,1,2,3"
-        raise UnavailableError(message, reason="NO_NVIDIA_DRIVER") from None
-    return tuple(answer.stdout.split())
-
-
-def free_gpus(gpus: Sequence[str], in_use: Collection[str], count: int) -> tuple[str, ...]:
-    """The first `count` GPUs not in use. Raises ResourceExhaustedError (NO_GPU)."""
-    free = [gpu for gpu in gpus if gpu not in in_use]
-    if len(free) >= count:
-        return tuple(free[:count])
-    message = f"{len(free) or 'none'} of the {len(gpus)} GPUs {'are' if len(free) > 1 else 'is'} free"
-    if count > 1:
-        message += f", a replica takes {count}"
-    raise ResourceExhaustedError(message, reason="NO_GPU")

@@ -15,6 +15,8 @@ from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.actuators.kubernetes_api import KubernetesApi, Pod, Scale
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.autoscaler import KubernetesConfig
+from splitserve.errors import FailedPreconditionError
+from splitserve.gpus.engine_command import check_command
 from splitserve.logs import log_event
 
 CHOSEN_COST = -1000
@@ -52,9 +54,14 @@ class KubernetesActuator(Actuator):
         return tuple(sorted(found, key=lambda replica: replica.name))
 
     async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
-        """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue, and the pod's
-        specification says how many it gets."""
+        """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue.
+
+        Raises FailedPreconditionError (GPUS_PER_REPLICA) where the pods of the pool are limited to another number of
+        GPUs than `gpus_each`, ConfigError where their engine cannot use so many.
+        """
         scale = await self._api.scale(self._workloads[pool])
+        if pods := await self._api.pods(scale.selector):
+            _check_gpus(self._workloads[pool], max(pods, key=lambda pod: pod.created_wall_s), gpus_each)
         await self._api.set_replicas(self._workloads[pool], scale.replicas + count, scale.version)
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
@@ -93,6 +100,17 @@ class KubernetesActuator(Actuator):
                 grace_s=short[0].grace_s,
                 drain_s=drain_s,
             )
+
+
+def _check_gpus(workload: str, pod: Pod, gpus_each: int) -> None:
+    """The number of the policy counts against the budget, that of the pod decides what it gets."""
+    if pod.gpus != gpus_each and max(pod.gpus, gpus_each) > 1:
+        message = (
+            f"gpus_per_replica is {gpus_each}, but the pods of {workload} are limited to {pod.gpus} GPUs; make "
+            "`resources.limits` and the policy agree"
+        )
+        raise FailedPreconditionError(message, reason="GPUS_PER_REPLICA", field="gpus_per_replica")
+    check_command(pod.command, pod.environment, pod.gpus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kubernetes import client, config
@@ -26,6 +26,8 @@ MERGE_PATCH = "application/merge-patch+json"
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 """Of the pods of a ReplicaSet the one with the lowest cost goes first.
 https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost"""
+GPU_RESOURCES = ("nvidia.com/gpu", "nvidia.com/mig-")
+"""How NVIDIA's device plugin calls GPUs, shared ones (`nvidia.com/gpu.shared`) and MIG slices."""
 _ENDED = frozenset({"Succeeded", "Failed"})
 
 
@@ -52,6 +54,12 @@ class Pod:
     """It is marked to be removed first."""
     grace_s: float
     """Termination grace period, seconds."""
+    gpus: int = 0
+    """GPUs or MIG slices that its first container is limited to."""
+    command: tuple[str, ...] = ()
+    """Its first container's arguments, those of an own entry point included."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Its first container's variables with a plain value."""
 
 
 class KubernetesApi:
@@ -144,6 +152,8 @@ def _own_namespace() -> str:
 
 def _pod(item: Any) -> Pod:
     conditions = item.status.conditions or ()
+    worker = item.spec.containers[0]
+    limits: Mapping[str, str] = (worker.resources.limits if worker.resources else None) or {}
     return Pod(
         name=item.metadata.name,
         created_wall_s=item.metadata.creation_timestamp.timestamp(),
@@ -151,6 +161,9 @@ def _pod(item: Any) -> Pod:
         ready=any(c.type == "Ready" and c.status == "True" for c in conditions),
         chosen=DELETION_COST in (item.metadata.annotations or {}),
         grace_s=float(item.spec.termination_grace_period_seconds or 0),
+        gpus=sum(int(count) for name, count in limits.items() if name.startswith(GPU_RESOURCES)),
+        command=(*(worker.command or ()), *(worker.args or ())),
+        environment={entry.name: entry.value for entry in worker.env or () if entry.value is not None},
     )
 
 

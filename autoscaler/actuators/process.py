@@ -15,7 +15,7 @@ class ProcessActuator(Actuator):
     """Adds workers to a running `LocalCluster` and removes them.
 
     The cluster itself restarts a worker that died, under its name; one that keeps crashing is given up and no longer
-    listed. An added worker gets its own GPU where there are any.
+    listed. An added worker gets GPUs of its own where there are any.
     """
 
     proves_end = True  # a child stays a member until it has been waited for
@@ -38,23 +38,22 @@ class ProcessActuator(Actuator):
             if pool == "coordinator":
                 continue
             place = self._inventory.place_of(member.name)
-            gpu = place.device if place else None
+            gpu = ",".join(place.gpus or ()) if place else None
             leaving = member.leaving.is_set()
-            found.append(ActualReplica(member.name, pool, leaving, member.started_wall_s, gpu))
+            found.append(ActualReplica(member.name, pool, leaving, member.started_wall_s, gpu or None))
         return tuple(sorted(found, key=lambda replica: replica.name))
 
     @property
     def gpu_inventory(self) -> int | None:
         """See Actuator."""
-        return len(self._inventory.devices) or None
+        return self._inventory.gpus.capacity or None
 
     async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
-        """See Actuator. Raises UnavailableError when no process can be started. A process computes on one GPU, of its
-        own unless `gpus_each` is 0."""
+        """See Actuator. Raises UnavailableError when no process can be started."""
         self._inventory.release_except({member.name for member in self._cluster.processes})
         for _ in range(count):
             name = self._new_name(pool)
-            place = self._inventory.take(name, own_device=gpus_each > 0)
+            place = self._inventory.take(name, pool, gpus_each)
             try:
                 await self._cluster.add(self._make_spec(pool, name, place))
             except BaseException:

@@ -33,8 +33,9 @@ class PoolPolicy(PolicyModel):
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Never more in rotation."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 1
-    """GPUs that one replica takes from `gpu_budget`, and that the Docker actuator gives to it; 0: none, as on a machine
-    without GPUs. On Kubernetes the pod's specification must say the same."""
+    """GPUs that one replica takes from `gpu_budget`, and that Docker and `splitserve up` give to it, those that share
+    NVLink together (docs/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's limits must say the
+    same. vLLM's tensor parallel size, where it is given, must be equal to it; the torch engine takes one."""
     warm_standby: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs."""
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0

@@ -179,7 +179,7 @@ NOT_RUN: Mapping[str, str] = {
 }
 """Reasons, by what the commands begin with."""
 
-NO_COMMAND = frozenset({"splitserve ready", "docker kubernetes"})
+NO_COMMAND = frozenset({"splitserve ready", "docker kubernetes nvml"})
 """Code spans that only look like a command."""
 
 FOREIGN_FLAGS = frozenset(
@@ -188,6 +188,7 @@ FOREIGN_FLAGS = frozenset(
         "--endpoint",
         "--endpoint-type",
         "--build-arg",
+        "--gpu-memory-utilization",
         "--cap-add",
         "--ipc",
         "--ulimit",

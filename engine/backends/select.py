@@ -32,7 +32,7 @@ def make_forward(
 
     `context_tokens` bounds the length of a sequence. Raises ConfigError if the chosen backend cannot work here.
     """
-    chosen = choose_backend(config.attention_backend, model.device, model.dtype)
+    chosen = choose_backend(config.attention_backend, model.device)
     if chosen != "torch" or not attends(pool.layout):
         kernels = None
     log_event("engine.attention", backend="kernels" if kernels else chosen, device=str(model.device))
@@ -43,25 +43,21 @@ def make_forward(
         if contiguous_kv_bytes is None:
             contiguous_kv_bytes = pool.num_blocks * pool.layout.block_bytes // 4
         return TorchForward(model, pool, contiguous_kv_bytes)
-    return CudaForward(model, paged_attention(chosen, pool), config, context_tokens)
+    return CudaForward(model, paged_attention(pool), config, context_tokens)
 
 
-def paged_attention(chosen: str, pool: KvCacheMemory) -> PagedAttention:
-    """The kernels of "triton" or "flashinfer" over a pool."""
+def paged_attention(pool: KvCacheMemory) -> PagedAttention:
+    """The kernels over a pool."""
     # Imported here: they need triton, which only comes with torch's CUDA builds.
-    if chosen == "flashinfer":
-        from engine.backends.cuda.flashinfer_attention import FlashInferAttention
-
-        return FlashInferAttention(pool)
     from engine.backends.cuda.triton_attention import TritonAttention
 
     return TritonAttention(pool)
 
 
-def choose_backend(setting: str, device: torch.device, dtype: str) -> str:
-    """Resolves `engine.attention_backend` to "torch", "triton" or "flashinfer".
+def choose_backend(setting: str, device: torch.device) -> str:
+    """Resolves `engine.attention_backend` to "torch" or "triton".
 
-    Raises ConfigError if the chosen one lacks a package, the device or the dtype.
+    Raises ConfigError if the chosen one lacks a package or the device.
     """
     on_gpu = device.type == "cuda"
     has_triton = importlib.util.find_spec("triton") is not None
@@ -71,14 +67,8 @@ def choose_backend(setting: str, device: torch.device, dtype: str) -> str:
         return setting
     if not has_triton:
         raise ConfigError(f"{_FIELD}: {setting} needs triton, which is not installed", field=_FIELD)
-    if not on_gpu and not (setting == "triton" and _interpreted()):
+    if not on_gpu and not _interpreted():
         raise ConfigError(f"{_FIELD}: {setting} needs a cuda device, not {device.type}", field=_FIELD)
-    if setting == "flashinfer":
-        if importlib.util.find_spec("flashinfer") is None:
-            message = f"{_FIELD}: flashinfer is not installed; pip install 'splitserve[flashinfer]'"
-            raise ConfigError(message, field=_FIELD)
-        if dtype == "float32":
-            raise ConfigError(f"{_FIELD}: flashinfer does not compute in float32", field=_FIELD)
     return setting
 
 

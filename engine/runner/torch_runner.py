@@ -170,7 +170,7 @@ def build_torch_runner(
     check_wire_dtype(wire_dtype, dtype)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.device)
-    choose_backend(config.attention_backend, device, dtype)
+    choose_backend(config.attention_backend, device)
     if device.type == "cuda":
         prepare_device(device)
     check_quantization(config, dtype, device)

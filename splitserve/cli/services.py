@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from splitserve.errors import ConfigError
-from splitserve.runtime.process import number_devices_like_nvidia_smi
 
 if TYPE_CHECKING:
     from splitserve.config.autoscaler import AutoscalerConfig
@@ -63,8 +62,10 @@ def _run_coordinator(settings: CoordinatorConfig) -> None:
 
 def _run_worker(pool: Pool, settings: WorkerConfig) -> None:
     _configure_logging(settings.worker_id)
+    from splitserve.gpus.worker_gpus import claim_gpus
+
     _claim_cores(settings)
-    number_devices_like_nvidia_smi()
+    settings = claim_gpus(settings)
     # Imported late: torch reads the number of threads on import.
     if pool == "prefill":
         from prefill_worker.service import serve

@@ -39,6 +39,9 @@ SHOWN = (
     "ready_timeout_s",
     "coordinator.drain_s",
     "pin_cores",
+    "prefill_gpus",
+    "decode_gpus",
+    "replicas_per_gpu",
     "autoscale",
     "autoscale_interval_s",
     "autoscale_window_s",
@@ -131,7 +134,7 @@ async def run_cluster(
     """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
     from splitserve.cli.cluster_display import ClusterDisplay
     from splitserve.client import AsyncClient
-    from splitserve.cluster.placement import available_cores, cuda_devices, make_inventory
+    from splitserve.cluster.placement import available_cores, machine_gpus, make_inventory
     from splitserve.cluster.process_specs import (
         cluster_probe,
         cluster_target,
@@ -152,9 +155,9 @@ async def run_cluster(
     if scaling is not None:
         config = scaling.config
     start = command or splitserve_command
-    devices = cuda_devices(config.engine.kind, config.engine.device)
+    gpus = machine_gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu)
     workers = config.prefill + config.decode if scaling is None else scaling.most_workers
-    inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, devices=devices)
+    inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, gpus=gpus)
     make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
     specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make)]
     target = cluster_target(config)

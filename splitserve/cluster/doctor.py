@@ -144,4 +144,9 @@ def _gpus(host: HostFacts) -> HostVerdict:
 
 def _variables(host: HostFacts) -> list[HostVerdict]:
     advice = "if the workers have it too, it restricts the lanes: unset it unless that is intended"
-    return [HostVerdict(name, "note", value, advice) for name, value in sorted(host.variables.items())]
+    judged = {"UCX_NET_DEVICES"} if host.rdma_devices else set()  # by `rdma_verdicts`
+    return [
+        HostVerdict(name, "note", value, advice)
+        for name, value in sorted(host.variables.items())
+        if name not in judged
+    ]

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
+from splitserve.config.gpu_list import gpu_names
+from splitserve.errors import InvalidArgumentError, UnavailableError
+from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.nvml import driver_inventory
+from splitserve.gpus.placement import GpuUse, choose_gpus
+from splitserve.gpus.worker_gpus import VISIBLE_VARIABLE
 from splitserve.host_facts import read_host_facts
+from splitserve.logs import log_event
 
 PROBE_S = 60.0
 _PROBE = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -26,10 +33,11 @@ class CoreShare:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One worker's share of the machine. Without a device it uses the one in its settings."""
+    """One worker's share of the machine. Without GPUs (None) it uses the device in its settings; with an empty list of
+    them the cpu."""
 
     share: CoreShare
-    device: str | None = None
+    gpus: tuple[str, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -37,18 +45,19 @@ class Inventory:
     """Core shares and GPUs with their current users. All shares are equal, however many workers run."""
 
     shares: Sequence[CoreShare]
-    devices: Sequence[str] = ()
-    _taken: dict[str, tuple[int, Place]] = field(default_factory=dict)
+    gpus: GpuInventory = field(default_factory=GpuInventory)
+    _taken: dict[str, tuple[int, str, Place]] = field(default_factory=dict)
 
-    def take(self, name: str, *, own_device: bool = False) -> Place:
-        """Assigns the worker the share and the GPU with the fewest users, the first among equals.
+    def take(self, name: str, pool: str, gpus: int = 1) -> Place:
+        """Assigns the worker the share with the fewest users, the first among equals, and so many GPUs.
 
-        With `own_device` the GPU must be free; else raises ResourceExhaustedError (NO_GPU).
+        Raises as `choose_gpus`. On a machine without GPUs the settings decide on the device.
         """
-        users = Counter(number for number, _ in self._taken.values())
+        users = Counter(number for number, _, _ in self._taken.values())
         number = min(range(len(self.shares)), key=lambda n: users[n])
-        place = Place(self.shares[number], self._device(own_device))
-        self._taken[name] = number, place
+        own = choose_gpus(self.gpus, self._uses(), pool, gpus) if self.gpus.gpus else None
+        place = Place(self.shares[number], own)
+        self._taken[name] = number, pool, place
         return place
 
     def release(self, name: str) -> None:
@@ -63,42 +72,52 @@ class Inventory:
     def place_of(self, name: str) -> Place | None:
         """A worker's place; None if it has none."""
         taken = self._taken.get(name)
-        return taken[1] if taken else None
+        return taken[2] if taken else None
 
-    def _device(self, own: bool) -> str | None:
-        if not self.devices:
-            return None
-        users = Counter(place.device for _, place in self._taken.values())
-        device = min(self.devices, key=lambda candidate: users[candidate])
-        if own and users[device]:
-            message = f"none of the {len(self.devices)} GPUs is free"
-            raise ResourceExhaustedError(message, reason="NO_GPU")
-        return device
+    def _uses(self) -> list[GpuUse]:
+        return [GpuUse(pool, place.gpus or ()) for _, pool, place in self._taken.values()]
 
 
 def make_inventory(
-    cores: Sequence[int], workers: int, *, pin_cores: bool, devices: Sequence[str] = ()
+    cores: Sequence[int], workers: int, *, pin_cores: bool, gpus: GpuInventory | None = None
 ) -> Inventory:
     """The inventory of a machine with these cores and GPUs, for at most `workers` workers at once."""
     shares = layout_cores(cores, workers) if pin_cores else unpinned_cores(cores, workers)
-    return Inventory(shares, devices)
+    return Inventory(shares, gpus or GpuInventory())
 
 
-def cuda_devices(kind: str, device: str) -> tuple[str, ...]:
-    """The GPUs to spread workers over: all that PyTorch can use for device `auto` or `cuda`; else none.
+def machine_gpus(
+    kind: str, device: str, replicas_per_gpu: int = 1, environment: Mapping[str, str] = os.environ
+) -> GpuInventory:
+    """The GPUs to spread workers over: all that PyTorch can use, for device `auto` or `cuda`; else none.
 
-    Queried in a child process, and only if the kernel reports a GPU: PyTorch is slow to import, and the supervisor
-    does not need it.
+    NVML says which share NVLink; where it cannot be asked, all are taken for equally near. PyTorch is asked in a
+    child process, and only if the kernel reports a GPU: it is slow to import, and the supervisor does not need it.
     """
     if kind == "simulated" or device not in ("auto", "cuda") or not read_host_facts().gpus:
-        return ()
+        return GpuInventory(replicas_per_gpu=replicas_per_gpu)
+    usable = _usable_gpus()
+    if not usable:  # the workers find and report the problem
+        return GpuInventory(replicas_per_gpu=replicas_per_gpu)
+    limited = environment.get(VISIBLE_VARIABLE)
+    try:
+        found = driver_inventory(replicas_per_gpu)
+    except UnavailableError as error:
+        log_event("gpus.links_unknown", level=logging.WARNING, why=error.message)
+        names = [str(number) for number in range(usable)] if limited is None else gpu_names(limited)
+        return GpuInventory.of_groups([names], replicas_per_gpu)
+    return found if limited is None else found.restricted_to(gpu_names(limited))
+
+
+def _usable_gpus() -> int:
+    """How many GPUs PyTorch can use here."""
     try:
         answer = subprocess.run(
             [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True
         )
-        return tuple(f"cuda:{number}" for number in range(int(answer.stdout)))
+        return int(answer.stdout)
     except (subprocess.SubprocessError, ValueError):
-        return ()  # the workers find and report the problem
+        return 0
 
 
 def layout_cores(cores: Sequence[int], workers: int) -> list[CoreShare]:

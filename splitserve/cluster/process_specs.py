@@ -19,6 +19,9 @@ from splitserve.config.core_list import format_cores
 from splitserve.config.engine import EngineConfig
 from splitserve.config.security import CeilingConfig, TlsConfig
 from splitserve.config.worker import WorkerConfig
+from splitserve.errors import ResourceExhaustedError
+from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.worker_gpus import check_gpu_count
 from splitserve.rpc.credentials import ClusterCredentials, new_token, read_token
 from splitserve.security.tls import client_files
 from splitserve.v1 import inference_pb2
@@ -110,7 +113,9 @@ def worker_spec(
     *,
     drain_s: float | None = None,
 ) -> ChildSpec:
-    """The spec of one worker. `drain_s` defaults to the coordinator's."""
+    """The spec of one worker. `drain_s` defaults to the coordinator's. Raises ConfigError for more GPUs than its engine
+    computes on."""
+    check_gpu_count(config.engine.kind, config.engine.engine_args, len(place.gpus or ()))
     worker = _worker(config, name, place, drain_s)
     return ChildSpec(name, pool, command(pool, arguments(worker)), _layout(worker, place))
 
@@ -119,11 +124,11 @@ def cluster_specs(
     config: ClusterConfig,
     cores: Sequence[int],
     command: CommandFactory = splitserve_command,
-    devices: Sequence[str] = (),
+    gpus: GpuInventory | None = None,
 ) -> list[ChildSpec]:
     """All specs in start order, coordinators first, on these cores and GPUs."""
     workers = config.prefill + config.decode
-    inventory = make_inventory(cores, workers, pin_cores=config.pin_cores, devices=devices)
+    inventory = make_inventory(cores, workers, pin_cores=config.pin_cores, gpus=gpus)
     return [
         *coordinator_specs(config, command),
         *worker_specs(config, inventory, partial(worker_spec, config, command)),
@@ -131,10 +136,35 @@ def cluster_specs(
 
 
 def worker_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker) -> list[ChildSpec]:
-    """The initial workers of both pools. If there are more of them than GPUs, they share GPUs."""
-    names: list[tuple[Pool, str]] = [("prefill", f"prefill-{n}") for n in range(config.prefill)]
-    names += [("decode", f"decode-{n}") for n in range(config.decode)]
-    return [make(pool, name, inventory.take(name)) for pool, name in names]
+    """The initial workers of both pools, each with its GPUs.
+
+    Raises ConfigError for a number of GPUs that the engine cannot use, ResourceExhaustedError (NO_GPU) where the
+    machine has too few.
+    """
+    sizes: dict[Pool, tuple[int, int]] = {
+        "prefill": (config.prefill, config.prefill_gpus),
+        "decode": (config.decode, config.decode_gpus),
+    }
+    specs = []
+    for pool, (workers, gpus) in sizes.items():
+        if inventory.gpus.gpus:
+            check_gpu_count(config.engine.kind, config.engine.engine_args, gpus, f"{pool}_gpus")
+        for number in range(workers):
+            name = f"{pool}-{number}"
+            specs.append(make(pool, name, _take(inventory, config, pool, name, gpus)))
+    return specs
+
+
+def _take(inventory: Inventory, config: ClusterConfig, pool: Pool, name: str, gpus: int) -> Place:
+    try:
+        return inventory.take(name, pool, gpus)
+    except ResourceExhaustedError as error:
+        message = (
+            f"{name}: {error.message}; {config.prefill} prefill and {config.decode} decode workers take "
+            f"{config.prefill * config.prefill_gpus + config.decode * config.decode_gpus}. Start fewer, or let them "
+            "share GPUs with --replicas-per-gpu"
+        )
+        raise ResourceExhaustedError(message, reason=error.reason) from None
 
 
 def ready_model(
@@ -164,8 +194,10 @@ def cluster_probe(client: AsyncClient, config: ClusterConfig) -> Probe:
 def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float | None) -> WorkerConfig:
     engine: EngineConfig = config.engine
     changes: dict[str, object] = {"threads": engine.threads or place.share.threads}
-    if place.device is not None:
-        changes["device"] = place.device
+    if place.gpus is not None and config.replicas_per_gpu > 1:
+        changes["device_memory_share"] = engine.device_memory_share / config.replicas_per_gpu
+    if place.gpus == ():
+        changes["device"] = "cpu"
     return WorkerConfig(
         worker_id=worker_id,
         model=config.model,
@@ -179,6 +211,7 @@ def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float 
         wire_dtype=config.wire_dtype,
         drain_s=config.coordinator.drain_s if drain_s is None else drain_s,
         cpus=place.share.cpus,
+        gpus=place.gpus or (),
         engine=engine.model_copy(update=changes),
     )
 
@@ -202,5 +235,5 @@ def _tls(config: ClusterConfig) -> TlsConfig | None:
 def _layout(worker: WorkerConfig, place: Place) -> str:
     where = f"cores {format_cores(worker.cpus)}" if worker.cpus else "any cores"
     threads = worker.engine.threads
-    gpu = f", {place.device}" if place.device else ""
+    gpu = f", GPU {','.join(place.gpus)}" if place.gpus else ""
     return f"{where}, {threads} {'thread' if threads == 1 else 'threads'}{gpu}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import Field
 
 from splitserve.config.base import CoordinatorAddress, Option, Port, Settings
+from splitserve.config.gpu_list import GpuGroups
 from splitserve.config.security import SecuritySettings
 
 Workload = Annotated[str, Field(pattern=r"^(deployment|statefulset)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
@@ -34,13 +35,6 @@ class KubernetesConfig(Settings):
     """Deadline of one call to the API server."""
 
 
-Gpus = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda gpus: [gpu for gpu in gpus.split(",") if gpu] if isinstance(gpus, str) else gpus),
-    PlainSerializer(",".join, return_type=str),
-]
-
-
 class DockerConfig(Settings):
     """The compose project whose workers are scaled, on the Docker Engine at DOCKER_HOST or the local one."""
 
@@ -48,9 +42,13 @@ class DockerConfig(Settings):
         "splitserve"
     )
     """Compose project to scale."""
-    gpus: Annotated[Gpus, Option(metavar="0,1,...|auto", env="SPLITSERVE_GPUS")] = ()
-    """GPUs for Docker replicas, one each. Numbers as `nvidia-smi -L` prints them, or UUIDs if workers see only their
-    own; `auto` for all GPUs of the autoscaler's machine. Default: replicas get none."""
+    gpus: Annotated[GpuGroups, Option(metavar="0,1;2,3|auto", env="SPLITSERVE_GPUS")] = ""
+    """GPUs for Docker replicas: numbers as `nvidia-smi -L` prints them, UUIDs, or UUIDs of MIG slices. Semicolons stand
+    between groups that share NVLink. `auto`: all GPUs of the autoscaler's machine, as NVIDIA's driver shows them to
+    it (`pip install 'splitserve[nvml]'`). Default: replicas get none."""
+    replicas_per_gpu: Annotated[int, Field(ge=1, le=16), Option(env="SPLITSERVE_REPLICAS_PER_GPU")] = 1
+    """How many replicas may share one GPU; above 1 with MPS, for a prefill and a decode worker on one GPU
+    (docs/gpus.md). Replicas of the other pool are preferred as neighbours."""
     request_timeout_s: Annotated[float, Field(ge=1, le=300), Option(flag="docker-request-timeout")] = 10.0
     """Deadline of one request to the Engine."""
 

@@ -32,6 +32,14 @@ class ClusterConfig(Settings):
     """Checksums of received KV, as in the workers' settings."""
     wire_dtype: Literal["same", "fp8_e4m3"] = "same"
     """Type in which KV travels, as in the workers' settings."""
+    prefill_gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    """GPUs of each prefill worker, on a machine that has any; 0: it computes on cpu. With `autoscale` the policy's
+    `gpus_per_replica` instead."""
+    decode_gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    """GPUs of each decode worker, likewise."""
+    replicas_per_gpu: Annotated[int, Field(ge=1, le=16)] = 1
+    """How many workers may share one GPU. Above 1 run MPS, or they take turns (docs/gpus.md); each worker then takes
+    its part of `engine.device_memory_share`."""
     pin_cores: bool = True
     """Pin each worker to its own cores."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0

@@ -27,9 +27,8 @@ class EngineConfig(Settings):
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Option(metavar="auto|cpu|cuda[:N]")
     ] = "auto"
     """Device to compute on. `auto`: cuda if available, else cpu."""
-    attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
-    """Backend of attention. `auto`: triton on cuda if installed (torch's CUDA builds include it), else torch.
-    `flashinfer`: on cuda, bfloat16 only, with `pip install 'splitserve[flashinfer]'`."""
+    attention_backend: Literal["auto", "torch", "triton"] = "auto"
+    """Backend of attention. `auto`: triton on cuda if installed (torch's CUDA builds include it), else torch."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """CUDA graphs for decode-only steps. `auto`: on cuda with triton attention; the start takes a few seconds
     longer."""

@@ -10,6 +10,7 @@ from splitserve.config.base import CoordinatorAddress, Option, Port
 from splitserve.config.core_list import Cores
 from splitserve.config.engine import EngineConfig, EngineSection
 from splitserve.config.faults import Faults
+from splitserve.config.gpu_list import Gpus
 from splitserve.config.security import CeilingConfig, SecuritySettings
 
 
@@ -69,6 +70,14 @@ class WorkerConfig(SecuritySettings):
     """Time between load reports to the coordinators."""
     metrics_port: Port | None = None
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
+    gpus: Annotated[Gpus, Option(metavar="GPUS", env="SPLITSERVE_GPU")] = ()
+    """GPUs of this worker, for example "2,3": numbers as `nvidia-smi -L` prints them, UUIDs, or the UUID of one MIG
+    slice. They become cuda:0, cuda:1, and so on; the others stay in view behind them, for transfers over NVLink. vLLM
+    takes as many as its tensor parallel size, which follows from them unless it is given; the torch engine takes one.
+    Default: what `engine.device` says."""
+    nics: Literal["any", "nearest"] = "any"
+    """RDMA ports that UCX may use: `nearest` pins the worker to the active ports nearest to its GPUs on the PCI bus,
+    by UCX_NET_DEVICES unless that is set. `any`: UCX chooses."""
     cpus: Annotated[Cores, Option(metavar="CORES")] = ()
     """Cores to run on, for example "0,1" or "0-3". Default: all that the process may use."""
     ceilings: CeilingConfig = CeilingConfig()

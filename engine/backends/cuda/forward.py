@@ -29,7 +29,6 @@ class PagedAttention(AttentionBackend, Protocol):
     """An attention backend whose step is set as `StepInputs`."""
 
     inputs: StepInputs | None
-    capturable: bool
 
 
 class CudaForward(Forward):
@@ -47,7 +46,7 @@ class CudaForward(Forward):
         self._poll: Callable[[], None] | None = None
         self._graphs: CudaDecodeGraphs | None = None
         model.context.backend = backend
-        if config.cuda_graphs == "auto" and backend.capturable and model.device.type == "cuda":
+        if config.cuda_graphs == "auto" and model.device.type == "cuda":
             max_blocks = blocks_for(context_tokens, config.block_size_tokens)
             self._graphs = CudaDecodeGraphs(
                 self._every_row, model.device, config.max_running_requests, max_blocks

@@ -19,9 +19,6 @@ INTERPRETED_PROCESSORS = 4
 class TritonAttention:
     """Attention over a KV pool. `inputs` is the current step's, set before each forward pass."""
 
-    capturable = True
-    """Whether a decode-only pass can be captured in a CUDA graph."""
-
     def __init__(self, pool: KvCacheMemory) -> None:
         self.inputs: StepInputs | None = None
         self._views = [pool.view(layer).unbind(0) for layer in range(pool.layout.num_layers)]

@@ -66,11 +66,11 @@ def engine_checks(
 ) -> list[tuple[CheckName, Check]]:
     """The checks of what the settings would use on this device. torch's attention is the reference, so not checked."""
     checks: list[tuple[CheckName, Check]] = []
-    chosen = choose_backend(config.attention_backend, device, shape.dtype)
+    chosen = choose_backend(config.attention_backend, device)
     if chosen != "torch":
-        make = partial(paged_attention, chosen)
+        make = paged_attention
         checks.append(("attention", partial(check_attention, make, shape, kinds, device)))
-        if chosen == "triton" and config.cuda_graphs == "auto" and device.type == "cuda":
+        if config.cuda_graphs == "auto" and device.type == "cuda":
             from engine.backends.cuda.decode_graphs import CudaDecodeGraphs
 
             checks.append(("graphs", partial(check_graphs, CudaDecodeGraphs, make, shape, kinds[0], device)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,18 +38,28 @@ def doctor(
     device: Annotated[
         bool, typer.Option("--device", help="Test this machine's CUDA devices, or its cpu, and no cluster.")
     ] = False,
+    machine: Annotated[
+        bool, typer.Option("--machine", help="Look at this machine alone, its RDMA set-up included.")
+    ] = False,
 ) -> None:
     """Explain the lanes between workers, and this machine's part in them. Exit code 1 when a pair is slow."""
     if device:
         _test_devices(as_json=as_json)
         return
     from splitserve.cluster.doctor import host_verdicts, is_slow, pair_verdicts
+    from splitserve.cluster.rdma_verdicts import rdma_verdicts
+    from splitserve.gpus.rdma import read_rdma_facts
     from splitserve.host_facts import read_host_facts
 
-    info = asyncio.run(_ask(target, api_key, tls))
+    info = None if machine else asyncio.run(_ask(target, api_key, tls))
     host = read_host_facts()
-    pairs, facts = pair_verdicts(info.workers, host), host_verdicts(host)
-    if as_json:
+    pairs = [] if info is None else pair_verdicts(info.workers, host)
+    # In a worker's container the first one names its own GPUs.
+    visible = os.environ.get("SPLITSERVE_GPU") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    facts = [*host_verdicts(host), *rdma_verdicts(read_rdma_facts(), host.variables, visible)]
+    if machine and not as_json:
+        write(_table("this machine", facts))
+    elif as_json:
         document = {"pairs": [asdict(pair) for pair in pairs], "host": [asdict(fact) for fact in facts]}
         write(json.dumps(document, ensure_ascii=False) + "\n")
     else:

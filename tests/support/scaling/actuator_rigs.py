@@ -23,9 +23,15 @@ from splitserve.cluster.child_process import ChildSpec, Event, RestartPolicy
 from splitserve.cluster.placement import Inventory, Place, make_inventory
 from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.autoscaler import KubernetesConfig
+from splitserve.gpus.inventory import GpuInventory
 from tests.support.scaling.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 
 STUB = Path(__file__).resolve().parents[1] / "cluster" / "stub_worker.py"
+
+
+def numbered_gpus(count: int | None) -> GpuInventory:
+    """So many GPUs, all linked."""
+    return GpuInventory.of_groups([[str(number) for number in range(count or 0)]])
 
 
 class Rig(ABC):
@@ -96,8 +102,7 @@ async def open_process(folder: Path, gpus: int | None) -> AsyncIterator[Rig]:
     async def probe() -> str:
         return "stub"
 
-    devices = [f"cuda:{number}" for number in range(gpus or 0)]
-    inventory = make_inventory([0], 4, pin_cores=False, devices=devices)
+    inventory = make_inventory([0], 4, pin_cores=False, gpus=numbered_gpus(gpus))
     times = ClusterTimes(unready_drain_s=0.0, drain_s=0.0, drain_margin_s=0.1)
     policy = RestartPolicy(first_delay_s=0.05, last_delay_s=0.1)
     cluster = LocalCluster([], probe, Silent(), times=times, policy=policy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from autoscaler.actuators.docker_template import NUMBER_LABEL, POOL_LABEL, PROJECT_LABEL, SERVICE_LABEL
@@ -24,7 +24,9 @@ class FakeDocker:
     async def close(self) -> None:
         pass
 
-    def runs(self, service: str, pool: str, labels: Mapping[str, str] | None = None) -> str:
+    def runs(
+        self, service: str, pool: str, labels: Mapping[str, str] | None = None, command: Sequence[str] = ()
+    ) -> str:
         """A container that compose has started; its worker's id."""
         config = {
             "Labels": {
@@ -35,6 +37,7 @@ class FakeDocker:
                 **(labels or {}),
             },
             "Env": ["SPLITSERVE_GPU=0"],
+            "Cmd": [f"{pool}-worker", *command],
             "Hostname": "",
         }
         made = self._make(
@@ -73,7 +76,7 @@ class FakeDocker:
         ]
 
     def inspect_container(self, container: str) -> dict[str, Any]:
-        return self.there[container]
+        return self.there[container] | {"State": {"ExitCode": 0, "OOMKilled": False}}
 
     def create_container_from_config(self, body: dict[str, Any], name: str) -> dict[str, str]:
         config = {key: value for key, value in body.items() if key not in ("HostConfig", "NetworkingConfig")}
@@ -84,6 +87,12 @@ class FakeDocker:
 
     def kill(self, container: str, signal: str = "SIGKILL") -> None:
         self.killed.append(container)
+
+    def logs(self, container: str, tail: int) -> bytes:
+        return b""
+
+    def remove_container(self, container: str, v: bool) -> None:
+        del self.there[container]
 
     def rename(self, container: str, name: str) -> None:
         self.there[container]["Name"] = f"/{name}"

@@ -79,14 +79,14 @@ def _pattern(client: APIClient, project: str, pool: str) -> None:
 
 
 def _rig(client: APIClient, project: str, gpus: int | None) -> Rig:
-    from tests.support.scaling.actuator_rigs import Rig
+    from tests.support.scaling.actuator_rigs import Rig, numbered_gpus
 
     class DockerRig(Rig):
         def __init__(self) -> None:
             self.actuator = self.again()
 
         def again(self) -> DockerActuator:
-            return DockerActuator(DockerEngine(), project, [str(number) for number in range(gpus or 0)])
+            return DockerActuator(DockerEngine(), project, numbered_gpus(gpus))
 
         async def vanish(self, name: str) -> None:
             container = name.partition("-")[2]

@@ -30,6 +30,9 @@ class Workload:
     name: str
     replicas: int = 0
     version: int = 1
+    limits: dict[str, str] = field(default_factory=dict)
+    """`resources.limits` of its pods' container."""
+    arguments: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -41,6 +44,10 @@ class FakePod:
     phase: str = "Running"
     ready: bool = True
     deleting: bool = False
+
+    def _worker(self) -> dict[str, Any]:
+        limits = {"resources": {"limits": self.workload.limits}} if self.workload.limits else {}
+        return {"name": "worker", "args": self.workload.arguments, **limits}
 
     def document(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {
@@ -55,7 +62,7 @@ class FakePod:
         condition = {"type": "Ready", "status": "True" if self.ready else "False"}
         return {
             "metadata": metadata,
-            "spec": {"containers": [{"name": "worker"}], "terminationGracePeriodSeconds": 130},
+            "spec": {"containers": [self._worker()], "terminationGracePeriodSeconds": 130},
             "status": {"phase": self.phase, "conditions": [condition]},
         }
 

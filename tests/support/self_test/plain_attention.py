@@ -24,8 +24,6 @@ UNUSED_SLOT = 20
 class PlainAttention:
     """Attention over a pool on cpu, one sequence after the other."""
 
-    capturable = True
-
     def __init__(self, pool: KvCacheMemory, fault: KernelFault = "none") -> None:
         self.inputs: StepInputs | None = None
         self._pool, self._fault = pool, fault

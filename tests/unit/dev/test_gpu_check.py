@@ -21,7 +21,7 @@ DEVICE = {"name": "A device", "capability": "9.0", "memory_bytes": 80 * 2**30}
 PYTEST = """\
 tests/gpu/test_a.py::test_one PASSED                                     [ 25%]
 tests/gpu/test_a.py::test_two[a b] FAILED                                [ 50%]
-tests/gpu/test_a.py::test_three SKIPPED (no flashinfer)                  [ 75%]
+tests/gpu/test_a.py::test_three SKIPPED (no peer)                       [ 75%]
 tests/gpu/test_a.py::test_four ERROR                                     [100%]
 FAILED tests/gpu/test_a.py::test_two[a b] - assert 0
 """

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from splitserve.config.worker import WorkerConfig
 
 FOLDER = Path(__file__).resolve().parents[4] / "compose"
 TEXT = (FOLDER / "compose.yaml").read_text()
+MPS = (FOLDER / "compose.mps.yaml").read_text()
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(TEXT)["services"]
 SETTINGS = dict(
     line.split("=", 1)
@@ -35,6 +39,8 @@ PARTS = {
     for name, service in SERVICES.items()
     if isinstance(service.get("command"), str) and service["command"].split()[0] in COMMANDS
 }
+
+WORKERS = [name for name, words in PARTS.items() if words[0].endswith("-worker")]
 
 
 def environment(name: str) -> dict[str, Any]:
@@ -55,6 +61,9 @@ def test_all_services_are_there() -> None:
         "prefill-gpu",
         "decode-gpu",
         "autoscaler-gpu",
+        "prefill-vllm",
+        "decode-vllm",
+        "autoscaler-vllm",
     }
 
 
@@ -75,7 +84,7 @@ def test_the_keys_are_made_before_anybody_listens() -> None:
     assert SERVICES["keys"]["command"] == ["keys", "init", "/keys"]
     made = {"condition": "service_completed_successfully"}
     assert SERVICES["coordinator"]["depends_on"]["keys"] == made
-    for name in ("prefill", "decode", "prefill-gpu", "decode-gpu"):
+    for name in WORKERS:
         assert SERVICES[name]["depends_on"]["coordinator"] == {"condition": "service_healthy"}
 
 
@@ -103,15 +112,69 @@ def test_no_secret_has_a_default() -> None:
 
 def test_only_the_autoscaler_has_the_socket_and_it_may_read_the_keys() -> None:
     holders = {name for name, service in SERVICES.items() if "docker.sock" in str(service.get("volumes"))}
-    assert holders == {"autoscaler", "autoscaler-gpu"}
+    assert holders == {"autoscaler", "autoscaler-gpu", "autoscaler-vllm"}
     for name in holders:
         assert SERVICES[name]["group_add"] == ["10001"]
 
 
 def test_every_variable_is_in_the_documented_file_and_used() -> None:
-    used = variables_in(TEXT)
+    used = variables_in(TEXT) | variables_in(MPS)
     assert used == set(SETTINGS) - {"COMPOSE_PROFILES"}
 
 
 def test_the_policy_is_valid() -> None:
     load_policy(FOLDER / "policy.yaml")
+
+
+@pytest.mark.parametrize("name", [name for name in WORKERS if name.partition("-")[2]])
+def test_a_worker_on_gpus_is_told_its_own_and_sees_all(name: str) -> None:
+    pool = name.partition("-")[0]
+    given = environment(name)["SPLITSERVE_GPU"]
+    assert given == f"${{{pool.upper()}_GPU}}"
+    assert SERVICES[name]["labels"] == {"splitserve.pool": pool, "splitserve.gpu": given}
+    (request,) = SERVICES[name]["deploy"]["resources"]["reservations"]["devices"]
+    assert request == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+
+
+def test_variables_of_the_parts_are_settings() -> None:
+    for name, words in PARTS.items():
+        known = {setting.variable for setting in settings_of(COMMANDS[words[0]])}
+        ours = {variable for variable in environment(name) if variable.startswith("SPLITSERVE_")}
+        assert ours - {"SPLITSERVE_CLUSTER_TOKEN_FILE"} <= known, name
+
+
+def test_the_profile_vllm_has_an_image_of_its_own() -> None:
+    for name in ("prefill-vllm", "decode-vllm"):
+        service = SERVICES[name]
+        assert service["profiles"] == ["vllm"]
+        assert service["image"] == "${VLLM_IMAGE}"
+        assert service["build"]["args"]["TORCH"] == "vllm"
+        assert service["build"]["args"]["EXTRAS"] == "${EXTRAS}"
+        words = PARTS[name]
+        assert words[words.index("--engine") + 1] == "vllm"
+    assert SERVICES["autoscaler-vllm"]["depends_on"] == ["coordinator", "prefill-vllm", "decode-vllm"]
+
+
+def test_mps_changes_workers_on_gpus_alone() -> None:
+    changed = yaml.safe_load(MPS)["services"]
+    assert set(changed) == {name for name in WORKERS if name.partition("-")[2]}
+    for service in changed.values():
+        assert service["ipc"] == "host"
+        assert service["volumes"] == ["${MPS_PIPE}:" + service["environment"]["CUDA_MPS_PIPE_DIRECTORY"]]
+
+
+def test_the_image_for_gpus_has_what_triton_compiles_with() -> None:
+    """Its check for Python.h is run here, on this Python."""
+    last = (FOLDER / "Dockerfile").read_text().rpartition("\nFROM ")[2]
+    assert last.index("ARG TORCH") < last.index("gcc libc6-dev")
+    (check,) = re.findall(r"has_header='([^']+)'", last)
+    there = Path(sysconfig.get_path("include"), "Python.h").exists()
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == (0 if there else 1)
+
+
+def test_the_vllm_image_installs_vllm_and_leaves_torch_to_it() -> None:
+    command = [sys.executable, "dev/image_requirements.py", "--torch", "vllm", "--extras", "docker"]
+    lines = subprocess.run(command, cwd=FOLDER.parent, check=True, capture_output=True, text=True).stdout
+    names = {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines.splitlines()}
+    assert {"vllm", "docker", "nixl-cu13", "transformers"} <= names
+    assert "torch" not in names

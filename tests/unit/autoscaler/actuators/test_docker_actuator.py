@@ -8,7 +8,16 @@ import pytest
 
 from autoscaler.actuators.docker import DockerActuator
 from autoscaler.actuators.docker_engine import DockerEngine
-from splitserve.errors import FailedPreconditionError, ResourceExhaustedError
+from autoscaler.service import docker_gpus
+from splitserve.config.autoscaler import DockerConfig
+from splitserve.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from splitserve.gpus.inventory import GpuInventory
+from tests.support.scaling.actuator_rigs import numbered_gpus
 from tests.support.scaling.docker_engine import FakeDocker
 
 
@@ -59,11 +68,14 @@ async def test_a_model_without_any_container_is_not_copied_from_another() -> Non
     assert caught.value.reason == "NO_TEMPLATE"
 
 
+VLLM = ("--engine", "vllm")
+
+
 async def test_each_replica_gets_as_many_gpus_as_the_policy_says() -> None:
     docker = FakeDocker()
     docker.runs("prefill", "prefill", {"splitserve.gpu": "0"})
-    docker.runs("decode", "decode", {"splitserve.gpu": "1"})
-    scaled = actuator(docker, gpus=tuple("01234567"))
+    docker.runs("decode", "decode", {"splitserve.gpu": "1"}, VLLM)
+    scaled = actuator(docker, gpus=numbered_gpus(8))
     assert scaled.gpu_inventory == 8
     await scaled.start("decode", 1, 2)
     await scaled.start("prefill", 1)
@@ -81,10 +93,71 @@ async def test_gpus_of_another_models_replicas_are_in_use() -> None:
     docker = FakeDocker()
     docker.runs("prefill-a", "prefill", {"splitserve.model": "a", "splitserve.gpu": "0"})
     docker.runs("prefill-b", "prefill", {"splitserve.model": "b", "splitserve.gpu": "1"})
-    scaled = actuator(docker, gpus=("0", "1", "2"), model="a")
+    scaled = actuator(docker, gpus=numbered_gpus(3), model="a")
     await scaled.start("prefill", 1)
     assert [replica.gpu for replica in await scaled.replicas()] == ["0", "2"]
     assert scaled.gpu_inventory == 2, "and none of our budget"
+
+
+async def test_a_restarted_autoscaler_gives_no_gpu_twice() -> None:
+    """Labels say who has what; replicas that drain still have theirs, ended ones no more."""
+    docker = FakeDocker()
+    docker.runs("prefill", "prefill", {"splitserve.gpu": "0"})
+    docker.runs("decode", "decode", {"splitserve.gpu": "2,3"}, VLLM)
+    gpus = GpuInventory.of_groups([["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]])
+    await actuator(docker, gpus=gpus).start("decode", 1, 2)
+    again = actuator(docker, gpus=gpus)
+    await again.start("prefill", 1)
+    assert {replica.gpu for replica in await again.replicas()} == {"0", "1", "2,3", "4,5"}
+    first = next(replica for replica in await again.replicas() if replica.gpu == "2,3")
+    await again.stop("decode", [first.name], 60.0)
+    await actuator(docker, gpus=gpus).start("decode", 1, 2)
+    assert {replica.gpu for replica in await again.replicas()} == {"0", "1", "2,3", "4,5", "6,7"}
+    with pytest.raises(ResourceExhaustedError, match="none of the 8"):
+        await again.start("decode", 1, 2)
+    docker.there[docker.killed[0]]["State"] = "exited"
+    await actuator(docker, gpus=gpus).start("decode", 1, 2)
+    assert [replica.gpu for replica in await again.replicas()].count("2,3") == 1
+
+
+async def test_a_prefill_and_a_decode_replica_share_a_gpu_under_mps() -> None:
+    docker = FakeDocker()
+    docker.runs("prefill", "prefill", {"splitserve.gpu": "0"})
+    docker.runs("decode", "decode", {"splitserve.gpu": "0"})
+    gpus = GpuInventory.of_groups([["0", "1"]], replicas_per_gpu=2)
+    scaled = actuator(docker, gpus=gpus)
+    assert scaled.gpu_inventory == 4
+    await scaled.start("decode", 1)
+    await scaled.start("prefill", 1)
+    by_pool = sorted((replica.pool, replica.gpu) for replica in await scaled.replicas())
+    assert by_pool == [("decode", "0"), ("decode", "1"), ("prefill", "0"), ("prefill", "1")]
+    with pytest.raises(ResourceExhaustedError):
+        await scaled.start("prefill", 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "gpus_each", "words"),
+    [
+        ((*VLLM, "--engine-args", "-tp 4"), 2, "gpus_per_replica is 2, but --tensor-parallel-size .* is 4"),
+        ((), 2, "gpus_per_replica is 2, but the torch engine computes on one GPU"),
+    ],
+)
+async def test_a_replica_that_could_not_use_its_gpus_is_not_made(
+    command: tuple[str, ...], gpus_each: int, words: str
+) -> None:
+    docker = FakeDocker()
+    docker.runs("decode", "decode", {"splitserve.gpu": "0"}, command)
+    with pytest.raises(ConfigError, match=words):
+        await actuator(docker, gpus=numbered_gpus(8)).start("decode", 1, gpus_each)
+    assert len(docker.there) == 1
+
+
+def test_the_inventory_comes_from_the_settings() -> None:
+    listed = docker_gpus(DockerConfig(gpus="0,1;2,3", replicas_per_gpu=2))
+    assert (listed.gpus, listed.capacity, len(listed.links)) == (("0", "1", "2", "3"), 8, 2)
+    assert docker_gpus(DockerConfig()).gpus == ()
+    with pytest.raises(InvalidArgumentError, match="'cuda:0' is no GPU"):
+        DockerConfig(gpus="cuda:0")
 
 
 def test_without_an_inventory_there_is_no_budget() -> None:

@@ -8,19 +8,13 @@ import pytest
 
 from autoscaler.actuators.docker_template import (
     Container,
-    free_gpus,
     further_networks,
-    gpu_inventory,
-    gpu_of,
     replica_body,
     replica_name,
     worker_id,
 )
-from splitserve.errors import ResourceExhaustedError
 
 ID = "38a48225a463dc889c824c4acb3de8be993d1a222b3ddfa5ad968f086af96d43"
-ALL_GPUS = {"Driver": "nvidia", "Count": -1, "DeviceIDs": None, "Capabilities": [["gpu"]]}
-ONE_GPU = {"Driver": "nvidia", "Count": 0, "DeviceIDs": ["GPU-a"], "Capabilities": [["gpu"]]}
 
 
 def inspected(**host: Any) -> dict[str, Any]:
@@ -99,47 +93,6 @@ def test_without_networks_of_its_own(mode: str) -> None:
     template = inspected(NetworkMode=mode)
     assert replica_body(template, 2, ())["NetworkingConfig"] == {"EndpointsConfig": {}}
     assert further_networks(template) == {}
-
-
-def test_a_gpu_of_its_own_where_only_one_is_in_view() -> None:
-    template = inspected(DeviceRequests=[ONE_GPU])
-    body = replica_body(template, 2, ["GPU-b"])
-    assert body["HostConfig"]["DeviceRequests"] == [ONE_GPU | {"DeviceIDs": ["GPU-b"]}]
-    assert body["Labels"]["splitserve.gpu"] == "GPU-b"
-
-
-def test_a_gpu_of_its_own_where_all_are_in_view() -> None:
-    body = replica_body(inspected(DeviceRequests=[ALL_GPUS]), 2, ["5"])
-    assert body["HostConfig"]["DeviceRequests"] == [ALL_GPUS]
-    assert "SPLITSERVE_GPU=5" in body["Env"]
-    assert "SPLITSERVE_GPU=0" not in body["Env"]
-
-
-def test_whose_gpu() -> None:
-    template = inspected()
-    assert gpu_of(template) == "0"
-    del template["Config"]["Labels"]["splitserve.gpu"]
-    assert gpu_of(template) is None
-    template["HostConfig"]["DeviceRequests"] = [ONE_GPU]
-    assert gpu_of(template) == "GPU-a"
-
-
-def test_gpus_are_given_in_their_order() -> None:
-    gpus = gpu_inventory(["0", "2", "3"])
-    assert free_gpus(gpus, {"0"}, 1) == ("2",)
-    with pytest.raises(ResourceExhaustedError) as caught:
-        free_gpus(gpus, {"0", "2", "3"}, 1)
-    assert caught.value.reason == "NO_GPU"
-
-
-def test_several_gpus_for_each_replica() -> None:
-    assert free_gpus(["0", "1", "2", "3"], {"1"}, 2) == ("0", "2")
-    with pytest.raises(ResourceExhaustedError, match="1 of the 3 GPUs is free, a replica takes 2"):
-        free_gpus(["0", "1", "2"], {"0", "1"}, 2)
-    body = replica_body(inspected(DeviceRequests=[ONE_GPU]), 2, ["4", "5"])
-    assert body["HostConfig"]["DeviceRequests"] == [ONE_GPU | {"DeviceIDs": ["4", "5"]}]
-    assert body["Labels"]["splitserve.gpu"] == "4,5"
-    assert "SPLITSERVE_GPU=4" in body["Env"]
 
 
 def test_names() -> None:

@@ -9,7 +9,13 @@ import pytest
 
 from autoscaler.actuators.kubernetes import KubernetesActuator
 from splitserve.config.autoscaler import KubernetesConfig
-from splitserve.errors import ConfigError, FailedPreconditionError, NotFoundError, UnavailableError
+from splitserve.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    NotFoundError,
+    SplitserveError,
+    UnavailableError,
+)
 from tests.support.scaling.kubernetes_api import COST, NAMESPACE, FakeKubernetes, Workload, serving_kubernetes
 
 
@@ -150,3 +156,46 @@ async def test_the_namespace_is_the_contexts_unless_given(kubeconfig: Path) -> N
 def test_a_missing_kubeconfig_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kubernetes\.kubeconfig"):
         KubernetesActuator.connect(KubernetesConfig(kubeconfig=tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "arguments", "gpus_each", "words"),
+    [
+        ({}, [], 1, None),  # a pool on cpu, with the policy's default
+        ({"nvidia.com/gpu": "1"}, [], 1, None),
+        ({"nvidia.com/mig-3g.40gb": "1", "memory": "8Gi"}, [], 1, None),
+        ({"nvidia.com/gpu": "2"}, ["--engine=vllm"], 2, None),
+        (
+            {"nvidia.com/gpu": "2"},
+            ["--engine=vllm"],
+            1,
+            "gpus_per_replica is 1, but the pods of .* to 2 GPUs",
+        ),
+        ({}, ["--engine=vllm"], 4, "gpus_per_replica is 4, but the pods of .* limited to 0 GPUs"),
+        ({"nvidia.com/gpu": "2"}, [], 2, "the torch engine computes on one GPU"),
+        (
+            {"nvidia.com/gpu": "2"},
+            ["--engine=vllm", "--engine-args=-tp 4"],
+            2,
+            "--tensor-parallel-size .* is 4",
+        ),
+    ],
+)
+async def test_pods_and_policy_agree_on_gpus(
+    actuator: KubernetesActuator,
+    kubernetes: FakeKubernetes,
+    limits: dict[str, str],
+    arguments: list[str],
+    gpus_each: int,
+    words: str | None,
+) -> None:
+    workload = kubernetes.workloads["deployment", "decode"]
+    workload.limits, workload.arguments = limits, arguments
+    kubernetes.control()
+    if words is None:
+        await actuator.start("decode", 1, gpus_each)
+    else:
+        with pytest.raises(SplitserveError, match=words) as caught:
+            await actuator.start("decode", 1, gpus_each)
+        assert caught.value.field == "gpus_per_replica"
+    assert workload.replicas == (4 if words is None else 3)

@@ -101,6 +101,7 @@ def test_workers_drain_within_their_grace_and_are_named_by_their_pods(name: str,
     container = worker["containers"][0]
     assert f"--drain={policy.drain_s:g}" in container["args"]
     assert worker["terminationGracePeriodSeconds"] >= policy.drain_s + 5
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": policy.gpus_per_replica}
     assert "replicas" not in DEPLOYMENTS[name]["spec"]
     assert "--worker-id=$(POD_NAME)" in container["args"]
     paths = {entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"] for entry in container["env"]}

@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Packages that are installed."""
-    names = {"triton", "flashinfer"}
+    names = {"triton"}
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: ModuleSpec(name, None) if name in names else None
     )
@@ -26,33 +26,28 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 @pytest.mark.parametrize("setting", ["auto", "torch"])
 def test_cpu_computes_in_torch(installed: set[str], setting: str) -> None:
-    assert choose_backend(setting, CPU, "bfloat16") == "torch"
+    assert choose_backend(setting, CPU) == "torch"
 
 
 def test_cuda_computes_with_triton_where_it_is_installed(installed: set[str]) -> None:
-    assert choose_backend("auto", CUDA, "float32") == "triton"
-    assert choose_backend("triton", CUDA, "float32") == "triton"
-    assert choose_backend("torch", CUDA, "float32") == "torch"
-    assert choose_backend("flashinfer", CUDA, "bfloat16") == "flashinfer"
+    assert choose_backend("auto", CUDA) == "triton"
+    assert choose_backend("triton", CUDA) == "triton"
+    assert choose_backend("torch", CUDA) == "torch"
     installed.clear()
-    assert choose_backend("auto", CUDA, "float32") == "torch"
+    assert choose_backend("auto", CUDA) == "torch"
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "dtype", "missing", "words"),
+    ("setting", "device", "missing", "words"),
     [
-        ("triton", CPU, "bfloat16", set(), "needs a cuda device, not cpu"),
-        ("flashinfer", CPU, "bfloat16", set(), "needs a cuda device, not cpu"),
-        ("triton", CUDA, "bfloat16", {"triton"}, "needs triton, which is not installed"),
-        ("flashinfer", CUDA, "bfloat16", {"triton"}, "needs triton, which is not installed"),
-        ("flashinfer", CUDA, "bfloat16", {"flashinfer"}, "pip install 'splitserve.flashinfer.'"),
-        ("flashinfer", CUDA, "float32", set(), "does not compute in float32"),
+        ("triton", CPU, set(), "needs a cuda device, not cpu"),
+        ("triton", CUDA, {"triton"}, "needs triton, which is not installed"),
     ],
 )
 def test_what_cannot_work_is_refused(
-    installed: set[str], setting: str, device: torch.device, dtype: str, missing: set[str], words: str
+    installed: set[str], setting: str, device: torch.device, missing: set[str], words: str
 ) -> None:
     installed -= missing
     with pytest.raises(ConfigError, match=words) as refusal:
-        choose_backend(setting, device, dtype)
+        choose_backend(setting, device)
     assert refusal.value.field == "engine.attention_backend"

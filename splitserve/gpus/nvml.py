@@ -1,0 +1,144 @@
+"""The inventory of this machine, asked of the NVIDIA driver through NVML (`nvidia-ml-py`, an extra)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, Protocol
+
+from splitserve.errors import UnavailableError
+from splitserve.gpus.inventory import GpuInventory
+
+NVLINK = 2
+"""NVML_P2P_CAPS_INDEX_NVLINK"""
+STATUS_OK = 0
+"""NVML_P2P_STATUS_OK"""
+MIG_ENABLED = 1
+"""NVML_DEVICE_MIG_ENABLE"""
+
+
+class NvmlLibrary(Protocol):
+    """What is called of the module `pynvml`. A handle is a value of the library's own."""
+
+    NVMLError: type[Exception]
+
+    def nvmlInit(self) -> None:
+        """Loads the driver's library."""
+
+    def nvmlShutdown(self) -> None:
+        """Releases it."""
+
+    def nvmlDeviceGetCount(self) -> int:
+        """GPUs, those in MIG mode included."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
+        """The GPU that nvidia-smi numbers so."""
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str | bytes:
+        """Of a GPU or a MIG slice."""
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
+        """The current mode and the one after a reset. NVMLError where there is no such mode."""
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        """Most slices of the GPU."""
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
+        """A slice. NVMLError where there is none with this number."""
+
+    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, kind: int) -> int:
+        """Whether one reaches the other's memory in this way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    handle: Any
+    index: int
+    uuid: str
+    slices: tuple[str, ...] | None
+    """UUIDs of its MIG slices; None if it is not in MIG mode."""
+
+
+def driver_inventory(replicas_per_gpu: int = 1, library: NvmlLibrary | None = None) -> GpuInventory:
+    """All GPUs of this machine by their numbers, and the pairs that share NVLink.
+
+    Of a GPU in MIG mode its slices, by UUID; as soon as there is one, all GPUs go by UUID, because CUDA then numbers
+    them in another way. Raises UnavailableError (NO_NVML) without the package or the driver.
+    """
+    nvml = library or _library()
+    with _opened(nvml):
+        found = [_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+        whole = [gpu for gpu in found if gpu.slices is None]
+        numbered = len(whole) == len(found)
+        names = {gpu.uuid: str(gpu.index) if numbered else gpu.uuid for gpu in whole}
+        links = frozenset(
+            frozenset((names[one.uuid], names[other.uuid]))
+            for one, other in combinations(whole, 2)
+            if _linked(nvml, one.handle, other.handle)
+        )
+    gpus = tuple(
+        name for gpu in found for name in (gpu.slices if gpu.slices is not None else (names[gpu.uuid],))
+    )
+    aliases = {gpu.uuid: str(gpu.index) for gpu in whole} if numbered else {}
+    aliases |= {} if numbered else {str(gpu.index): gpu.uuid for gpu in whole}
+    return GpuInventory(gpus, links, aliases, replicas_per_gpu)
+
+
+def _library() -> NvmlLibrary:
+    try:
+        import pynvml
+    except ImportError:
+        message = "the NVIDIA driver cannot be asked for its GPUs: pip install 'splitserve[nvml]', or list them as 0,1"
+        raise UnavailableError(message, reason="NO_NVML") from None
+    library: NvmlLibrary = pynvml
+    return library
+
+
+@contextmanager
+def _opened(nvml: NvmlLibrary) -> Iterator[None]:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        message = f"the NVIDIA driver does not answer here ({error}); list the GPUs instead, as 0,1"
+        raise UnavailableError(message, reason="NO_NVML") from None
+    try:
+        yield
+    except nvml.NVMLError as error:
+        message = f"the NVIDIA driver does not say which GPUs there are: {error}"
+        raise UnavailableError(message, reason="NO_NVML") from None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: NvmlLibrary, index: int) -> _Found:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    return _Found(handle, index, _text(nvml.nvmlDeviceGetUUID(handle)), _slices(nvml, handle))
+
+
+def _slices(nvml: NvmlLibrary, handle: Any) -> tuple[str, ...] | None:
+    try:
+        if nvml.nvmlDeviceGetMigMode(handle)[0] != MIG_ENABLED:
+            return None
+    except nvml.NVMLError:  # a GPU without MIG
+        return None
+    uuids = []
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+        except nvml.NVMLError:  # fewer slices than it could have
+            continue
+        uuids.append(_text(nvml.nvmlDeviceGetUUID(part)))
+    return tuple(uuids)
+
+
+def _linked(nvml: NvmlLibrary, one: Any, other: Any) -> bool:
+    try:
+        return nvml.nvmlDeviceGetP2PStatus(one, other, NVLINK) == STATUS_OK
+    except nvml.NVMLError:  # a GPU that knows no NVLink
+        return False
+
+
+def _text(uuid: str | bytes) -> str:
+    return uuid.decode() if isinstance(uuid, bytes) else uuid

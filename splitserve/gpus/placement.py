@@ -1,0 +1,85 @@
+"""Which GPUs a replica gets. Pure: what others use comes in, names go out, so that a restarted autoscaler, which reads
+from its containers who has what, goes on where the last one stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from splitserve.errors import FailedPreconditionError, ResourceExhaustedError
+from splitserve.gpus.inventory import GpuInventory, is_mig
+
+MAX_CANDIDATES = 16
+"""Of more free GPUs the first are looked at: the choice of 8 of 16 compares 12,870 sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """A replica that has GPUs, also while it drains."""
+
+    pool: str
+    gpus: tuple[str, ...]
+
+
+def choose_gpus(inventory: GpuInventory, uses: Iterable[GpuUse], pool: str, count: int) -> tuple[str, ...]:
+    """`count` GPUs for a replica of this pool, in the inventory's order; () for 0.
+
+    None of them is one that already has `replicas_per_gpu` replicas. Among the rest the set is chosen by, in this
+    order: fewest replicas of the same pool that share it, fewest at all, most NVLink pairs inside, fewest NVLink
+    pairs with free GPUs that it breaks up, the inventory's order.
+
+    Raises ResourceExhaustedError (NO_GPU) if too few are free, FailedPreconditionError (MIG_GROUP) for several MIG
+    slices, of which CUDA shows a process only one.
+    """
+    if count == 0:
+        return ()
+    there = _Uses(inventory, uses)
+    free = [gpu for gpu in inventory.gpus if there.count(gpu) < inventory.replicas_per_gpu]
+    whole = [gpu for gpu in free if count == 1 or not is_mig(gpu)]
+    if len(whole) < count <= len(free):
+        message = f"a replica takes {count} GPUs, and CUDA shows a process only one MIG slice"
+        raise FailedPreconditionError(message, reason="MIG_GROUP", field="gpus_per_replica")
+    if len(whole) < count:
+        raise _none_free(inventory, len(whole), count)
+    unused = [gpu for gpu in whole if there.count(gpu) == 0]
+    # Used ones only where the unused ones do not do: they are what sharing is for.
+    shared = sorted(set(whole) - set(unused), key=lambda gpu: (there.count(gpu, pool), there.count(gpu)))
+    candidates = set((unused + shared)[: max(MAX_CANDIDATES, count)])
+    ordered = [gpu for gpu in whole if gpu in candidates]
+
+    def cost(chosen: tuple[str, ...]) -> tuple[int, int, int, int]:
+        inside = sum(frozenset(pair) in inventory.links for pair in combinations(chosen, 2))
+        left = [gpu for gpu in unused if gpu not in chosen]
+        broken = sum(frozenset((gpu, other)) in inventory.links for gpu in chosen for other in left)
+        same = sum(there.count(gpu, pool) for gpu in chosen)
+        return same, sum(there.count(gpu) for gpu in chosen), -inside, broken
+
+    return min(combinations(ordered, count), key=cost)
+
+
+class _Uses:
+    """How many replicas have each GPU."""
+
+    def __init__(self, inventory: GpuInventory, uses: Iterable[GpuUse]) -> None:
+        self._users: dict[str, list[str]] = {}
+        for use in uses:
+            for gpu in inventory.named(use.gpus):
+                self._users.setdefault(gpu, []).append(use.pool)
+
+    def count(self, gpu: str, pool: str | None = None) -> int:
+        """Replicas that have this GPU; with `pool` those of this pool."""
+        users = self._users.get(gpu, ())
+        return len(users) if pool is None else sum(user == pool for user in users)
+
+
+def taken(inventory: GpuInventory, uses: Sequence[GpuUse]) -> int:
+    """How much of the inventory's `capacity` these replicas have."""
+    return sum(gpu in inventory.gpus for use in uses for gpu in inventory.named(use.gpus))
+
+
+def _none_free(inventory: GpuInventory, free: int, count: int) -> ResourceExhaustedError:
+    what = f"{free or 'none'} of the {len(inventory.gpus)} GPUs {'are' if free > 1 else 'is'} free"
+    if count > 1:
+        what += f", a replica takes {count}"
+    return ResourceExhaustedError(what, reason="NO_GPU")

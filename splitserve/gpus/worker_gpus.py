@@ -1,0 +1,148 @@
+"""A worker's own GPUs: what its process sets before CUDA starts, and whether its engine can use so many."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+
+from splitserve.config.engine import EngineConfig
+from splitserve.config.worker import WorkerConfig
+from splitserve.errors import ConfigError
+from splitserve.gpus.driver_files import PciGpu, pci_gpus
+from splitserve.gpus.inventory import is_mig
+from splitserve.gpus.nics import nearest_nics
+from splitserve.gpus.rdma import read_rdma_facts
+from splitserve.host_facts import read_host_facts
+from splitserve.logs import log_event
+from splitserve.runtime.process import DEVICE_ORDER_VARIABLE, number_devices_like_nvidia_smi
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+NICS_VARIABLE = "UCX_NET_DEVICES"
+_SIZE_OPTIONS = frozenset({"--tensor-parallel-size", "-tp"})
+
+
+def tensor_parallel_size(engine_args: str) -> int | None:
+    """The tensor parallel size in `engine.engine_args`; None where none is given.
+
+    Raises ConfigError (field `engine.engine_args`) for one that is no number of at least 1.
+    """
+    try:
+        words = shlex.split(engine_args)
+    except ValueError as error:
+        raise _bad_args(str(error)) from None
+    size = None
+    for place, word in enumerate(words):
+        name, mark, value = word.partition("=")
+        if name.replace("_", "-") not in _SIZE_OPTIONS:
+            continue
+        given = value if mark else "".join(words[place + 1 : place + 2])
+        if not given.isdecimal() or int(given) < 1:
+            raise _bad_args(f"{name} must be a number of at least 1 (given: {given!r})")
+        size = int(given)
+    return size
+
+
+def check_gpu_count(kind: str, engine_args: str, gpus: int, field: str = "gpus_per_replica") -> None:
+    """Raises ConfigError naming `field` if an engine cannot use so many GPUs: vLLM takes as many as its tensor parallel
+    size, where that is given, the torch engine one. Without GPUs (0) the engine computes on cpu."""
+    if kind == "simulated" or gpus == 0:
+        return
+    size = tensor_parallel_size(engine_args) if kind == "vllm" else 1
+    if size is None or size == gpus:
+        return
+    why = f"--tensor-parallel-size in engine.engine_args is {size}"
+    if kind != "vllm":
+        why = f"the {kind} engine computes on one GPU; engine vllm takes several"
+    raise ConfigError(f"{field} is {gpus}, but {why}", field=field)
+
+
+def with_tensor_parallel(engine: EngineConfig, gpus: int) -> EngineConfig:
+    """The engine's settings with vLLM's tensor parallel size for so many GPUs, unless one is given."""
+    if engine.kind != "vllm" or gpus < 2 or tensor_parallel_size(engine.engine_args) is not None:
+        return engine
+    given = f"{engine.engine_args} --tensor-parallel-size {gpus}".strip()
+    return engine.model_copy(update={"engine_args": given})
+
+
+def visible_devices(own: Sequence[str], all_gpus: Sequence[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a worker: its own GPUs first, as cuda:0, cuda:1, …, the others behind them.
+
+    The others stay in view because `cuda_ipc` opens a peer's memory by the peer's device. Of MIG slices a process
+    sees one only, which then stands alone.
+    """
+    if any(is_mig(name) for name in own):
+        return ",".join(own)
+    return ",".join([*own, *(name for name in all_gpus if name not in own and not is_mig(name))])
+
+
+def claim_gpus(
+    config: WorkerConfig, environment: MutableMapping[str, str] = os.environ, root: Path = Path("/")
+) -> WorkerConfig:
+    """Makes the worker's GPUs cuda:0, cuda:1, … of this process and pins its RDMA ports; the settings that follow.
+
+    Call it before CUDA and UCX are loaded. Raises ConfigError (field `gpus`) for a number that this process may not
+    use, several MIG slices, and more GPUs than the engine computes on.
+    """
+    number_devices_like_nvidia_smi()
+    engine = config.engine
+    if config.nics == "nearest":
+        _pin_nics(config.gpus, environment, root)
+    if engine.kind == "vllm" and engine.device == "cpu":
+        environment[VISIBLE_VARIABLE] = ""  # vLLM has no setting for its device
+    if not config.gpus or engine.kind == "simulated":
+        return config
+    check_gpu_count(engine.kind, engine.engine_args, len(config.gpus), "gpus")
+    if engine.device not in ("auto", "cuda"):
+        raise _bad_gpus(f"engine.device is {engine.device}; leave it to gpus")
+    if len(config.gpus) > 1 and any(is_mig(name) for name in config.gpus):
+        raise _bad_gpus("CUDA shows a process only one MIG slice; give one")
+    environment[DEVICE_ORDER_VARIABLE] = "PCI_BUS_ID"  # numbers are those of nvidia-smi, whatever was set
+    environment[VISIBLE_VARIABLE] = visible_devices(config.gpus, _usable(config.gpus, environment, root))
+    engine = with_tensor_parallel(engine, len(config.gpus)).model_copy(update={"device": "cuda:0"})
+    return config.model_copy(update={"engine": engine})
+
+
+def _usable(own: Sequence[str], environment: Mapping[str, str], root: Path) -> Sequence[str]:
+    """The names, of the kind of `own`, of all GPUs that this process may use."""
+    limited = environment.get(VISIBLE_VARIABLE)
+    if limited is not None:
+        names: Sequence[str] = [name.strip() for name in limited.split(",") if name.strip()]
+        missing = [name for name in own if name not in names]
+        if missing:
+            raise _bad_gpus(f"{missing[0]} is not in {VISIBLE_VARIABLE} ({limited})")
+        return names
+    found = pci_gpus(root)
+    if own[0].isdecimal():
+        names = [str(gpu.index) for gpu in found] or [str(n) for n in range(read_host_facts().gpus)]
+        missing = [name for name in own if names and name not in names]
+        if missing:
+            raise _bad_gpus(f"there is no GPU {missing[0]} here, only {', '.join(names)}")
+        return names
+    return [gpu.uuid for gpu in found if gpu.uuid]
+
+
+def _pin_nics(own: Sequence[str], environment: MutableMapping[str, str], root: Path) -> None:
+    """Sets UCX_NET_DEVICES unless it is set."""
+    if environment.get(NICS_VARIABLE):
+        return
+    facts = read_rdma_facts(root)
+    gpus = [gpu for gpu in facts.gpus if is_own(gpu.gpu, own)]
+    chosen = nearest_nics(gpus, facts.ports)
+    if chosen:
+        environment[NICS_VARIABLE] = ",".join(chosen)
+    log_event("worker.nics", gpus=[gpu.gpu.address for gpu in gpus], nics=chosen)
+
+
+def is_own(gpu: PciGpu, own: Sequence[str]) -> bool:
+    """Whether the GPU is one of these, by number or UUID; all are where none is named."""
+    return not own or str(gpu.index) in own or gpu.uuid in own
+
+
+def _bad_args(why: str) -> ConfigError:
+    return ConfigError(f"engine.engine_args: {why}", field="engine.engine_args")
+
+
+def _bad_gpus(why: str) -> ConfigError:
+    return ConfigError(f"gpus: {why}", field="gpus")

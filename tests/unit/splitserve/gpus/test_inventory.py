@@ -1,0 +1,100 @@
+"""The inventory: as text, and as the driver tells it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from splitserve.config.gpu_list import MAX_GPUS, gpu_groups, gpu_names
+from splitserve.errors import InvalidArgumentError, UnavailableError
+from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.nvml import driver_inventory
+from tests.support.gpus.nvml import FakeGpu, FakeNvml
+
+
+def links(inventory: GpuInventory) -> set[str]:
+    return {"-".join(sorted(pair)) for pair in inventory.links}
+
+
+def test_lists_of_gpus() -> None:
+    assert gpu_names("0, 2") == ("0", "2")
+    assert gpu_names("GPU-4f5e,MIG-8-1/2/0") == ("GPU-4f5e", "MIG-8-1/2/0")
+    assert gpu_groups("0,1;2,3;") == (("0", "1"), ("2", "3"))
+    assert gpu_groups("") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("0,x", "'x' is no GPU"),
+        ("0,,1", "'' is no GPU"),
+        ("cuda:0", "no GPU"),
+        ("1000", "no GPU"),
+        ("0,1;1", "named twice"),
+        (",".join(map(str, range(MAX_GPUS + 1))), f"at most {MAX_GPUS}"),
+    ],
+)
+def test_other_lists_are_refused(text: str, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        gpu_groups(text)
+    assert caught.value.field == "gpus"
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_numbered_gpus_without_links(count: int) -> None:
+    nvml = FakeNvml.of(count)
+    inventory = driver_inventory(library=nvml)
+    assert inventory.gpus == tuple(str(n) for n in range(count))
+    assert not inventory.links
+    assert inventory.named(["GPU-0000"]) == ("0",)
+    assert nvml.opened == 0, "the library is released"
+
+
+def test_links_of_pairs_and_of_a_switch() -> None:
+    pairs = driver_inventory(library=FakeNvml.of(4, [[0, 1], [2, 3]]))
+    assert links(pairs) == {"0-1", "2-3"}
+    switch = driver_inventory(2, FakeNvml.of(8, [range(8)]))
+    assert len(switch.links) == 28
+    assert switch.capacity == 16
+
+
+def test_slices_stand_for_their_gpu_and_all_go_by_uuid() -> None:
+    nvml = FakeNvml.of(3, [[0, 2]])
+    nvml.gpus[1].slices = ["MIG-a", None, "MIG-b"]
+    nvml.gpus[2].knows_mig = False
+    inventory = driver_inventory(library=nvml)
+    assert inventory.gpus == ("GPU-0000", "MIG-a", "MIG-b", "GPU-0002")
+    assert links(inventory) == {"GPU-0000-GPU-0002"}
+    assert inventory.named(["0", "2"]) == ("GPU-0000", "GPU-0002")
+
+
+def test_a_gpu_in_mig_mode_without_slices_is_of_no_use() -> None:
+    assert driver_inventory(library=FakeNvml([FakeGpu("GPU-a", [])])).gpus == ()
+
+
+def test_without_a_driver_or_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnavailableError, match="Driver Not Loaded") as caught:
+        driver_inventory(library=FakeNvml([], driver=False))
+    assert caught.value.reason == "NO_NVML"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(UnavailableError, match=r"splitserve\[nvml\]"):
+        driver_inventory()
+
+
+def test_the_library_has_the_functions_that_are_called() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    for name in (name for name in vars(FakeNvml) if name.startswith("nvml")):
+        assert callable(getattr(pynvml, name))
+    from splitserve.gpus import nvml
+
+    assert pynvml.NVML_P2P_CAPS_INDEX_NVLINK == nvml.NVLINK
+    assert pynvml.NVML_P2P_STATUS_OK == nvml.STATUS_OK
+    assert pynvml.NVML_DEVICE_MIG_ENABLE == nvml.MIG_ENABLED
+
+
+def test_a_part_of_the_machine() -> None:
+    inventory = GpuInventory.of_groups([list("0123")])
+    part = inventory.restricted_to(["3", "1", "9"])
+    assert part.gpus == ("3", "1")
+    assert links(part) == {"1-3"}
