@@ -126,7 +126,7 @@ class AdmissionConfig(Settings):
 
 
 class RecordsConfig(Settings):
-    """Records of single requests, which `splitserve explain` shows; see docs/observability.md. Each takes about 4 KB of
+    """Records of single requests, which `splitserve explain` shows; see docs/observability.md. Each takes a few KB of
     memory."""
 
     max_recent_records: Annotated[int, Field(ge=0, le=10_000)] = 512
