@@ -109,7 +109,7 @@ class Attempt:
             local_prefill_tokens=self._local_prefill_tokens,
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
-        self._events.emit(RequestObserver.reserving)
+        self._events.reserving(started_s)
         try:
             response = await self._decode.reserve(request, left_s)
         except (ResourceExhaustedError, FailedPreconditionError, InvalidArgumentError) as error:
@@ -132,22 +132,23 @@ class Attempt:
             self._enter(AttemptEvent.TICKET)
             self._ticket = response.ticket
             report.decode_cached_tokens = response.ticket.cached_tokens
+            report.reserved_blocks = len(response.ticket.block_indices)
             return
         self._enter(AttemptEvent.COMPUTES_LOCALLY)
         report.prefill_worker = ""
 
     def start_prefill(self) -> None:
         """Starts the Prefill call with the ticket, if any; does nothing if the decode worker computes the prompt."""
-        report = self._record.report
-        report.queue_ms = (time.monotonic() - self._request.received_s) * 1e3
+        report, now = self._record.report, time.monotonic()
+        report.queue_ms = (now - self._request.received_s) * 1e3
         if self.state is AttemptState.LOCAL:
-            self._events.emit(RequestObserver.prefilling_locally)
+            self._events.prefilling_locally()
             # Reserve returned while the prompt was already being computed.
             report.queue_ms -= report.reserve_ms
             report.reserve_ms = 0.0
             return
         self._enter(AttemptEvent.ASK_PREFILL)
-        self._events.emit(RequestObserver.prefilling)
+        self._events.prefilling(now)
         left_s = self._left_s()
         request = prefill_pb2.PrefillRequest(
             request_id=self.attempt_id,

@@ -14,13 +14,13 @@ from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.input_processor import InputProcessor
 from coordinator.metrics.recorder import StatsRecorder
 from coordinator.metrics.stats import RequestStats
+from coordinator.records.record_keeper import RecordKeeper
 from coordinator.request.caller import Caller
 from coordinator.request.estimates import Estimates
 from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest, check_names, timeout_s
 from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
 from coordinator.request.state import RequestState, Send
-from coordinator.routing.local_prefill import HandoffMeter
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
 from coordinator.workers.client import WorkerClients
@@ -49,6 +49,7 @@ class RequestFlow:
         stats: RequestStats,
         estimates: Estimates,
         breakers: CircuitBreakerRegistry,
+        records: RecordKeeper,
         capacity_plugins: Sequence[AdmissionPlugin] = (),
         quota_plugins: Sequence[QuotaPlugin] = (),
     ) -> None:
@@ -60,9 +61,10 @@ class RequestFlow:
         self._estimates = estimates
         self._capacity_plugins = capacity_plugins
         self._quota_plugins = quota_plugins
-        meter = HandoffMeter()
-        self._pairs = PairSelector(config, registry, router, meter)
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, meter)
+        self._pairs = PairSelector(config, registry, router)
+        self._records = records
+        kept = (records,) if config.records.enabled else ()
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, *kept)
 
     async def generate(
         self,
@@ -80,10 +82,16 @@ class RequestFlow:
                 left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
                 async with asyncio.timeout(left_s) as timer:
                     deadline_s = received_s + left_s
-                    quotas = [stack.enter_context(p.entered(request, caller)) for p in self._quota_plugins]
-                    inference_request = await self._inputs.process(
-                        request, caller, request_id, received_s, deadline_s
-                    )
+                    try:
+                        quotas = [
+                            stack.enter_context(p.entered(request, caller)) for p in self._quota_plugins
+                        ]
+                        inference_request = await self._inputs.process(
+                            request, caller, request_id, received_s, deadline_s
+                        )
+                    except (SplitserveError, asyncio.CancelledError) as error:
+                        self._records.refused(request_id, request.model, caller.tenant, received_s, error)
+                        raise
                     events = stack.enter_context(self._events_of(inference_request))
                     await self._admit(events, quotas)
                     await self._serve(events, send)
@@ -114,18 +122,19 @@ class RequestFlow:
                 await attempt.settle()
                 events.emit(RequestObserver.attempt_completed)
             except SplitserveError as error:
-                events.emit(RequestObserver.attempt_failed, error)
+                events.attempt_failed(error)
                 self._resume_or_raise(state, error)  # the next attempt starts from prompt + tokens sent
             finally:
                 attempt.close()  # cancels prefill and aborts decode unless they have already finished
                 events.attempt_ended()
-        events.emit(RequestObserver.completed)
+        events.completed()
         done = state.done()
         await send(inference_pb2.GenerateResponse(done=done))
         _log_completed(done)
 
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
-        state = RequestState.of(request, self._estimates.of(request, time.monotonic()))
+        now = time.monotonic()
+        state = RequestState.of(request, self._estimates.of(request, now), now)
         return RequestEvents(state, (StatsRecorder(self._stats), *self._observers))
 
     async def _admit(self, events: RequestEvents, quotas: Sequence[AdmissionPlugin]) -> None:
@@ -134,12 +143,14 @@ class RequestFlow:
         events.emit(RequestObserver.arrived)  # requests over quota are not demand to scale for
         for plugin in self._capacity_plugins:
             await plugin.admit(events)
+        events.admitted(time.monotonic())
 
     async def _next_attempt(self, events: RequestEvents) -> Attempt:
         pair = await self._pairs.select(events.state)
         prefill = self._clients.client_for(pair.prefill)
         decode = self._clients.client_for(pair.decode) if pair.decode else None
-        events.routed(pair.prefill, pair.decode, pair.cost.cached_tokens, time.monotonic())
+        cached_tokens, now = pair.cost.cached_tokens, time.monotonic()
+        events.routed(pair.prefill, pair.decode, cached_tokens, now, pair.candidates)
         local_tokens = self._pairs.local_prefill_tokens(events.state, pair)
         return Attempt(events, prefill, decode, self._background, local_tokens)
 

@@ -28,6 +28,8 @@ from coordinator.metrics.stats import RequestStats
 from coordinator.models.model_routes import ModelRoutes, checked_route
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
+from coordinator.records.explanation import Explainer
+from coordinator.records.record_keeper import RecordKeeper
 from coordinator.request.estimates import Estimates
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.pair_selector import make_router
@@ -88,6 +90,7 @@ class Coordinator:
         self.stats = RequestStats()
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
+        self.records = RecordKeeper(config.records)
         self.routes = _model_routes(config, self.registry)
         self.files = FileWatcher(
             self.routes.follow(config.model_routes_file) if config.model_routes_file else None,
@@ -139,6 +142,7 @@ class Coordinator:
             self.stats,
             self.estimates,
             self.breakers,
+            self.records,
             quota_plugins=self.access.quota_plugins,
             capacity_plugins=[] if self.admission is None else [self.admission],
         )
@@ -158,7 +162,9 @@ class Coordinator:
     def _add_services(self) -> None:
         """Registers the servicers of all gRPC services on the server."""
         server = self.server.grpc_server
-        add_InferenceServiceServicer_to_server(InferenceService(self.api, self.access), server)
+        explainer = Explainer(self.records, self.registry, self.config.routing)
+        inference_service = InferenceService(self.api, self.access, explainer)
+        add_InferenceServiceServicer_to_server(inference_service, server)
         add_GRPCInferenceServiceServicer_to_server(self.kserve, server)
         routes_service = RoutesService(self.routes, self.registry, self.access, self.coordinator_id)
         add_RoutesServiceServicer_to_server(routes_service, server)

@@ -35,6 +35,7 @@ class FirstTokenReady:
     cached_tokens: int
     queue_s: float
     compute_s: float
+    chunks: int
     last: bool
     sent: threading.Event = field(default_factory=threading.Event, compare=False)
     """Set when the token has left the process; the engine thread waits up to TOKEN_FIRST_S for it."""
@@ -69,6 +70,7 @@ class _Prefill:
     arrived_s: float
     began_s: float = 0.0
     cached_tokens: int = 0
+    chunks: int = 0
     over: bool = False
     """Whether the client has got its last event; only blocks are still held."""
 
@@ -175,6 +177,7 @@ class KvProducer(KvConnector):
         for progress in result.progress:
             if prefill := self._live.get(progress.request_id):
                 prefill.cached_tokens = progress.cached_tokens
+                prefill.chunks += 1
         for output in result.outputs:
             try:
                 self._on_output(core, output, now)
@@ -240,6 +243,7 @@ class KvProducer(KvConnector):
             prefill.cached_tokens,
             queue_s=prefill.began_s - prefill.arrived_s,
             compute_s=now - prefill.began_s,
+            chunks=prefill.chunks,
             last=last,
         )
         self._events.append((output.request_id, event))

@@ -108,6 +108,7 @@ def _response(event: PrefillEvent) -> tuple[prefill_pb2.PrefillResponse, bool]:
                 cached_tokens=event.cached_tokens,
                 queue_ms=event.queue_s * 1e3,
                 compute_ms=event.compute_s * 1e3,
+                chunks=event.chunks,
             )
             return prefill_pb2.PrefillResponse(first_token=token), event.last
         case HandedOff():

@@ -65,7 +65,7 @@ class CapacityAdmission:
         events.observe(_Admitted(self, model, entry))
         if entry.started and entry.marks != NOT_HELD:
             waits = Waits(*entry.marks)
-            events.waited(waits)
+            events.waited(waits, entry.predicted_ttft_s)
             log_event("request.admitted", prefill_s=waits.prefill_s, decode_s=waits.decode_s)
 
     def counts(self) -> dict[str, AdmissionCounts]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin
+from coordinator.records.explanation import Explainer
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
-from splitserve.v1 import inference_pb2, registry_pb2, scaling_pb2
+from splitserve.v1 import inference_pb2, records_pb2, registry_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 class InferenceService(InferenceServiceServicer):
     """The servicer, on top of InferenceApi."""
 
-    def __init__(self, api: InferenceApi, access: AccessControl) -> None:
+    def __init__(self, api: InferenceApi, access: AccessControl, explainer: Explainer) -> None:
         self._api = api
         self._access = access
+        self._explainer = explainer
 
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
@@ -51,6 +53,18 @@ class InferenceService(InferenceServiceServicer):
         """See InferenceService.ListModels in the proto."""
         caller = self._access.caller(context)
         return inference_pb2.ListModelsResponse(models=await self._api.models(caller))
+
+    async def GetRequestRecord(
+        self, request: records_pb2.GetRequestRecordRequest, context: Any
+    ) -> records_pb2.GetRequestRecordResponse:
+        """See InferenceService.GetRequestRecord in the proto."""
+        return self._explainer.record(request, self._access.caller(context))
+
+    async def ListRequestRecords(
+        self, request: records_pb2.ListRequestRecordsRequest, context: Any
+    ) -> records_pb2.ListRequestRecordsResponse:
+        """See InferenceService.ListRequestRecords in the proto."""
+        return self._explainer.records(request, self._access.caller(context))
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:

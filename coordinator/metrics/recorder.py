@@ -112,7 +112,7 @@ class StatsRecorder(RequestObserver):
             return
         self._enter(None)
         # A client may hang up as soon as it has the last token; that still counts as completed.
-        outcome = scaling_pb2.OUTCOME_COMPLETED if self._completed else _outcome(error)
+        outcome = scaling_pb2.OUTCOME_COMPLETED if self._completed else outcome_of(error)
         self._stats.outcomes[outcome] += 1
         if outcome == scaling_pb2.OUTCOME_REJECTED:
             self._all_stats.refused.add(_what(state.request), time.monotonic())
@@ -146,7 +146,8 @@ class StatsRecorder(RequestObserver):
             stats.prefilling_tokens = 0.0  # discards accumulated rounding errors
 
 
-def _outcome(error: BaseException | None) -> Outcome:
+def outcome_of(error: BaseException | None) -> Outcome:
+    """How a request ended that raised `error`."""
     match error:
         case None:
             return scaling_pb2.OUTCOME_COMPLETED

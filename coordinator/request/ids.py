@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 POOL_BYTES = 4096
+CHAT_PREFIX, COMPLETION_PREFIX = "chatcmpl-", "cmpl-"
+"""What the id of an OpenAI answer begins with; the request's id follows."""
 
 
 class RandomPool:
@@ -33,3 +35,17 @@ def random_hex(digits: int = 32) -> str:
 def random_bits(count: int) -> int:
     """A random integer from 0 to 2**count - 1."""
     return int.from_bytes(_POOL.take((count + 7) // 8)) >> (-count % 8)
+
+
+def names_of(given: str) -> tuple[str, ...]:
+    """The request ids that a client may mean by an id: its own, that in an answer's id, the first choice's."""
+    for prefix in (CHAT_PREFIX, COMPLETION_PREFIX):
+        if given.startswith(prefix):
+            inner = given.removeprefix(prefix)
+            return given, inner, choice_id(inner, 0)
+    return given, choice_id(given, 0)
+
+
+def choice_id(request_id: str, index: int) -> str:
+    """The request id of one of several choices."""
+    return f"{request_id}-{index}"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
 from coordinator.request.caller import Caller
+from coordinator.request.candidates import Candidate
 from coordinator.request.state import RequestState, Waits
 from coordinator.workers.snapshot import Worker
-from splitserve.errors import SplitserveError
+from splitserve.errors import InvalidArgumentError, SplitserveError
 from splitserve.logs import log_exception
 from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
 
 P = ParamSpec("P")
+MAX_FAILURE_CHARACTERS = 300
+"""Of an error that an attempt's record keeps."""
 
 
 class RequestObserver:
@@ -119,23 +124,54 @@ class RequestEvents:
             except Exception as error:
                 log_exception("observer.failed", error, observer=listener.__qualname__)
 
-    def waited(self, waits: Waits) -> None:
-        """Records time that the request waited for admission. Emits nothing."""
+    def waited(self, waits: Waits, predicted_ttft_s: float = 0.0) -> None:
+        """Records time that the request waited for admission, and the forecast of it. Emits nothing."""
         self.state.waits += waits
+        self.state.predicted_ttft_s = predicted_ttft_s
 
-    def routed(self, prefill: Worker, decode: Worker | None, cached_tokens: int, now: float) -> None:
+    def admitted(self, now: float) -> None:
+        """All of admission is over. Emits nothing."""
+        self.state.admitted_s = now
+
+    def routed(
+        self,
+        prefill: Worker,
+        decode: Worker | None,
+        cached_tokens: int,
+        now: float,
+        candidates: tuple[Candidate, ...] = (),
+    ) -> None:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
-        self.state.begin_attempt(prefill, decode, cached_tokens, now)
+        self.state.begin_attempt(prefill, decode, cached_tokens, now, candidates)
         self.emit(RequestObserver.routed)
+
+    def reserving(self, now: float) -> None:
+        """See RequestObserver."""
+        self.state.attempt.reserving_s = now
+        self.emit(RequestObserver.reserving)
+
+    def prefilling(self, now: float) -> None:
+        """See RequestObserver."""
+        self.state.attempt.prefilling_s = now
+        self.emit(RequestObserver.prefilling)
 
     def prefilled(self, first: prefill_pb2.FirstToken) -> None:
         """See RequestObserver."""
-        self.state.attempt.report.record_prefill(first)
+        attempt = self.state.attempt
+        attempt.prefilled_s = time.monotonic()
+        attempt.report.record_prefill(first)
         self.emit(RequestObserver.prefilled, first)
+
+    def prefilling_locally(self) -> None:
+        """See RequestObserver."""
+        self.state.attempt.is_local = True
+        self.emit(RequestObserver.prefilling_locally)
 
     def prefilled_locally(self, local: decode_pb2.LocalPrefill) -> None:
         """See RequestObserver."""
-        self.state.attempt.report.record_local_prefill(local)
+        attempt = self.state.attempt
+        attempt.prefilled_s = time.monotonic()
+        attempt.report.record_local_prefill(local)
         self.emit(RequestObserver.prefilled_locally, local)
 
     def transferred(self, handoff: prefill_pb2.HandoffDone) -> None:
@@ -146,7 +182,9 @@ class RequestEvents:
 
     def decode_began(self, admit_ms: float) -> None:
         """See RequestObserver."""
-        self.state.attempt.report.decode_admit_ms = admit_ms
+        attempt = self.state.attempt
+        attempt.decode_began_s = time.monotonic()
+        attempt.report.decode_admit_ms = admit_ms
         self.emit(RequestObserver.decode_began, admit_ms)
 
     def sent(self, delta: generation_pb2.OutputDelta, now: float) -> None:
@@ -157,10 +195,33 @@ class RequestEvents:
         self.state.append(delta, now)
         self.emit(RequestObserver.sent, len(delta.token_ids))
 
+    def attempt_failed(self, error: SplitserveError) -> None:
+        """See RequestObserver."""
+        self.state.attempt.failure = failure_text(error)
+        self.emit(RequestObserver.attempt_failed, error)
+
     def attempt_ended(self) -> None:
         """See RequestObserver."""
-        self.state.end_attempt()
+        self.state.end_attempt(time.monotonic())
         self.emit(RequestObserver.attempt_ended)
+
+    def completed(self) -> None:
+        """See RequestObserver."""
+        self.state.completed = True
+        self.emit(RequestObserver.completed)
+
+
+def failure_text(error: BaseException | None) -> str:
+    """Reason and message of an error, for a record; empty where a client has just left. The message of an error that
+    finds fault with a field may repeat what is in it, so the field is named instead."""
+    match error:
+        case None | asyncio.CancelledError():
+            return ""
+        case InvalidArgumentError():
+            return f"{error.reason}: {error.field or 'the request'}"[:MAX_FAILURE_CHARACTERS]
+        case SplitserveError():
+            return f"{error.reason}: {error.message}"[:MAX_FAILURE_CHARACTERS]
+    return type(error).__name__
 
 
 _EVENTS = tuple(name for name in vars(RequestObserver) if not name.startswith("_"))

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from coordinator.request.candidates import Candidate
 from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.workers.prefix_index.hits import PrefixHits
@@ -15,6 +16,8 @@ from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
 
 LONGEST_NAME = 100
 """Leading characters of the client's request id that an attempt id contains."""
+MAX_PAST_ATTEMPTS = 8
+"""Ended attempts that are remembered: the first half of them, and the latest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +64,27 @@ class AttemptReport:
     transfer_bytes: int = 0
     cached_prompt_tokens: int = 0
     decode_cached_tokens: int = 0
+    worker_queue_ms: float = 0.0
+    """Part of `queue_ms` that was spent on the worker that computed the prompt."""
+    chunks: int = 0
+    """Steps that the prefill worker computed the prompt in; 0: unknown."""
+    reserved_blocks: int = 0
+    """KV blocks that the ticket names."""
+    descriptors: int = 0
+    """Write descriptors posted."""
 
     def record_prefill(self, first: prefill_pb2.FirstToken) -> None:
         """The prefill worker has computed the prompt."""
         self.queue_ms += first.queue_ms
+        self.worker_queue_ms = first.queue_ms
         self.prefill_ms = first.compute_ms
         self.cached_prompt_tokens = first.cached_tokens
+        self.chunks = first.chunks
 
     def record_local_prefill(self, local: decode_pb2.LocalPrefill) -> None:
         """The decode worker has computed the prompt itself."""
         self.queue_ms += local.queue_ms
+        self.worker_queue_ms = local.queue_ms
         self.prefill_ms = local.compute_ms
         self.decode_cached_tokens = local.cached_tokens
 
@@ -80,6 +94,7 @@ class AttemptReport:
             self.transport = transport
         self.transfer_ms = handoff.transfer_ms
         self.transfer_bytes = handoff.written_bytes
+        self.descriptors = handoff.descriptors
 
 
 @dataclass(slots=True)
@@ -100,6 +115,23 @@ class AttemptRecord:
     report: AttemptReport
     first_position: int = 0
     """Output tokens that earlier attempts had brought."""
+    number: int = 1
+    """Its number among the request's attempts, from 1."""
+    candidates: tuple[Candidate, ...] = ()
+    """See `Pair.candidates`."""
+    is_local: bool = False
+    """Whether the decode worker computes the prompt itself."""
+    reserving_s: float | None = None
+    """When Reserve was called. This and the following on the coordinator's monotonic clock; None: not come to that."""
+    prefilling_s: float | None = None
+    """When the prompt was sent to the prefill worker."""
+    prefilled_s: float | None = None
+    """When the prompt was known to be computed."""
+    decode_began_s: float | None = None
+    """When the decode worker's first step was known."""
+    ended_s: float | None = None
+    failure: str = ""
+    """Reason and message of the error that ended it; `suspect` is the worker at fault."""
 
     @property
     def pair(self) -> tuple[WorkerKey, ...]:
@@ -140,6 +172,19 @@ class RequestState:
     waits: Waits = NO_WAITS
     current: AttemptRecord | None = None
     """The running or last attempt; None before the first."""
+    past: list[AttemptRecord] = field(default_factory=list)
+    """The ended attempts, at most MAX_PAST_ATTEMPTS of them."""
+    tokenized_s: float = 0.0
+    """When its prompt was tokenized, on the coordinator's monotonic clock."""
+    admitted_s: float | None = None
+    """When admission was over."""
+    predicted_ttft_s: float = 0.0
+    """Admission's forecast for a request that had to wait; 0: none."""
+    longest_gap_s: float = 0.0
+    """Longest time between two deltas, and the position of the token after it."""
+    longest_gap_position: int = 0
+    completed: bool = False
+    """Whether the whole answer was sent."""
 
     @property
     def attempt(self) -> AttemptRecord:
@@ -158,9 +203,9 @@ class RequestState:
         return self.request.max_tokens - len(self.token_ids) > 1
 
     @classmethod
-    def of(cls, request: InferenceRequest, estimate: RequestEstimate) -> RequestState:
-        """A request at its beginning, or where another coordinator left it."""
-        state = cls(request, estimate, list(request.resumed), request.resumed_finish)
+    def of(cls, request: InferenceRequest, estimate: RequestEstimate, now: float) -> RequestState:
+        """A request at its beginning, or where another coordinator left it. `now`: it has just been tokenized."""
+        state = cls(request, estimate, list(request.resumed), request.resumed_finish, tokenized_s=now)
         if not state.finished and len(request.resumed) >= request.max_tokens:
             state.finish_reason = generation_pb2.FINISH_REASON_LENGTH
         return state
@@ -186,22 +231,44 @@ class RequestState:
             raise SplitserveError(message, reason="OUTPUT_GAP")
         if delta.token_ids:
             self.token_ids.extend(delta.token_ids)
-            self.last_token_s = now
             if self.first_token_s is None:
                 self.first_token_s = now
+            elif now - self.last_token_s > self.longest_gap_s:
+                self.longest_gap_s, self.longest_gap_position = now - self.last_token_s, expected
+            self.last_token_s = now
         self.finish_reason = delta.finish_reason
 
-    def begin_attempt(self, prefill: Worker, decode: Worker | None, cached_tokens: int, now: float) -> None:
+    def begin_attempt(
+        self,
+        prefill: Worker,
+        decode: Worker | None,
+        cached_tokens: int,
+        now: float,
+        candidates: tuple[Candidate, ...] = (),
+    ) -> None:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
         self.attempts += 1
         name = f"{self.request.request_id[:LONGEST_NAME]}.{self.attempts}.{random_hex(12)}"
         report = AttemptReport(prefill.worker_id)
         self.current = AttemptRecord(
-            name, prefill, decode, cached_tokens, now, prefill.key, report, len(self.token_ids)
+            attempt_id=name,
+            prefill=prefill,
+            decode=decode,
+            expected_cached_tokens=cached_tokens,
+            began_s=now,
+            suspect=prefill.key,
+            report=report,
+            first_position=len(self.token_ids),
+            number=self.attempts,
+            candidates=candidates,
         )
 
-    def end_attempt(self) -> None:
+    def end_attempt(self, now: float) -> None:
         """Merges the ended attempt's report. Phases up to the first token stay those of the attempt that sent it."""
+        self.attempt.ended_s = now
+        if len(self.past) == MAX_PAST_ATTEMPTS:
+            del self.past[MAX_PAST_ATTEMPTS // 2]
+        self.past.append(self.attempt)
         total, attempt = self.report, self.attempt.report
         if total.prefill_ms == 0.0:
             total.queue_ms, total.reserve_ms = attempt.queue_ms, attempt.reserve_ms

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from coordinator.request.observer import RequestObserver
-from coordinator.request.state import AttemptReport, RequestState
 from coordinator.routing.router import Pair
 from coordinator.routing.scores import prefill_score_s
 from coordinator.workers.snapshot import Worker
@@ -52,7 +50,7 @@ def local_prefill_tokens(facts: LocalPrefillFacts) -> int:
     return min(max(tokens, 0), NO_LIMIT)
 
 
-class HandoffMeter(RequestObserver):
+class HandoffMeter:
     """Measures the duration of handoffs and the arrival rate of attempts, as exponential means."""
 
     def __init__(self) -> None:
@@ -65,19 +63,8 @@ class HandoffMeter(RequestObserver):
         """Mean seconds from the end of prefill to the first decode step; 0 until measured."""
         return self._handoff_s
 
-    def routed(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        self.count_arrival(state.attempt.began_s)
-
-    def attempt_ended(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        self.record(state.attempt.report)
-
-    def record(self, report: AttemptReport) -> None:
-        """Takes the report of an ended attempt, if it had a handoff."""
-        if not report.transport:
-            return
-        took_s = (report.transfer_ms + report.decode_admit_ms) / 1e3
+    def record(self, took_s: float) -> None:
+        """Takes the duration of a handoff, in seconds."""
         self._handoff_s += (took_s - self._handoff_s) * (_NEW_SHARE if self._handoff_s else 1.0)
 
     def count_arrival(self, now: float) -> None:

@@ -38,13 +38,12 @@ def make_router(routing: Routing) -> Router:
 class PairSelector(RequestObserver):
     """Waits for a pair that can serve a request; as an observer, counts attempts as load on their workers."""
 
-    def __init__(
-        self, config: CoordinatorConfig, registry: Registry, router: Router, meter: HandoffMeter
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, registry: Registry, router: Router) -> None:
         self._config = config
+        self._wants_candidates = config.records.enabled
         self._registry = registry
         self._router = router
-        self._meter = meter
+        self._meter = HandoffMeter()
         self._turns = itertools.count()
         self._expected: dict[str, ExpectedPrompt] = {}
         """By the id of an attempt that waits for its reservation on decode."""
@@ -70,6 +69,7 @@ class PairSelector(RequestObserver):
     def routed(self, state: RequestState) -> None:
         """See RequestObserver. The attempt counts as load on its workers until they report it themselves."""
         request, attempt = state.request, state.attempt
+        self._meter.count_arrival(attempt.began_s)
         tokens = len(request.prompt) + len(state.token_ids)
         uncached_tokens = tokens - attempt.expected_cached_tokens
         if attempt.decode is None:
@@ -94,6 +94,9 @@ class PairSelector(RequestObserver):
     def attempt_ended(self, state: RequestState) -> None:
         """See RequestObserver. A prompt that was never sent to the prefill worker is no longer expected there."""
         self._withdraw(state)
+        report = state.attempt.report
+        if report.transport:
+            self._meter.record((report.transfer_ms + report.decode_admit_ms) / 1e3)
 
     def _withdraw(self, state: RequestState) -> None:
         if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:
@@ -122,6 +125,7 @@ class PairSelector(RequestObserver):
             expected_output_tokens=max(1.0, state.estimate.output_tokens - sent),
             session_id=request.session_id,
             class_rank=CLASS_RANKS[request.caller.priority_class],
+            wants_candidates=self._wants_candidates,
         )
 
     def _hits(self, state: RequestState) -> PrefixHits:

@@ -10,8 +10,8 @@ The cost of a prefill worker p and a decode worker d is the sum of
     decode    wait for blocks at d, and the cost of a step in its batch (`scores.decode_score_s`)
 
 Queue, prefill and transfer are Mooncake's Algorithm 1 (Qin et al., FAST 2025); the other terms and the joint choice of
-both workers are ours. docs/routing.md explains each term. `pair_cost` computes the cost of one pair; `PrefixRouter`
-computes the same for whole pools at once, and only for pairs of the most promising prefill workers.
+both workers are ours. docs/routing.md explains each term. `scores.pair_cost` computes the cost of one pair;
+`PrefixRouter` computes the same for whole pools at once, and only for pairs of the most promising prefill workers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coordinator.routing.router import Pair, PairCost, RoutingRequest, cached_tokens
-from coordinator.routing.scores import decode_score_s, prefill_score_s
+from coordinator.request.candidates import Candidate, PairCost
+from coordinator.routing.router import Pair, RoutingRequest
+from coordinator.routing.scores import needed_blocks, pair_cost, queue_weight
 from coordinator.routing.worker_columns import (
     Column,
     DecodeColumns,
@@ -30,7 +31,7 @@ from coordinator.routing.worker_columns import (
     WorkerColumns,
 )
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.generation.kv_blocks import blocks_for
 
 HOME_SHARE = 0.25
@@ -40,63 +41,8 @@ MAX_PREFILL_CANDIDATES = 64
 """Prefill workers whose pairs are examined once a pair is found; usually one or two suffice for the exact answer."""
 MAX_MODELS = 64
 """Models whose columns are kept."""
-
-
-def queue_weight(class_rank: int) -> float:
-    """Share of a queue that a request of this class waits for: it does not wait for those that it overtakes."""
-    return float(2.0**-class_rank)
-
-
-def pair_cost(
-    prefill: Worker,
-    decode: Worker | None,
-    loads: LoadLedger,
-    request: RoutingRequest,
-    rate: float,
-    step_s: float,
-    byte_s: float,
-    others_token_s: float = 0.0,
-) -> PairCost:
-    """The predicted cost of one connected pair.
-
-    `rate` is the prefill worker's prompt tokens per second, `step_s` the decode worker's seconds per step, `byte_s`
-    the lane's seconds per byte; pool means stand in for missing measurements. `others_token_s` is the delay for other
-    requests per computed token, in seconds.
-    """
-    cached = cached_tokens(prefill, request)
-    queue_s = prefill_score_s(loads.prefill[prefill.key].queued_tokens, 0, rate) * queue_weight(
-        request.class_rank
-    )
-    prefill_s = prefill_score_s(0, request.prompt_tokens - cached, rate)
-    others_s = (request.prompt_tokens - cached) * others_token_s
-    if decode is None:
-        return PairCost(queue_s, prefill_s, others_s, cached_tokens=cached)
-    load, size = loads.decode[decode.key], decode.block_size_tokens
-    blocks = blocks_for(request.prompt_tokens, size)
-    held = min(request.hits.blocks(decode.prefix_slot), blocks)
-    wait_s = decode_score_s(
-        needed_blocks=needed_blocks(request, size),
-        free_blocks=load.free_blocks,
-        held_blocks=load.held_blocks,
-        step_s=step_s,
-        requests=load.batch_requests,
-        max_running_requests=decode.max_running_requests,
-        steps_left=request.expected_output_tokens,
-    )
-    return PairCost(
-        queue_s,
-        prefill_s,
-        others_s,
-        transfer_s=(blocks - held) * decode.block_bytes * byte_s,
-        decode_wait_s=wait_s,
-        cached_tokens=cached,
-        decode_cached_tokens=min(held * size, request.prompt_tokens),
-    )
-
-
-def needed_blocks(request: RoutingRequest, block_size: int) -> float:
-    """KV blocks that the request will need on decode: for its prompt and its expected output."""
-    return float((request.prompt_tokens + 1 + request.expected_output_tokens) // block_size + 1)
+MAX_OTHERS = 3
+"""Workers of each pool, beside the chosen one, among a pair's `candidates`."""
 
 
 @dataclass(slots=True)
@@ -127,14 +73,25 @@ class PrefixRouter:
         width = max(prefill.width, decode.width)
         depths = request.hits.by_slot(width) if request.hits and width else None
         p_score = _prefill_scores(prefill, request, depths)
+        p_kept = p_score.copy() if request.wants_candidates else None  # the search overwrites it
         if not request.needs_decode:
             first = _first_least(p_score, request.turn)
-            return None if p_score[first] == np.inf else _pair(loads, prefill, first, None, 0, request)
-        bytes_lacking = _bytes_lacking(decode, request, depths)
-        best = _least_pair(p_score, _decode_scores(decode, request), bytes_lacking, prefill, request.turn)
-        if best.prefill < 0:
+            if p_score[first] == np.inf:
+                return None
+            candidates = _candidates(loads, prefill, first, None, 0, request, p_kept, None)
+            return _pair(loads, prefill, first, None, 0, request, candidates)
+        d_score, bytes_lacking = _decode_scores(decode, request), _bytes_lacking(decode, request, depths)
+        best = _least_pair(p_score, d_score, bytes_lacking, prefill, request.turn)
+        row, column = best.prefill, best.decode
+        if row < 0:
             return None
-        return _pair(loads, prefill, best.prefill, decode, best.decode, request)
+        d_total: Column | None = None
+        if p_kept is not None:
+            d_total = prefill.byte_s[row] * bytes_lacking + d_score + prefill.unreached[row]
+            lacking = bytes_lacking if isinstance(bytes_lacking, float) else bytes_lacking[column]
+            p_kept += prefill.byte_s[:, column] * lacking + prefill.unreached[:, column]
+        candidates = _candidates(loads, prefill, row, decode, column, request, p_kept, d_total)
+        return _pair(loads, prefill, row, decode, column, request, candidates)
 
     def _columns(self, model: str) -> ModelColumns:
         columns = self._models.get(model)
@@ -249,6 +206,64 @@ def _first_least(scores: Column, turn: int) -> int:
     return later if scores[later] == scores[first] else first
 
 
+def _candidates(
+    loads: LoadLedger,
+    prefills: PrefillColumns,
+    row: int,
+    decodes: DecodeColumns | None,
+    column: int,
+    request: RoutingRequest,
+    p_total: Column | None,
+    d_total: Column | None,
+) -> tuple[Candidate, ...]:
+    """See `Pair.candidates`; empty without totals.
+
+    `p_total` is float64 [prefill workers], each with the chosen decode worker, `d_total` float64 [decode workers], each
+    with the chosen prefill worker. Both are overwritten.
+    """
+    found: list[Candidate] = []
+    session = request.session_id
+    if p_total is not None:
+        home = prefills.home(session) if session else -1
+        for other in (row, *_next_least(p_total, row)):
+            cost = _cost(loads, prefills, other, decodes, column, request)
+            found.append(Candidate(prefills.workers[other].worker_id, "prefill", cost, other == home))
+    if d_total is not None and decodes is not None:
+        home = decodes.home(session) if session else -1
+        for other in (column, *_next_least(d_total, column)):
+            cost = _cost(loads, prefills, row, decodes, other, request)
+            found.append(Candidate(decodes.workers[other].worker_id, "decode", cost, other == home))
+    return tuple(found)
+
+
+def _next_least(totals: Column, chosen: int) -> list[int]:
+    """Indices of up to MAX_OTHERS least finite totals without `chosen`, the least first. Overwrites them."""
+    totals[chosen] = np.inf
+    others: list[int] = []
+    for _ in range(min(MAX_OTHERS, len(totals) - 1)):
+        index = int(totals.argmin())
+        if totals[index] == np.inf:
+            break
+        others.append(index)
+        totals[index] = np.inf
+    return others
+
+
+def _cost(
+    loads: LoadLedger,
+    prefills: PrefillColumns,
+    row: int,
+    decodes: DecodeColumns | None,
+    column: int,
+    request: RoutingRequest,
+) -> PairCost:
+    prefill, rate, others = prefills.workers[row], 1 / float(prefills.token_s[row]), _others_token_s(prefills)
+    if decodes is None:
+        return pair_cost(prefill, None, loads, request, rate, 0.0, 0.0, others)
+    byte_s, step_s = float(prefills.byte_s[row, column]), float(decodes.step_s[column])
+    return pair_cost(prefill, decodes.workers[column], loads, request, rate, step_s, byte_s, others)
+
+
 def _pair(
     loads: LoadLedger,
     prefills: PrefillColumns,
@@ -256,14 +271,16 @@ def _pair(
     decodes: DecodeColumns | None,
     column: int,
     request: RoutingRequest,
+    candidates: tuple[Candidate, ...],
 ) -> Pair:
-    prefill, rate = prefills.workers[row], 1 / float(prefills.token_s[row])
-    queued_tokens = loads.prefill[prefill.key].queued_tokens
-    if decodes is None:
-        cost = pair_cost(prefill, None, loads, request, rate, 0.0, 0.0, _others_token_s(prefills))
-        return Pair(prefill, None, cost.queue_s + cost.prefill_s, cost, queued_tokens=queued_tokens)
-    decode = decodes.workers[column]
-    byte_s, step_s = float(prefills.byte_s[row, column]), float(decodes.step_s[column])
-    cost = pair_cost(prefill, decode, loads, request, rate, step_s, byte_s, _others_token_s(prefills))
-    total_s = cost.queue_s + cost.prefill_s + cost.transfer_s + cost.decode_wait_s
-    return Pair(prefill, decode, total_s, cost, decodes.ready_count, queued_tokens)
+    prefill = prefills.workers[row]
+    cost = candidates[0].cost if candidates else _cost(loads, prefills, row, decodes, column, request)
+    return Pair(
+        prefill,
+        decodes.workers[column] if decodes is not None else None,
+        cost.queue_s + cost.prefill_s + cost.transfer_s + cost.decode_wait_s,
+        cost,
+        decodes.ready_count if decodes is not None else 1,
+        loads.prefill[prefill.key].queued_tokens,
+        candidates,
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.request.candidates import NO_COST, Candidate, PairCost
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits
@@ -39,27 +40,13 @@ class RoutingRequest:
     """Requests of one session prefer the same workers; empty: no session."""
     class_rank: int = 0
     """Requests of a higher class overtake others in a worker's queue; see `CLASS_RANKS`."""
+    wants_candidates: bool = False
+    """Whether `Pair.candidates` is wanted."""
 
 
 def cached_tokens(worker: Worker, request: RoutingRequest) -> int:
     """Leading prompt tokens that a worker does not have to compute. The last one is always computed, for its logits."""
     return min(request.hits.blocks(worker.prefix_slot) * worker.block_size_tokens, request.prompt_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class PairCost:
-    """The terms of a pair's predicted cost. Times in seconds."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    others_s: float = 0.0
-    """Delay that computing the prompt causes to requests behind it; not part of this request's own time."""
-    transfer_s: float = 0.0
-    decode_wait_s: float = 0.0
-    cached_tokens: int = 0
-    """Leading prompt tokens expected in the prefill worker's cache."""
-    decode_cached_tokens: int = 0
-    """Leading prompt tokens expected in the decode worker's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +56,14 @@ class Pair:
     prefill: Worker
     decode: Worker | None
     predicted_wait_s: float
-    cost: PairCost = PairCost()
+    cost: PairCost = NO_COST
     """The terms of `predicted_wait_s`; zeros if the policy does not compute them."""
     decode_candidates: int = 1
     """Decode workers that take new requests of the model."""
     queued_tokens: int = 0
     """Prompt tokens ahead of the request on the prefill worker."""
+    candidates: tuple[Candidate, ...] = ()
+    """If wanted, and the policy predicts costs: of each pool the chosen worker, then the next best ones."""
 
 
 class Router(Protocol):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from coordinator.request.candidates import PairCost
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
+from coordinator.routing.router import RoutingRequest, cached_tokens
+from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.snapshot import Worker
+from splitserve.generation.kv_blocks import blocks_for
 
 MOST_CROWDED = 12.0
 """Weight of a second of prefill for other requests when every prefill worker is busy. From 4 on, the mean TTFT of
@@ -41,3 +46,60 @@ def decode_score_s(
     short = needed_blocks - free_blocks
     wait_s = short / max(1, held_blocks) * steps_left * step_s if short > 0 else 0.0
     return wait_s + step_s * (1 + requests / max_running_requests)
+
+
+def queue_weight(class_rank: int) -> float:
+    """Share of a queue that a request of this class waits for: it does not wait for those that it overtakes."""
+    return float(2.0**-class_rank)
+
+
+def pair_cost(
+    prefill: Worker,
+    decode: Worker | None,
+    loads: LoadLedger,
+    request: RoutingRequest,
+    rate: float,
+    step_s: float,
+    byte_s: float,
+    others_token_s: float = 0.0,
+) -> PairCost:
+    """The predicted cost of one connected pair.
+
+    `rate` is the prefill worker's prompt tokens per second, `step_s` the decode worker's seconds per step, `byte_s`
+    the lane's seconds per byte; pool means stand in for missing measurements. `others_token_s` is the delay for other
+    requests per computed token, in seconds.
+    """
+    cached = cached_tokens(prefill, request)
+    queue_s = prefill_score_s(loads.prefill[prefill.key].queued_tokens, 0, rate) * queue_weight(
+        request.class_rank
+    )
+    prefill_s = prefill_score_s(0, request.prompt_tokens - cached, rate)
+    others_s = (request.prompt_tokens - cached) * others_token_s
+    if decode is None:
+        return PairCost(queue_s, prefill_s, others_s, cached_tokens=cached)
+    load, size = loads.decode[decode.key], decode.block_size_tokens
+    blocks = blocks_for(request.prompt_tokens, size)
+    held = min(request.hits.blocks(decode.prefix_slot), blocks)
+    wait_s = decode_score_s(
+        needed_blocks=needed_blocks(request, size),
+        free_blocks=load.free_blocks,
+        held_blocks=load.held_blocks,
+        step_s=step_s,
+        requests=load.batch_requests,
+        max_running_requests=decode.max_running_requests,
+        steps_left=request.expected_output_tokens,
+    )
+    return PairCost(
+        queue_s,
+        prefill_s,
+        others_s,
+        transfer_s=(blocks - held) * decode.block_bytes * byte_s,
+        decode_wait_s=wait_s,
+        cached_tokens=cached,
+        decode_cached_tokens=min(held * size, request.prompt_tokens),
+    )
+
+
+def needed_blocks(request: RoutingRequest, block_size: int) -> float:
+    """KV blocks that the request will need on decode: for its prompt and its expected output."""
+    return float((request.prompt_tokens + 1 + request.expected_output_tokens) // block_size + 1)

@@ -27,7 +27,12 @@ from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig, Kuberne
 from splitserve.config.base import Settings
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import Setting, default_text, settings_of
-from splitserve.config.coordinator import AdmissionConfig, CircuitBreakerConfig, CoordinatorConfig
+from splitserve.config.coordinator import (
+    AdmissionConfig,
+    CircuitBreakerConfig,
+    CoordinatorConfig,
+    RecordsConfig,
+)
 from splitserve.config.engine import EngineConfig
 from splitserve.config.faults import FaultPlan, Trigger
 from splitserve.config.security import CeilingConfig, TlsConfig
@@ -77,6 +82,7 @@ SECTIONS = [
     Section(
         "Admission (section `admission` of the coordinator)", AdmissionConfig, CoordinatorConfig, "admission."
     ),
+    Section("Records (section `records` of the coordinator)", RecordsConfig, CoordinatorConfig, "records."),
     Section("Circuit breaker (section `circuit_breaker` of the coordinator)", CircuitBreakerConfig),
     Section("Worker", WorkerConfig, WorkerConfig),
     Section("Engine (section `engine`)", EngineConfig, WorkerConfig, "engine."),

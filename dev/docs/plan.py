@@ -47,9 +47,12 @@ _CHAT = (
 _ASK = '"messages": [{"role": "user", "content": "What is the name of the capital of France?"}]'
 _CURL = "{} --fail --silent --show-error"
 
+_FIRST = """import json, sys; print(json.load(sys.stdin)["requests"][0]["request_id"])"""
+_EXPLAIN = f"splitserve explain $(splitserve explain --json | python -c '{_FIRST}')"
+
 SCENES = (
     Scene(
-        "README: one command for all",
+        "README: one command for all, with observability.md",
         _as_they_are("source .venv/bin/activate"),
         {"splitserve up --model smollm2-135m-instruct --prefill 1 --decode 1": "{} " + PORTS},
         {
@@ -60,7 +63,11 @@ SCENES = (
                 'echo "Explain KV caches in one sentence." | splitserve generate - --json',
                 "splitserve status",
                 'splitserve generate "Pick a colour." --regex "red|green|blue"',
+                "splitserve explain --slow",
+                "splitserve explain",
             ),
+            "splitserve explain REQUEST_ID": _EXPLAIN,
+            "splitserve explain REQUEST_ID --json": f"{_EXPLAIN} --json",
             'splitserve generate "Describe a cat." --json-schema cat.json': "{} --max-tokens 60",
             _CHAT + '"stream": true, "max_tokens": 40, ' + _ASK + "}'": _CURL,
         },

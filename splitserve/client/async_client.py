@@ -25,7 +25,7 @@ from splitserve.rpc.channel import make_channel
 from splitserve.rpc.credentials import ClusterCredentials
 from splitserve.security.api_keys import checked_key, key_metadata
 from splitserve.security.tls import TlsFiles
-from splitserve.v1 import inference_pb2
+from splitserve.v1 import inference_pb2, records_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceStub
 
 if TYPE_CHECKING:
@@ -140,6 +140,27 @@ class AsyncClient:
         return await self._call(
             lambda stub: stub.GetServerInfo(request, timeout=timeout_s, metadata=metadata), timeout_s
         )
+
+    async def request_record(
+        self, request_id: str, *, timeout_s: float = INFO_TIMEOUT_S
+    ) -> records_pb2.RequestRecord:
+        """What happened to one request, as the coordinator in use saw it. Raises NotFoundError (REQUEST_NOT_FOUND)."""
+        request, metadata = records_pb2.GetRequestRecordRequest(request_id=request_id), self._metadata
+        answer = await self._call(
+            lambda stub: stub.GetRequestRecord(request, timeout=timeout_s, metadata=metadata), timeout_s
+        )
+        return answer.record
+
+    async def request_records(
+        self, *, slow: bool = False, failed: bool = False, limit: int = 20, timeout_s: float = INFO_TIMEOUT_S
+    ) -> list[records_pb2.RequestSummary]:
+        """The latest kept records, or of them those that are kept because they were slow, or because they failed."""
+        request = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=limit)
+        metadata = self._metadata
+        answer = await self._call(
+            lambda stub: stub.ListRequestRecords(request, timeout=timeout_s, metadata=metadata), timeout_s
+        )
+        return list(answer.requests)
 
     async def wait_ready(self, timeout_s: float = 60.0, *, model: str = "") -> inference_pb2.ModelInfo:
         """Waits until `model` (default: any) is ready. Raises DeadlineExceededError (NOT_READY)."""

@@ -125,6 +125,26 @@ class AdmissionConfig(Settings):
     """Share of decode slots and KV that lower classes may not use within 30 s of a request of a higher class."""
 
 
+class RecordsConfig(Settings):
+    """Records of single requests, which `splitserve explain` shows; see docs/observability.md. Each takes a few KB of
+    memory."""
+
+    max_recent_records: Annotated[int, Field(ge=0, le=10_000)] = 512
+    """How many of the latest requests are kept; those that were refused do not count. With 0 here and in
+    `max_notable_records`, none are made."""
+    max_notable_records: Annotated[int, Field(ge=0, le=10_000)] = 128
+    """How many are kept longer because they were slow, how many because they failed, and how many refused ones."""
+    slow_ttft_s: Annotated[float, Field(gt=0, le=86400)] = 2.0
+    """A request is slow from this time to its first token on."""
+    slow_gap_s: Annotated[float, Field(gt=0, le=86400)] = 1.0
+    """A request is slow from this time between two of its tokens on."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any records are kept."""
+        return self.max_recent_records > 0 or self.max_notable_records > 0
+
+
 HttpPort = Annotated[
     Port | None,
     BeforeValidator(lambda port: None if port == "off" else port),
@@ -165,6 +185,8 @@ class CoordinatorConfig(SecuritySettings):
     leaves, which is raised to its hard limit at start."""
     admission: Annotated[AdmissionConfig, Option(panel="Admission")] = AdmissionConfig()
     """Section `admission`."""
+    records: Annotated[RecordsConfig, Option(panel="Records")] = RecordsConfig()
+    """Section `records`."""
     local_prefill: Literal["never", "auto", "always"] = "never"
     """Whether decode workers compute prompts themselves. `auto`: if measured rates predict that it is faster than a
     handoff, with the running batch taken into account."""

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from splitserve.v1 import inference_pb2 as splitserve_dot_v1_dot_inference__pb2
+from splitserve.v1 import records_pb2 as splitserve_dot_v1_dot_records__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -50,6 +51,16 @@ class InferenceServiceStub:
                 request_serializer=splitserve_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.GetRequestRecord = channel.unary_unary(
+                '/splitserve.v1.InferenceService/GetRequestRecord',
+                request_serializer=splitserve_dot_v1_dot_records__pb2.GetRequestRecordRequest.SerializeToString,
+                response_deserializer=splitserve_dot_v1_dot_records__pb2.GetRequestRecordResponse.FromString,
+                _registered_method=True)
+        self.ListRequestRecords = channel.unary_unary(
+                '/splitserve.v1.InferenceService/ListRequestRecords',
+                request_serializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsRequest.SerializeToString,
+                response_deserializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -79,6 +90,22 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequestRecord(self, request, context):
+        """What happened to one request: running, one of the latest, or kept because it was slow or failed. Callers get their
+        own tenant's; an admin key gets all. Failures: NOT_FOUND (REQUEST_NOT_FOUND: unknown here, of another tenant, or
+        forgotten), INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListRequestRecords(self, request, context):
+        """The kept records that the caller may see. Failure: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +123,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=splitserve_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'GetRequestRecord': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequestRecord,
+                    request_deserializer=splitserve_dot_v1_dot_records__pb2.GetRequestRecordRequest.FromString,
+                    response_serializer=splitserve_dot_v1_dot_records__pb2.GetRequestRecordResponse.SerializeToString,
+            ),
+            'ListRequestRecords': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequestRecords,
+                    request_deserializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsRequest.FromString,
+                    response_serializer=splitserve_dot_v1_dot_records__pb2.ListRequestRecordsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +217,60 @@ class InferenceService:
             '/splitserve.v1.InferenceService/ListModels',
             splitserve_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             splitserve_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequestRecord(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.InferenceService/GetRequestRecord',
+            splitserve_dot_v1_dot_records__pb2.GetRequestRecordRequest.SerializeToString,
+            splitserve_dot_v1_dot_records__pb2.GetRequestRecordResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequestRecords(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.InferenceService/ListRequestRecords',
+            splitserve_dot_v1_dot_records__pb2.ListRequestRecordsRequest.SerializeToString,
+            splitserve_dot_v1_dot_records__pb2.ListRequestRecordsResponse.FromString,
             options,
             channel_credentials,
             insecure,

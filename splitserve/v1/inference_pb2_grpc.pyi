@@ -6,6 +6,7 @@ What clients call."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from splitserve.v1 import inference_pb2 as _inference_pb2
+from splitserve.v1 import records_pb2 as _records_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -42,6 +43,13 @@ class InferenceServiceStub:
     """What this server is and which workers it sees."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that can be named in GenerateRequest.model."""
+    GetRequestRecord: _grpc.UnaryUnaryMultiCallable[_records_pb2.GetRequestRecordRequest, _records_pb2.GetRequestRecordResponse]
+    """What happened to one request: running, one of the latest, or kept because it was slow or failed. Callers get their
+    own tenant's; an admin key gets all. Failures: NOT_FOUND (REQUEST_NOT_FOUND: unknown here, of another tenant, or
+    forgotten), INVALID_ARGUMENT.
+    """
+    ListRequestRecords: _grpc.UnaryUnaryMultiCallable[_records_pb2.ListRequestRecordsRequest, _records_pb2.ListRequestRecordsResponse]
+    """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -57,6 +65,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """What this server is and which workers it sees."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that can be named in GenerateRequest.model."""
+    GetRequestRecord: _aio.UnaryUnaryMultiCallable[_records_pb2.GetRequestRecordRequest, _records_pb2.GetRequestRecordResponse]  # type: ignore[assignment]
+    """What happened to one request: running, one of the latest, or kept because it was slow or failed. Callers get their
+    own tenant's; an admin key gets all. Failures: NOT_FOUND (REQUEST_NOT_FOUND: unknown here, of another tenant, or
+    forgotten), INVALID_ARGUMENT.
+    """
+    ListRequestRecords: _aio.UnaryUnaryMultiCallable[_records_pb2.ListRequestRecordsRequest, _records_pb2.ListRequestRecordsResponse]  # type: ignore[assignment]
+    """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation. Errors carry google.rpc.ErrorInfo with domain "splitserve" and an upper-case reason."""
@@ -87,5 +102,24 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ListModelsResponse, _abc.Awaitable[_inference_pb2.ListModelsResponse]]:
         """The models that can be named in GenerateRequest.model."""
+
+    @_abc_1.abstractmethod
+    def GetRequestRecord(
+        self,
+        request: _records_pb2.GetRequestRecordRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_records_pb2.GetRequestRecordResponse, _abc.Awaitable[_records_pb2.GetRequestRecordResponse]]:
+        """What happened to one request: running, one of the latest, or kept because it was slow or failed. Callers get their
+        own tenant's; an admin key gets all. Failures: NOT_FOUND (REQUEST_NOT_FOUND: unknown here, of another tenant, or
+        forgotten), INVALID_ARGUMENT.
+        """
+
+    @_abc_1.abstractmethod
+    def ListRequestRecords(
+        self,
+        request: _records_pb2.ListRequestRecordsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_records_pb2.ListRequestRecordsResponse, _abc.Awaitable[_records_pb2.ListRequestRecordsResponse]]:
+        """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -129,12 +129,15 @@ class FirstToken(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens found in this worker's prefix cache."""
     queue_ms: _builtins.float
     """Arrival until the first chunk's step began. Milliseconds."""
     compute_ms: _builtins.float
     """First chunk's begin until the first token. Milliseconds."""
+    chunks: _builtins.int
+    """Steps that the prompt was computed in, at least 1. Default 0: unknown."""
     @_builtins.property
     def delta(self) -> _generation_pb2.OutputDelta:
         """The token with its text; finish_reason is set when the answer ends with it."""
@@ -146,10 +149,11 @@ class FirstToken(_message.Message):
         cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
         compute_ms: _builtins.float = ...,
+        chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_ms", b"compute_ms", "delta", b"delta", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "chunks", b"chunks", "compute_ms", b"compute_ms", "delta", b"delta", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

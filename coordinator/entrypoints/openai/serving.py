@@ -31,6 +31,7 @@ from coordinator.entrypoints.openai.response import (
 )
 from coordinator.entrypoints.openai.tool_parser import ToolCallParser
 from coordinator.request.caller import Caller
+from coordinator.request.ids import CHAT_PREFIX, COMPLETION_PREFIX, choice_id
 from coordinator.request.state import Send
 from splitserve.v1 import inference_pb2
 
@@ -52,7 +53,7 @@ class OpenAIServing:
         request = await self._parsed(ChatRequest, body, CHAT_NOT_SERVED)
         exchange.field_names = request.names
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        frame = self._frame(exchange, caller, request, "chatcmpl-", kind)
+        frame = self._frame(exchange, caller, request, CHAT_PREFIX, kind)
         requests = await self._api.parser.run(len(body), request.generate_requests)
         choice_requests = self._choice_requests(exchange, caller, request, requests, frame)
         texts = await self._texts(request.model, caller) if request.logprobs else None
@@ -81,7 +82,7 @@ class OpenAIServing:
         body = await exchange.json_body()
         request = await self._parsed(CompletionRequest, body, COMPLETION_NOT_SERVED)
         exchange.field_names = request.names
-        frame = self._frame(exchange, caller, request, "cmpl-", "text_completion")
+        frame = self._frame(exchange, caller, request, COMPLETION_PREFIX, "text_completion")
         requests = await self._api.parser.run(len(body), request.generate_requests)
         choice_requests = self._choice_requests(exchange, caller, request, requests, frame)
         texts = None if request.logprobs is None else await self._texts(request.model, caller)
@@ -118,7 +119,7 @@ class OpenAIServing:
     ) -> ChoiceRequests:
         for index, request in enumerate(requests):
             request.request_id = (
-                exchange.request_id if len(requests) == 1 else f"{exchange.request_id}-{index}"
+                exchange.request_id if len(requests) == 1 else choice_id(exchange.request_id, index)
             )
         has_logprobs = any(request.sampling.HasField("logprobs") for request in requests[:1])
         return ChoiceRequests(requests, caller, fields.choices, frame, has_logprobs)

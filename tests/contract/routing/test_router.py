@@ -102,6 +102,15 @@ def test_an_answer_of_one_token_needs_no_decode_worker(kind: Routing) -> None:
     assert names(choose(kind, prefill(0), needs_decode=False)) == ("p0", None)
 
 
+def test_asking_for_candidates_changes_no_choice(kind: Routing) -> None:
+    pools = (prefill(0, 0, 1), prefill(1, 1), prefill(2, 0), decode(0), decode(1), decode(2))
+    for turn in range(8):
+        pair = choose(kind, *pools, turn=turn, wants_candidates=True)
+        assert names(pair) == names(choose(kind, *pools, turn=turn))
+        assert pair is not None
+        assert all(one.worker_id in {worker.worker_id for worker in pools} for one in pair.candidates)
+
+
 def test_equal_workers_take_turns(kind: Routing) -> None:
     pools = (prefill(0, 0, 1), prefill(1, 0, 1), decode(0), decode(1))
     pairs = [names(choose(kind, *pools, turn=turn)) for turn in range(8)]

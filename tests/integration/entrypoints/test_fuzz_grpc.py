@@ -25,6 +25,7 @@ from splitserve.v1 import (
     generation_pb2,
     inference_pb2,
     prefill_pb2,
+    records_pb2,
     registry_pb2,
     routes_pb2,
     scaling_pb2,
@@ -171,6 +172,8 @@ def test_generate(front: tuple[Target, FakeCluster]) -> None:
 OTHERS: list[tuple[str, Message]] = [
     ("InferenceService/GetServerInfo", inference_pb2.GetServerInfoRequest()),
     ("InferenceService/ListModels", inference_pb2.ListModelsRequest()),
+    ("InferenceService/GetRequestRecord", records_pb2.GetRequestRecordRequest(request_id="fuzz")),
+    ("InferenceService/ListRequestRecords", records_pb2.ListRequestRecordsRequest(slow=True, limit=5)),
     ("ScalingService/GetSignals", scaling_pb2.GetSignalsRequest()),
     ("ScalingService/ApplyPlan", scaling_pb2.ApplyPlanRequest()),
     (

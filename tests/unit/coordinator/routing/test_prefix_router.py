@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.request.candidates import PairCost
 from coordinator.routing import prefix_router
 from coordinator.routing.baseline_routers import RoundRobinRouter
-from coordinator.routing.prefix_router import PrefixRouter, pair_cost
-from coordinator.routing.router import Pair, PairCost, Router, RoutingRequest
-from coordinator.routing.scores import crowding
+from coordinator.routing.prefix_router import PrefixRouter
+from coordinator.routing.router import Pair, Router, RoutingRequest
+from coordinator.routing.scores import crowding, pair_cost
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import ChangeLog, Model, PoolName, PoolSnapshot, Worker
@@ -362,3 +363,37 @@ def test_the_bound_on_the_search_never_hides_the_only_pair(monkeypatch: pytest.M
     monkeypatch.setattr(prefix_router, "MAX_PREFILL_CANDIDATES", 1)
     lone = prefill("p0"), prefill("p1"), prefill("p2", "d0", waiting_tokens=10)
     assert chosen(*lone, decode("d0")) == ("p2", "d0")
+
+
+def test_candidates_are_the_chosen_ones_and_the_next_best_with_their_costs() -> None:
+    every = [f"d{number}" for number in range(6)]
+    ps = [prefill(f"p{number}", *every, waiting_tokens=100 * number) for number in range(6)]
+    ds = [decode(f"d{number}", running_requests=number) for number in range(6)]
+    pair = choose(*ps, *ds, wants_candidates=True)
+    assert pair is not None
+    assert [one.worker_id for one in pair.candidates] == ["p0", "p1", "p2", "p3", "d0", "d1", "d2", "d3"]
+    assert pair.candidates[0].cost == pair.candidates[4].cost == pair.cost
+    for number in range(4):
+        assert pair.candidates[number].cost.queue_s == pytest.approx(0.1 * number)
+    waits = [one.cost.decode_wait_s for one in pair.candidates[4:]]
+    assert waits == sorted(waits)
+    assert choose(*ps, *ds) == dataclasses.replace(pair, candidates=())
+
+
+def test_candidates_leave_out_what_cannot_be_reached_or_is_excluded() -> None:
+    ps = prefill("p0", "d0"), prefill("p1", "d1", waiting_tokens=5), prefill("p2", "d0", waiting_tokens=9)
+    ds = decode("d0"), decode("d1")
+    pair = choose(*ps, *ds, wants_candidates=True)
+    assert pair is not None
+    assert [one.worker_id for one in pair.candidates] == ["p0", "p2", "d0"]
+    pair = choose(*ps, *ds, wants_candidates=True, exclude=frozenset({ps[2].key}))
+    assert pair is not None
+    assert [one.worker_id for one in pair.candidates] == ["p0", "d0"]
+
+
+def test_candidates_without_decode_and_the_home_of_a_session() -> None:
+    ps = prefill("p0"), prefill("p1")
+    pair = choose(*ps, needs_decode=False, session_id="s", wants_candidates=True)
+    assert pair is not None
+    assert [one.pool for one in pair.candidates] == ["prefill", "prefill"]
+    assert [one.is_home for one in pair.candidates] == [True, False]

@@ -1,0 +1,37 @@
+"""What a routing policy predicted for a pair of workers, and for those that it did not choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.workers.snapshot import PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class PairCost:
+    """The terms of a pair's predicted cost. Times in seconds."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    others_s: float = 0.0
+    """Delay that computing the prompt causes to requests behind it; not part of this request's own time."""
+    transfer_s: float = 0.0
+    decode_wait_s: float = 0.0
+    cached_tokens: int = 0
+    """Leading prompt tokens expected in the prefill worker's cache."""
+    decode_cached_tokens: int = 0
+    """Leading prompt tokens expected in the decode worker's cache."""
+
+
+NO_COST = PairCost()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that was considered for its role, with the cost of the pair that it makes with the chosen other one."""
+
+    worker_id: str
+    pool: PoolName
+    cost: PairCost
+    is_home: bool = False
+    """Whether it is the home of the request's session, which is preferred a little."""
