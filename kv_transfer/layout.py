@@ -59,7 +59,7 @@ class KvLayout:
     @property
     def rank(self) -> KvLayout:
         """What one of the tensor-parallel ranks holds, as a layout of its own."""
-        heads = max(1, self.num_kv_heads // self.tensor_parallel_size)
+        heads = max(1, self.num_kv_heads // max(1, self.tensor_parallel_size))
         return replace(self, num_kv_heads=heads, tensor_parallel_size=1)
 
     def require_fits(self, other: KvLayout, *, who: str) -> None:
