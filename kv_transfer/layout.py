@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from splitserve.errors import FailedPreconditionError
 from splitserve.v1 import kv_transfer_pb2 as pb
 
 AXIS_ORDER = "layer,kv,head,token,dim"
+HEADS_OUTERMOST = ":layer,block,head"
+"""End of an `axis_order` in which each head of a layer's piece of a block is one contiguous range, so that a piece can
+be divided by heads. What precedes names who reads the ranges."""
 ENGINE_VERSION = "1"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SAME, FP8_E4M3 = "same", "fp8_e4m3"
@@ -53,14 +56,22 @@ class KvLayout:
             return self.block_vectors * (SCALE_BYTES + self.head_dim)
         return self.block_vectors * self.head_dim * DTYPE_BYTES[self.dtype]
 
-    def require_equal(self, other: KvLayout, *, who: str) -> None:
-        """Raises FailedPreconditionError (LAYOUT_MISMATCH) naming the first unequal field.
+    @property
+    def rank(self) -> KvLayout:
+        """What one of the tensor-parallel ranks holds, as a layout of its own."""
+        heads = max(1, self.num_kv_heads // max(1, self.tensor_parallel_size))
+        return replace(self, num_kv_heads=heads, tensor_parallel_size=1)
 
-        `who` names the owner of `other` in the message.
+    def require_fits(self, other: KvLayout, *, who: str) -> None:
+        """Raises FailedPreconditionError (LAYOUT_MISMATCH) naming the first field that differs and must not.
+
+        Tensor-parallel sizes may differ where pieces can be divided by heads. `who` names the owner of `other` in the
+        message.
         """
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            if mine != theirs:
+            divisible = f.name == "tensor_parallel_size" and self.axis_order.endswith(HEADS_OUTERMOST)
+            if mine != theirs and not divisible:
                 raise FailedPreconditionError(
                     f"KV layout differs from {who} in {f.name}: {mine!r} here, {theirs!r} there",
                     reason="LAYOUT_MISMATCH",

@@ -100,8 +100,8 @@ def _write(orders: Connection, peer: Connection, pool_bytes: int, core: int) -> 
         here, there = (places.randrange((pool_bytes - size) // PAGE_BYTES + 1) * PAGE_BYTES for _ in range(2))
         start = here // 2, (here + size) // 2
         side.pool.tensor.view(-1)[start[0] : start[1]].add_(1)  # as fresh as KV that was just computed
-        mine = agent.prepare_blocks(None, [side.address + here], size, 1, 0, "DRAM")
-        theirs = agent.prepare_blocks(name, [address + there], size, 1, 0, "DRAM")
+        mine = agent.prepare_blocks(None, [side.address + here], size, size, 1, 0, "DRAM")
+        theirs = agent.prepare_blocks(name, [address + there], size, size, 1, 0, "DRAM")
         began = time.monotonic()
         request = agent.make_write(mine, index, theirs, index, b"done")
         over = agent.post(request)

@@ -19,6 +19,8 @@ FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
 TRANSPORTS = ("nixl", "ucx", "memory")
 MEMORY_KINDS = ("DRAM", "VRAM")
 MAX_METADATA_BYTES = 2**20
+MAX_RANK_METADATA_BYTES = 2**14
+MAX_LAYER_STRIDE = 2**48
 
 _POOLS: dict[int, PoolName] = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}
 
@@ -74,7 +76,7 @@ def check_fits(
     Raises FailedPreconditionError: LAYOUT_MISMATCH, TRANSPORT_MISMATCH or MODEL_MISMATCH, naming the field.
     """
     who = f"{old.pool} worker {old.worker_id}"
-    KvLayout.from_proto(endpoint.layout).require_equal(KvLayout.from_proto(peer.layout), who=who)
+    KvLayout.from_proto(endpoint.layout).require_fits(KvLayout.from_proto(peer.layout), who=who)
     if new.transport != old.transport:
         raise FailedPreconditionError(
             f"transport differs from {who}: {new.transport!r} here, {old.transport!r} there",
@@ -105,7 +107,11 @@ def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
     _require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
     least = 0 if endpoint.transport == "memory" else 1
     _between("endpoint.metadata (bytes)", len(endpoint.metadata), least, MAX_METADATA_BYTES)
-    _require(endpoint.base_address >= least, "endpoint.base_address", "not 0")
+    if endpoint.ranks:
+        _require(endpoint.base_address == 0, "endpoint.base_address", "0 with ranks")
+        _require(endpoint.layer_stride == 0, "endpoint.layer_stride", "0 with ranks")
+    else:
+        _require(endpoint.base_address >= least, "endpoint.base_address", "not 0")
     _between("endpoint.num_blocks", endpoint.num_blocks, 1, 2**31 - 1)
     _between("endpoint.probe_blocks", endpoint.probe_blocks, 0, endpoint.num_blocks - 1)
     _between("endpoint.host_id (characters)", len(endpoint.host_id), 0, MAX_HOST_ID_LENGTH)
@@ -131,6 +137,38 @@ def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
         _require(
             endpoint.layer_stride >= row, "endpoint.layer_stride", f"0, or at least {row}, a layer's bytes"
         )
+    _check_ranks(endpoint)
+
+
+def _check_ranks(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
+    """Checks the parts of a pool that ranks hold. The size of their layout has been checked."""
+    size = endpoint.layout.tensor_parallel_size
+    heads = endpoint.layout.num_kv_heads
+    _require(
+        heads % size == 0 or size % heads == 0,
+        "endpoint.layout.tensor_parallel_size",
+        f"a divisor or a multiple of {heads}, the number of KV heads",
+    )
+    _require(
+        len(endpoint.ranks) == (size if size > 1 else 0),
+        "endpoint.ranks",
+        f"one for each of the {size} ranks of tensor_parallel_size" if size > 1 else "empty with one rank",
+    )
+    layout = KvLayout.from_proto(endpoint.layout)
+    row = endpoint.num_blocks * (layout.rank.block_bytes // layout.num_layers)
+    least = 0 if endpoint.transport == "memory" else 1
+    agent_ids = {endpoint.agent_id}
+    for rank in endpoint.ranks:
+        _matches("endpoint.ranks.agent_id", rank.agent_id, AGENT_ID, "a UUID of 36 characters")
+        agent_ids.add(rank.agent_id)
+        _between("endpoint.ranks.metadata (bytes)", len(rank.metadata), least, MAX_RANK_METADATA_BYTES)
+        _require(rank.base_address >= 1, "endpoint.ranks.base_address", "not 0")
+        _require(
+            rank.layer_stride == 0 or row <= rank.layer_stride <= MAX_LAYER_STRIDE,
+            "endpoint.ranks.layer_stride",
+            f"0, or {row}..{MAX_LAYER_STRIDE}, at least a layer's bytes",
+        )
+    _require(len(agent_ids) == len(endpoint.ranks) + 1, "endpoint.ranks.agent_id", "each another one")
 
 
 def _between(name: str, value: int, low: int, high: int, field: str | None = None) -> None:

@@ -4,21 +4,38 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.core.types import ModelFacts
 from engine.kv_cache.cache_events import KvEventLog
 from engine.vllm.bridge import VllmBridge, close_bridge, open_bridge
-from engine.vllm.options import checked_options, vllm_arguments
+from engine.vllm.options import tensor_parallel_size, vllm_arguments
 from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.wire_format import BlockReader
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import ConfigError, SplitserveError, UnavailableError, UnsupportedModelError
+from splitserve.errors import (
+    ConfigError,
+    SplitserveError,
+    UnavailableError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from engine.vllm.ranks.rank_group import RankGroup
 
 SUPPORTED = "0.32."
 """Start of the versions of vLLM that the tests run with. Its connector interface is marked experimental."""
+
+REFUSALS = (ValueError, NotImplementedError, OSError, RuntimeError)
+"""What vLLM raises for models and options that it cannot take."""
+PLUGINS = "engine.vllm.connector:SplitserveConnector", "engine.vllm.sampling_processor:SamplingProcessor"
+_RANKS = "engine.vllm.ranks.rank_plugins"
+RANK_PLUGINS = f"{_RANKS}:RankedConnector", f"{_RANKS}:RankSamplingProcessor"
+"""The connector and the logits processor that vLLM loads, with one rank and with several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +48,10 @@ class StartedVllm:
     facts: ModelFacts
     memory: KvMemoryRegion
     events: KvEventLog
+    read_blocks: BlockReader
+    """What the checksums of blocks are made from."""
+    ranks: RankGroup | None = None
+    """The processes that hold the KV; None: this one does."""
 
     @property
     def scheduler(self) -> Any:
@@ -48,32 +69,49 @@ class StartedVllm:
     def close(self) -> None:
         """Ends vLLM and forgets the bridge."""
         self.engine.engine_core.shutdown()
+        if self.ranks is not None:
+            self.ranks.close()
         close_bridge()
 
 
-def start_vllm(config: EngineConfig, folder: Path) -> StartedVllm:
+def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVllm:
     """Loads the model in `folder`; takes seconds. Call it on the engine thread, once a process.
 
-    Raises UnavailableError (VLLM_MISSING) without a supported vLLM, ConfigError for options that are refused,
-    UnsupportedModelError for a model whose KV cannot be handed over or that vLLM does not load.
+    `transport`: by which ranks send KV. Raises UnavailableError (VLLM_MISSING) without a supported vLLM, ConfigError
+    for options that are refused, UnsupportedModelError for a model whose KV cannot be handed over or that vLLM does not
+    load.
     """
-    checked_options(config.engine_args)  # before vLLM's import, which takes seconds
+    size = tensor_parallel_size(config.engine_args)  # before vLLM's import, which takes seconds
+    if size > 1 and transport != "nixl":
+        raise ConfigError(f"transport: with several ranks it is nixl, not {transport}", field="transport")
     threads = config.threads or len(os.sched_getaffinity(0))
-    _prepare_environment(threads)
+    _prepare_environment(max(1, threads // size))
     version, on_cpu = _require_vllm()
     arguments = vllm_arguments(config, str(folder), on_cpu=on_cpu)
     import torch
 
     torch.set_num_threads(threads)  # before vLLM forbids it
     bridge = open_bridge()
+    ranks: RankGroup | None = None
     try:
-        engine = _load(arguments)
-        return _started(engine, bridge, folder, version)
-    except SplitserveError:
+        if size == 1:
+            return _started(_load(arguments, 1, None), bridge, folder, version)
+        from engine.vllm.ranks.rank_group import RankGroup
+
+        ranks = RankGroup(size, transport)
+        with ranks.temporary_files():
+            engine = _load(arguments, size, ranks.connector_config)
+        ranks.join(bridge, int(engine.model_config.get_vocab_size()))
+        return _started(engine, bridge, folder, version, ranks)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.close()
         close_bridge()
-        raise
-    except (ValueError, NotImplementedError, OSError, RuntimeError) as error:
-        close_bridge()
+        # vLLM raises a bare Exception when a rank does not start.
+        if isinstance(error, SplitserveError) or not (
+            isinstance(error, REFUSALS) or type(error) is Exception
+        ):
+            raise
         why = str(error).strip().splitlines()
         raise UnsupportedModelError(f"vLLM cannot serve {folder}: {why[0] if why else error!r}") from error
 
@@ -81,6 +119,7 @@ def start_vllm(config: EngineConfig, folder: Path) -> StartedVllm:
 def _prepare_environment(threads: int) -> None:
     """Variables that vLLM and OpenMP read when they are loaded; those that are set stay."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -106,7 +145,8 @@ def _require_vllm() -> tuple[str, bool]:
     return version, bool(current_platform.is_cpu())
 
 
-def _load(arguments: Sequence[str]) -> Any:
+def _load(arguments: Sequence[str], size: int, connector_config: Mapping[str, Any] | None) -> Any:
+    """vLLM's engine with `size` ranks; of several each is told `connector_config`."""
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -120,25 +160,37 @@ def _load(arguments: Sequence[str]) -> Any:
             "engine.engine_args: vLLM does not know these options", field="engine.engine_args"
         ) from None
     args = EngineArgs.from_cli_args(parsed)
+    if args.tensor_parallel_size != size:
+        raise ConfigError(
+            "engine.engine_args: write --tensor-parallel-size in full", field="engine.engine_args"
+        )
+    connector, processor = PLUGINS if size == 1 else RANK_PLUGINS
     args.kv_transfer_config = KVTransferConfig(
-        kv_connector="SplitserveConnector",
-        kv_connector_module_path="engine.vllm.connector",
+        kv_connector=connector.partition(":")[2],
+        kv_connector_module_path=connector.partition(":")[0],
         kv_role="kv_both",
+        kv_connector_extra_config=dict(connector_config or {}),
     )
     args.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    args.logits_processors = ["engine.vllm.sampling_processor:SamplingProcessor"]
+    args.logits_processors = [processor]
     return LLMEngine.from_engine_args(args)
 
 
-def _started(engine: Any, bridge: VllmBridge, folder: Path, version: str) -> StartedVllm:
+def _started(
+    engine: Any, bridge: VllmBridge, folder: Path, version: str, ranks: RankGroup | None = None
+) -> StartedVllm:
     # Imported here: it needs vLLM, or torch.
-    from engine.vllm.kv_memory import kv_region
+    from engine.vllm.kv_memory import block_order, fingerprint_of, kv_region, read_blocks
     from engine.vllm.prefix_events import PrefixEvents
 
     scheduler, model = engine.engine_core.engine_core.scheduler, engine.model_config
     if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
         raise UnsupportedModelError("engine vllm: models with several kinds of KV cannot be handed over")
-    memory = kv_region(bridge.kv_caches, folder, model.hf_config.to_dict(), _order(engine), f"vllm-{version}")
+    fingerprint = fingerprint_of(folder, model.hf_config.to_dict())
+    if ranks is None:
+        memory = kv_region(bridge.kv_caches, fingerprint, block_order(engine.vllm_config), f"vllm-{version}")
+    else:
+        memory = ranks.memory(fingerprint, int(model.get_total_num_kv_heads()))
     # The last blocks are for lane probes: vLLM must never give them away.
     pool = scheduler.kv_cache_manager.block_pool
     for block in pool.blocks[memory.request_blocks :]:
@@ -146,16 +198,8 @@ def _started(engine: Any, bridge: VllmBridge, folder: Path, version: str) -> Sta
         block.ref_cnt = 1
     events = KvEventLog()
     scheduler.kv_event_publisher = PrefixEvents(events)
-    return StartedVllm(engine, bridge, _facts(model), memory, events)
-
-
-def _order(engine: Any) -> str:
-    """How vLLM's kernels read a block: the attention backend, and on cpu the instructions that it was packed for."""
-    layers = engine.vllm_config.compilation_config.static_forward_context
-    layer = next(iter(layers.values()))
-    backend = layer.get_attn_backend()
-    packing = f",{layer.isa}" if backend.get_name() == "CPU_ATTN" else ""
-    return f"vllm:{backend.get_name().lower()}{packing}:layer,block"
+    reader = partial(read_blocks, memory) if ranks is None else ranks.read_blocks
+    return StartedVllm(engine, bridge, _facts(model), memory, events, reader, ranks)
 
 
 def _facts(model: Any) -> ModelFacts:

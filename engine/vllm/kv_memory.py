@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import xxhash
 from safetensors import safe_open
 
 from engine.kv_cache.memory import DTYPES
 from engine.model.loaded_model import model_fingerprint
 from kv_transfer.lane_probe import probe_blocks
-from kv_transfer.layout import KvLayout
+from kv_transfer.layout import HEADS_OUTERMOST, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.errors import UnsupportedModelError
 
@@ -44,12 +48,12 @@ class FileTensors(Mapping[str, torch.Tensor]):
 
 
 def kv_region(
-    kv_caches: Mapping[str, torch.Tensor], folder: Path, settings: Mapping[str, Any], order: str, version: str
+    kv_caches: Mapping[str, torch.Tensor], fingerprint: str, order: str, version: str
 ) -> KvMemoryRegion:
-    """The region of vLLM's KV cache; its last blocks are for lane probes.
+    """The region of vLLM's KV cache in this process; its last blocks are for lane probes.
 
     `kv_caches`: a view `[blocks, kv_heads, block_size, 2 * head_dim]` of each layer, contiguous, at equal distances in
-    memory. `order` names how the kernels read it, `version` vLLM's; `settings` are the model's. Raises
+    memory. `order` names how the kernels read it, `version` vLLM's; `fingerprint` is the model's. Raises
     UnsupportedModelError for KV of another shape.
     """
     tensors = list(kv_caches.values())
@@ -62,7 +66,7 @@ def kv_region(
         raise UnsupportedModelError("engine vllm: the model's KV is not one equal row of blocks a layer")
     blocks, heads, tokens, width = first.shape
     layout = KvLayout(
-        model_fingerprint=model_fingerprint(settings, FileTensors(folder)),
+        model_fingerprint=fingerprint,
         dtype=DTYPE_NAMES[first.dtype],
         block_size_tokens=tokens,
         num_layers=len(tensors),
@@ -83,10 +87,42 @@ def kv_region(
     )
 
 
-def read_blocks(memory: KvMemoryRegion, block_ids: Sequence[int]) -> list[memoryview]:
-    """The bytes of each block of a region in main memory, its pieces one behind the other; copies."""
-    size = memory.piece_bytes
+def fingerprint_of(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The fingerprint of the model in `folder`, whose configuration is `settings`."""
+    return model_fingerprint(settings, FileTensors(folder))
+
+
+def block_order(vllm_config: Any) -> str:
+    """How vLLM's kernels read a block: the attention backend, and on cpu the instructions that it was packed for.
+
+    Call it in the process that holds the KV.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    layer = next(iter(layers.values()))
+    backend = layer.get_attn_backend()
+    packing = f",{layer.isa}" if backend.get_name() == "CPU_ATTN" else ""
+    return f"vllm:{backend.get_name().lower()}{packing}{HEADS_OUTERMOST}"
+
+
+def head_digests(memory: KvMemoryRegion, block_ids: Sequence[int]) -> list[list[int]]:
+    """XXH3-64 of each KV head, all its layers, in each block of a region in main memory."""
+    layout, piece = memory.layout, memory.piece_bytes
+    heads = layout.num_kv_heads
+    shape = (layout.num_layers, memory.num_blocks, heads, piece // heads)
+    held = (ctypes.c_char * memory.span_bytes).from_address(memory.base_address)
+    strides = (memory.layer_stride, piece, piece // heads, 1)
+    pool: npt.NDArray[np.uint8] = np.ndarray(shape, np.uint8, memoryview(held), strides=strides)
     return [
-        memoryview(b"".join(ctypes.string_at(row + block * size, size) for row in memory.rows))
+        [xxhash.xxh3_64_intdigest(head) for head in np.ascontiguousarray(pool[:, block].swapaxes(0, 1))]
         for block in block_ids
     ]
+
+
+def read_blocks(memory: KvMemoryRegion, block_ids: Sequence[int]) -> list[memoryview]:
+    """What the checksums of blocks in main memory are made from: the digests of all their heads."""
+    return packed_digests(head_digests(memory, block_ids))
+
+
+def packed_digests(blocks: Iterable[Sequence[int]]) -> list[memoryview]:
+    """What a block's checksum is made from: the digests of its heads, which do not depend on the number of ranks."""
+    return [memoryview(struct.pack(f"<{len(heads)}Q", *heads)) for heads in blocks]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from kv_transfer.shard_map import MAX_RANKS
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
@@ -13,6 +14,7 @@ CPU_BLOCK_MULTIPLE = 32
 DEFAULT_CPU_BYTES = 1 << 30
 DEFAULT_STEP_TOKENS = 512
 FIELD = "engine.engine_args"
+TENSOR_PARALLEL = ("--tensor-parallel-size", "-tp")
 
 BY_SETTING = {
     "--model": "model",
@@ -32,14 +34,16 @@ REFUSED = {
     "--kv-transfer-config": "the handoff is splitserve's",
     "--kv-events-config": "events of the prefix cache go to the coordinator",
     "--kv-cache-dtype": "KV travels as the model's own type",
-    "--tensor-parallel-size": "a worker is one rank",
-    "-tp": "a worker is one rank",
-    "--pipeline-parallel-size": "a worker is one rank",
-    "-pp": "a worker is one rank",
-    "--data-parallel-size": "a worker is one rank",
-    "-dp": "a worker is one rank",
-    "--prefill-context-parallel-size": "a worker is one rank",
-    "--decode-context-parallel-size": "a worker is one rank",
+    "--pipeline-parallel-size": "each rank holds all layers",
+    "-pp": "each rank holds all layers",
+    "--data-parallel-size": "start more workers",
+    "-dp": "start more workers",
+    "--prefill-context-parallel-size": "each rank holds all tokens",
+    "--decode-context-parallel-size": "each rank holds all tokens",
+    "--distributed-executor-backend": "ranks are child processes",
+    "--nnodes": "a worker is on one machine",
+    "-n": "a worker is on one machine",
+    "--worker-cls": "the handoff depends on vLLM's own",
     "--speculative-config": "the first token of a handoff is given to vLLM, which then cannot speculate",
     "--enable-lora": "adapters are not routed",
     "--logits-processors": "tokens are sampled by splitserve's own",
@@ -88,6 +92,20 @@ def checked_options(engine_args: str) -> list[str]:
         if name in REFUSED:
             raise ConfigError(f"{FIELD}: {name} is refused: {REFUSED[name]}", field=FIELD)
     return words
+
+
+def tensor_parallel_size(engine_args: str) -> int:
+    """The number of ranks that `EngineConfig.engine_args` ask for. Raises ConfigError unless 1..`MAX_RANKS`."""
+    words = checked_options(engine_args)
+    size = "1"
+    for place, word in enumerate(words):
+        name, equals, value = word.replace("_", "-").partition("=")
+        if name in TENSOR_PARALLEL:
+            size = value if equals else (words[place + 1] if place + 1 < len(words) else "")
+    if not (size.isascii() and size.isdecimal() and 1 <= int(size[:4]) <= MAX_RANKS):
+        message = f"{FIELD}: --tensor-parallel-size must be 1..{MAX_RANKS}, not {size[:20]!r}"
+        raise ConfigError(message, field=FIELD)
+    return int(size)
 
 
 def block_size_of(config: EngineConfig, *, on_cpu: bool) -> int:

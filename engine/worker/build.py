@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from engine.core.engine import Engine
@@ -17,6 +16,7 @@ from kv_transfer.layout import NO_QUANTIZATION, SAME
 from kv_transfer.transports.buffered import BufferedTransport
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.faulty import FaultyTransport
+from kv_transfer.transports.sharded import ShardedTransport
 from kv_transfer.transports.transport import VRAM, TransferEndpoint, Transport
 from kv_transfer.wire_format import KvWire, PlainWire, check_wire_dtype
 from splitserve.config.worker import WorkerConfig
@@ -98,7 +98,10 @@ def _polled(transport: Transport, runner: ModelRunner) -> Transport:
 
 
 def _transport(config: WorkerConfig) -> Transport:
-    transport = make_transport(config.transport)
+    return _with_faults(make_transport(config.transport), config)
+
+
+def _with_faults(transport: Transport, config: WorkerConfig) -> Transport:
     if config.faults is None:
         return transport
     planned = config.faults.model_dump(exclude_defaults=True)
@@ -132,7 +135,6 @@ def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
 def _vllm(config: WorkerConfig) -> EngineParts:
     # Imported here, because few installations have vLLM.
     from engine.vllm.boot import start_vllm
-    from engine.vllm.kv_memory import read_blocks
 
     if config.wire_dtype != SAME:
         raise ConfigError("wire_dtype: engine vllm sends KV as it is", field="wire_dtype")
@@ -142,15 +144,17 @@ def _vllm(config: WorkerConfig) -> EngineParts:
     source = localize_model(resolve_model(config.model))
     if source.gguf_file:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
-    vllm = start_vllm(config.engine, Path(source.path))
+    vllm = start_vllm(config.engine, Path(source.path), config.transport)
     from engine.vllm.vllm_engine import VllmEngine
 
     tokenizer = load_tokenizer(source.tokenizer_source)
     grammars = GrammarCompiler(tokenizer, vllm.facts)
     grammars.prepare()
     core = VllmEngine(vllm, config.engine, tokenizer)
-    wire = PlainWire(vllm.memory, partial(read_blocks, vllm.memory))
-    transport = _transport(config)
+    wire = PlainWire(vllm.memory, vllm.read_blocks)
+    own, ranks = make_transport(config.transport), vllm.ranks
+    sharded = ShardedTransport(own, ranks.transports, ranks.endpoints) if ranks else ShardedTransport(own)
+    transport = _with_faults(sharded, config)
     endpoint = replace(transport.register_memory(wire.memory), host_id=host_id())
     served = ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
     return EngineParts(core, vllm.facts, wire, grammars, transport, endpoint, served, config)

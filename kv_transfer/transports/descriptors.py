@@ -23,7 +23,7 @@ def check_memory(memory: KvMemoryRegion) -> None:
         raise InvalidArgumentError(
             "probe_blocks must be 0 or more and below num_blocks", field="probe_blocks"
         )
-    row = memory.num_blocks * memory.piece_bytes
+    row = memory.num_blocks * memory.stride
     if memory.layer_stride and (
         memory.layer_stride < row or memory.layout.block_bytes % memory.layout.num_layers
     ):
@@ -40,24 +40,40 @@ def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
     Raises FailedPreconditionError for a different transport or layout (naming the field) and
     InvalidArgumentError for values that no correct peer sends.
     """
-    if theirs.transport != mine.transport:
+    check_agent(mine, theirs)
+    mine.memory.layout.require_fits(theirs.memory.layout, who=f"agent {theirs.agent_id}")
+    if theirs.ranks or theirs.memory.layout.tensor_parallel_size != 1:
         raise FailedPreconditionError(
-            f"agent {theirs.agent_id} uses transport {theirs.transport!r}, this side {mine.transport!r}",
-            reason="TRANSPORT_MISMATCH",
-            field="transport",
+            f"the KV of agent {theirs.agent_id} lies in several ranks, here in one piece",
+            reason="LAYOUT_MISMATCH",
+            field="ranks",
         )
-    mine.memory.layout.require_equal(theirs.memory.layout, who=f"agent {theirs.agent_id}")
     if bool(mine.memory.layer_stride) != bool(theirs.memory.layer_stride):
         raise FailedPreconditionError(
             f"blocks of agent {theirs.agent_id} are not divided into layers as those here are",
             reason="LAYOUT_MISMATCH",
             field="layer_stride",
         )
+    check_memory(theirs.memory)
+
+
+def check_agent(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
+    """Refuses an agent that this side must not talk to, whatever its memory. Raises like `check_endpoint`."""
+    if theirs.transport != mine.transport:
+        raise FailedPreconditionError(
+            f"agent {theirs.agent_id} uses transport {theirs.transport!r}, this side {mine.transport!r}",
+            reason="TRANSPORT_MISMATCH",
+            field="transport",
+        )
     if not theirs.agent_id or theirs.agent_id == mine.agent_id:
         raise InvalidArgumentError("agent_id must name another agent", field="agent_id")
     if len(theirs.metadata) > MAX_METADATA_BYTES:
         raise InvalidArgumentError(f"metadata must be at most {MAX_METADATA_BYTES} bytes", field="metadata")
-    check_memory(theirs.memory)
+
+
+def pieces_touch(mine: KvMemoryRegion, theirs: KvMemoryRegion) -> bool:
+    """Whether neighbouring blocks are contiguous on both sides."""
+    return mine.stride == mine.piece_bytes and theirs.stride == theirs.piece_bytes
 
 
 def check_blocks(local: Sequence[int], local_count: int, remote: Sequence[int], remote_count: int) -> None:

@@ -11,15 +11,17 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.transports.descriptors import (
     Run,
+    check_agent,
     check_blocks,
     check_endpoint,
     check_memory,
     check_notification,
     merge_runs,
+    pieces_touch,
 )
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
@@ -68,16 +70,30 @@ class MemoryHub:
             if member := self._members.get(owner):
                 (member.fenced.add if closed else member.fenced.discard)(writer)
 
-    def deliver(self, sender: str, to: str, runs: Sequence[Run], notification: bytes | None) -> str | None:
-        """Copies runs of blocks, then queues the notification. Returns the problem, or None on success."""
+    def deliver(
+        self,
+        sender: str,
+        to: str,
+        runs: Sequence[Run],
+        notification: bytes | None,
+        parts: tuple[KvMemoryRegion, KvMemoryRegion] | None = None,
+    ) -> str | None:
+        """Copies runs of blocks, then queues the notification. Returns the problem, or None on success.
+
+        `parts`: what of the two memories is meant, the sender's first; all by default. Runs longer than a block need
+        blocks that touch.
+        """
         with self._lock:
             source, target = self._members.get(sender), self._members.get(to)
             if source is None or target is None or sender in target.fenced:
                 return f"agent {to} is gone"
-            size = target.memory.piece_bytes
-            for there, here in zip(target.memory.rows, source.memory.rows, strict=True):
+            mine, theirs = parts or (source.memory, target.memory)
+            size = theirs.piece_bytes
+            for there, here in zip(theirs.rows, mine.rows, strict=True) if runs else ():
                 for run in runs:
-                    ctypes.memmove(there + run.remote * size, here + run.local * size, run.length * size)
+                    ctypes.memmove(
+                        there + run.remote * theirs.stride, here + run.local * mine.stride, run.length * size
+                    )
             if notification is not None:
                 target.inbox.append((sender, notification))
             return None
@@ -99,6 +115,7 @@ class _PendingWrite:
     agent_id: str
     runs: list[Run]
     notification: bytes | None
+    parts: tuple[KvMemoryRegion, KvMemoryRegion] | None
 
 
 class MemoryTransport(Transport):
@@ -111,6 +128,8 @@ class MemoryTransport(Transport):
         self._agent_id = str(uuid.uuid4())
         self._endpoint: TransferEndpoint | None = None
         self._peers: dict[str, TransferEndpoint] = {}
+        self._parts: dict[str, tuple[KvMemoryRegion, KvMemoryRegion]] = {}
+        """What is written and where, for peers that get a part."""
         self._pending: deque[_PendingWrite] = deque()
         self._failed: list[WriteResult] = []
         self._next_handle = 1
@@ -130,9 +149,25 @@ class MemoryTransport(Transport):
         if endpoint.agent_id in self._peers:
             return
         check_endpoint(self._require_endpoint(), endpoint)
+        self._connect(endpoint)
+
+    def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
+        """See `Transport`."""
+        if endpoint.agent_id in self._peers:
+            return
+        if own is None:
+            check_agent(self._require_endpoint(), endpoint)
+            self._connect(replace(endpoint, memory=replace(endpoint.memory, num_blocks=0)))
+            return
+        check_endpoint(replace(self._require_endpoint(), memory=own), endpoint)
+        self._connect(endpoint)
+        self._parts[endpoint.agent_id] = own, endpoint.memory
+
+    def _connect(self, endpoint: TransferEndpoint) -> None:
         if not self._hub.present(endpoint.agent_id):
             raise TransferError(f"agent {endpoint.agent_id} cannot be reached")
         self._hub.set_fence(self._agent_id, endpoint.agent_id, closed=False)
+        self._parts.pop(endpoint.agent_id, None)
         self._peers[endpoint.agent_id] = endpoint
 
     def disconnect(self, agent_id: str) -> None:
@@ -158,11 +193,14 @@ class MemoryTransport(Transport):
         peer, mine = self._require_peer(agent_id), self._require_endpoint()
         check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.memory.num_blocks)
         check_notification(notification)
+        parts = self._parts.get(agent_id)
         runs = merge_runs(local_blocks, remote_blocks)
+        if parts is not None and not pieces_touch(*parts):
+            runs = [Run(*pair, 1) for pair in zip(local_blocks, remote_blocks, strict=True)]
         handle = self._next_handle
         self._next_handle += 1
         self._descriptors += len(runs) * len(mine.memory.rows)
-        self._pending.append(_PendingWrite(handle, agent_id, runs, notification))
+        self._pending.append(_PendingWrite(handle, agent_id, runs, notification, parts))
         return handle
 
     def notify(self, agent_id: str, notification: bytes) -> None:
@@ -179,7 +217,9 @@ class MemoryTransport(Transport):
         self._failed = []
         while self._pending:
             write = self._pending.popleft()
-            problem = self._hub.deliver(self._agent_id, write.agent_id, write.runs, write.notification)
+            problem = self._hub.deliver(
+                self._agent_id, write.agent_id, write.runs, write.notification, write.parts
+            )
             if problem is not None:
                 self._peers.pop(write.agent_id, None)
             result.writes.append(WriteResult(write.handle, problem))

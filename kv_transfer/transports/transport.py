@@ -21,9 +21,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kv_transfer.layout import KvLayout
+from splitserve.errors import FailedPreconditionError
 from splitserve.v1 import kv_transfer_pb2 as pb
 
 DRAM, VRAM = "DRAM", "VRAM"
@@ -49,6 +50,8 @@ class KvMemoryRegion:
     device_index: int = 0
     probe_blocks: int = 0
     layer_stride: int = 0
+    piece_stride: int = 0
+    """Bytes between the starts of two pieces of a row. 0: they touch."""
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -63,9 +66,24 @@ class KvMemoryRegion:
         return self.layout.block_bytes // (self.layout.num_layers if self.layer_stride else 1)
 
     @property
+    def stride(self) -> int:
+        """Bytes between the starts of two pieces of a row."""
+        return self.piece_stride or self.piece_bytes
+
+    @property
     def span_bytes(self) -> int:
         """Bytes from `base_address` to the end of the last row."""
-        return self.rows[-1] - self.base_address + self.num_blocks * self.piece_bytes
+        return self.rows[-1] - self.base_address + (self.num_blocks - 1) * self.stride + self.piece_bytes
+
+    def heads(self, first: int, count: int) -> KvMemoryRegion:
+        """The part that holds `count` KV heads of each piece from `first` on. Heads must be outermost in a piece."""
+        head_bytes = self.piece_bytes // self.layout.num_kv_heads
+        return replace(
+            self,
+            base_address=self.base_address + first * head_bytes,
+            layout=replace(self.layout, num_kv_heads=count),
+            piece_stride=self.stride,
+        )
 
     @property
     def request_blocks(self) -> int:
@@ -81,7 +99,10 @@ class TransferEndpoint:
     transport: str
     metadata: bytes
     memory: KvMemoryRegion
+    """The whole pool. With `ranks` it has no address."""
     host_id: str = ""
+    ranks: tuple[TransferEndpoint, ...] = ()
+    """The parts of a pool that several tensor-parallel ranks hold, in order of rank. Each is its rank's alone."""
 
     def to_proto(self) -> pb.TransferEndpoint:
         """The wire form."""
@@ -98,6 +119,17 @@ class TransferEndpoint:
             probe_blocks=self.memory.probe_blocks,
             host_id=self.host_id,
             layer_stride=self.memory.layer_stride,
+            ranks=[rank.to_rank_proto() for rank in self.ranks],
+        )
+
+    def to_rank_proto(self) -> pb.RankEndpoint:
+        """The wire form of one of the `ranks` of an endpoint."""
+        return pb.RankEndpoint(
+            agent_id=self.agent_id,
+            metadata=self.metadata,
+            base_address=self.memory.base_address,
+            layer_stride=self.memory.layer_stride,
+            device_index=self.memory.device_index,
         )
 
     @classmethod
@@ -112,7 +144,23 @@ class TransferEndpoint:
             probe_blocks=message.probe_blocks,
             layer_stride=message.layer_stride,
         )
-        return cls(message.agent_id, message.transport, message.metadata, memory, message.host_id)
+        ranks = tuple(
+            cls(
+                rank.agent_id,
+                message.transport,
+                rank.metadata,
+                replace(
+                    memory,
+                    layout=memory.layout.rank,
+                    base_address=rank.base_address,
+                    layer_stride=rank.layer_stride,
+                    device_index=rank.device_index,
+                ),
+                message.host_id,
+            )
+            for rank in message.ranks
+        )
+        return cls(message.agent_id, message.transport, message.metadata, memory, message.host_id, ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +201,14 @@ class Transport(ABC):
         Raises FailedPreconditionError for a different transport or layout, TransferError if the peer cannot be
         reached.
         """
+
+    def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
+        """Makes a peer's memory writable from `own` alone, a part of the registered memory with the same blocks.
+
+        `endpoint.memory` is a part of the same shape of the peer's. None: the peer takes notifications only. Otherwise
+        as `connect`. Raises FailedPreconditionError where the transport writes whole blocks only.
+        """
+        raise FailedPreconditionError(f"transport {self.kind} writes whole blocks only", field="ranks")
 
     @abstractmethod
     def disconnect(self, agent_id: str) -> None:

@@ -24,7 +24,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class KvLayout(_message.Message):
     """How KV blocks lie in memory and which weights filled them. Two workers may hand KV to each other
-    only when every field is equal; otherwise registration is refused, naming the first unequal field.
+    only when every field is equal, but for tensor_parallel_size where axis_order allows it; otherwise registration is
+    refused, naming the first field.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -49,13 +50,18 @@ class KvLayout(_message.Message):
     block_size_tokens: _builtins.int
     """Tokens in one block. Range 1..1024. Required."""
     axis_order: _builtins.str
-    """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim". Required."""
+    """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim". Required. Where it ends
+    with ":layer,block,head", each head of a layer's piece is one contiguous range, opaque inside, and workers of
+    different tensor_parallel_size may hand KV to each other.
+    """
     tensor_parallel_size: _builtins.int
-    """Tensor-parallel ranks that share one sequence's KV. Range 1..64. Required."""
+    """Tensor-parallel ranks that share one sequence's KV. Range 1..64; it divides num_kv_heads or is a multiple of it.
+    Required.
+    """
     num_layers: _builtins.int
     """Attention layers whose KV is stored. Range 1..1024. Required."""
     num_kv_heads: _builtins.int
-    """KV heads a layer. Range 1..1024. Required."""
+    """KV heads a layer, those of all ranks. Range 1..1024. Required."""
     head_dim: _builtins.int
     """Elements a head. Range 1..4096. Required."""
     engine_version: _builtins.str
@@ -107,6 +113,7 @@ class TransferEndpoint(_message.Message):
     PROBE_BLOCKS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     LAYER_STRIDE_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """Agent id, a UUID made at boot (36 characters). Required. Never reused."""
     transport: _builtins.str
@@ -114,9 +121,11 @@ class TransferEndpoint(_message.Message):
     metadata: _builtins.bytes
     """Opaque connection data of the transport (NIXL agent metadata). At most 1 MiB. Required for "nixl"."""
     base_address: _builtins.int
-    """Start of the registered KV pool in the owner's address space, in bytes. Required, never 0 for "nixl"."""
+    """Start of the registered KV pool in the owner's address space, in bytes. Required, never 0 for "nixl". Default 0 with
+    ranks.
+    """
     block_bytes: _builtins.int
-    """Size of one block with all its layers, in bytes. Range 1..2^32. Required."""
+    """Size of one block with all its layers, in bytes, each head counted once. Range 1..2^32. Required."""
     num_blocks: _builtins.int
     """Blocks in the pool. Range 1..2^31-1. Required."""
     memory_kind: _builtins.str
@@ -140,6 +149,13 @@ class TransferEndpoint(_message.Message):
     def layout(self) -> Global___KvLayout:
         """How the pool is laid out. Required."""
 
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankEndpoint]:
+        """Where the KV of each tensor-parallel rank lies, in order of rank: layout.tensor_parallel_size of them, each with
+        num_blocks blocks. agent_id and metadata are then those of an agent that takes notifications alone, base_address,
+        device_index and layer_stride are 0. Default none: the worker is one rank, and the fields above are its own.
+        """
+
     def __init__(
         self,
         *,
@@ -155,14 +171,55 @@ class TransferEndpoint(_message.Message):
         probe_blocks: _builtins.int = ...,
         host_id: _builtins.str = ...,
         layer_stride: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "host_id", b"host_id", "layer_stride", b"layer_stride", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "probe_blocks", b"probe_blocks", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "block_bytes", b"block_bytes", "device_index", b"device_index", "host_id", b"host_id", "layer_stride", b"layer_stride", "layout", b"layout", "memory_kind", b"memory_kind", "metadata", b"metadata", "num_blocks", b"num_blocks", "probe_blocks", b"probe_blocks", "ranks", b"ranks", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferEndpoint: _TypeAlias = TransferEndpoint  # noqa: Y015
+
+@_typing.final
+class RankEndpoint(_message.Message):
+    """Where the part of a worker's KV that one tensor-parallel rank holds can be reached. Rank r of R holds the KV heads
+    [r * num_kv_heads / R, (r + 1) * num_kv_heads / R), or head r * num_kv_heads / R where there are fewer heads than ranks.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    METADATA_FIELD_NUMBER: _builtins.int
+    BASE_ADDRESS_FIELD_NUMBER: _builtins.int
+    LAYER_STRIDE_FIELD_NUMBER: _builtins.int
+    DEVICE_INDEX_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """Agent id of the rank, a UUID made at boot (36 characters). Required, different from all others of the endpoint."""
+    metadata: _builtins.bytes
+    """Opaque connection data of the transport. At most 16 KiB. Required for "nixl"."""
+    base_address: _builtins.int
+    """Start of the rank's KV in its own address space, in bytes. Required, never 0."""
+    layer_stride: _builtins.int
+    """As TransferEndpoint.layer_stride, with pieces that hold the rank's heads. Default 0."""
+    device_index: _builtins.int
+    """Device index of the rank's KV. Default 0 (also for DRAM)."""
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        metadata: _builtins.bytes = ...,
+        base_address: _builtins.int = ...,
+        layer_stride: _builtins.int = ...,
+        device_index: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "base_address", b"base_address", "device_index", b"device_index", "layer_stride", b"layer_stride", "metadata", b"metadata"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankEndpoint: _TypeAlias = RankEndpoint  # noqa: Y015
 
 @_typing.final
 class KvTicket(_message.Message):

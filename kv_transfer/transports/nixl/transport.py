@@ -29,18 +29,20 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.transports.descriptors import (
+    check_agent,
     check_blocks,
     check_endpoint,
     check_memory,
     check_notification,
     merge_runs,
+    pieces_touch,
 )
 from kv_transfer.transports.nixl.binding import NixlAgent, PeerLostError, load_nixl
 from kv_transfer.transports.transport import (
@@ -64,6 +66,12 @@ class _Peer:
     num_blocks: int
     blocks: int
     """Handle of NIXL's descriptor list of the peer's blocks."""
+    own_blocks: int
+    """The same of the own blocks, or of the part of them, that are written there."""
+    lists: tuple[int, ...]
+    """The descriptor lists that were made for this peer."""
+    touching: bool = True
+    """Whether neighbouring blocks can be merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +123,49 @@ class NixlTransport(Transport):
 
     def connect(self, endpoint: TransferEndpoint) -> None:
         """See `Transport`. Loads the peer's metadata; the peer need not be running yet."""
-        peer_id, memory = endpoint.agent_id, endpoint.memory
-        if peer_id in self._peers:
+        if endpoint.agent_id in self._peers:
             return
         check_endpoint(self._require_endpoint(), endpoint)
-        agent = self._require_agent()
+        theirs = endpoint.memory
+
+        def prepare(agent: NixlAgent) -> _Peer:
+            blocks = _prepare_blocks(agent, endpoint.agent_id, theirs)
+            return _Peer(theirs.num_blocks, blocks, self._blocks, (blocks,))
+
+        self._connect(endpoint, prepare)
+
+    def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
+        """See `Transport`."""
+        if endpoint.agent_id in self._peers:
+            return
+        theirs = endpoint.memory
+        if own is None:
+            check_agent(self._require_endpoint(), endpoint)
+            self._connect(endpoint, lambda agent: _Peer(0, 0, 0, ()))
+            return
+        check_endpoint(replace(self._require_endpoint(), memory=own), endpoint)
+
+        def prepare(agent: NixlAgent) -> _Peer:
+            blocks = _prepare_blocks(agent, endpoint.agent_id, theirs)
+            mine = _prepare_blocks(agent, None, own)
+            return _Peer(theirs.num_blocks, blocks, mine, (mine, blocks), pieces_touch(own, theirs))
+
+        self._connect(endpoint, prepare)
+
+    def _connect(self, endpoint: TransferEndpoint, prepare: Callable[[NixlAgent], _Peer]) -> None:
+        peer_id, agent = endpoint.agent_id, self._require_agent()
         named = agent.add_peer(endpoint.metadata)
         try:
             if named != peer_id:
                 raise TransferError(f"the metadata of agent {peer_id} is another agent's")
-            blocks = _prepare_blocks(agent, peer_id, memory)
+            peer = prepare(agent)
             agent.send(peer_id, _HELLO)
         except TransferError:
             if named not in self._peers:
                 agent.remove_peer(named)
             raise
         self._fenced.pop(peer_id, None)
-        self._peers[peer_id] = _Peer(memory.num_blocks, blocks)
+        self._peers[peer_id] = peer
 
     def disconnect(self, agent_id: str) -> None:
         """See `Transport`.
@@ -165,7 +199,7 @@ class NixlTransport(Transport):
         rows = len(mine.memory.rows)
         local = _indices(local_blocks, rows, mine.memory.num_blocks)
         remote = _indices(remote_blocks, rows, peer.num_blocks)
-        request = agent.make_write(self._blocks, local, peer.blocks, remote, notification or b"")
+        request = agent.make_write(peer.own_blocks, local, peer.blocks, remote, notification or b"")
         handle = self._next_handle
         self._next_handle += 1
         try:
@@ -175,7 +209,8 @@ class NixlTransport(Transport):
             self._completed.append(WriteResult(handle, error.message, in_doubt=True))
             self._end(agent_id, request, error)
             return handle
-        self._descriptors += rows * len(merge_runs(local_blocks, remote_blocks))
+        runs = len(merge_runs(local_blocks, remote_blocks)) if peer.touching else len(local_blocks)
+        self._descriptors += rows * runs
         if completed:
             self._release(request)
             self._completed.append(WriteResult(handle))
@@ -256,7 +291,8 @@ class NixlTransport(Transport):
             self._completed.append(WriteResult(handle, why, in_doubt=True))
         agent = self._require_agent()
         try:
-            agent.release_blocks(peer.blocks)
+            for blocks in peer.lists:
+                agent.release_blocks(blocks)
             agent.remove_peer(agent_id)
         except TransferError as error:
             _log.warning("transport.peer_not_removed: agent_id=%s %s", agent_id, error)
@@ -287,7 +323,9 @@ class NixlTransport(Transport):
 def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) -> int:
     """A descriptor list of all blocks of a region, row by row."""
     device, kind = memory.device_index, memory.memory_kind
-    return agent.prepare_blocks(peer, memory.rows, memory.piece_bytes, memory.num_blocks, device, kind)
+    return agent.prepare_blocks(
+        peer, memory.rows, memory.piece_bytes, memory.stride, memory.num_blocks, device, kind
+    )
 
 
 def _indices(blocks: Sequence[int], rows: int, num_blocks: int) -> npt.NDArray[np.int32]:

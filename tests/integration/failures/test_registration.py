@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -53,6 +54,10 @@ async def test_an_unequal_layout_is_refused_naming_the_field(
     for name, value in changed.items():
         setattr(endpoint.layout, name, value)
     endpoint.block_bytes = block_bytes
+    if endpoint.layout.tensor_parallel_size > 1:
+        endpoint.base_address = 0
+        for number in range(endpoint.layout.tensor_parallel_size):
+            endpoint.ranks.add(agent_id=str(uuid.UUID(int=number + 1)), metadata=b"m", base_address=4096)
     request = registry_pb2.RegisterRequest(
         worker_id="odd",
         epoch=1,

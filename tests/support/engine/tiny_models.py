@@ -147,6 +147,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "gpt_neo": _config("GPTNeoConfig", num_layers=2, num_heads=4, attention_types=[[["global"], 2]]),
 }
 
+# What tensor-parallel ranks can share out: four KV heads, of a size that vLLM's kernels take.
+SHARED_OUT: dict[str, Callable[[], Any]] = {
+    "llama_4_heads": _config("LlamaConfig", hidden_size=128, intermediate_size=192, num_key_value_heads=4),
+}
+
 
 def make_tiny_model(family: str, folder: Path) -> Path:
     """Saves the family's model in float32, with generation settings and tokenizer; returns its folder.
@@ -159,7 +164,9 @@ def make_tiny_model(family: str, folder: Path) -> Path:
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(20240)
-        model = AutoModelForCausalLM.from_config((FAMILIES | OTHERS | REFUSED)[family](), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            (FAMILIES | OTHERS | REFUSED | SHARED_OUT)[family](), dtype=torch.float32
+        )
     finally:
         torch.random.set_rng_state(state)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=EOS)

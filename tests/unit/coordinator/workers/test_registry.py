@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -213,6 +214,55 @@ def test_every_field_has_its_bound(field: str, value: object) -> None:
         registry.register(request, 0.0)
     assert caught.value.field == field
     assert registry.snapshot().workers == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layout.tensor_parallel_size", 3),
+        ("layout.tensor_parallel_size", 65),
+        ("base_address", 1),
+        ("layer_stride", 1 << 20),
+        ("ranks.agent_id", "not-a-uuid"),
+        ("ranks.agent_id", "same"),
+        ("ranks.metadata", b"x" * (2**14 + 1)),
+        ("ranks.base_address", 0),
+        ("ranks.layer_stride", 1),
+        ("ranks.layer_stride", 2**48 + 1),
+        ("ranks", 1),
+        ("ranks", 0),
+    ],
+)
+def test_every_field_of_a_rank_has_its_bound(field: str, value: Any) -> None:
+    registry = Registry(5.0)
+    request = registration("d0", DECODE, tensor_parallel_size=2)
+    endpoint = request.endpoint
+    if field == "ranks":
+        del endpoint.ranks[value:]
+    elif field.startswith("ranks."):
+        value = endpoint.agent_id if value == "same" else value
+        setattr(endpoint.ranks[1], field.removeprefix("ranks."), value)
+    else:
+        _set(f"endpoint.{field}", value)(request)
+    with pytest.raises(InvalidArgumentError) as caught:
+        registry.register(request, 0.0)
+    assert caught.value.field == f"endpoint.{field}"
+
+
+def test_one_rank_has_no_list_of_ranks() -> None:
+    request = registration("d0", DECODE)
+    request.endpoint.ranks.add(agent_id=request.endpoint.agent_id, base_address=1)
+    request.endpoint.base_address = 0
+    with pytest.raises(InvalidArgumentError, match="empty with one rank"):
+        Registry(5.0).register(request, 0.0)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4), (4, 2), (2, 2)])
+def test_tensor_parallel_sizes_may_differ_where_heads_are_outermost(prefill: int, decode: int) -> None:
+    registry, order = Registry(5.0), "anything:layer,block,head"
+    for name, pool, size in (("p0", PREFILL, prefill), ("d0", DECODE, decode)):
+        registry.register(registration(name, pool, tensor_parallel_size=size, axis_order=order), 0.0)
+    assert len(registry.snapshot().workers) == 2
 
 
 def test_nixl_needs_metadata_and_an_address() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.vllm.options import block_size_of, checked_options, vllm_arguments
+from engine.vllm.options import block_size_of, checked_options, tensor_parallel_size, vllm_arguments
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
@@ -55,7 +55,7 @@ def test_own_options_come_last() -> None:
     [
         ("--block-size 64", "--block-size is set by engine.block_size_tokens"),
         ("--max_num_seqs=3", "--max-num-seqs is set by engine.max_running_requests"),
-        ("-tp=2", "-tp is refused: a worker is one rank"),
+        ("-pp=2", "-pp is refused: each rank holds all layers"),
         ("--seed 1 --speculative-config '{}'", "--speculative-config is refused"),
         ("--kv-transfer-config.kv_role x", "--kv-transfer-config is refused"),
         ("--enable-lora", "--enable-lora is refused: adapters are not routed"),
@@ -65,4 +65,26 @@ def test_own_options_come_last() -> None:
 def test_refused_options_are_named(given: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as raised:
         checked_options(given)
+    assert raised.value.field == "engine.engine_args"
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ("", 1),
+        ("--seed 3", 1),
+        ("--tensor-parallel-size 2", 2),
+        ("--seed 3 --tensor_parallel_size=4", 4),
+        ("-tp=2 -tp 8", 8),
+        ("--tensor-parallel-size 64", 64),
+    ],
+)
+def test_ranks_asked_for(given: str, size: int) -> None:
+    assert tensor_parallel_size(given) == size
+
+
+@pytest.mark.parametrize("given", ["0", "65", "-1", "two", "", "1e1", "9" * 5000])
+def test_a_number_of_ranks_out_of_bounds_is_named(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size must be 1\.\.64") as raised:
+        tensor_parallel_size(f"--tensor-parallel-size={given}")
     assert raised.value.field == "engine.engine_args"

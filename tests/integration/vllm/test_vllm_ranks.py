@@ -1,0 +1,125 @@
+"""Workers with `--engine vllm` and tensor parallelism hand KV to each other, whatever the number of their ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from splitserve.client import AsyncClient
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import Reading, until, worker
+from tests.support.engine.reference import Reference
+from tests.support.engine.tiny_models import make_tiny_model
+
+BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
+TWO_RANKS = "--engine-args=--tensor-parallel-size 2"
+LEFT_BEHIND = ("splitserve-ranks-*", "vllm_dist_*")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model("llama_4_heads", tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def text_tokens(model: str) -> list[int]:
+    return load_tokenizer(model).encode(sentences(60, seed=3))
+
+
+@pytest.fixture(scope="module")
+def reference(model: str) -> Reference:
+    return Reference(model)
+
+
+def leftovers() -> set[Path]:
+    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+    return {path for folder in folders for pattern in LEFT_BEHIND for path in folder.glob(pattern)}
+
+
+@pytest.fixture
+async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
+    """A coordinator; the tests start its workers."""
+    options = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", str(CHUNK)]
+    options += ["--kv-memory-bytes", "30000000", "--heartbeat", "0.1", "--lease", "5", "--verify-kv", "all"]
+    setup = Cluster(
+        tmp_path, model=model, engine="vllm", prefill=0, decode=0, worker_options=options, fresh=True
+    )
+    before = leftovers()
+    async with running(setup) as cluster:
+        yield cluster
+    assert leftovers() <= before
+
+
+def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
+    children = psutil.Process(cluster.members[name].process.pid).children()
+    return [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
+async def test_greedy_tokens_equal_transformers(
+    cluster: Cluster, text_tokens: list[int], reference: Reference, prefill: int, decode: int
+) -> None:
+    """At the borders of blocks and chunks, once more with what is cached by then, and with seeds."""
+    cluster.add_worker("prefill", "prefill-0", *([TWO_RANKS] if prefill == 2 else []))
+    cluster.add_worker("decode", "decode-0", *([TWO_RANKS] if decode == 2 else []))
+    await cluster.wait_ready(prefill=1, decode=1)
+    assert len(ranks_of(cluster, "decode-0")) == (2 if decode == 2 else 0)
+    prompts = {length: text_tokens[length : 2 * length] for length in (1, 31, 32, 33, 64, 65, 97, 130)}
+    prompts[95] = prompts[130][:BLOCK] + text_tokens[: 95 - BLOCK]
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        for _ in range(2):
+            for length, prompt in prompts.items():
+                answer = await client.generate(prompt, temperature=0.0, max_tokens=MAX_TOKENS)
+                assert list(answer.token_ids) == reference.greedy(prompt, MAX_TOKENS), length
+                assert answer.timings.transfer_bytes > 0
+        seeded = [
+            await client.generate(text_tokens[:150], temperature=0.9, seed=4, max_tokens=8, logprobs=1)
+            for _ in range(2)
+        ]
+        assert seeded[0].token_ids == seeded[1].token_ids
+        side_by_side = await asyncio.gather(
+            *(client.generate(prompt, max_tokens=MAX_TOKENS) for prompt in prompts.values())
+        )
+        assert all(answer.token_ids for answer in side_by_side)
+        leaving = [Reading(client, text_tokens[n : n + 400], max_tokens=5) for n in range(4)]
+        await until(cluster, lambda info: worker(info, "prefill-0").running_requests, "a prompt is computed")
+        for reading in leaving:
+            await reading.leave()
+    await cluster.assert_no_leaks()
+
+
+async def test_a_killed_rank_ends_its_worker_and_the_stream_goes_on(
+    cluster: Cluster, text_tokens: list[int]
+) -> None:
+    sampled = {"max_tokens": 60, "ignore_eos": True, "temperature": 1.0, "seed": 11}
+    cluster.add_worker("prefill", "prefill-0")
+    for name in ("decode-0", "decode-1"):
+        cluster.add_worker("decode", name, TWO_RANKS)
+    await cluster.wait_ready(prefill=1, decode=2)
+    async with AsyncClient(cluster.target, timeout_s=300) as client:
+        undisturbed = await client.generate(text_tokens[50:120], **sampled)
+        await cluster.assert_no_leaks()
+        reading = Reading(client, text_tokens[50:120], **sampled)
+        await reading.got(5)
+        info = await until(
+            cluster,
+            lambda info: any(w.running_requests for w in info.workers if w.pool == "decode"),
+            "it decodes",
+        )
+        busy = next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
+        ranks = ranks_of(cluster, busy)
+        ranks[1].kill()
+        answer = await reading.task
+        assert answer.token_ids == undisturbed.token_ids
+        cluster.members[busy].process.wait(timeout=60)
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    await cluster.assert_no_leaks()
