@@ -188,7 +188,9 @@ def _run(workers: int, blocks: int, decisions: int) -> tuple[list[float], list[f
         began, began_cpu = time.perf_counter(), time.thread_time()
         hits = index.hits(keys, now)
         asked = time.thread_time()
-        request = RoutingRequest(MODEL.name, PROMPT_TOKENS, turn=turn, hits=hits, session_id=session)
+        request = RoutingRequest(
+            MODEL.name, PROMPT_TOKENS, turn=turn, hits=hits, session_id=session, wants_candidates=True
+        )
         pair = router.choose_pair(pools.snapshot(), pools.loads, request, now)
         if pair is None or pair.decode is None:
             raise AssertionError("every pair is connected")

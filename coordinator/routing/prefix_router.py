@@ -41,7 +41,7 @@ MAX_PREFILL_CANDIDATES = 64
 """Prefill workers whose pairs are examined once a pair is found; usually one or two suffice for the exact answer."""
 MAX_MODELS = 64
 """Models whose columns are kept."""
-MAX_OTHERS = 3
+MAX_OTHERS = 2
 """Workers of each pool, beside the chosen one, among a pair's `candidates`."""
 
 
@@ -78,8 +78,7 @@ class PrefixRouter:
             first = _first_least(p_score, request.turn)
             if p_score[first] == np.inf:
                 return None
-            candidates = _candidates(loads, prefill, first, None, 0, request, p_kept, None)
-            return _pair(loads, prefill, first, None, 0, request, candidates)
+            return _pair(loads, prefill, first, None, 0, request, p_kept, None)
         d_score, bytes_lacking = _decode_scores(decode, request), _bytes_lacking(decode, request, depths)
         best = _least_pair(p_score, d_score, bytes_lacking, prefill, request.turn)
         row, column = best.prefill, best.decode
@@ -90,8 +89,7 @@ class PrefixRouter:
             d_total = prefill.byte_s[row] * bytes_lacking + d_score + prefill.unreached[row]
             lacking = bytes_lacking if isinstance(bytes_lacking, float) else bytes_lacking[column]
             p_kept += prefill.byte_s[:, column] * lacking + prefill.unreached[:, column]
-        candidates = _candidates(loads, prefill, row, decode, column, request, p_kept, d_total)
-        return _pair(loads, prefill, row, decode, column, request, candidates)
+        return _pair(loads, prefill, row, decode, column, request, p_kept, d_total)
 
     def _columns(self, model: str) -> ModelColumns:
         columns = self._models.get(model)
@@ -213,10 +211,11 @@ def _candidates(
     decodes: DecodeColumns | None,
     column: int,
     request: RoutingRequest,
+    chosen: PairCost,
     p_total: Column | None,
     d_total: Column | None,
 ) -> tuple[Candidate, ...]:
-    """See `Pair.candidates`; empty without totals.
+    """See `Pair.candidates`; empty without totals. `chosen` is the cost of the pair at `row` and `column`.
 
     `p_total` is float64 [prefill workers], each with the chosen decode worker, `d_total` float64 [decode workers], each
     with the chosen prefill worker. Both are overwritten.
@@ -225,12 +224,14 @@ def _candidates(
     session = request.session_id
     if p_total is not None:
         home = prefills.home(session) if session else -1
-        for other in (row, *_next_least(p_total, row)):
+        found.append(Candidate(prefills.workers[row].worker_id, "prefill", chosen, row == home))
+        for other in _next_least(p_total, row):
             cost = _cost(loads, prefills, other, decodes, column, request)
             found.append(Candidate(prefills.workers[other].worker_id, "prefill", cost, other == home))
     if d_total is not None and decodes is not None:
         home = decodes.home(session) if session else -1
-        for other in (column, *_next_least(d_total, column)):
+        found.append(Candidate(decodes.workers[column].worker_id, "decode", chosen, column == home))
+        for other in _next_least(d_total, column):
             cost = _cost(loads, prefills, row, decodes, other, request)
             found.append(Candidate(decodes.workers[other].worker_id, "decode", cost, other == home))
     return tuple(found)
@@ -271,10 +272,11 @@ def _pair(
     decodes: DecodeColumns | None,
     column: int,
     request: RoutingRequest,
-    candidates: tuple[Candidate, ...],
+    p_total: Column | None,
+    d_total: Column | None,
 ) -> Pair:
     prefill = prefills.workers[row]
-    cost = candidates[0].cost if candidates else _cost(loads, prefills, row, decodes, column, request)
+    cost = _cost(loads, prefills, row, decodes, column, request)
     return Pair(
         prefill,
         decodes.workers[column] if decodes is not None else None,
@@ -282,5 +284,5 @@ def _pair(
         cost,
         decodes.ready_count if decodes is not None else 1,
         loads.prefill[prefill.key].queued_tokens,
-        candidates,
+        _candidates(loads, prefills, row, decodes, column, request, cost, p_total, d_total),
     )

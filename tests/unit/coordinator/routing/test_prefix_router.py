@@ -371,11 +371,11 @@ def test_candidates_are_the_chosen_ones_and_the_next_best_with_their_costs() -> 
     ds = [decode(f"d{number}", running_requests=number) for number in range(6)]
     pair = choose(*ps, *ds, wants_candidates=True)
     assert pair is not None
-    assert [one.worker_id for one in pair.candidates] == ["p0", "p1", "p2", "p3", "d0", "d1", "d2", "d3"]
-    assert pair.candidates[0].cost == pair.candidates[4].cost == pair.cost
-    for number in range(4):
+    assert [one.worker_id for one in pair.candidates] == ["p0", "p1", "p2", "d0", "d1", "d2"]
+    assert pair.candidates[0].cost == pair.candidates[3].cost == pair.cost
+    for number in range(3):
         assert pair.candidates[number].cost.queue_s == pytest.approx(0.1 * number)
-    waits = [one.cost.decode_wait_s for one in pair.candidates[4:]]
+    waits = [one.cost.decode_wait_s for one in pair.candidates[3:]]
     assert waits == sorted(waits)
     assert choose(*ps, *ds) == dataclasses.replace(pair, candidates=())
 
