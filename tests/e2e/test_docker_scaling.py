@@ -40,7 +40,8 @@ POLICY = {
     "interval_s": 0.5,
     "lend_decode": False,
     "prefill": POOL | {"target_ms": 400},
-    "decode": POOL | {"target_ms": 40},
+    # Far above a light batch's step, beside a worker that starts on the same cores too.
+    "decode": POOL | {"target_ms": 60},
 }
 ENGINE = (
     "--no-prefix-cache --num-blocks 4096 --threads 1 --simulated-prefill-token-s 0.0005 "
@@ -125,7 +126,7 @@ async def until(stack: Compose, holds: Callable[[Counter[str]], bool]) -> Counte
 
 
 async def last_decisions(stack: Compose) -> str:
-    return await stack.run("logs", "--no-color", "--tail", "20", "autoscaler")
+    return await stack.run("logs", "--no-color", "--tail", "30", "autoscaler")
 
 
 async def one_each(stack: Compose) -> None:
@@ -149,16 +150,16 @@ async def test_each_pool_follows_its_own_load(stack: Compose) -> None:
     await one_each(stack)
     # Light load throughout: every removal happens under it.
     async with traffic.of("light", 2, 16, 20):
-        async with traffic.of("long prompts", 12, 600, 2):
+        async with traffic.of("long prompts", 8, 600, 2):
             most = await until(stack, lambda now: now["prefill"] == 2)
             # Compose and Docker's DNS see what the autoscaler added.
             assert len((await stack.run("ps", "-q", "prefill")).split()) == 2
             assert len(stack.addresses("prefill")) == 2
-        assert most["decode"] == 1
+        assert most["decode"] == 1, await last_decisions(stack)
         await one_each(stack)
         async with traffic.of("long outputs", 40, 8, 120):
             most = await until(stack, lambda now: now["decode"] == 2)
-        assert most["prefill"] == 1
+        assert most["prefill"] == 1, await last_decisions(stack)
         await one_each(stack)
     assert not traffic.failures
     assert min(traffic.done[kind] for kind in ("light", "long prompts", "long outputs")) > 0
@@ -180,7 +181,7 @@ async def test_an_autoscaler_restarted_in_the_middle_goes_on(stack: Compose) -> 
     await one_each(stack)
     autoscaler = stack.container("autoscaler")
     async with traffic.of("light", 2, 16, 20):
-        async with traffic.of("long prompts", 12, 600, 2):
+        async with traffic.of("long prompts", 8, 600, 2):
             await ordered(stack, lambda there: len(there) == 2)
             restart(stack, autoscaler)
             await until(stack, lambda now: now["prefill"] == 2)
