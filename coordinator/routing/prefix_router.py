@@ -43,6 +43,8 @@ MAX_MODELS = 64
 """Models whose columns are kept."""
 MAX_OTHERS = 2
 """Workers of each pool, beside the chosen one, among a pair's `candidates`."""
+MAX_EXPLAINED_WORKERS = 256
+"""Of one pool: beyond that, the lanes of all workers to the chosen one take longer to look at than the choice may."""
 
 
 @dataclass(slots=True)
@@ -73,7 +75,10 @@ class PrefixRouter:
         width = max(prefill.width, decode.width)
         depths = request.hits.by_slot(width) if request.hits and width else None
         p_score = _prefill_scores(prefill, request, depths)
-        p_kept = p_score.copy() if request.wants_candidates else None  # the search overwrites it
+        explained = request.wants_candidates and (
+            max(len(prefill.workers), len(decode.workers)) <= MAX_EXPLAINED_WORKERS
+        )
+        p_kept = p_score.copy() if explained else None  # the search overwrites it
         if not request.needs_decode:
             first = _first_least(p_score, request.turn)
             if p_score[first] == np.inf:
