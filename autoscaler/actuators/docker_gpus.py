@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from splitserve.gpus.engine_command import environment_of
+from splitserve.gpus.engine_command import GPU_VARIABLE, environment_of
 
 GPU_LABEL = "splitserve.gpu"
-GPU_VARIABLE = "SPLITSERVE_GPU"
-"""The worker's setting `gpus`."""
 NVIDIA_VARIABLE = "NVIDIA_VISIBLE_DEVICES"
 """The GPUs in view, where Docker runs the container with `runtime: nvidia`."""
 _NO_IDS = frozenset({"", "all", "none", "void"})

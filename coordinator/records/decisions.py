@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from coordinator.records.request_record import AttemptFacts, RequestRecord, wait_s
+from coordinator.records.request_record import AttemptFacts, RequestRecord
 from coordinator.request.candidates import Candidate, PairCost
 from coordinator.workers.snapshot import PoolName
 
@@ -95,7 +95,7 @@ def _why(pool: PoolName, candidates: Sequence[Candidate], prompt_tokens: int, ro
     chosen, *others = candidates
     cost = chosen.cost
     held = cost.cached_tokens if pool == "prefill" else cost.decode_cached_tokens
-    head = f"predicted {wait_s(cost) * 1e3:.1f} ms, {held} of {prompt_tokens} prompt tokens held"
+    head = f"predicted {cost.wait_s * 1e3:.1f} ms, {held} of {prompt_tokens} prompt tokens held"
     if chosen.is_home:
         head += ", home of the session"
     if not others:

@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from coordinator.records.decisions import decisions_of
 from coordinator.records.phases import phases_of
 from coordinator.records.record_keeper import Kind, RecordKeeper
-from coordinator.records.request_record import AttemptFacts, RequestRecord, cost_of, wait_s
+from coordinator.records.request_record import AttemptFacts, RequestRecord, cost_of
 from coordinator.request.caller import Caller
 from coordinator.request.candidates import Candidate
 from coordinator.workers.registry import Registry
@@ -149,7 +149,7 @@ def _candidate(candidate: Candidate) -> records_pb2.DecisionCandidate:
     cost = candidate.cost
     return records_pb2.DecisionCandidate(
         worker=candidate.worker_id,
-        predicted_ms=wait_s(cost) * 1e3,
+        predicted_ms=cost.wait_s * 1e3,
         queue_ms=cost.queue_s * 1e3,
         prefill_ms=cost.prefill_s * 1e3,
         transfer_ms=cost.transfer_s * 1e3,

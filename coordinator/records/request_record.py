@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.request.candidates import Candidate, PairCost
+from coordinator.request.candidates import Candidate
 from coordinator.request.state import NO_WAITS, AttemptReport, Waits
 from splitserve.generation.kv_blocks import blocks_for
 
@@ -100,11 +100,6 @@ class CostOfRequest:
     decode_s: float
     kv_block_s: float
     written_bytes: int
-
-
-def wait_s(cost: PairCost) -> float:
-    """What `Pair.predicted_wait_s` was, or would have been: seconds until the request can be decoded."""
-    return cost.queue_s + cost.prefill_s + cost.transfer_s + cost.decode_wait_s
 
 
 def cost_of(record: RequestRecord) -> CostOfRequest:

@@ -22,6 +22,11 @@ class PairCost:
     decode_cached_tokens: int = 0
     """Leading prompt tokens expected in the decode worker's cache."""
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the request can be decoded."""
+        return self.queue_s + self.prefill_s + self.transfer_s + self.decode_wait_s
+
 
 NO_COST = PairCost()
 

@@ -16,6 +16,7 @@ both workers are ours. docs/routing.md explains each term. `scores.pair_cost` co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -226,20 +227,35 @@ def _candidates(
     with the chosen prefill worker. Both are overwritten.
     """
     found: list[Candidate] = []
-    session = request.session_id
     if p_total is not None:
-        home = prefills.home(session) if session else -1
-        found.append(Candidate(prefills.workers[row].worker_id, "prefill", chosen, row == home))
-        for other in _next_least(p_total, row):
-            cost = _cost(loads, prefills, other, decodes, column, request)
-            found.append(Candidate(prefills.workers[other].worker_id, "prefill", cost, other == home))
+
+        def with_prefill(other: int) -> PairCost:
+            return _cost(loads, prefills, other, decodes, column, request)
+
+        found += _of_pool(prefills, p_total, row, chosen, with_prefill, request)
     if d_total is not None and decodes is not None:
-        home = decodes.home(session) if session else -1
-        found.append(Candidate(decodes.workers[column].worker_id, "decode", chosen, column == home))
-        for other in _next_least(d_total, column):
-            cost = _cost(loads, prefills, row, decodes, other, request)
-            found.append(Candidate(decodes.workers[other].worker_id, "decode", cost, other == home))
+
+        def with_decode(other: int) -> PairCost:
+            return _cost(loads, prefills, row, decodes, other, request)
+
+        found += _of_pool(decodes, d_total, column, chosen, with_decode, request)
     return tuple(found)
+
+
+def _of_pool(
+    pool: WorkerColumns,
+    totals: Column,
+    chosen: int,
+    chosen_cost: PairCost,
+    cost_of: Callable[[int], PairCost],
+    request: RoutingRequest,
+) -> list[Candidate]:
+    """The chosen worker of a pool and up to MAX_OTHERS next best. `totals` are float64 [workers] and overwritten."""
+    home = pool.home(request.session_id) if request.session_id else -1
+    costs = [(chosen, chosen_cost), *((other, cost_of(other)) for other in _next_least(totals, chosen))]
+    return [
+        Candidate(pool.workers[at].worker_id, pool.workers[at].pool, cost, at == home) for at, cost in costs
+    ]
 
 
 def _next_least(totals: Column, chosen: int) -> list[int]:
@@ -285,7 +301,7 @@ def _pair(
     return Pair(
         prefill,
         decodes.workers[column] if decodes is not None else None,
-        cost.queue_s + cost.prefill_s + cost.transfer_s + cost.decode_wait_s,
+        cost.wait_s,
         cost,
         decodes.ready_count if decodes is not None else 1,
         loads.prefill[prefill.key].queued_tokens,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.core.types import ModelFacts
 from engine.kv_cache.cache_events import KvEventLog
 from engine.vllm.bridge import VllmBridge, close_bridge, open_bridge
-from engine.vllm.options import tensor_parallel_size, vllm_arguments
+from engine.vllm.options import FIELD, tensor_parallel_size, vllm_arguments
 from kv_transfer.transports.transport import KvMemoryRegion
 from kv_transfer.wire_format import BlockReader
 from splitserve.config.engine import EngineConfig
@@ -156,14 +156,10 @@ def _load(arguments: Sequence[str], size: int, connector_config: Mapping[str, An
     try:
         parsed = parser.parse_args(list(arguments))
     except SystemExit:
-        raise ConfigError(
-            "engine.engine_args: vLLM does not know these options", field="engine.engine_args"
-        ) from None
+        raise ConfigError(f"{FIELD}: vLLM does not know these options", field=FIELD) from None
     args = EngineArgs.from_cli_args(parsed)
     if args.tensor_parallel_size != size:
-        raise ConfigError(
-            "engine.engine_args: write --tensor-parallel-size in full", field="engine.engine_args"
-        )
+        raise ConfigError(f"{FIELD}: write --tensor-parallel-size in full", field=FIELD)
     connector, processor = PLUGINS if size == 1 else RANK_PLUGINS
     args.kv_transfer_config = KVTransferConfig(
         kv_connector=connector.partition(":")[2],

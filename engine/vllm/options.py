@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from kv_transfer.shard_map import MAX_RANKS
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
+from splitserve.gpus.option_words import TENSOR_PARALLEL, value_given
 
 CPU_BLOCK_MULTIPLE = 32
 """vLLM's attention on cpu packs keys and values of so many tokens."""
 DEFAULT_CPU_BYTES = 1 << 30
 DEFAULT_STEP_TOKENS = 512
 FIELD = "engine.engine_args"
-TENSOR_PARALLEL = ("--tensor-parallel-size", "-tp")
 
 BY_SETTING = {
     "--model": "model",
@@ -96,12 +96,8 @@ def checked_options(engine_args: str) -> list[str]:
 
 def tensor_parallel_size(engine_args: str) -> int:
     """The number of ranks that `EngineConfig.engine_args` ask for. Raises ConfigError unless 1..`MAX_RANKS`."""
-    words = checked_options(engine_args)
-    size = "1"
-    for place, word in enumerate(words):
-        name, equals, value = word.replace("_", "-").partition("=")
-        if name in TENSOR_PARALLEL:
-            size = value if equals else (words[place + 1] if place + 1 < len(words) else "")
+    given = value_given(checked_options(engine_args), TENSOR_PARALLEL)
+    size = "1" if given is None else given
     if not (size.isascii() and size.isdecimal() and 1 <= int(size[:4]) <= MAX_RANKS):
         message = f"{FIELD}: --tensor-parallel-size must be 1..{MAX_RANKS}, not {size[:20]!r}"
         raise ConfigError(message, field=FIELD)

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
+
+P = TypeVar("P")
 
 MAX_METADATA_BYTES = 2**20
 MEMORY_KINDS = ("DRAM", "VRAM")
 _MAX_BLOCKS = 2**31 - 1
+
+
+def registered(endpoint: TransferEndpoint | None) -> TransferEndpoint:
+    """The endpoint of the registered memory. Raises FailedPreconditionError where there is none."""
+    if endpoint is None:
+        raise FailedPreconditionError("no memory is registered")
+    return endpoint
+
+
+def connected_peer(peers: Mapping[str, P], agent_id: str) -> P:
+    """What is known of a connected peer. Raises TransferError (UNKNOWN_PEER) for any other agent."""
+    try:
+        return peers[agent_id]
+    except KeyError:
+        raise unknown_peer(agent_id) from None
+
+
+def unknown_peer(agent_id: str) -> TransferError:
+    """The error of a write or notification to an agent that is not connected (UNKNOWN_PEER)."""
+    return TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER")
 
 
 def check_memory(memory: KvMemoryRegion) -> None:
@@ -121,3 +144,10 @@ def merge_runs(local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> lis
     if length:
         runs.append(Run(local_start, remote_start, length))
     return runs
+
+
+def count_descriptors(
+    local_blocks: Sequence[int], remote_blocks: Sequence[int], rows: int, *, touching: bool
+) -> int:
+    """Descriptors of a write of `rows` rows: one a run and row, or one a block and row unless blocks are `touching`."""
+    return rows * (len(merge_runs(local_blocks, remote_blocks)) if touching else len(local_blocks))

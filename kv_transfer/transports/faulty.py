@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kv_transfer.transports.descriptors import check_blocks, check_notification, merge_runs
+from kv_transfer.transports.descriptors import check_blocks, check_notification, merge_runs, unknown_peer
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
     PollResult,
@@ -23,7 +23,7 @@ from kv_transfer.transports.transport import (
     WriteResult,
 )
 from splitserve.config.faults import FaultPlan, Trigger
-from splitserve.errors import FailedPreconditionError, SplitserveError, TransferError
+from splitserve.errors import FailedPreconditionError, SplitserveError
 from splitserve.logs import log_event
 
 
@@ -311,7 +311,7 @@ class FaultyTransport(Transport):
         if self._memory is None:
             raise FailedPreconditionError("no memory is registered")
         if agent_id not in self._inner.connected() or agent_id not in self._peers:
-            raise TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER")
+            raise unknown_peer(agent_id)
         return self._memory
 
 

@@ -20,8 +20,10 @@ from kv_transfer.transports.descriptors import (
     check_endpoint,
     check_memory,
     check_notification,
+    connected_peer,
     merge_runs,
     pieces_touch,
+    registered,
 )
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
@@ -148,7 +150,7 @@ class MemoryTransport(Transport):
         """See `Transport`."""
         if endpoint.agent_id in self._peers:
             return
-        check_endpoint(self._require_endpoint(), endpoint)
+        check_endpoint(registered(self._endpoint), endpoint)
         self._connect(endpoint)
 
     def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
@@ -156,10 +158,10 @@ class MemoryTransport(Transport):
         if endpoint.agent_id in self._peers:
             return
         if own is None:
-            check_agent(self._require_endpoint(), endpoint)
+            check_agent(registered(self._endpoint), endpoint)
             self._connect(replace(endpoint, memory=replace(endpoint.memory, num_blocks=0)))
             return
-        check_endpoint(replace(self._require_endpoint(), memory=own), endpoint)
+        check_endpoint(replace(registered(self._endpoint), memory=own), endpoint)
         self._connect(endpoint)
         self._parts[endpoint.agent_id] = own, endpoint.memory
 
@@ -190,7 +192,7 @@ class MemoryTransport(Transport):
         notification: bytes | None = None,
     ) -> int:
         """See `Transport`."""
-        peer, mine = self._require_peer(agent_id), self._require_endpoint()
+        peer, mine = connected_peer(self._peers, agent_id), registered(self._endpoint)
         check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.memory.num_blocks)
         check_notification(notification)
         parts = self._parts.get(agent_id)
@@ -205,7 +207,7 @@ class MemoryTransport(Transport):
 
     def notify(self, agent_id: str, notification: bytes) -> None:
         """See `Transport`."""
-        self._require_peer(agent_id)
+        connected_peer(self._peers, agent_id)
         check_notification(notification)
         if problem := self._hub.deliver(self._agent_id, agent_id, (), notification):
             self._peers.pop(agent_id, None)
@@ -237,14 +239,3 @@ class MemoryTransport(Transport):
     def descriptors_posted(self) -> int:
         """See `Transport`."""
         return self._descriptors
-
-    def _require_endpoint(self) -> TransferEndpoint:
-        if self._endpoint is None:
-            raise FailedPreconditionError("no memory is registered")
-        return self._endpoint
-
-    def _require_peer(self, agent_id: str) -> TransferEndpoint:
-        try:
-            return self._peers[agent_id]
-        except KeyError:
-            raise TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER") from None

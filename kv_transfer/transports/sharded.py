@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from kv_transfer.layout import KvLayout
 from kv_transfer.shard_map import MAX_RANKS, Shard, shard_map
-from kv_transfer.transports.descriptors import check_agent, check_notification
+from kv_transfer.transports.descriptors import check_agent, check_notification, registered
 from kv_transfer.transports.joined_writes import JoinedWrites
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
@@ -75,7 +75,7 @@ class ShardedTransport(Transport):
 
     def connect(self, endpoint: TransferEndpoint) -> None:
         """See `Transport`. Connects each pair of ranks that has heads in common, and the agents of both workers."""
-        mine = self._require_endpoint()
+        mine = registered(self._endpoint)
         if not (mine.ranks or endpoint.ranks):
             self._own.connect(endpoint)
             return
@@ -187,11 +187,6 @@ class ShardedTransport(Transport):
         except TransferError as error:
             return replace(result, error=error.message)  # the bytes have arrived: nothing is in doubt
         return result
-
-    def _require_endpoint(self) -> TransferEndpoint:
-        if self._endpoint is None:
-            raise FailedPreconditionError("no memory is registered")
-        return self._endpoint
 
 
 def _checked_shards(mine: TransferEndpoint, theirs: TransferEndpoint) -> tuple[Shard, ...]:

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from splitserve.config.command_line import settings_of
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
+from splitserve.gpus.option_words import value_given
 from splitserve.gpus.worker_gpus import check_gpu_count
 
 _KIND, _ENGINE_ARGS = "engine.kind", "engine.engine_args"
 _SETTINGS = {setting.path: setting for setting in settings_of(WorkerConfig)}
+GPU_VARIABLE = _SETTINGS["gpus"].variable
+"""The environment variable of a worker's setting `gpus`."""
 
 
 def check_command(words: Sequence[str], environment: Mapping[str, str], gpus: int) -> None:
@@ -27,9 +30,6 @@ def environment_of(entries: Iterable[str]) -> dict[str, str]:
 
 def _value(path: str, words: Sequence[str], environment: Mapping[str, str]) -> str | None:
     """A setting's last value on the command line, else its variable's."""
-    setting, value = _SETTINGS[path], None
-    for place, word in enumerate(words):
-        name, mark, given = word.partition("=")
-        if name == setting.flag:
-            value = given if mark else "".join(words[place + 1 : place + 2])
+    setting = _SETTINGS[path]
+    value = value_given(words, (setting.flag,))
     return value if value is not None else environment.get(setting.variable)

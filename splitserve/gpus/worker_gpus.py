@@ -13,6 +13,7 @@ from splitserve.errors import ConfigError
 from splitserve.gpus.driver_files import PciGpu, pci_gpus
 from splitserve.gpus.inventory import is_mig
 from splitserve.gpus.nics import nearest_nics
+from splitserve.gpus.option_words import TENSOR_PARALLEL, value_given
 from splitserve.gpus.rdma import read_rdma_facts
 from splitserve.host_facts import read_host_facts
 from splitserve.logs import log_event
@@ -20,7 +21,6 @@ from splitserve.runtime.process import DEVICE_ORDER_VARIABLE, number_devices_lik
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 NICS_VARIABLE = "UCX_NET_DEVICES"
-_SIZE_OPTIONS = frozenset({"--tensor-parallel-size", "-tp"})
 
 
 def tensor_parallel_size(engine_args: str) -> int | None:
@@ -32,16 +32,12 @@ def tensor_parallel_size(engine_args: str) -> int | None:
         words = shlex.split(engine_args)
     except ValueError as error:
         raise _bad_args(str(error)) from None
-    size = None
-    for place, word in enumerate(words):
-        name, mark, value = word.partition("=")
-        if name.replace("_", "-") not in _SIZE_OPTIONS:
-            continue
-        given = value if mark else "".join(words[place + 1 : place + 2])
-        if not given.isdecimal() or int(given) < 1:
-            raise _bad_args(f"{name} must be a number of at least 1 (given: {given!r})")
-        size = int(given)
-    return size
+    given = value_given(words, TENSOR_PARALLEL)
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and int(given) >= 1):
+        raise _bad_args(f"{TENSOR_PARALLEL[0]} must be a number of at least 1 (given: {given[:20]!r})")
+    return int(given)
 
 
 def check_gpu_count(kind: str, engine_args: str, gpus: int, field: str = "gpus_per_replica") -> None:

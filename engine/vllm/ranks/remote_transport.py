@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine.vllm.ranks.rank_link import RankEndedError, RankLink
-from kv_transfer.transports.descriptors import check_blocks, merge_runs, pieces_touch
+from kv_transfer.transports.descriptors import check_blocks, count_descriptors, pieces_touch, unknown_peer
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
     PollResult,
@@ -85,7 +85,7 @@ class RemoteTransport(Transport):
     ) -> int:
         """See `Transport`. Posted by the rank within `POST_S`, or not at all. Takes no notification."""
         if agent_id not in self._peers:
-            raise TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER")
+            raise unknown_peer(agent_id)
         if notification is not None:
             raise FailedPreconditionError("a rank sends no notifications")
         own, theirs = self._parts[agent_id]
@@ -99,9 +99,9 @@ class RemoteTransport(Transport):
             post_before_ns=int((self._clock() + POST_S) * 1e9),
         )
         self._link.send(pb.RankCommand(write=write))
-        touching = pieces_touch(own, theirs)
-        runs = len(merge_runs(local_blocks, remote_blocks)) if touching else len(local_blocks)
-        self._descriptors += runs * len(own.rows)
+        self._descriptors += count_descriptors(
+            local_blocks, remote_blocks, len(own.rows), touching=pieces_touch(own, theirs)
+        )
         return self._last_handle
 
     def notify(self, agent_id: str, notification: bytes) -> None:

@@ -41,8 +41,10 @@ from kv_transfer.transports.descriptors import (
     check_endpoint,
     check_memory,
     check_notification,
-    merge_runs,
+    connected_peer,
+    count_descriptors,
     pieces_touch,
+    registered,
 )
 from kv_transfer.transports.nixl.binding import NixlAgent, PeerLostError, load_nixl
 from kv_transfer.transports.transport import (
@@ -125,7 +127,7 @@ class NixlTransport(Transport):
         """See `Transport`. Loads the peer's metadata; the peer need not be running yet."""
         if endpoint.agent_id in self._peers:
             return
-        check_endpoint(self._require_endpoint(), endpoint)
+        check_endpoint(registered(self._endpoint), endpoint)
         theirs = endpoint.memory
 
         def prepare(agent: NixlAgent) -> _Peer:
@@ -140,10 +142,10 @@ class NixlTransport(Transport):
             return
         theirs = endpoint.memory
         if own is None:
-            check_agent(self._require_endpoint(), endpoint)
+            check_agent(registered(self._endpoint), endpoint)
             self._connect(endpoint, lambda agent: _Peer(0, 0, 0, ()))
             return
-        check_endpoint(replace(self._require_endpoint(), memory=own), endpoint)
+        check_endpoint(replace(registered(self._endpoint), memory=own), endpoint)
 
         def prepare(agent: NixlAgent) -> _Peer:
             blocks = _prepare_blocks(agent, endpoint.agent_id, theirs)
@@ -193,7 +195,11 @@ class NixlTransport(Transport):
 
         NIXL does not say which lane a write took, so every failure of a posted one leaves it in doubt.
         """
-        peer, mine, agent = self._require_peer(agent_id), self._require_endpoint(), self._require_agent()
+        peer, mine, agent = (
+            connected_peer(self._peers, agent_id),
+            registered(self._endpoint),
+            self._require_agent(),
+        )
         check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.num_blocks)
         check_notification(notification)
         rows = len(mine.memory.rows)
@@ -209,8 +215,7 @@ class NixlTransport(Transport):
             self._completed.append(WriteResult(handle, error.message, in_doubt=True))
             self._end(agent_id, request, error)
             return handle
-        runs = len(merge_runs(local_blocks, remote_blocks)) if peer.touching else len(local_blocks)
-        self._descriptors += rows * runs
+        self._descriptors += count_descriptors(local_blocks, remote_blocks, rows, touching=peer.touching)
         if completed:
             self._release(request)
             self._completed.append(WriteResult(handle))
@@ -220,7 +225,7 @@ class NixlTransport(Transport):
 
     def notify(self, agent_id: str, notification: bytes) -> None:
         """See `Transport`."""
-        self._require_peer(agent_id)
+        connected_peer(self._peers, agent_id)
         check_notification(notification)
         try:
             self._require_agent().send(agent_id, notification)
@@ -307,17 +312,6 @@ class NixlTransport(Transport):
         if self._agent is None:
             raise TransferError("the transport is closed")
         return self._agent
-
-    def _require_endpoint(self) -> TransferEndpoint:
-        if self._endpoint is None:
-            raise FailedPreconditionError("no memory is registered")
-        return self._endpoint
-
-    def _require_peer(self, agent_id: str) -> _Peer:
-        try:
-            return self._peers[agent_id]
-        except KeyError:
-            raise TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER") from None
 
 
 def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) -> int:

@@ -29,7 +29,9 @@ from kv_transfer.transports.descriptors import (
     check_endpoint,
     check_memory,
     check_notification,
+    connected_peer,
     merge_runs,
+    registered,
 )
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
@@ -128,7 +130,7 @@ class UcxTransport(Transport):
         """See `Transport`. The connection is set up while both sides poll; the peer need not be running yet."""
         if endpoint.agent_id in self._peers:
             return
-        check_endpoint(self._require_endpoint(), endpoint)
+        check_endpoint(registered(self._endpoint), endpoint)
         agent_id, address = decode_metadata(endpoint.metadata)
         if agent_id != endpoint.agent_id:
             raise TransferError(f"the metadata of agent {endpoint.agent_id} is another agent's")
@@ -161,7 +163,7 @@ class UcxTransport(Transport):
         notification: bytes | None = None,
     ) -> int:
         """See `Transport`. Each contiguous run of blocks is one message."""
-        peer, mine = self._require_peer(agent_id), self._require_endpoint()
+        peer, mine = connected_peer(self._peers, agent_id), registered(self._endpoint)
         check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.num_blocks)
         _check_notification(notification)
         runs = merge_runs(local_blocks, remote_blocks)
@@ -182,7 +184,7 @@ class UcxTransport(Transport):
 
     def notify(self, agent_id: str, notification: bytes) -> None:
         """See `Transport`."""
-        peer = self._require_peer(agent_id)
+        peer = connected_peer(self._peers, agent_id)
         _check_notification(notification)
         try:
             self._send(peer, Notice(notification))
@@ -314,17 +316,6 @@ class UcxTransport(Transport):
         if self._worker is None:
             raise TransferError("the transport is closed")
         return self._worker
-
-    def _require_endpoint(self) -> TransferEndpoint:
-        if self._endpoint is None:
-            raise FailedPreconditionError("no memory is registered")
-        return self._endpoint
-
-    def _require_peer(self, agent_id: str) -> _Peer:
-        try:
-            return self._peers[agent_id]
-        except KeyError:
-            raise TransferError(f"agent {agent_id} is not connected", reason="UNKNOWN_PEER") from None
 
 
 def _check_notification(notification: bytes | None) -> None:

@@ -48,6 +48,7 @@ def doctor(
         return
     from splitserve.cluster.doctor import host_verdicts, is_slow, pair_verdicts
     from splitserve.cluster.rdma_verdicts import rdma_verdicts
+    from splitserve.gpus.engine_command import GPU_VARIABLE
     from splitserve.gpus.rdma import read_rdma_facts
     from splitserve.host_facts import read_host_facts
 
@@ -55,7 +56,7 @@ def doctor(
     host = read_host_facts()
     pairs = [] if info is None else pair_verdicts(info.workers, host)
     # In a worker's container the first one names its own GPUs.
-    visible = os.environ.get("SPLITSERVE_GPU") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(GPU_VARIABLE) or os.environ.get("CUDA_VISIBLE_DEVICES")
     facts = [*host_verdicts(host), *rdma_verdicts(read_rdma_facts(), host.variables, visible)]
     if machine and not as_json:
         write(_table("this machine", facts))

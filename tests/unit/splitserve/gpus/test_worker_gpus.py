@@ -124,7 +124,7 @@ def test_sizes_in_engine_args() -> None:
     assert tensor_parallel_size("") is None
     assert tensor_parallel_size("--max-model-len 100") is None
     assert tensor_parallel_size("-tp 2 --tensor-parallel-size=4") == 4
-    for text in ("-tp x", "-tp", "--tensor-parallel-size 0", "'"):
+    for text in ("-tp x", "-tp", "--tensor-parallel-size 0", "-tp " + "9" * 5000, "'"):
         with pytest.raises(ConfigError, match=r"engine\.engine_args: ") as caught:
             tensor_parallel_size(text)
         assert caught.value.field == "engine.engine_args"
