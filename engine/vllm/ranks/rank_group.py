@@ -32,6 +32,7 @@ SOCKET_FIELD = "splitserve_socket"
 """Where the socket's path stands in the extra configuration of vLLM's KV connector."""
 WORKER_FIELD = "splitserve_worker_pid"
 TRANSPORT_FIELD = "splitserve_transport"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class RankGroup:
@@ -133,6 +134,11 @@ class RankGroup:
 
     def _remove_files(self) -> None:
         self._socket.close()
+        # On cpu vLLM names the ranks' shared memory after the file that they meet at, and a killed rank would leave it
+        # behind. Without a name it lives as long as it is mapped.
+        for meeting in self._folder.glob("vllm_dist_*"):
+            for memory in SHARED_MEMORY.glob(f"{meeting.name}*"):
+                memory.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
