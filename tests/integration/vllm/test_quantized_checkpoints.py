@@ -1,0 +1,56 @@
+"""Checkpoints with quantized weights run on both sides of a handoff with `--engine vllm`, by vLLM's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from splitserve.client import AsyncClient
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.quantized_models import METHODS, make_quantized_model
+
+MAX_TOKENS = 8
+NEAR = 0.2
+"""A chosen token may be so much less likely than the reference's best one, as a share of the spread of its logits:
+vLLM computes in bfloat16, and `int8` rounds activations, too."""
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+def worst_share(reference: Path, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """How far the answer's worst token lies below the reference's best, as a share of the logits' spread."""
+    model = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    best, least = logits.amax(dim=1), logits.amin(dim=1)
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return float(((best - chosen) / (best - least)).max())
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_answers_follow_the_quantized_weights(method: str, tmp_path: Path) -> None:
+    checkpoint, reference = make_quantized_model(method, tmp_path)
+    options = ["--context-tokens", "512", "--max-step-tokens", "64", "--kv-memory-bytes", "30000000"]
+    setup = Cluster(
+        tmp_path,
+        model=str(checkpoint),
+        engine="vllm",
+        prefill=1,
+        decode=1,
+        worker_options=[*options, "--verify-kv", "all"],
+        fresh=True,
+    )
+    tokens = load_tokenizer(str(checkpoint)).encode(sentences(40, seed=5))
+    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:
+        for length in (33, 64, 130, 130):
+            prompt = tokens[length : 2 * length]
+            answer = await client.generate(prompt, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+            assert answer.timings.transfer_bytes > 0
+            assert worst_share(reference, prompt, answer.token_ids) < NEAR, length
+        await cluster.assert_no_leaks()
