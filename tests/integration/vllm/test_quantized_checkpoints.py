@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.integration.vllm.quantized_models import METHODS, make_quantized_model
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.engine.quantized_models import METHODS, make_quantized_model
 
 MAX_TOKENS = 8
 NEAR = 0.2
