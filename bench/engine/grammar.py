@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.core.types import ModelFacts, SamplingParams, ScheduledSequence
-from engine.runner.sampler import SamplingRow, sample
+from engine.runner.sampler import sample
+from engine.runner.sampling_row import SamplingRow
 from engine.runner.structured_output import CompiledGrammar, GrammarCompiler, MaskFiller
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1.generation_pb2 import Grammar

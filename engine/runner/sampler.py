@@ -11,16 +11,16 @@ temperature, top-k, top-p, min-p. Equal logits are ranked by token id, lower fir
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.backends.cuda.sampling import draw_tokens
-from engine.core.types import Logprob, RowsFailedError, SampledToken, SamplingParams, ScheduledSequence
-from engine.runner.structured_output import GrammarFailedError, Mask
+from engine.core.types import Logprob, RowsFailedError, SampledToken, SamplingParams
+from engine.runner.device_sampling.row_sampler import sample_rows
+from engine.runner.sampling_row import SamplingRow
+from engine.runner.structured_output import GrammarFailedError
 from engine.runner.structured_output import allowed_tokens as grammar_tokens
 from splitserve.errors import SplitserveError
 from splitserve.request_guard import request_error
@@ -28,8 +28,6 @@ from splitserve.request_guard import request_error
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-_U64 = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _NUCLEUS_GUESS = 1024
 """Candidates sorted at first; nearly always enough for top-p or min-p, and much cheaper than sorting all."""
 
@@ -43,73 +41,6 @@ class NanLogitsError(RowsFailedError):
     """Rows whose largest logit is NaN or infinite, so that any token would be arbitrary."""
 
     default_reason = "NAN_LOGITS"
-
-
-class SamplingRow(NamedTuple):
-    """One row to sample. `token_ids[:prompt_tokens]` is the prompt, `token_ids[prompt_tokens:end]` the output."""
-
-    sampling: SamplingParams
-    token_ids: Sequence[int]
-    prompt_tokens: int
-    end: int
-    banned_token_ids: frozenset[int] = frozenset()
-    mask: Mask | None = None
-    """The tokens that the row's grammar allows; None without a grammar."""
-
-    @classmethod
-    def of(cls, sequence: ScheduledSequence, mask: Mask | None) -> SamplingRow:
-        """The row of a sequence whose end a step computes."""
-        return cls(
-            sampling=sequence.sampling,
-            token_ids=sequence.token_ids,
-            prompt_tokens=sequence.prompt_tokens,
-            end=sequence.num_computed + sequence.num_new,
-            banned_token_ids=sequence.banned_token_ids,
-            mask=mask,
-        )
-
-    @property
-    def position(self) -> int:
-        """Position in the output, from 0, of the token to be sampled."""
-        return self.end - self.prompt_tokens
-
-    @property
-    def penalized(self) -> bool:
-        """Whether the tokens so far change the logits."""
-        s = self.sampling
-        return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
-
-    @property
-    def adjusted(self) -> bool:
-        """Whether the logits are changed before a token is sampled."""
-        changed = self.penalized or bool(self.sampling.logit_bias) or bool(self.banned_token_ids)
-        return changed or self.mask is not None
-
-    @property
-    def plain(self) -> bool:
-        """Whether the argmax is all that is needed."""
-        return self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
-
-    @property
-    def drawable(self) -> bool:
-        """Whether a token drawn from the unchanged logits is all that is needed."""
-        return not self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, a function of its arguments only.
-
-    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), read at
-    index `position` of the stream that starts at the mixed seed.
-    """
-    return (_mix(_mix(seed & _U64) + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
-
-
-def _mix(state: int) -> int:
-    state &= _U64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _U64
-    return state ^ (state >> 31)
 
 
 def sample(
@@ -129,43 +60,20 @@ def sample(
         raise NanLogitsError(f"logits of {len(failed)} of {len(rows)} sequences are not finite", failed)
     tokens = [SampledToken(token) for token in best]
     others = [index for index, row in enumerate(rows) if not row.plain]
-    if not logits.is_cpu:
-        others = _draw_on_device(logits, rows, others, tokens)
-    stuck: list[int] = []
-    broken: dict[int, SplitserveError] = {}
-    for index, source in zip(others, _on_host(logits, others), strict=True):
-        values = source.float()
-        try:
-            token = _sample_row(values, rows[index])
-        except BaseException as error:
-            broken[index] = request_error(error, f"row {index}")
-            continue
-        if token is None:
-            stuck.append(index)
-        else:
-            tokens[index] = token
-    if broken:
+    if logits.is_cpu:
+        chosen = [_sample_on_host(logits[index], rows[index]) for index in others]
+    else:
+        chosen = sample_rows(logits[others], [rows[index] for index in others])
+    results = dict(zip(others, chosen, strict=True))
+    if broken := {index: one for index, one in results.items() if isinstance(one, SplitserveError)}:
         first = next(iter(broken.values()))
         raise RowsFailedError(first.message, tuple(broken), reason=first.reason)
-    if stuck:
-        raise GrammarFailedError("the grammar allows no token that the model can choose", tuple(stuck))
+    if stuck := tuple(index for index, one in results.items() if one is None):
+        raise GrammarFailedError("the grammar allows no token that the model can choose", stuck)
+    for index, token in results.items():
+        assert isinstance(token, SampledToken)
+        tokens[index] = token
     return tokens
-
-
-def _draw_on_device(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], wanted: list[int], tokens: list[SampledToken]
-) -> list[int]:
-    """Draws the tokens of the `drawable` ones of the wanted rows, all at once on the logits' device.
-
-    Replaces their entries in `tokens`; returns the other wanted rows.
-    """
-    drawn = [index for index in wanted if rows[index].drawable]
-    if drawn:
-        numbers = [uniform(rows[index].sampling.seed, rows[index].position) for index in drawn]
-        results = draw_tokens(logits[drawn], [rows[index].sampling for index in drawn], numbers)
-        for index, token in zip(drawn, results, strict=True):
-            tokens[index] = SampledToken(token)
-    return [index for index in wanted if not rows[index].drawable]
 
 
 def _argmax(logits: torch.Tensor) -> list[int]:
@@ -184,9 +92,12 @@ def _argmax(logits: torch.Tensor) -> list[int]:
     return result
 
 
-def _on_host(logits: torch.Tensor, rows: list[int]) -> Iterable[torch.Tensor]:
-    """These rows `[vocabulary]` one by one; from a GPU in a single transfer."""
-    return (logits[row] for row in rows) if logits.is_cpu or not rows else logits[rows].cpu()
+def _sample_on_host(raw: torch.Tensor, row: SamplingRow) -> SampledToken | SplitserveError | None:
+    """The result of one row `[vocabulary]`; see `sample_rows`."""
+    try:
+        return _sample_row(raw.float(), row)
+    except BaseException as error:
+        return request_error(error, "a row")
 
 
 def _sample_row(raw: torch.Tensor, row: SamplingRow) -> SampledToken | None:
@@ -234,7 +145,7 @@ def _draw(logits: NDArray[np.float32], row: SamplingRow) -> int:
     allowed = allowed_tokens(scaled, row.sampling)
     kept = scaled if allowed is None else scaled[allowed]
     cumulative = torch.from_numpy(np.exp(kept - kept.max())).cumsum(0).numpy()
-    target = uniform(row.sampling.seed, row.position) * cumulative[-1]
+    target = row.uniform * cumulative[-1]
     # The first index whose sum exceeds the target, which skips tokens of probability zero. Rounding may bring the
     # target up to the last sum; the token is then the last one with a probability.
     last = int(np.searchsorted(cumulative, cumulative[-1]))

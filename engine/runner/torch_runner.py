@@ -24,7 +24,8 @@ from engine.runner.device import choose_device
 from engine.runner.fp8_wire import Fp8Wire
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.model_loader import load_model
-from engine.runner.sampler import NanLogitsError, SamplingRow, sample
+from engine.runner.sampler import NanLogitsError, sample
+from engine.runner.sampling_row import SamplingRow
 from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import GrammarFailedError, MaskFiller
 from kv_transfer.layout import FP8_E4M3, SAME, KvLayout

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch
 
 from engine.core.types import RowsFailedError, SampledToken
-from engine.runner.sampler import SamplingRow, sample
+from engine.runner.sampler import sample
+from engine.runner.sampling_row import SamplingRow
 from engine.runner.structured_output import MaskFiller
 from engine.vllm.bridge import VllmRow
 from splitserve.request_guard import request_error

@@ -33,7 +33,7 @@ class EngineConfig(Settings):
     """CUDA graphs for decode-only steps. `auto`: on cuda with triton attention; the start takes a few seconds
     longer."""
     device_sampling: Literal["auto", "off"] = "auto"
-    """Drawing of tokens where the logits are. `auto`: on cuda; `off`: on the host, which waits for all logits."""
+    """Sampling of tokens where the logits are. `auto`: on cuda; `off`: on the host, which waits for all logits."""
     block_size_tokens: Annotated[int, Field(ge=1, le=1024), Option(flag="block-size")] = 16
     """Tokens per KV block. Must be equal on all workers of a model. vLLM on cpu takes multiples of 32: rounded up."""
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.types import SamplingParams
-from engine.runner.sampler import NanLogitsError, SamplingRow, adjust, allowed_tokens, sample, uniform
+from engine.runner.sampler import NanLogitsError, adjust, allowed_tokens, sample
+from engine.runner.sampling_row import SamplingRow, uniform
 
 # Few distinct values, so that ties are common, as they are in bfloat16.
 LOGITS = st.lists(st.integers(-8, 8).map(lambda value: value / 2), min_size=1, max_size=40)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
 import pytest
 import torch
 
-from engine.backends.cuda.sampling import draw_tokens
-from engine.core.types import SamplingParams
+from engine.core.types import SampledToken
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.probe import AttentionKind
+from engine.runner.device_sampling.row_sampler import sample_rows
+from engine.runner.sampling_row import SamplingRow
 from engine.runner.self_test.attention_check import KvShape, check_attention
 from engine.runner.self_test.graph_check import check_graphs
 from engine.runner.self_test.sampling_check import check_sampling
@@ -22,7 +24,7 @@ from kv_transfer.transports.faulty import FaultyTransport
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.transport import Transport
 from splitserve.config.faults import FaultPlan, Trigger
-from splitserve.errors import TransferError
+from splitserve.errors import SplitserveError, TransferError
 from tests.support.self_test.plain_attention import GraphFault, KernelFault, PlainAttention, PlainGraphs
 
 CPU = torch.device("cpu")
@@ -75,13 +77,15 @@ def test_replayed_steps() -> None:
 def test_sampling(dtype: str) -> None:
     check_sampling(3000, dtype, CPU)
 
-    def first(
-        logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]
-    ) -> list[int]:
-        return [0, *draw_tokens(logits, sampling, uniforms)[1:]]
+    def without_penalties(
+        logits: torch.Tensor, rows: Sequence[SamplingRow]
+    ) -> list[SampledToken | SplitserveError | None]:
+        return sample_rows(
+            logits, [row._replace(sampling=replace(row.sampling, frequency_penalty=0.0)) for row in rows]
+        )
 
-    with pytest.raises(WrongResultError, match="drew the tokens"):
-        check_sampling(3000, dtype, CPU, draw=first)
+    with pytest.raises(WrongResultError, match="the host samples"):
+        check_sampling(3000, dtype, CPU, on_device=without_penalties)
     with pytest.raises(WrongResultError, match="the largest logits"):
         # A NaN that is taken for a token.
         check_sampling(3000, dtype, CPU, argmax=lambda logits: logits.argmax(-1).tolist)

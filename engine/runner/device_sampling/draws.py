@@ -14,32 +14,18 @@ from engine.core.types import SamplingParams
 
 GUESS = 1024
 """Candidates ranked at first; nearly always enough for top-p or min-p, and much cheaper than ranking all."""
-ROWS_AT_ONCE = 32
-"""Bounds the memory for float64 copies: a few hundred MB for a vocabulary of 128,000 tokens."""
 _ROUNDING = 1e-12
 
 
 def draw_tokens(
     logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]
-) -> list[int]:
-    """One token per row of `logits` `[rows, vocabulary]`; applies temperature, top-k, top-p and min-p only.
-
-    `uniforms`: each row's random number in [0, 1). Waits for the device once, and once more for each part of the rows
-    that needs filters.
-    """
-    begins = range(0, len(sampling), ROWS_AT_ONCE)
-    drawn = [
-        _draw(logits[begin:end], sampling[begin:end], uniforms[begin:end])
-        for begin, end in ((begin, begin + ROWS_AT_ONCE) for begin in begins)
-    ]
-    tokens: list[int] = torch.cat(drawn).tolist() if drawn else []
-    return tokens
-
-
-def _draw(
-    logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> torch.Tensor:
-    """Inverse transform sampling over the allowed tokens, in the order of their ids. Returns int64 `[rows]`."""
+    """One token per row of `logits` `[rows, vocabulary]`, int64 `[rows]`: temperature, top-k, top-p and min-p, then
+    inverse transform sampling over the allowed tokens, in the order of their ids.
+
+    `uniforms`: each row's random number in [0, 1). Waits for the device where rows have filters. Makes several float64
+    copies of the logits.
+    """
     numbers = torch.tensor(
         [(s.temperature, u) for s, u in zip(sampling, uniforms, strict=True)], dtype=torch.float64
     ).to(logits.device)

@@ -1,0 +1,1 @@
+"""Samples tokens on the device that has their logits. Read `row_sampler.py` first."""

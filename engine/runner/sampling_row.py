@@ -1,0 +1,79 @@
+"""What a token is sampled from beside its logits: parameters, context, grammar mask and a random number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.core.types import SamplingParams, ScheduledSequence
+from engine.runner.structured_output import Mask
+
+_U64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+
+class SamplingRow(NamedTuple):
+    """One row to sample. `token_ids[:prompt_tokens]` is the prompt, `token_ids[prompt_tokens:end]` the output."""
+
+    sampling: SamplingParams
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    end: int
+    banned_token_ids: frozenset[int] = frozenset()
+    mask: Mask | None = None
+    """The tokens that the row's grammar allows; None without a grammar."""
+
+    @classmethod
+    def of(cls, sequence: ScheduledSequence, mask: Mask | None) -> SamplingRow:
+        """The row of a sequence whose end a step computes."""
+        return cls(
+            sampling=sequence.sampling,
+            token_ids=sequence.token_ids,
+            prompt_tokens=sequence.prompt_tokens,
+            end=sequence.num_computed + sequence.num_new,
+            banned_token_ids=sequence.banned_token_ids,
+            mask=mask,
+        )
+
+    @property
+    def position(self) -> int:
+        """Position in the output, from 0, of the token to be sampled."""
+        return self.end - self.prompt_tokens
+
+    @property
+    def penalized(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        s = self.sampling
+        return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the logits are changed before a token is sampled."""
+        changed = self.penalized or bool(self.sampling.logit_bias) or bool(self.banned_token_ids)
+        return changed or self.mask is not None
+
+    @property
+    def uniform(self) -> float:
+        """The row's random number, in [0, 1)."""
+        return uniform(self.sampling.seed, self.position)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the argmax is all that is needed."""
+        return self.sampling.greedy and self.sampling.logprobs is None and not self.adjusted
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, a function of its arguments only.
+
+    SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), read at
+    index `position` of the stream that starts at the mixed seed.
+    """
+    return (_mix(_mix(seed & _U64) + (position + 1) * _GOLDEN_GAMMA) >> 11) * 2.0**-53
+
+
+def _mix(state: int) -> int:
+    state &= _U64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _U64
+    return state ^ (state >> 31)
