@@ -59,6 +59,18 @@ class Histogram:
                 return low + (high - low) * inside
         return self.bounds[-1]
 
+    def share_within(self, seconds: float) -> float | None:
+        """Share of the values that are at most `seconds`, interpolated within its bucket; None if empty."""
+        total = self.total
+        if total <= 0:
+            return None
+        index = bisect_left(self.bounds, seconds)
+        reached = sum(self.counts[:index])
+        if index < len(self.bounds):
+            low = self.bounds[index - 1] if index > 0 else 0.0
+            reached += self.counts[index] * (seconds - low) / (self.bounds[index] - low)
+        return reached / total
+
 
 def _no_counts() -> list[int]:
     return [0] * (len(LATENCY_BOUNDS_S) + 1)

@@ -27,8 +27,8 @@ from splitserve.errors import (
 if TYPE_CHECKING:
     from engine.vllm.ranks.rank_group import RankGroup
 
-SUPPORTED = "0.32."
-"""Start of the versions of vLLM that the tests run with. Its connector interface is marked experimental."""
+SUPPORTED = ("0.30", "0.31", "0.32")
+"""The minor versions of vLLM that the tests ran with. Its connector interface is marked experimental."""
 
 REFUSALS = (ValueError, NotImplementedError, OSError, RuntimeError)
 """What vLLM raises for models and options that it cannot take."""
@@ -139,8 +139,8 @@ def _require_vllm() -> tuple[str, bool]:
     finally:
         logging.disable(disabled)
     version = str(vllm.__version__)
-    if not version.startswith(SUPPORTED):
-        message = f"engine vllm: vLLM {version} is not supported, only {SUPPORTED}x"
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        message = f"engine vllm: vLLM {version} is not supported, only {SUPPORTED[0]} to {SUPPORTED[-1]}"
         raise UnavailableError(message, reason="VLLM_MISSING")
     return version, bool(current_platform.is_cpu())
 

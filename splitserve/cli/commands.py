@@ -26,6 +26,9 @@ COMMANDS = {
     "up": CommandEntry("splitserve.cli.up", "Start a local cluster and keep it running until Ctrl-C"),
     "generate": CommandEntry("splitserve.cli.client.generate", "Stream one answer"),
     "status": CommandEntry("splitserve.cli.client.status", "Show workers and models of a running cluster"),
+    "top": CommandEntry(
+        "splitserve.cli.client.top", "Watch a running cluster: pools, rates, latencies, slow requests"
+    ),
     "explain": CommandEntry(
         "splitserve.cli.client.explain",
         "Show what happened to one request, and why; list slow and failed ones",

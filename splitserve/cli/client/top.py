@@ -1,0 +1,252 @@
+"""`splitserve top`: pools, rates, latencies and slow requests of a running cluster, again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from splitserve.cli import options
+from splitserve.cli.client.explain import Targets as TargetList
+from splitserve.cli.client.explain import document
+from splitserve.cli.output import write
+from splitserve.errors import SplitserveError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from splitserve.cli.client.top_figures import ModelFigures, Reading, Times, WorkerFigures
+    from splitserve.client import AsyncClient
+    from splitserve.client.scaling_client import ScalingClient
+    from splitserve.v1 import records_pb2
+
+PIPED_WIDTH = 120
+MAX_TARGETS = 64
+SLOW_REQUESTS = 5
+STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "standby": "cyan"}
+
+Interval = Annotated[
+    float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two readings.")
+]
+Count = Annotated[
+    int | None, typer.Option(min=1, help="End after so many pictures. Default: on a terminal none, piped 1.")
+]
+Ttft = Annotated[
+    float,
+    typer.Option("--ttft", min=0, max=3600, metavar="SECONDS", help="Target whose attainment is shown."),
+]
+Tpot = Annotated[
+    float,
+    typer.Option("--tpot", min=0, max=3600, metavar="SECONDS", help="Target whose attainment is shown."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line and reading instead.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("top")(top)
+
+
+def top(
+    interval: Interval = 2.0,
+    count: Count = None,
+    ttft: Ttft = 1.0,
+    tpot: Tpot = 0.1,
+    target: TargetList = None,
+    as_json: AsJson = False,
+    api_key: options.ApiKey = None,
+    tls: options.TlsClient = None,
+) -> None:
+    """Watch a running cluster: pools, rates, latencies, slow requests. Ends with Ctrl-C."""
+    targets = [one for given in target or [options.DEFAULT_TARGET] for one in given.split(",")]
+    on_terminal = sys.stdout.isatty() and not as_json
+    if count is None and not sys.stdout.isatty():
+        count = 1
+    watch = _Watch(targets, interval, (ttft, tpot), api_key, tls)
+    try:
+        asyncio.run(_live(watch, count) if on_terminal else _printed(watch, count, as_json=as_json))
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+class _Watch:
+    """Asks the coordinators every `interval` seconds."""
+
+    def __init__(
+        self,
+        targets: Sequence[str],
+        interval: float,
+        wanted_s: tuple[float, float],
+        api_key: str | None,
+        tls: Path | None,
+    ) -> None:
+        self._targets, self.interval, self._wanted_s = targets[:MAX_TARGETS], interval, wanted_s
+        self._api_key, self._tls = api_key, tls
+        self._stack = AsyncExitStack()
+        self._scaling: list[ScalingClient] = []
+        self._clients: list[AsyncClient] = []
+        self._before: Reading | None = None
+        self.missing: Sequence[str] = ()
+        """Coordinators that did not answer last time."""
+
+    async def __aenter__(self) -> _Watch:
+        from splitserve.client import AsyncClient
+        from splitserve.client.scaling_client import ScalingClient
+        from splitserve.rpc.credentials import ClusterCredentials
+        from splitserve.security.tls import client_files
+
+        files = client_files(self._tls) if self._tls else None
+        for one in self._targets:
+            security = ClusterCredentials(files)
+            scaling = ScalingClient(one, security=security, api_key=self._api_key)
+            self._scaling.append(await self._stack.enter_async_context(scaling))
+            client = AsyncClient(one, api_key=self._api_key, tls=files)
+            self._clients.append(await self._stack.enter_async_context(client))
+        self._before = await self._read()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def next(self) -> tuple[list[ModelFigures], list[records_pb2.RequestSummary]]:
+        """The figures of the next interval, and the slowest of the latest slow requests."""
+        from splitserve.cli.client.top_figures import Targets, figures
+
+        assert self._before is not None
+        await asyncio.sleep(self.interval)
+        now = await self._read()
+        found = figures(self._before, now, Targets(*self._wanted_s))
+        self._before = now
+        return found, await self._slow()
+
+    async def _read(self) -> Reading:
+        """Raises the first error if no coordinator answers."""
+        from splitserve.cli.client.top_figures import Reading
+
+        answers = await asyncio.gather(
+            *(client.signals() for client in self._scaling), return_exceptions=True
+        )
+        errors = {}
+        for one, answer in zip(self._targets, answers, strict=True):
+            if isinstance(answer, BaseException):
+                if not isinstance(answer, SplitserveError):
+                    raise answer
+                errors[one] = answer
+        if len(errors) == len(answers):
+            raise next(iter(errors.values()))
+        self.missing = list(errors)
+        return Reading(time.monotonic(), [one for one in answers if not isinstance(one, BaseException)])
+
+    async def _slow(self) -> list[records_pb2.RequestSummary]:
+        asked = (client.request_records(slow=True, limit=SLOW_REQUESTS) for client in self._clients)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        found = [record for answer in answers if not isinstance(answer, BaseException) for record in answer]
+        return sorted(found, key=lambda record: record.total_ms, reverse=True)[:SLOW_REQUESTS]
+
+
+async def _printed(watch: _Watch, count: int | None, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    async with watch:
+        while count is None or count > 0:
+            models, slow = await watch.next()
+            if as_json:
+                write(json.dumps(_document(watch, models, slow), ensure_ascii=False) + "\n")
+            else:
+                with console.capture() as capture:
+                    console.print(_picture(watch, models, slow))
+                write(capture.get())
+            count = None if count is None else count - 1
+
+
+async def _live(watch: _Watch, count: int | None) -> None:
+    from rich.live import Live
+
+    with Live(f"measuring for {watch.interval:g} s", auto_refresh=False) as live:
+        async with watch:
+            while count is None or count > 0:
+                live.update(_picture(watch, *await watch.next()), refresh=True)
+                count = None if count is None else count - 1
+
+
+def _document(
+    watch: _Watch, models: Sequence[ModelFigures], slow: Sequence[records_pb2.RequestSummary]
+) -> dict[str, Any]:
+    return {
+        "models": [asdict(model) for model in models],
+        "slow_requests": [document(record) for record in slow],
+        "missing": list(watch.missing),
+    }
+
+
+def _picture(
+    watch: _Watch, models: Sequence[ModelFigures], slow: Sequence[records_pb2.RequestSummary]
+) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    for model in models:
+        parts += [Text(line) for line in _head(model)]
+        table = Table(box=None, pad_edge=False)
+        for heading in ("worker", "pool", "state"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("running", "waiting", "tokens to compute", "KV used", "tokens/s", "step ms"):
+            table.add_column(heading, justify="right")
+        for worker in model.workers:
+            table.add_row(*_row(worker))
+        parts += [table, Text()]
+    if not models:
+        parts.append(Text("no worker has registered"))
+    if slow:
+        parts.append(Text("slow requests (splitserve explain ID)"))
+    for record in slow:
+        first = f"TTFT {record.ttft_ms:.0f} ms, " if record.HasField("ttft_ms") else ""
+        why = "; ".join(record.kept_because)
+        parts.append(
+            Text(f"  {record.request_id}  {record.outcome}, {first}{record.total_ms:.0f} ms in all: {why}")
+        )
+    parts += [Text(f"no answer from {one}", style="red") for one in watch.missing]
+    return Group(*parts)
+
+
+def _head(model: ModelFigures) -> list[str]:
+    ends = ", ".join(f"{rate:.1f} {outcome}" for outcome, rate in model.outcomes_per_s.items() if rate)
+    waits = ", ".join(f"{number} {wait}" for wait, number in model.in_progress.items())
+    return [
+        f"{model.model}: {model.requests_per_s:.1f} requests/s, {model.prompt_tokens_per_s:.0f} prompt tokens/s"
+        f" ({model.cached_share:.0%} cached); ends a second: {ends or 'none'}",
+        f"{waits}; TTFT {_times(model.ttft)}; TPOT {_times(model.tpot)}",
+    ]
+
+
+def _times(times: Times) -> str:
+    if times.p50_ms is None or times.p99_ms is None or times.attained is None:
+        return "not measured"
+    return f"p50 {times.p50_ms:.1f} ms, p99 {times.p99_ms:.1f} ms, {times.attained:.1%} within target"
+
+
+def _row(worker: WorkerFigures) -> list[RenderableType]:
+    from rich.text import Text
+
+    return [
+        Text(worker.worker_id),
+        worker.pool,
+        Text(worker.state, style=STATE_STYLES.get(worker.state, "")),
+        str(worker.running_requests),
+        str(worker.waiting_requests),
+        str(worker.waiting_tokens),
+        f"{worker.kv_used:.0%}",
+        f"{worker.prefill_tokens_per_s:.0f}" if worker.prefill_tokens_per_s else "-",
+        f"{worker.step_ms:.1f}" if worker.step_ms else "-",
+    ]
