@@ -291,7 +291,9 @@ async def test_the_calls_own_deadline_travels_too() -> None:
         cluster.prefills[0].first_token_gate.close()
         error = await cluster.error(ask(10), timeout=3)
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert cluster.decodes[0].reserves.entries[0].timeout.ToTimedelta().total_seconds() <= 3
+        assert (
+            cluster.decodes[0].reserves.entries[0].timeout.ToTimedelta().total_seconds() < 4
+        )  # gRPC rounds up
         await cluster.prefills[0].given_up.wait()
         await cluster.decodes[0].aborts.wait()
 

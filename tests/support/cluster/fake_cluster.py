@@ -148,6 +148,7 @@ async def fake_cluster(prefill: int = 1, decode: int = 1, **config: Any) -> Asyn
             for number in range(prefill):
                 await cluster.add_prefill(f"p{number}")
             await cluster.all_ready()
+            await asyncio.wait_for(channel.channel_ready(), PATIENCE_S)
             yield cluster
             await settled(lambda: coordinator.api.running == 0 and coordinator.background.count == 0)
             await settled(lambda: all(worker.open_rpcs.count == 0 for worker in cluster.workers))
