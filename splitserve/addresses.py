@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import ipaddress
 import re
+import secrets
 import socket
+from contextlib import suppress
 
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 
@@ -14,6 +16,9 @@ _LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\Z")
 """A label of a host name as in RFC 1123, with the underscores that container names have."""
 _SCOPE = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 MAX_HOST_CHARACTERS = 253
+QUIET_PORTS = range(10_000, 32_768)
+"""From here services get a port that is not named: systems give connections theirs from above."""
+_TRIES = 100
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
@@ -71,11 +76,20 @@ def reachable_host(host: str) -> str:
 
 
 def claim_port(host: str, port: int, setting: str = "grpc_port") -> int:
-    """A port of `host` that is free now: `port`, or any free one for 0.
+    """A port of `host` that is free now: `port`, or any free one for 0, one of `QUIET_PORTS` if there is one.
 
     Raises FailedPreconditionError (PORT_IN_USE) or UnavailableError (BIND_FAILED). The port is not held: another
-    program may take it before the service binds it; the service then reports the same error.
+    program may take it before the service binds it; the service then reports the same error. No connection takes a
+    quiet one by chance, then or while the service restarts.
     """
+    if port == 0:
+        for _ in range(_TRIES):
+            with suppress(FailedPreconditionError):
+                return _claimed(host, secrets.choice(QUIET_PORTS), setting)
+    return _claimed(host, port, setting)
+
+
+def _claimed(host: str, port: int, setting: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

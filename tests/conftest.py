@@ -59,10 +59,18 @@ def no_process_left_behind() -> Iterator[None]:
     children = [
         child
         for child in psutil.Process().children(recursive=True)
-        if "multiprocessing.resource_tracker" not in " ".join(child.cmdline())  # ends with the run itself
+        if "multiprocessing.resource_tracker" not in _command(child)  # ends with the run itself
     ]
     _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
-    left = [f"{child.pid} {' '.join(child.cmdline()[:6])}" for child in alive if child.is_running()]
+    left = [f"{child.pid} {_command(child)[:200]}" for child in alive if child.is_running()]
     for child in alive:
         child.kill()
     assert not left, f"processes left behind: {left}"
+
+
+def _command(process: psutil.Process) -> str:
+    """Empty for one that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from splitserve.addresses import claim_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 BEGIN, END = "<!-- request path: written by `make docs` -->", "<!-- end of the request path -->"
 _SECTION = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 SERVICES = ("coordinator", "prefill-worker", "decode-worker")
-WAIT_S = 60.0
+HOST = "127.0.0.1"
+WAIT_S = 180.0
 MODEL = "simulated"
+TRACES = 3
 
 
 @dataclass(frozen=True)
@@ -39,26 +42,43 @@ class RequestPath:
 
 
 def traced() -> RequestPath:
-    """Serves one request twice and traces the second one: lazy initialization is done by then."""
+    """Serves requests and traces all but the first one: lazy initialization is done by then. What a timer enters
+    meanwhile is not on the way of each of them."""
     with tempfile.TemporaryDirectory() as folder, _cluster(Path(folder)) as (processes, http_port):
         _ask(http_port, "The first question makes what is made once.")
-        outs = {name: Path(folder) / f"{name}.json" for name in SERVICES}
-        for name, process in processes.items():
-            process.send_signal(signal.SIGUSR1)
-            _wait_for(outs[name].with_suffix(".on"), process)
-        _ask(http_port, "Another question, which no cache knows, is the one to trace.")
-        found = {}
-        for name, process in processes.items():
-            process.send_signal(signal.SIGUSR1)
-            _wait_for(outs[name], process)
-            found[name] = json.loads(outs[name].read_text(encoding="utf-8"))
-    handed_on = [name for name in found["coordinator"]["handed_on"] if name.startswith("coordinator/")]
-    return RequestPath({name: found[name]["files"] for name in SERVICES}, handed_on)
+        traces = [
+            _traced_once(Path(folder), processes, http_port, f"Question {number}, which no cache knows.")
+            for number in range(TRACES)
+        ]
+    first, *others = traces
+    for name, found in first.items():
+        for kind in found:
+            found[kind] = [file for file in found[kind] if all(file in other[name][kind] for other in others)]
+    handed_on = [name for name in first["coordinator"]["handed_on"] if name.startswith("coordinator/")]
+    return RequestPath({name: first[name]["files"] for name in SERVICES}, handed_on)
+
+
+def _traced_once(
+    folder: Path, processes: Mapping[str, subprocess.Popen[bytes]], http_port: int, question: str
+) -> dict[str, dict[str, list[str]]]:
+    outs = {name: folder / f"{name}.json" for name in SERVICES}
+    for name, process in processes.items():
+        process.send_signal(signal.SIGUSR1)
+        _wait_for(outs[name].with_suffix(".on"), process)
+    _ask(http_port, question)
+    found = {}
+    for name, process in processes.items():
+        process.send_signal(signal.SIGUSR1)
+        _wait_for(outs[name], process)
+        found[name] = json.loads(outs[name].read_text(encoding="utf-8"))
+        for written in (outs[name], outs[name].with_suffix(".on")):
+            written.unlink()
+    return found
 
 
 @contextmanager
 def _cluster(folder: Path) -> Iterator[tuple[dict[str, subprocess.Popen[bytes]], int]]:
-    grpc_port, http_port = free_port(), free_port()
+    grpc_port, http_port = claim_port(HOST, 0), claim_port(HOST, 0)
     # No periodic reports, so that the trace contains the request only.
     worker = folder / "worker.yaml"
     worker.write_text("heartbeat_s: 60\nengine: {kind: simulated}\n", encoding="utf-8")
@@ -87,14 +107,6 @@ def _cluster(folder: Path) -> Iterator[tuple[dict[str, subprocess.Popen[bytes]],
             process.terminate()
         for process in processes.values():
             process.wait(WAIT_S)
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _ask(http_port: int, question: str) -> None:

@@ -11,6 +11,9 @@ from splitserve.security.tls import Role, TlsFiles, TlsPems, channel_credentials
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
+CONNECT_TIMEOUT_MS = 5_000
+"""For one attempt. A peer on a busy machine, or one that is just starting, answers the handshake late; a refused
+connection fails at once."""
 LONG_LIVED_METHODS = frozenset(
     {"/splitserve.v1.RegistryService/Report", "/splitserve.v1.DecodeService/StreamOutputs"}
 )
@@ -25,7 +28,7 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> Optio
         *common_options(max_message_bytes),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # so gRPC calls that timeout
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 BUF = Path(sys.executable).parent / "buf"
 PLUGIN = f"""#!{sys.executable}
@@ -38,7 +40,7 @@ def test_the_templates_generate(tmp_path: Path, template: str, plugins: int) -> 
         cwd=ROOT,
         env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         check=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     services = {path.name.split(".")[0] for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert {"inference", "generation", "open_inference"} <= services

@@ -171,7 +171,7 @@ async def test_what_does_not_end_in_time_is_killed(rig: Rig) -> None:
     await rig.actuator.start("decode", 1)
     (name,) = await settled(rig.actuator, 1)
     rig.make_stubborn(name)
-    await rig.actuator.stop("decode", [name], 0.5)
+    await rig.actuator.stop("decode", [name], 3.0)  # time enough to see it first
     assert [replica.stopping for replica in await rig.actuator.replicas()] == [True]
     await settled(rig.actuator, 0)
 

@@ -33,9 +33,10 @@ from splitserve.errors import (
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 from tests.support.transfer.peer_process import NUM_BLOCKS as PEER_BLOCKS
 from tests.support.transfer.peer_process import PeerProcess
+from tests.support.waiting import PATIENCE_S
 
 WRITER_BLOCKS, OWNER_BLOCKS = 24, 16
-SETTLE_S = 10.0
+SETTLE_S = PATIENCE_S
 
 
 @dataclass

@@ -14,6 +14,7 @@ from splitserve.v1 import inference_pb2
 from tests.support.cluster.fake_cluster import Collected, ask, collect, expected, fake_cluster, finish, read
 from tests.support.cluster.fake_workers import FakePrefill
 from tests.support.journal import settled
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -41,7 +42,7 @@ async def test_a_missing_pool_is_named_quickly(prefill: int, decode: int, named:
 
 
 async def test_a_request_waits_for_a_pool_that_comes_in_time() -> None:
-    async with fake_cluster(decode=0, no_worker_wait_s=10.0) as cluster:
+    async with fake_cluster(decode=0, no_worker_wait_s=PATIENCE_S) as cluster:
         reading = asyncio.create_task(cluster.answer(ask(4)))
         await settled(lambda: cluster.coordinator.api.running == 1)
         await cluster.add_decode("late")
@@ -113,7 +114,7 @@ async def test_equal_workers_take_turns() -> None:
 
 
 async def test_a_drain_finishes_what_runs_and_refuses_the_rest() -> None:
-    async with fake_cluster() as cluster:
+    async with fake_cluster(drain_s=PATIENCE_S) as cluster:
         cluster.decodes[0].pause_at = 3
         call, answer = cluster.call(ask(8)), Collected()
         await read(call, answer, 3)

@@ -13,6 +13,7 @@ import pytest
 from splitserve import __version__
 from tests.support.cluster.forked import ForkServer
 from tests.support.cluster.streams import eventually
+from tests.support.waiting import PATIENCE_S
 
 COORDINATOR = ["coordinator", "--grpc-port", "0", "--http-port", "off"]
 
@@ -28,14 +29,14 @@ def test_output_and_exit_codes(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     for arguments, code, said in ((["--version"], 0, __version__), (["dance"], 2, "error: No such command")):
         process = server.start(arguments, os.environ, log)
-        assert process.wait(30) == process.returncode == code
+        assert process.wait(PATIENCE_S) == process.returncode == code
         assert said in log.read_text()
 
 
 def test_the_environment_is_the_given_one(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = server.start(["status"], {**os.environ, "SPLITSERVE_TARGET": "nowhere"}, log)
-    assert process.wait(30) == 2
+    assert process.wait(PATIENCE_S) == 2
     assert "nowhere" in log.read_text()
 
 
@@ -48,7 +49,7 @@ async def test_signals(server: ForkServer, tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     process.kill()
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
     process.terminate()  # as with any process that has ended, nothing happens
 
 

@@ -13,6 +13,7 @@ import pytest
 from splitserve.client import AsyncClient
 from tests.support.cluster.fake_workers import FakeDecode, FakePrefill
 from tests.support.cluster.processes import ServiceProcess
+from tests.support.waiting import PATIENCE_S
 
 RESIDENT_BYTES = 150e6
 
@@ -38,7 +39,7 @@ async def test_a_coordinator_stays_small(smollm2: str, log_dir: Path) -> None:
         client = await stack.enter_async_context(AsyncClient(target))
         await client.wait_ready()
         base_url = f"http://127.0.0.1:{ready['http_port']}/v1"
-        web = await stack.enter_async_context(httpx.AsyncClient(base_url=base_url, timeout=60))
+        web = await stack.enter_async_context(httpx.AsyncClient(base_url=base_url, timeout=PATIENCE_S))
         for number in range(40):
             turns = [{"role": "user", "content": f"Hello, {number} times. " * (1 + number)}]
             body = {"model": "m", "messages": turns, "max_tokens": 8}

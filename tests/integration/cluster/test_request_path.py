@@ -7,7 +7,6 @@ import pytest
 from dev.docs.request_path import PAGE, RequestPath, documented, traced
 
 MAX_FILES = 117
-"""115 and what a timer that fires meanwhile may enter."""
 MAX_HANDED_ON = 20
 
 

@@ -71,7 +71,7 @@ async def test_sigterm_drains(log_dir: Path, victim: str) -> None:
         assert isinstance(last, Completion)
         assert list(last.token_ids) == expected_tokens(PROMPT, 60)
         assert last.served_by.attempts == 1
-        assert cluster.members[victim].process.wait(20) == 0
+        assert cluster.members[victim].process.wait(PATIENCE_S) == 0
 
 
 async def test_a_worker_runs_where_it_was_told(log_dir: Path) -> None:

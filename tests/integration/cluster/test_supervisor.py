@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,11 @@ class Supervised:
         return path.read_text().split() if path.exists() else []
 
     async def assert_nothing_left(self) -> None:
-        left = [psutil.Process(pid) for pid in self.seen if psutil.pid_exists(pid)]
-        _, alive = await asyncio.to_thread(psutil.wait_procs, left, 5)
+        left = []
+        for pid in self.seen:
+            with suppress(psutil.NoSuchProcess):
+                left.append(psutil.Process(pid))
+        _, alive = await asyncio.to_thread(psutil.wait_procs, left, PATIENCE_S)
         assert not alive
 
 

@@ -190,9 +190,9 @@ async def test_an_aborted_answer_is_a_failure(fake: FakeInference) -> None:
 
 async def test_a_timeout(fake: FakeInference) -> None:
     fake.script = [delta(0, [1], "slow"), asyncio.Event()]
-    ended = await run("generate", "hi", "--timeout", "1", target=fake.target)
+    ended = await run("generate", "hi", "--timeout", "4", target=fake.target)
     assert ended.code == 1
-    assert ended.err == f"error: {fake.target} gave no complete answer within 1 s\n"
+    assert ended.err == f"error: {fake.target} gave no complete answer within 4 s\n"
     await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
 
 

@@ -14,6 +14,7 @@ import pytest
 from splitserve.runtime.process import LEAST_CONNECTIONS, RESERVED_FILES, connections_that_fit
 from tests.support.cluster.fake_cluster import ask, expected, fake_cluster
 from tests.support.journal import settled
+from tests.support.waiting import PATIENCE_S
 
 MOST = 16
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -82,5 +83,7 @@ def test_services_raise_the_soft_limit_of_open_files() -> None:
         "import resource as r; from splitserve.runtime.process import raise_file_limit as up;"
         "r.setrlimit(r.RLIMIT_NOFILE, (256, 1000)); print(up(), r.getrlimit(r.RLIMIT_NOFILE)); print(up())"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
     assert run.stdout.split("\n")[:2] == ["1000 (1000, 1000)", "1000"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def assert_one_story(record: records_pb2.RequestRecord, told: Completion, metric
 
 async def story(cluster: Cluster, prompt: Any) -> tuple[records_pb2.RequestRecord, Completion]:
     """One request, the first one of this cluster, told everywhere; then by the program."""
-    async with cluster.client() as client, httpx.AsyncClient() as http:
+    async with cluster.client() as client, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         told = await client.generate(prompt, max_tokens=8, temperature=0.0, request_id="story")
         record = await client.request_record("story")
         metrics = (await http.get(f"{cluster.base_url.removesuffix('/v1')}/metrics")).text
@@ -197,12 +198,14 @@ async def test_a_resumed_request_shows_both_attempts() -> None:
     async with fake_cluster(decode=2) as cluster:
         for decode in cluster.decodes:
             decode.pause_at = 3
+        began_s = time.monotonic()
         call, answer = cluster.call(ask(10, request_id="resumed")), Collected()
         await read(call, answer, 3)
         live = await record_of(cluster, "resumed")
         assert (live.outcome, live.output_tokens, live.attempt_count) == ("running", 3, 1)
         killed, other = sorted(cluster.decodes, key=lambda d: -d.live)
         other.pause_at = None
+        await asyncio.sleep(0.2 + time.monotonic() - began_s)  # longer than any gap before
         await killed.stop()
         await finish(call, answer)
         record = await record_of(cluster, "resumed")

@@ -281,10 +281,16 @@ async def test_a_deadline() -> None:
         http.cluster.prefills[0].let_go()
 
 
-async def test_an_error_after_the_first_event() -> None:
-    async with serving(request_timeout_s=0.5) as http:
+async def test_an_error_after_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines = kept_timeouts(monkeypatch, LIMIT_S)
+    async with serving(request_timeout_s=LIMIT_S) as http:
         http.cluster.decodes[0].pause_at = 2
-        shown = await http.events(CHAT, HI)
+        async with http.client.stream("POST", CHAT, json=HI | {"stream": True}) as response:
+            assert response.status_code == 200
+            parts = response.aiter_text()
+            first = await anext(parts)
+            deadlines[0].reschedule(asyncio.get_running_loop().time())  # it passes now
+            shown = payloads(first + "".join([part async for part in parts]))
         assert json.loads(shown[-1])["error"]["code"] == "deadline_exceeded"
         assert "[DONE]" not in shown
         http.cluster.decodes[0].let_go()
@@ -389,7 +395,7 @@ async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_head_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.5)
     async with serving() as http:
         assert await http.raw(b"") == b""
         assert await http.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n") == b""
@@ -456,7 +462,7 @@ async def test_many_streams_side_by_side() -> None:
 
 
 async def test_draining_refuses_and_finishes() -> None:
-    async with serving(drain_s=10.0) as http:
+    async with serving(drain_s=PATIENCE_S) as http:
         coordinator, decode = http.cluster.coordinator, http.cluster.decodes[0]
         decode.pause_at = 2
         running = asyncio.create_task(http.events(CHAT, HI))

@@ -15,7 +15,7 @@ from splitserve.errors import UnavailableError
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, tokens
-from tests.support.waiting import SLACK_S
+from tests.support.waiting import PATIENCE_S, SLACK_S
 
 OPTIONS = ["--simulated-step-s", "0.02", "--simulated-prefill-token-s", "0.001", "--max-step-tokens", "64"]
 LEASE_S = 2.0
@@ -41,7 +41,7 @@ async def test_sigterm_lets_open_streams_end(log_dir: Path) -> None:
         for reading in readings:
             await reading.task
             assert reading.tokens == expected_tokens(reading.prompt, 60)
-        assert await asyncio.to_thread(coordinator.process.wait, 10) == 0
+        assert await asyncio.to_thread(coordinator.process.wait, PATIENCE_S) == 0
 
 
 async def test_a_drain_has_a_deadline(log_dir: Path) -> None:
@@ -53,7 +53,7 @@ async def test_a_drain_has_a_deadline(log_dir: Path) -> None:
         coordinator.signal(signal.SIGTERM)
         with pytest.raises(UnavailableError, match="shutting down"):
             await reading.task
-        assert await asyncio.to_thread(coordinator.process.wait, 10) == 0
+        assert await asyncio.to_thread(coordinator.process.wait, PATIENCE_S) == 0
 
 
 async def test_after_sigkill_workers_free_everything_and_find_the_next_one(log_dir: Path) -> None:
@@ -66,7 +66,7 @@ async def test_after_sigkill_workers_free_everything_and_find_the_next_one(log_d
                 # One of each: decoding, being computed and written, waiting.
                 decoding = Reading(client, tokens(60, 1), max_tokens=TOO_LONG)
                 await decoding.got(5)
-                others = [Reading(client, tokens(2000, 2 + n), max_tokens=50) for n in range(3)]
+                others = [Reading(client, tokens(2000, 2 + n), max_tokens=1000) for n in range(3)]
                 await asyncio.to_thread(cluster.members["decode-0"].wait_event, "worker.ready")
                 await decoding.got(20)
                 cluster.members["coordinator"].kill()

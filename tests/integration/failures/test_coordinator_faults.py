@@ -279,19 +279,21 @@ async def test_an_abort_is_sent_again_until_the_worker_answers(monkeypatch: pyte
 async def test_the_timeout_ends_a_request_at_both_workers() -> None:
     async with fake_cluster() as cluster:
         cluster.decodes[0].pause_at = 3
-        error = await cluster.error(ask(10, timeout={"nanos": 300_000_000}))
+        error = await cluster.error(ask(10, timeout={"seconds": 3}))
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert error.reason == "DEADLINE_EXCEEDED"
         await cluster.decodes[0].aborts.wait()
-        assert cluster.prefills[0].calls.entries[0].timeout.ToTimedelta().total_seconds() <= 0.3
+        assert cluster.prefills[0].calls.entries[0].timeout.ToTimedelta().total_seconds() <= 3
 
 
 async def test_the_calls_own_deadline_travels_too() -> None:
     async with fake_cluster() as cluster:
         cluster.prefills[0].first_token_gate.close()
-        error = await cluster.error(ask(10), timeout=0.3)
+        error = await cluster.error(ask(10), timeout=3)
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert cluster.decodes[0].reserves.entries[0].timeout.ToTimedelta().total_seconds() <= 0.3
+        assert (
+            cluster.decodes[0].reserves.entries[0].timeout.ToTimedelta().total_seconds() < 4
+        )  # gRPC rounds up
         await cluster.prefills[0].given_up.wait()
         await cluster.decodes[0].aborts.wait()
 
@@ -299,7 +301,7 @@ async def test_the_calls_own_deadline_travels_too() -> None:
 async def test_a_client_that_stops_reading_is_ended_by_its_deadline() -> None:
     async with fake_cluster() as cluster, slow_client(cluster) as client:
         cluster.decodes[0].padding = 100_000
-        request = ask(60, timeout={"nanos": 500_000_000})
+        request = ask(60, timeout={"seconds": 3})
         slow, late = client.Generate(request, timeout=PATIENCE_S), Collected()
         late.add(await slow.read())
         await settled(lambda: cluster.coordinator.api.running == 0)
@@ -310,7 +312,7 @@ async def test_a_client_that_stops_reading_is_ended_by_its_deadline() -> None:
 
 @pytest.mark.parametrize("phase", ["reserving", "prefilling"])
 async def test_calls_that_hang_on_a_lost_worker_are_made_again_elsewhere(phase: str) -> None:
-    async with fake_cluster(prefill=2, decode=2, heartbeat_timeout_s=1.0) as cluster:
+    async with fake_cluster(prefill=2, decode=2, heartbeat_timeout_s=2.5) as cluster:
         stuck: list[FakeWorker] = []
         if phase == "reserving":
             for decode in cluster.decodes:

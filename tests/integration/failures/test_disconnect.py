@@ -67,8 +67,8 @@ def _waits(pool: str, count: str) -> Callable[[Info], Any]:
 async def test_while_prefilling_and_transferring(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
         reading = Reading(client, tokens(LENGTH, 1), max_tokens=5)
-        info = await chunks_written(cluster)
-        assert worker(info, "decode-0").reserved_blocks == 1000
+        await chunks_written(cluster)
+        await until(cluster, lambda info: worker(info, "decode-0").reserved_blocks == 1000, "it is reserved")
         await reading.leave()
         left_s = time.monotonic()
         await until(cluster, lambda info: not worker(info, "prefill-0").running_requests, "computing stops")
@@ -80,7 +80,7 @@ async def test_while_prefilling_and_transferring(cluster: Cluster) -> None:
 async def test_while_queued_at_prefill(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
         # The worker computes two at a time, and the decode pool has room for more.
-        ahead = [Reading(client, tokens(1500, 10 + n), max_tokens=5) for n in range(2)]
+        ahead = [Reading(client, tokens(3000, 10 + n), max_tokens=5) for n in range(2)]
         await until(cluster, lambda info: worker(info, "prefill-0").running_requests == 2, "two are computed")
         queued = Reading(client, tokens(600, 12), max_tokens=5)
         await until(cluster, _waits("decode", "waiting_reservations"), "the third waits")
@@ -123,8 +123,8 @@ async def test_while_decoding(cluster: Cluster) -> None:
 
 
 async def test_while_the_last_write_is_under_way(log_dir: Path) -> None:
-    """The write lands two seconds after the client has left: nobody may own its blocks until then."""
-    faults = {"late_write": {"at": [2]}, "hold_s": 2.0}
+    """The write lands seconds after the client has left: nobody may own its blocks until then."""
+    faults = {"late_write": {"at": [2]}, "hold_s": 8.0}
     async with _faulty(log_dir, faults) as (cluster, client):
         neighbour = await client.generate(tokens(60, 1), max_tokens=5)
         assert list(neighbour.token_ids) == expected_tokens(tokens(60, 1), 5)

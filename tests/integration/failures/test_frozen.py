@@ -16,7 +16,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Info, Reading, busy_prefill, chunks_written, tokens, until, worker
 from tests.support.waiting import SLACK_S
 
-TICKET_S = 3.0
+TICKET_S = 6.0
 BLOCKS = 130
 BLOCKS_OF_FROZEN = 63
 """Of 1000 tokens, 16 a block."""
@@ -27,18 +27,18 @@ pytestmark = pytest.mark.timeout(90)
 @pytest.mark.slow
 async def test_a_thawed_prefill_worker_writes_nothing_into_the_blocks_new_owners(log_dir: Path) -> None:
     options = ["--num-blocks", str(BLOCKS), "--max-step-tokens", "64", "--no-prefix-cache"]
-    options += ["--simulated-prefill-token-s", "0.0007", "--simulated-step-s", "0.02"]
+    options += ["--simulated-prefill-token-s", "0.002", "--simulated-step-s", "0.06"]
     options += ["--ticket", str(TICKET_S), "--quarantine", "1", "--lease", "1", "--heartbeat", "0.1"]
     # Without admission, which would not fill the pool to the brim.
     at_coordinator = ["--heartbeat-timeout", "1", "--admission", "off"]
     cluster = Cluster(log_dir, prefill=2, worker_options=options, coordinator_options=at_coordinator)
     async with running(cluster), AsyncClient(cluster.target) as client:
+        asked_s = time.monotonic()
         reading = Reading(client, tokens(1000, 1), max_tokens=4)
         info = await chunks_written(cluster)
         frozen = busy_prefill(info)
         total_blocks = worker(info, "decode-0").total_blocks
         cluster.members[frozen].signal(signal.SIGSTOP)
-        stopped_s = time.monotonic()
         answer = await reading.task
         assert list(answer.token_ids) == expected_tokens(reading.prompt, 4)
         assert answer.served_by.prefill_worker != frozen
@@ -50,7 +50,7 @@ async def test_a_thawed_prefill_worker_writes_nothing_into_the_blocks_new_owners
         )
         assert worker(info, "decode-0").quarantined_blocks == BLOCKS_OF_FROZEN
         await until(cluster, lambda info: _all_free(info, total_blocks), "time frees them")
-        held_s = time.monotonic() - stopped_s
+        held_s = time.monotonic() - asked_s
         assert TICKET_S + WRITE_GRACE_S < held_s < TICKET_S + 2 * WRITE_GRACE_S + SLACK_S
 
         # Now every block has a new owner, and the frozen worker goes on in the middle of its chunk.
@@ -80,10 +80,10 @@ def _all_free(info: Info, total_blocks: int) -> bool:
 async def test_a_thawed_decode_worker_frees_everything_and_serves_again(log_dir: Path) -> None:
     options = ["--simulated-step-s", "0.02", "--heartbeat", "0.1", "--lease", "1"]
     cluster = Cluster(
-        log_dir, decode=2, worker_options=options, coordinator_options=["--heartbeat-timeout", "1"]
+        log_dir, decode=2, worker_options=options, coordinator_options=["--heartbeat-timeout", "2"]
     )
     async with running(cluster), AsyncClient(cluster.target) as client:
-        readings = [Reading(client, tokens(100, n), max_tokens=100) for n in range(4)]
+        readings = [Reading(client, tokens(100, n), max_tokens=300) for n in range(4)]
         for reading in readings:
             await reading.got(5)
         cluster.members["decode-0"].signal(signal.SIGSTOP)
@@ -92,7 +92,7 @@ async def test_a_thawed_decode_worker_frees_everything_and_serves_again(log_dir:
         )
         answers = [await reading.task for reading in readings]
         for reading in readings:
-            assert reading.tokens == expected_tokens(reading.prompt, 100)
+            assert reading.tokens == expected_tokens(reading.prompt, 300)
             assert reading.longest_gap_s() < SLACK_S
         assert {answer.served_by.decode_worker for answer in answers} == {"decode-1"}
         assert sum(answer.served_by.attempts for answer in answers) > len(answers)
@@ -110,14 +110,14 @@ async def test_a_thawed_decode_worker_frees_everything_and_serves_again(log_dir:
 async def test_a_thawed_coordinator_keeps_its_workers_and_streams(log_dir: Path) -> None:
     """It has heard nobody for longer than its heartbeat timeout, which is its own doing."""
     options = ["--heartbeat", "0.1", "--simulated-step-s", "0.02", "--lease", "30"]
-    cluster = Cluster(log_dir, worker_options=options, coordinator_options=["--heartbeat-timeout", "1"])
+    cluster = Cluster(log_dir, worker_options=options, coordinator_options=["--heartbeat-timeout", "2"])
     async with running(cluster), AsyncClient(cluster.target) as client:
         readings = [Reading(client, tokens(50, n), max_tokens=150) for n in range(8)]
         for reading in readings:
             await reading.got(2)
         coordinator = cluster.members["coordinator"]
         coordinator.signal(signal.SIGSTOP)
-        await asyncio.sleep(3.0)  # what is tested: a pause of several heartbeat timeouts
+        await asyncio.sleep(5.0)  # what is tested: a pause of several heartbeat timeouts
         coordinator.signal(signal.SIGCONT)
         for reading in readings:
             answer = await reading.task

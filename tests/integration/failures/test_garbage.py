@@ -15,6 +15,7 @@ from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import worker
+from tests.support.waiting import PATIENCE_S
 
 NAN = float("nan")
 
@@ -30,7 +31,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 async def _raw(address: str, method: str, data: bytes) -> SplitserveError:
     """The error of a call whose request is these bytes."""
     async with make_channel(address) as channel:
-        call = channel.unary_stream(f"/splitserve.v1.{method}")(data, timeout=10)
+        call = channel.unary_stream(f"/splitserve.v1.{method}")(data, timeout=PATIENCE_S)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in call:
                 pass

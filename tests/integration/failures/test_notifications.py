@@ -38,22 +38,24 @@ async def test_dropped_notifications_hold_blocks_for_a_bounded_time(log_dir: Pat
         AsyncClient(cluster.target) as client,
     ):
         # The first one lost is the word that nothing will be written any more.
-        left = Reading(client, tokens(1600, 1), max_tokens=4)
+        left = Reading(client, tokens(3200, 1), max_tokens=4)
         await chunks_written(cluster)
         await left.leave()
         began_s = time.monotonic()
-        await until(cluster, lambda info: worker(info, "decode-0").quarantined_blocks == 100, "quarantine")
+        await until(cluster, lambda info: worker(info, "decode-0").quarantined_blocks == 200, "quarantine")
 
         # The second one is a completion: the request goes on, and its blocks are free at once.
+        asked_s = time.monotonic()
         reading = Reading(client, tokens(200, 2), max_tokens=20)
         answer = await reading.task
         assert reading.tokens == expected_tokens(reading.prompt, 20)
         assert answer.served_by.attempts == 2
-        assert ADMIT_WAIT_S < reading.longest_gap_s() < ADMIT_WAIT_S + SLACK_S
+        assert reading.times[1] - asked_s > ADMIT_WAIT_S
+        assert reading.longest_gap_s() < ADMIT_WAIT_S + SLACK_S
         info = await until(
             cluster, lambda info: not worker(info, "decode-0").reserved_blocks, "nothing reserved"
         )
-        assert worker(info, "decode-0").quarantined_blocks in (0, 100)
+        assert worker(info, "decode-0").quarantined_blocks in (0, 200)
 
         await until(cluster, lambda info: not worker(info, "decode-0").quarantined_blocks, "time ends it")
         assert time.monotonic() - began_s < TICKET_S + 2 * WRITE_GRACE_S + SLACK_S
@@ -75,6 +77,7 @@ async def test_a_write_that_failed_half_way_holds_its_blocks_until_the_tickets_d
         assert list(answer.token_ids) == expected_tokens(prompt, 4)
         assert answer.served_by.attempts == 2
         # The writer lives and could say at once that it posts nothing more; but bytes may be on their way.
+        await until(cluster, lambda info: worker(info, "decode-0").quarantined_blocks, "a heartbeat tells it")
         await until(cluster, lambda info: not worker(info, "decode-0").quarantined_blocks, "time ends it")
         assert time.monotonic() - began_s > TICKET_S + WRITE_GRACE_S
         await cluster.assert_no_leaks()
@@ -104,5 +107,5 @@ async def test_odd_notifications_change_no_answer(
             assert answer.served_by.attempts == 1
         await cluster.assert_no_leaks()
         await until(
-            cluster, lambda info: worker(info, "decode-0").rejected_handoffs == rejected, "all are counted", 5
+            cluster, lambda info: worker(info, "decode-0").rejected_handoffs == rejected, "all are counted"
         )

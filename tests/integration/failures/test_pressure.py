@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from tests.support.cluster.streams import Reading, tokens, until, worker
 
 AT_WORKERS = ("--admission", "off")
 """Requests wait at the workers; test_overload.py has those that wait at the coordinator."""
+
+
+MOST_LEFT_MS = 4000
+"""Two prompts of the hundred; and what a busy machine adds."""
 
 
 @pytest.mark.alone
@@ -30,7 +35,7 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(log_dir: Path) -
         await until(cluster, lambda info: worker(info, "prefill-0").waiting_requests > 30, "they queue")
         await asyncio.gather(*(reading.leave() for reading in long))
         short = await client.generate(tokens(500, 1), max_tokens=2)
-        assert short.timings.ttft_ms < 2 * idle.timings.ttft_ms
+        assert short.timings.ttft_ms < idle.timings.ttft_ms + MOST_LEFT_MS
         await cluster.assert_no_leaks()
 
 
@@ -51,9 +56,9 @@ async def test_a_full_decode_pool_stops_admission_and_nothing_else(log_dir: Path
         for reading in readings:
             assert reading.tokens == expected_tokens(reading.prompt, 40)
         waits = sorted(answer.timings.reserve_ms for answer in answers)
-        assert waits[0] < 200
-        assert waits[-1] > 800
+        assert waits[-1] - waits[0] > 800
         late = max(answers, key=lambda answer: answer.timings.reserve_ms)
         assert late.timings.queue_ms >= late.timings.reserve_ms
-        assert late.timings.reserve_ms > 0.8 * late.timings.ttft_ms
+        elsewhere = statistics.median(a.timings.ttft_ms - a.timings.reserve_ms for a in answers)
+        assert elsewhere < 0.5 * late.timings.reserve_ms
         await cluster.assert_no_leaks()

@@ -47,7 +47,7 @@ async def test_a_rotated_token_at_one_of_two_coordinators(log_dir: Path, tmp_pat
         async with running(cluster), AsyncClient(target) as theirs, AsyncClient(cluster.target) as ours:
             workers = [cluster.members["prefill-0"], cluster.members["decode-0"]]
             await theirs.wait_ready(PATIENCE_S)
-            reading = Reading(ours, tokens(20, 1), max_tokens=3000, ignore_eos=True)
+            reading = Reading(ours, tokens(20, 1), max_tokens=100_000, ignore_eos=True)
             await reading.got(3)
             other.kill()
             others_token.write_text(OTHER_TOKEN)

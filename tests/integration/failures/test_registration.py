@@ -20,6 +20,7 @@ from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -76,7 +77,7 @@ async def test_an_unequal_layout_is_refused_naming_the_field(
     )
     async with make_channel(cluster.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await RegistryServiceStub(channel).Register(request, timeout=10)
+            await RegistryServiceStub(channel).Register(request, timeout=PATIENCE_S)
     error = error_from_rpc(raised.value)
     assert isinstance(error, FailedPreconditionError)
     assert (error.reason, error.field) == ("LAYOUT_MISMATCH", field)
@@ -95,7 +96,7 @@ async def test_workers_of_another_model_end_with_one_line(cluster: Cluster, smol
         "64",
     ]
     odd = cluster.add_worker("decode", "odd-model", *other)
-    assert await asyncio.to_thread(odd.process.wait, 60) != 0
+    assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
     assert "model_fingerprint" in odd.log_tail()
     assert "Traceback" not in odd.log_tail()
     await _still_serves(cluster)
@@ -107,7 +108,7 @@ async def test_workers_of_another_dtype_end_with_one_line(cluster: Cluster, smol
     first = cluster.add_worker("prefill", "first", *own, "--dtype", "float32")
     await asyncio.to_thread(first.wait_event, "registry.registered")
     odd = cluster.add_worker("decode", "odd-dtype", *own, "--dtype", "bfloat16")
-    assert await asyncio.to_thread(odd.process.wait, 60) != 0
+    assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
     assert "dtype" in odd.log_tail()
     assert "Traceback" not in odd.log_tail()
     await _still_serves(cluster)

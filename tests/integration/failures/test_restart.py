@@ -15,7 +15,7 @@ from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient, Completion
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import eventually, tokens, until, worker
+from tests.support.cluster.streams import eventually, restarted, tokens
 from tests.support.waiting import SLACK_S
 
 BLOCK = 16
@@ -127,10 +127,7 @@ async def test_prefix_hits_on_either_side_alone(log_dir: Path, loser: str) -> No
         AsyncClient(cluster.target) as client,
     ):
         first = [await client.generate(tokens(n, n), max_tokens=20) for n in lengths]
-        cluster.members[loser].kill()
-        cluster.members[loser].start()
-        await until(cluster, lambda info: worker(info, loser).state != "ready", "the old boot is gone")
-        await cluster.wait_ready()
+        await restarted(cluster, loser)
         for length, before in zip(lengths, first, strict=True):
             for prompt in (tokens(length, length), tokens(length, length) + tokens(5, 0), tokens(length, 77)):
                 answer = await client.generate(prompt, max_tokens=20)

@@ -19,8 +19,9 @@ from splitserve.rpc.channel import make_channel
 from splitserve.v1 import decode_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import tokens, until, worker
+from tests.support.cluster.streams import restarted, tokens, until, worker
 from tests.support.transfer.forger import COORDINATOR_ID, forger, use_ticket
+from tests.support.waiting import PATIENCE_S
 
 PROMPT = tokens(40, 1)
 ENGINE = EngineConfig(kind="simulated", num_blocks=64)
@@ -45,7 +46,7 @@ def _done(ticket: KvTicket, token: int = 65, **changed: int) -> WriteCompletion:
 
 async def _abort(decode: DecodeServiceStub, number: int) -> None:
     request = decode_pb2.AbortRequest(request_id=f"r{number}", coordinator_id=COORDINATOR_ID, no_writer=True)
-    assert (await decode.Abort(request, timeout=10)).aborted
+    assert (await decode.Abort(request, timeout=PATIENCE_S)).aborted
 
 
 async def test_forged_completions_produce_nothing(cluster: Cluster) -> None:
@@ -171,9 +172,7 @@ async def test_a_ticket_of_an_earlier_boot_is_refused(cluster: Cluster) -> None:
         make_channel(decode_address) as channel,
     ):
         old = await liar.reserve(DecodeServiceStub(channel), PROMPT)
-        cluster.members["decode-0"].kill()
-    cluster.members["decode-0"].start()
-    await cluster.wait_ready()
+    await restarted(cluster, "decode-0")
     responses, error = await use_ticket(prefill_address, old, PROMPT)
     assert isinstance(error, FailedPreconditionError)
     assert error.reason == "UNKNOWN_PEER"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from splitserve.v1 import decode_pb2, generation_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens, worker
+from tests.support.waiting import PATIENCE_S
 
 KEYS = {name: new_key() for name in ("alice", "bob", "carol", "dave", "root")}
 PROMPT_TOKENS = 160
@@ -61,8 +63,11 @@ async def test_no_hit_across_tenants(cluster: Cluster) -> None:
         assert (first.usage.cached_prompt_tokens, first.usage.decode_cached_tokens) == (0, 0)
         assert again.usage.cached_prompt_tokens >= PROMPT_TOKENS - 16
         assert again.usage.decode_cached_tokens >= PROMPT_TOKENS - 16
-    # By timing: bob's first time takes as long as anybody's, not as long as alice's second.
-    assert warm.timings.prefill_ms < WHOLE_PROMPT_MS / 2
+    # By timing: bob's first time takes as long as anybody's, not as long as alice's later ones.
+    async with asyncio.timeout(PATIENCE_S):  # what else the machine does may make one of them slow
+        again = warm
+        while again.timings.prefill_ms >= WHOLE_PROMPT_MS / 2:
+            again = await ask(cluster, "alice", prompt)
     assert probe.timings.prefill_ms >= WHOLE_PROMPT_MS * 0.95
     # By what is sent from worker to worker.
     assert probe.timings.transfer_bytes == cold.timings.transfer_bytes > warm.timings.transfer_bytes
@@ -98,13 +103,13 @@ async def test_workers_refuse_what_would_share_with_everybody(cluster: Cluster) 
         stop=generation_pb2.StopParams(max_tokens=3),
         writer_agent_id="w",
     )
-    request.timeout.FromSeconds(5)
+    request.timeout.FromSeconds(60)
     async with make_channel(address) as channel:
         stub = DecodeServiceStub(channel)
         outputs = stub.StreamOutputs(decode_pb2.StreamOutputsRequest(coordinator_id="c"))
         await outputs.read()
         with pytest.raises(Exception, match=r"cache_salt must have 1\.\.64 bytes") as caught:
-            await stub.Reserve(request, timeout=10)
+            await stub.Reserve(request, timeout=PATIENCE_S)
         outputs.cancel()
     error = error_from_rpc(caught.value)  # type: ignore[arg-type]
     assert isinstance(error, InvalidArgumentError)

@@ -123,7 +123,7 @@ async def test_the_last_worker_stays_in_use_and_recovers_at_once() -> None:
 
 
 async def test_one_request_probes_a_worker_that_has_rested() -> None:
-    async with fake_cluster(prefill=2, circuit_breaker=BREAKER | {"open_s": 0.2}) as cluster:
+    async with fake_cluster(prefill=2, circuit_breaker=BREAKER | {"open_s": 3.0}) as cluster:
         bad = cluster.prefills[0]
         bad.failures = [STOPPED, STOPPED, STOPPED]
         await answered(cluster, 6)
@@ -143,7 +143,7 @@ async def test_one_request_probes_a_worker_that_has_rested() -> None:
 
 
 async def test_a_probe_whose_client_leaves_makes_room_for_the_next() -> None:
-    async with fake_cluster(prefill=2, circuit_breaker=BREAKER | {"open_s": 0.2}) as cluster:
+    async with fake_cluster(prefill=2, circuit_breaker=BREAKER | {"open_s": 3.0}) as cluster:
         bad = cluster.prefills[0]
         bad.failures = [STOPPED, STOPPED, STOPPED]
         await answered(cluster, 6)

@@ -7,11 +7,15 @@ from pathlib import Path
 
 from splitserve.client import AsyncClient
 from splitserve.client.types import Completion
+from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import restarted
 from tests.support.waiting import PATIENCE_S
 
 PREFILLS = 3
+SLOW = ("--simulated-prefill-token-s", "0.0005")
+"""0.4 s a prompt: far more than a block takes, beside whatever else the machine does."""
 MIN_PROMPTS, MAX_PROMPTS = 6, 60
 
 
@@ -34,7 +38,7 @@ async def first_holders(client: AsyncClient) -> dict[int, str]:
 
 
 async def test_the_same_prefix_goes_where_it_was_computed(log_dir: Path) -> None:
-    async with running(Cluster(log_dir, prefill=PREFILLS)) as cluster:
+    async with running(Cluster(log_dir, prefill=PREFILLS, worker_options=SLOW)) as cluster:
         async with AsyncClient(cluster.target) as client:
             holders = await first_holders(client)
             assert len(set(holders.values())) == PREFILLS
@@ -51,9 +55,7 @@ async def test_a_restarted_worker_is_known_to_hold_nothing(log_dir: Path) -> Non
         async with AsyncClient(cluster.target) as client:
             await ask(client, 1)
             assert (await ask(client, 1)).usage.cached_prompt_tokens > 0
-            cluster.members["prefill-0"].kill()
-            cluster.add_worker("prefill", "prefill-0")
-            await cluster.wait_ready()
+            await restarted(cluster, "prefill-0")
             cluster.add_worker("prefill", "prefill-1")
             await cluster.wait_ready(prefill=2)
             seeds = range(10, 14)
@@ -65,10 +67,11 @@ async def test_a_restarted_worker_is_known_to_hold_nothing(log_dir: Path) -> Non
 
 
 async def test_a_restarted_coordinator_learns_what_the_workers_hold(log_dir: Path) -> None:
-    async with running(Cluster(log_dir, prefill=PREFILLS)) as cluster:
+    port = str(free_port())
+    made = Cluster(log_dir, prefill=PREFILLS, worker_options=SLOW, coordinator_options=["--grpc-port", port])
+    async with running(made) as cluster:
         async with AsyncClient(cluster.target) as client:
             holders = await first_holders(client)
-        port = cluster.target.rpartition(":")[2]
         cluster.members["coordinator"].terminate()
         again = ServiceProcess("coordinator-again", ["coordinator", "--grpc-port", port], log_dir)
         cluster.members["coordinator"] = again

@@ -96,14 +96,14 @@ async def test_a_full_decode_pool_holds_requests_back_and_a_freed_slot_needs_no_
 
 async def test_time_in_the_queue_is_part_of_the_timings() -> None:
     async with full_cluster() as (cluster, _calls):
+        began = time.monotonic()
         late = asyncio.create_task(cluster.answer(ask(6)))
         await settled(lambda: queued(cluster) == 1)
-        began = time.monotonic()
         await asyncio.sleep(0.2)
         cluster.decodes[0].token_gate.open()
         done = (await late).done
         assert done is not None
-        assert 200 <= done.timings.queue_ms <= (time.monotonic() - began) * 1e3 + 50
+        assert 200 <= done.timings.queue_ms <= (time.monotonic() - began) * 1e3
         assert done.timings.ttft_ms >= done.timings.queue_ms
         assert admission_of(cluster).counts()["words"].waited["standard"].sum_s >= 0.2
 
@@ -111,7 +111,8 @@ async def test_time_in_the_queue_is_part_of_the_timings() -> None:
 async def test_cancelling_and_a_deadline_free_the_place_at_once() -> None:
     async with full_cluster() as (cluster, _calls):
         gone = cluster.call(ask(6))
-        late = asyncio.create_task(cluster.error(ask(6, timeout={"nanos": 200_000_000})))
+        await settled(lambda: queued(cluster) == 1)
+        late = asyncio.create_task(cluster.error(ask(6, timeout={"seconds": 4})))
         await settled(lambda: queued(cluster) == 2)
         gone.cancel()
         error = await late

@@ -18,8 +18,9 @@ from autoscaler.snapshot import ReplicaState, Snapshot
 from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.client.types import Completion
-from splitserve.v1 import scaling_pb2
+from splitserve.v1 import inference_pb2, scaling_pb2
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import until as until_info
 from tests.support.waiting import PATIENCE_S
 
 COLD = 3
@@ -37,8 +38,8 @@ async def ask(client: AsyncClient, max_tokens: int = 8) -> Completion:
     return await client.generate(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
 
 
-async def until(probe: Callable[[], object], wait_s: float = PATIENCE_S) -> None:
-    async with asyncio.timeout(wait_s):
+async def until(probe: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
         while not probe():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -107,7 +108,7 @@ async def test_signals_agree_with_what_clients_saw_and_a_plan_lends_decode_to_pr
         assert phases[scaling_pb2.PHASE_TRANSFER].sum_seconds == pytest.approx(told_s, rel=1e-3)
         ended = {entry.outcome: entry.count for entry in model.outcomes}
         assert ended == dict.fromkeys(ended, 0) | {scaling_pb2.OUTCOME_COMPLETED: total}
-        check_snapshot(await observer.observe(), total, sorted(a.timings.ttft_ms / 1e3 for a in answers))
+        check_snapshot(await observer.observe(), total, answers)
         check_scrape(cluster, total)
         await check_lending(cluster, client, scaling)
         await cluster.assert_no_leaks()
@@ -128,7 +129,10 @@ async def test_equal_prompts_are_demand_where_no_worker_keeps_prefixes(log_dir: 
         await cluster.assert_no_leaks()
 
 
-def check_snapshot(seen: Snapshot, total: int, ttft_s: list[float]) -> None:
+def check_snapshot(seen: Snapshot, total: int, answers: list[Completion]) -> None:
+    ttft_s = sorted(answer.timings.ttft_ms / 1e3 for answer in answers)
+    slowest_prompt_s = max(answer.timings.prefill_ms for answer in answers) / 1e3
+    slowest_step_s = max(answer.timings.tpot_ms for answer in answers) / 1e3
     assert seen.complete
     assert sum(bucket.requests for bucket in seen.arrivals) == total
     assert seen.prefill.ttft is not None
@@ -141,9 +145,13 @@ def check_snapshot(seen: Snapshot, total: int, ttft_s: list[float]) -> None:
     assert [replica.state for replica in seen.prefill.replicas] == [ReplicaState.READY]
     assert (seen.prefill.waiting_requests, seen.prefill.backlog_tokens) == (0, 0)
     assert seen.prefill.tokens_per_s is not None
-    assert 500 < seen.prefill.tokens_per_s < 3_500, "100 tokens take 32 ms, and more on a slow machine"
+    least_per_s = min(500, 50 / slowest_prompt_s)
+    assert least_per_s < seen.prefill.tokens_per_s < 3_500, (
+        "100 tokens take 32 ms, and more on a slow machine"
+    )
     assert seen.decode.step is not None
-    assert 1e-3 < seen.decode.step.step_s(1, 100) < 10e-3, "2.05 ms, and more on a slow machine"
+    most_s = max(10e-3, 2 * slowest_step_s)
+    assert 1e-3 < seen.decode.step.step_s(1, 100) < most_s, "2.05 ms, and more on a slow machine"
     assert seen.decode.kv_capacity_tokens
     assert seen.decode.max_running_requests == 64
     assert seen.link.kv_bytes_per_token == 16
@@ -152,9 +160,7 @@ def check_snapshot(seen: Snapshot, total: int, ttft_s: list[float]) -> None:
 
 def check_scrape(cluster: Cluster, total: int) -> None:
     (ready,) = [e for e in cluster.members["coordinator"].events() if e["event"] == "metrics.ready"]
-    began_s = time.monotonic()
     lines = scrape(ready["port"]).splitlines()
-    assert time.monotonic() - began_s < 10
     label = 'model="simulated"'
     for line in (
         'splitserve_replicas{pool="prefill",state="ready"} 1.0',
@@ -180,6 +186,7 @@ def relabelled(line: str, lines: list[str]) -> bool:
     return any(parts(line) == parts(other) for other in lines if "{" in other)
 
 
+@pytest.mark.alone
 async def test_a_standby_joins_without_a_spike_and_leaves_nothing_behind(log_dir: Path) -> None:
     cluster = Cluster(log_dir, worker_options=OPTIONS)
     async with (
@@ -194,19 +201,13 @@ async def test_a_standby_joins_without_a_spike_and_leaves_nothing_behind(log_dir
                 cluster.add_worker(pool, f"{pool}-9", "--standby")
             for name in ("prefill-9", "decode-9"):
                 await until_state(scaling, name, STANDBY)
-            lanes = {
-                worker.worker_id: [lane.peer for lane in worker.lanes]
-                for worker in (await client.server_info()).workers
-            }
-            assert lanes["prefill-9"] == lanes["prefill-0"] == ["decode-0", "decode-9"], (
-                "connected beforehand"
-            )
+            await until_info(cluster, connected, "connected beforehand")
             waited = len(answers)
             await until(lambda: len(answers) > waited + 30)
             assert {who(answer) for _, answer in answers} == {("prefill-0", "decode-0")}
             active_s = time.monotonic()
             await scaling.apply_plan(active=["prefill-9", "decode-9"])
-            await until(lambda: {"prefill-9", "decode-9"} <= {n for _, a in answers for n in who(a)}, 30)
+            await until(lambda: {"prefill-9", "decode-9"} <= {n for _, a in answers for n in who(a)})
             after = len(answers)
             await until(lambda: len(answers) > after + 40)
         before = worst([a for began, a in answers if began < joining_s])
@@ -216,6 +217,11 @@ async def test_a_standby_joins_without_a_spike_and_leaves_nothing_behind(log_dir
         assert active < 3 * before + 0.05, "no request pays for a connection"
         await check_leaving(cluster, scaling)
         await cluster.assert_no_leaks()
+
+
+def connected(info: inference_pb2.GetServerInfoResponse) -> bool:
+    lanes = {worker.worker_id: [lane.peer for lane in worker.lanes] for worker in info.workers}
+    return lanes["prefill-9"] == lanes["prefill-0"] == ["decode-0", "decode-9"]
 
 
 def who(answer: Completion) -> tuple[str, str]:
@@ -248,15 +254,16 @@ async def check_lending(cluster: Cluster, client: AsyncClient, scaling: ScalingC
     """Lent until the plan expires, though the coordinator's own setting is `never`."""
     before = (await scaling.signals()).models[0].workers
     assert {worker.state for worker in before} == {READY}
-    await scaling.apply_plan(standby=["decode-7"], lend=True, valid_s=1.5)
+    await scaling.apply_plan(standby=["decode-7"], lend=True, valid_s=PATIENCE_S)
     lent = await asyncio.gather(*(ask(client) for _ in range(8)))
     assert "" in {answer.served_by.prefill_worker for answer in lent}, "sooner than to queue"
     signals = await scaling.signals()
     assert signals.plan.lend_decode_to_prefill
-    assert 0 < signals.plan.expires_in_seconds <= 1.5
+    assert 0 < signals.plan.expires_in_seconds <= PATIENCE_S
     counts = {phase.phase: sum(phase.counts) + phase.cold_samples for phase in signals.models[0].phases}
     local = sum(not answer.served_by.prefill_worker for answer in lent)
     assert counts[scaling_pb2.PHASE_LOCAL_PREFILL] == local
+    await scaling.apply_plan(standby=["decode-7"], lend=True, valid_s=0.5)
     async with asyncio.timeout(PATIENCE_S):
         while (await scaling.signals()).HasField("plan"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

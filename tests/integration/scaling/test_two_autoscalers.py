@@ -27,7 +27,10 @@ pytestmark = pytest.mark.timeout(180)
 
 def write_policy(path: Path, least: int) -> None:
     pool = {"kind": "schedule", "min_replicas": least, "max_replicas": 9, "gpus_per_replica": 0}
-    path.write_text(json.dumps({"interval_s": 0.2, "prefill": pool, "decode": pool, "lend_decode": False}))
+    policy = {"interval_s": 0.2, "prefill": pool, "decode": pool, "lend_decode": False}
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(policy))
+    new.rename(path)  # nobody reads half of it
 
 
 def until(holds: Callable[[], Any]) -> None:
@@ -56,6 +59,11 @@ def has(process: ServiceProcess, event: str) -> int:
     return sum(entry.get("event") == event for entry in process.events())
 
 
+def acts(process: ServiceProcess) -> bool:
+    """Whether it would act on its latest decision."""
+    return [bool(entry["acts"]) for entry in process.events() if entry["event"] == "scaling.decided"][-1]
+
+
 async def test_one_acts_and_the_other_takes_over_when_it_stops(
     simulated_cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -74,6 +82,7 @@ def _take_turns(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKub
         # The cluster's own worker of each pool is not theirs, and counts.
         until(lambda: ordered() == [2, 2])
         until(lambda: all(has(each, "lease.acquired") + has(each, "lease.observing") for each in both))
+        until(lambda: any(has(each, "scaling.acted") == 2 for each in both))
         leader = next(each for each in both if has(each, "scaling.acted"))
         other = next(each for each in both if each is not leader)
         assert not has(other, "scaling.acted")
@@ -84,7 +93,7 @@ def _take_turns(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKub
         assert has(other, "policy.reloaded") == 1
         acted = has(leader, "scaling.acted")
         leader.signal(signal.SIGCONT)
-        until(lambda: leader.events()[-1].get("acts") is False and has(leader, "policy.reloaded"))
+        until(lambda: not acts(leader) and has(leader, "policy.reloaded"))
         write_policy(folder / "policy.yaml", 5)
         until(lambda: ordered() == [4, 4])
         assert has(leader, "scaling.acted") == acted

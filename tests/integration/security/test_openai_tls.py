@@ -16,6 +16,7 @@ from splitserve.security.api_keys import key_hash, new_key
 from splitserve.security.certificates import write_certificates
 from tests.support.cluster.fake_cluster import fake_cluster
 from tests.support.engine.word_tokenizer import load_word_tokenizer
+from tests.support.waiting import PATIENCE_S
 
 
 async def test_https(tmp_path: Path) -> None:
@@ -26,12 +27,12 @@ async def test_https(tmp_path: Path) -> None:
     trust = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     async with running_coordinator(settings, load=load_word_tokenizer) as coordinator:
         base = f"https://localhost:{coordinator.http_port}"
-        async with httpx.AsyncClient(base_url=base, verify=trust) as client:
+        async with httpx.AsyncClient(base_url=base, verify=trust, timeout=PATIENCE_S) as client:
             assert (await client.get("/health")).json() == {"status": "ok"}
-        async with httpx.AsyncClient(base_url=base) as stranger:
+        async with httpx.AsyncClient(base_url=base, timeout=PATIENCE_S) as stranger:
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 await stranger.get("/health")
-        async with httpx.AsyncClient(base_url=base.replace("https", "http")) as plain:
+        async with httpx.AsyncClient(base_url=base.replace("https", "http"), timeout=PATIENCE_S) as plain:
             with pytest.raises(httpx.HTTPError):
                 await plain.get("/health")
 
@@ -51,7 +52,9 @@ async def test_tenants(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"tenants": tenants}))
     async with (
         fake_cluster(http_port=0, tenants=file) as cluster,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{cluster.coordinator.http_port}") as client,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{cluster.coordinator.http_port}", timeout=PATIENCE_S
+        ) as client,
     ):
 
         async def get(path: str, **headers: str) -> int:

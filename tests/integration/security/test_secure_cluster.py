@@ -79,7 +79,7 @@ async def error_of(answer: Awaitable[object]) -> SplitserveError:
 async def errors_at_workers(cluster: Cluster, stranger: ClusterCredentials) -> list[SplitserveError]:
     """What the workers' four calls say to a stranger."""
     prefill, decode = await addresses(cluster)
-    given: Any = {"timeout": 10, "metadata": stranger.metadata}
+    given: Any = {"timeout": PATIENCE_S, "metadata": stranger.metadata}
     async with stranger.channel(prefill, "prefill") as to_prefill, stranger.channel(decode, "decode") as to:
         stub = DecodeServiceStub(to)
         abort = decode_pb2.AbortRequest(request_id="r", coordinator_id="c")
@@ -96,7 +96,7 @@ async def errors_at_workers(cluster: Cluster, stranger: ClusterCredentials) -> l
 
 async def errors_at_registry(target: str, stranger: ClusterCredentials) -> list[SplitserveError]:
     """What the coordinator says to a worker that is none."""
-    given: Any = {"timeout": 10, "metadata": stranger.metadata}
+    given: Any = {"timeout": PATIENCE_S, "metadata": stranger.metadata}
     async with stranger.channel(target, "coordinator") as channel:
         stub = RegistryServiceStub(channel)
         return [
@@ -121,7 +121,7 @@ async def serves(cluster: Cluster) -> None:
 async def test_tls_from_client_to_workers(secured: Cluster, certs: Path) -> None:
     await serves(secured)
     async with secured.client(tls=TlsFiles(certs / "ca.pem")) as client:
-        await client.wait_ready(10)
+        await client.wait_ready(PATIENCE_S)
 
 
 async def test_roles_at_the_workers(secured: Cluster, certs: Path) -> None:
@@ -210,12 +210,12 @@ async def test_a_worker_with_a_foreign_certificate_stays_out(
     arguments += ["--model", "simulated", "--engine", "simulated", "--tls", str(swapped)]
     odd = ServiceProcess("odd", arguments, tmp_path)
     odd.start()
-    assert await asyncio.to_thread(odd.process.wait, 60) != 0
+    assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
     assert "only decode or prefill may call this" in odd.log_tail()
     assert "Traceback" not in odd.log_tail()
     write_certificates(swapped, [], 1, force=True, now=datetime.now(UTC) - timedelta(days=2))
     odd.start()
-    assert await asyncio.to_thread(odd.process.wait, 60) != 0
+    assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
     assert "expired on" in odd.log_tail()
 
 
@@ -224,7 +224,7 @@ async def test_a_killed_worker_is_proved_dead_under_tls(certs: Path, log_dir: Pa
     async with running(cluster):
         address, _ = await addresses(cluster)
         cluster.members["prefill-0"].kill()
-        ended = await asyncio.to_thread(cluster.members["coordinator"].wait_event, "worker.ended", 20)
+        ended = await asyncio.to_thread(cluster.members["coordinator"].wait_event, "worker.ended")
         assert ended["worker_id"] == "prefill-0"
         async with cluster.client() as client:
             assert len((await client.generate("hello", max_tokens=3)).token_ids) == 3
@@ -254,7 +254,7 @@ async def test_a_worker_without_the_token_ends_with_one_line(closed: Cluster, tm
     arguments += ["--model", "simulated", "--engine", "simulated"]
     odd = ServiceProcess("odd", arguments, tmp_path)
     odd.start()
-    assert await asyncio.to_thread(odd.process.wait, 60) != 0
+    assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
     assert "no or a wrong cluster token" in odd.log_tail()
     assert "Traceback" not in odd.log_tail()
 
@@ -280,7 +280,7 @@ async def test_up_with_tls_and_tenants(certs: Path, tmp_path: Path) -> None:
             with pytest.raises(UnauthenticatedError):
                 await client.models()
         async with part(certs, "coordinator").channel(prefill, "prefill") as channel:
-            call = PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest(), timeout=10)
+            call = PrefillServiceStub(channel).Prefill(prefill_pb2.PrefillRequest(), timeout=PATIENCE_S)
             assert (await error_of(call.read())).reason == "CLUSTER_TOKEN"
     finally:
         assert supervisor.terminate() == 0

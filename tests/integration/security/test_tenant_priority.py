@@ -60,7 +60,7 @@ async def test_priority_does_not_cross_tenants(waits_for: str, log_dir: Path) ->
         for number, (name, priority) in enumerate(ASKED):
             await waiting(cluster, waits_for, number)
             client = clients[name.split()[0]]
-            readings[name] = Reading(client, tokens(100, number), max_tokens=3, priority=priority)
+            readings[name] = Reading(client, tokens(300, number), max_tokens=3, priority=priority)
         await waiting(cluster, waits_for, len(ASKED))
         await first.leave()
         for reading in readings.values():
@@ -88,7 +88,7 @@ async def waiting(cluster: Cluster, pool: str, count: int) -> None:
     """Until one request has the worker, and so many wait for it."""
     async with asyncio.timeout(PATIENCE_S), cluster.client() as client:
         while True:
-            info = await client.server_info()
+            info = await client.server_info(timeout_s=PATIENCE_S)
             prefill, decode = worker(info, "prefill-0"), worker(info, "decode-0")
             busy = prefill.running_requests and decode.reserved_blocks
             queued = prefill.waiting_requests if pool == "prefill" else decode.waiting_reservations

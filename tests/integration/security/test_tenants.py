@@ -110,7 +110,7 @@ async def test_no_key_and_wrong_keys(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 async def test_who_waits_as_told_is_served(tmp_path: Path) -> None:
-    limits = {"requests_per_second": 4, "burst_seconds": 0.25}
+    limits = {"requests_per_second": 0.4, "burst_seconds": 2.5}
     async with tenants_cluster(tmp_path, alice=limits, bob={}) as cluster:
         await answer(cluster, "alice")
         for _ in range(3):
@@ -118,7 +118,7 @@ async def test_who_waits_as_told_is_served(tmp_path: Path) -> None:
             assert isinstance(error, ResourceExhaustedError)
             assert (error.reason, error.field) == ("TENANT_QUOTA", "requests_per_second")
             assert error.retry_after_s is not None
-            assert 0 < error.retry_after_s <= 0.25
+            assert 0 < error.retry_after_s <= 2.5
             await answer(cluster, "bob")
             await asyncio.sleep(error.retry_after_s)
             await answer(cluster, "alice")
@@ -138,13 +138,13 @@ async def test_who_waits_as_told_is_served(tmp_path: Path) -> None:
 
 
 async def test_output_is_charged_while_it_is_sent(tmp_path: Path) -> None:
-    limits = {"output_tokens_per_second": 40, "burst_seconds": 0.1}
+    limits = {"output_tokens_per_second": 4, "burst_seconds": 1}
     async with tenants_cluster(tmp_path, alice=limits) as cluster:
         await answer(cluster, "alice", ask(max_tokens=20))
         error = await refused(cluster, "alice")
         assert error.field == "output_tokens_per_second"
         assert error.retry_after_s is not None
-        assert 0.2 < error.retry_after_s <= 0.4
+        assert 1 < error.retry_after_s <= 4
         await asyncio.sleep(error.retry_after_s)
         await answer(cluster, "alice", ask(max_tokens=1))
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+
 KEYS = {
     *("prompt_tokens", "bytes", "exposed_ms_p50", "exposed_ms_p95", "gb_per_s", "raw_gb_per_s"),
     *("bandwidth_share_of_raw", "descriptors", "contiguous_runs", "ttft_split_ms_p50"),
@@ -21,7 +23,10 @@ KEYS = {
 def test_one_json_object_with_a_row_a_length() -> None:
     command = [sys.executable, "-m", "bench.handoff", "--json", "--model", "simulated"]
     ended = subprocess.run(
-        [*command, "--lengths", "64,2000", "--repeats", "1"], capture_output=True, check=True, timeout=100
+        [*command, "--lengths", "64,2000", "--repeats", "1"],
+        capture_output=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     report = json.loads(ended.stdout)
     assert {"date", "command", "machine", "model"} <= set(report)

@@ -62,7 +62,7 @@ async def test_workers_that_do_not_fit_end_with_one_line(cluster: Cluster) -> No
     wire = cluster.add_worker("decode", "odd-wire", "--wire-dtype", "same")
     dtype = cluster.add_worker("prefill", "odd-dtype", "--dtype", "float32")
     for odd in (wire, dtype):
-        assert await asyncio.to_thread(odd.process.wait, 60) != 0
+        assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
         assert "wire_dtype" in odd.log_tail()
         assert "Traceback" not in odd.log_tail()
     assert any(event["event"] == "worker.loading" for event in wire.events())

@@ -12,6 +12,7 @@ from kv_transfer.transports.ucx.binding import load_ucxx
 from splitserve.client import AsyncClient
 from splitserve.errors import UnavailableError
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.waiting import PATIENCE_S
 
 PROMPTS = [[1, 2, 3], list(range(5, 105)), [number % 251 for number in range(2000)]]
 MAX_TOKENS = 12
@@ -47,7 +48,7 @@ async def test_another_transport_is_refused_at_registration(log_dir: Path, kind:
     other = "memory" if kind == "nixl" else "nixl"
     async with running(Cluster(log_dir, worker_options=["--transport", kind])) as cluster:
         odd = cluster.add_worker("prefill", "odd", "--transport", other)
-        assert odd.process.wait(60) != 0
+        assert odd.process.wait(PATIENCE_S) != 0
         reason = rf"transport differs from (prefill|decode) worker \S+: '{other}' here, '{kind}' there"
         assert re.search(reason, odd.log_tail())
         async with AsyncClient(cluster.target) as client:

@@ -173,10 +173,10 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
 
     async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
         self.reserves.add(request)
+        reservation = len(self.reserves.entries)
         if self.reserve_failures:
             raise self.reserve_failures.pop(0)
         await self.reserve_gate.passed()
-        reservation = len(self.reserves.entries)
         self._live[reservation] = request
         ticket = kv_transfer_pb2.KvTicket(
             decode_agent_id=self.agent_id,

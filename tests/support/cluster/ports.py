@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
+from splitserve.addresses import claim_port
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, outside the range the system gives to connections where possible."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens at now, and that the system gives to no connection."""
+    return claim_port("127.0.0.1", 0)

@@ -110,11 +110,11 @@ class ServiceProcess:
         raise AssertionError(f"{self.name}: no {event} within {timeout_s} s:\n{self.log_tail()}")
 
     def events(self) -> list[dict[str, Any]]:
-        """All JSON log lines since the last start."""
+        """All whole JSON log lines since the last start."""
         with self.log_path.open("rb") as log:
             log.seek(self._read_from)
-            lines = log.read().decode(errors="replace").splitlines()
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+            lines = log.read().decode(errors="replace").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}\n")]
 
     def log_tail(self, lines: int = 100) -> str:
         """The end of the log, for messages."""

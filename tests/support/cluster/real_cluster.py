@@ -19,6 +19,9 @@ from tests.support.cluster.forked import Imports
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.waiting import PATIENCE_S
 
+PATIENT = ("--max-queue", "600")
+"""On a busy machine forecasts are high; no burst is refused for that where a test says nothing else."""
+
 
 class Cluster:
     """The processes of one cluster, by name: `coordinator`, `prefill-0`, `decode-0`, …"""
@@ -61,7 +64,7 @@ class Cluster:
     async def start(self, *, wait_ready: bool = True) -> None:
         """Starts everything and, normally, waits until all pairs are connected."""
         options = ["coordinator", "--grpc-port", "0", "--http-port", "0" if self._http else "off"]
-        options += self._coordinator_options
+        options += [*PATIENT, *self._coordinator_options]
         if self._tls:
             options += ["--tls", str(self._tls), "--cluster-port", "0"]
             self._common += ["--tls", str(self._tls)]
@@ -132,8 +135,9 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE_S
         async with self.client() as client:
             while True:
-                info = await client.server_info()
-                held = held_resources(info)
+                held = {"coordinator": 1}
+                with suppress(DeadlineExceededError):  # a busy machine
+                    held = held_resources(await client.server_info())
                 if not held:
                     return
                 if time.monotonic() > deadline:

@@ -106,6 +106,17 @@ def total(info: Info, pool: str, count: str) -> int:
     return sum(getattr(w, count) for w in info.workers if w.pool == pool)
 
 
+async def restarted(cluster: Cluster, name: str) -> None:
+    """Kills a worker and starts it again; its new boot, which has another address, is ready."""
+    before = worker(await until(cluster, lambda info: worker(info, name).address, "it is there"), name)
+    cluster.members[name].kill()
+    cluster.members[name].start()
+    await until(
+        cluster, lambda info: worker(info, name).address not in ("", before.address), "the new boot registers"
+    )
+    await cluster.wait_ready()
+
+
 async def chunks_written(cluster: Cluster) -> Info:
     """Waits until a prompt is being computed and, if a chunk is quicker than a report, some of it was written."""
     info = await until(cluster, lambda info: total(info, "prefill", "running_requests"), "prefill begins")

@@ -51,8 +51,8 @@ class Forger:
             stop=generation_pb2.StopParams(max_tokens=4),
             writer_agent_id=writer,
         )
-        request.timeout.FromSeconds(60)
-        response = await decode.Reserve(request, timeout=10)
+        request.timeout.FromSeconds(300)
+        response = await decode.Reserve(request, timeout=PATIENCE_S)
         return KvTicket.from_proto(response.ticket, 0.0)
 
     async def send(self, notification: bytes) -> None:
@@ -149,7 +149,7 @@ async def use_ticket(
     responses: list[prefill_pb2.PrefillResponse] = []
     async with make_channel(address) as channel:
         try:
-            async for response in PrefillServiceStub(channel).Prefill(request, timeout=10):
+            async for response in PrefillServiceStub(channel).Prefill(request, timeout=PATIENCE_S):
                 responses.append(response)
         except grpc.aio.AioRpcError as error:
             return responses, error_from_rpc(error)

@@ -23,6 +23,7 @@ from splitserve.errors import FailedPreconditionError, UnavailableError
 from splitserve.v1 import scaling_pb2
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock
+from tests.support.waiting import PATIENCE_S
 
 DOWN = UnavailableError("nobody answers")
 
@@ -252,7 +253,7 @@ async def test_it_ticks_until_it_is_cancelled() -> None:
 
     world.loop.decide = decide
     task = asyncio.create_task(world.loop.run())
-    await asyncio.wait_for(third.wait(), 5)
+    await asyncio.wait_for(third.wait(), PATIENCE_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -23,6 +23,7 @@ from bench.engine.processes.questions import SPARE_STEPS, WARM_UP_STEPS, decode_
 from bench.engine.rows import EngineCase
 from bench.engine.throughput import LOGS, MODELS, cases, work_of
 from splitserve.errors import UnavailableError
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 WEIGHTS = GIB // 4
@@ -131,7 +132,7 @@ def test_the_shapes_are_those_of_the_names() -> None:
 def git(*arguments: str) -> str:
     try:
         ran = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     except FileNotFoundError:
         pytest.skip("no git")

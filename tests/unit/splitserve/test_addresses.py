@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from splitserve.addresses import check_address, split_address
-from splitserve.errors import InvalidArgumentError
+from splitserve.addresses import QUIET_PORTS, check_address, claim_port, split_address
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 
 GOOD = {
     "localhost:1": ("localhost", 1),
@@ -66,3 +68,21 @@ def test_bad_addresses(address: str) -> None:
         check_address(address, "address")
     assert caught.value.field == "address"
     assert len(caught.value.message) < 500
+
+
+def test_a_port_that_nobody_names_is_none_that_connections_get() -> None:
+    claimed = {claim_port("127.0.0.1", 0) for _ in range(20)}
+    assert claimed <= set(QUIET_PORTS)
+    assert len(claimed) > 1
+
+
+def test_a_port_in_use_and_an_address_of_another_machine_are_refused() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        with pytest.raises(FailedPreconditionError, match=f"port {port} ") as caught:
+            claim_port("127.0.0.1", port)
+    assert (caught.value.reason, caught.value.field) == ("PORT_IN_USE", "grpc_port")
+    with pytest.raises(UnavailableError, match=r"192\.0\.2\.1"):
+        claim_port("192.0.2.1", 0)

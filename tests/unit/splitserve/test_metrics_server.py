@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from splitserve.metrics_server import MAX_CONNECTIONS, MetricsServer
 from splitserve.security.certificates import write_certificates
 from splitserve.security.tls import files_in
+from tests.support.waiting import PATIENCE_S
 
 HOST = "127.0.0.1"
 pytestmark = pytest.mark.timeout(60)
@@ -31,12 +32,12 @@ def registry() -> CollectorRegistry:
 def scrape(server: MetricsServer, tls: ssl.SSLContext | None = None) -> str:
     scheme = "http" if tls is None else "https"
     url = f"{scheme}://{HOST}:{server.server_port}/metrics"
-    with urllib.request.urlopen(url, timeout=10, context=tls) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S, context=tls) as answer:
         return str(answer.read().decode())
 
 
 def connected(stack: ExitStack, server: MetricsServer) -> socket.socket:
-    return stack.enter_context(socket.create_connection((HOST, server.server_port), timeout=10))
+    return stack.enter_context(socket.create_connection((HOST, server.server_port), timeout=PATIENCE_S))
 
 
 def test_silent_clients_are_few_and_cut(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_silent_clients_are_few_and_cut(registry: CollectorRegistry, monkeypatch
     with ExitStack() as stack:
         silent = [connected(stack, server) for _ in range(MAX_CONNECTIONS)]
         for _ in silent:
-            assert ready.acquire(timeout=10)
+            assert ready.acquire(timeout=PATIENCE_S)
         further = connected(stack, server)
         assert further.recv(1) == b"", "one too many is closed at once"
         for timer in timers:

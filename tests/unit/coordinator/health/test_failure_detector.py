@@ -13,6 +13,7 @@ from coordinator.workers.snapshot import Worker
 from splitserve.v1 import registry_pb2
 from tests.support.cluster.registrations import registration
 from tests.support.journal import settled
+from tests.support.waiting import PATIENCE_S
 
 PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
 
@@ -50,7 +51,9 @@ async def detecting() -> AsyncIterator[tuple[Registry, Worker, FailureDetector]]
 async def test_a_refused_connection_is_proof() -> None:
     with listening() as address:
         assert not await is_refused(address)
-    assert await is_refused(address)
+    async with asyncio.timeout(PATIENCE_S):
+        while not await is_refused(address):  # on a busy machine its own timeout may come first
+            pass
     assert not await is_refused("nowhere.invalid:1")
 
 

@@ -16,6 +16,7 @@ from engine.worker.status import WorkerStatus
 from kv_transfer.lane import JudgedLane, Lane
 from splitserve import metrics
 from splitserve.errors import FailedPreconditionError
+from tests.support.waiting import PATIENCE_S
 
 LOAD = EngineLoad(
     total_blocks=10, free_blocks=4, reserved_blocks=3, quarantined_blocks=2, referenced_blocks=1
@@ -32,7 +33,7 @@ def scrape(monkeypatch: pytest.MonkeyPatch, read: metrics.Read) -> str:
     monkeypatch.setattr(metrics, "log_event", lambda event, **fields: ready.append(fields["port"]))
     with (
         metrics.serving_metrics(read, "127.0.0.1", 0),
-        urllib.request.urlopen(f"http://127.0.0.1:{ready[0]}/metrics", timeout=10) as answer,
+        urllib.request.urlopen(f"http://127.0.0.1:{ready[0]}/metrics", timeout=PATIENCE_S) as answer,
     ):
         return str(answer.read().decode())
 

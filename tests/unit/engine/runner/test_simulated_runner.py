@@ -82,10 +82,13 @@ def test_tokens_are_printable_and_the_memory_address_is_right() -> None:
 
 
 def test_a_step_takes_the_time_of_the_formula() -> None:
-    runner = make_runner(simulated_step_s=0.02, simulated_prefill_token_s=0.001)
-    began = time.monotonic()
-    runner.execute([share(PROMPT, 0, list(range(12)))])
-    assert 0.02 + 0.001 * len(PROMPT) <= time.monotonic() - began < 0.5
+    took_s = []
+    for _ in range(5):
+        runner = make_runner(simulated_step_s=0.02, simulated_prefill_token_s=0.001)
+        began = time.monotonic()
+        runner.execute([share(PROMPT, 0, list(range(12)))])
+        took_s.append(time.monotonic() - began)
+    assert 0.02 + 0.001 * len(PROMPT) <= min(took_s) < 0.5  # the machine may add to some of them
 
 
 def test_banned_tokens_are_not_chosen() -> None:

@@ -18,6 +18,7 @@ from splitserve.config.engine import EngineConfig
 from splitserve.errors import BrokenInvariantError, NotFoundError, UnavailableError
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 from tests.support.engine.engine_rig import INSTANT, PROMPT, request
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "overlapping"], autouse=True)
@@ -113,14 +114,14 @@ async def test_a_listener_is_polled_while_it_wants_to_be() -> None:
         recorder.on_poll = on_poll
         recorder.polling = True
         await thread.call(lambda *_: None)
-        await asyncio.wait_for(seen.wait(), 5)
+        await asyncio.wait_for(seen.wait(), PATIENCE_S)
 
 
 async def test_a_deadline_wakes_an_idle_thread() -> None:
     async with running() as (thread, recorder):
         waiting = request(deadline_s=time.monotonic() + 0.05)
         assert await thread.call(lambda core, _: core.reserve(waiting, 1)) is not None
-        output = await asyncio.wait_for(recorder.outputs.get(), 5)
+        output = await asyncio.wait_for(recorder.outputs.get(), PATIENCE_S)
         assert output.failure is not None
         assert output.failure[0] == "DEADLINE_EXCEEDED"
         await thread.call(lambda core, _: core.release_writer(1))
@@ -188,7 +189,7 @@ async def test_a_loop_that_dies_reports_it_and_refuses_calls() -> None:
         thread.post(fail)
         late = asyncio.create_task(thread.call(lambda *_: None))
         with pytest.raises(ZeroDivisionError, match="a bug"):
-            await asyncio.wait_for(asyncio.shield(thread.died), 5)
+            await asyncio.wait_for(asyncio.shield(thread.died), PATIENCE_S)
         await asyncio.gather(late, return_exceptions=True)
         with pytest.raises(UnavailableError) as refused:
             await thread.call(lambda *_: None)
@@ -212,7 +213,7 @@ async def test_only_a_broken_invariant_in_a_call_ends_the_thread() -> None:
         with pytest.raises(BrokenInvariantError):
             await thread.call(fail(BrokenInvariantError("freed twice")))
         with pytest.raises(BrokenInvariantError, match="freed twice"):
-            await asyncio.wait_for(asyncio.shield(thread.died), 5)
+            await asyncio.wait_for(asyncio.shield(thread.died), PATIENCE_S)
 
 
 async def test_stop_runs_what_was_queued_and_can_be_repeated() -> None:

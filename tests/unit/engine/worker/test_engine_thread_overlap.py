@@ -17,6 +17,7 @@ from engine.worker.engine_thread import EngineThread
 from splitserve.config.engine import EngineConfig
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 from tests.support.engine.engine_rig import INSTANT, PROMPT, Script, request
+from tests.support.waiting import PATIENCE_S
 
 
 class Journal(Script):
@@ -179,7 +180,7 @@ async def test_what_was_computed_is_delivered_before_the_thread_dies(event: str)
             listener.journal.at[event] = fail
         await thread.call(lambda core, _: core.add_request(request()))
         with pytest.raises(ZeroDivisionError, match="a bug"):
-            await asyncio.wait_for(asyncio.shield(thread.died), 10)
+            await asyncio.wait_for(asyncio.shield(thread.died), PATIENCE_S)
     assert listener.tokens() == expected_tokens(PROMPT, 2)
     assert listener.journal.events[-1] == "close"
 

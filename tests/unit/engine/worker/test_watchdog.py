@@ -70,7 +70,7 @@ async def test_a_thread_that_hangs_between_steps_ends_the_process(
         hanging.set()
         release.wait()
 
-    monkeypatch.setattr("engine.worker.engine_thread.BETWEEN_STEPS_S", 0.05)
+    monkeypatch.setattr("engine.worker.engine_thread.BETWEEN_STEPS_S", 0.2)
     engine = EngineThread(lambda: (Rig().core, QuietListener()), name="engine-test")
     watched = Watched(engine)
     await engine.start()
@@ -90,7 +90,7 @@ async def test_a_thread_that_hangs_between_steps_ends_the_process(
 
 async def test_a_step_that_hangs_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
     engine = EngineThread(
-        lambda: (Rig(kind=Hanging).core, QuietListener()), name="engine-test", hung_step_s=0.01
+        lambda: (Rig(kind=Hanging).core, QuietListener()), name="engine-test", hung_step_s=0.2
     )
     watched = Watched(engine)
     await engine.start()

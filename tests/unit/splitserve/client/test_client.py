@@ -57,10 +57,10 @@ async def test_a_stream_gives_deltas_and_then_the_whole(client: AsyncClient, fak
 
 async def test_generate_gives_the_whole(client: AsyncClient, fake: FakeInference) -> None:
     turns = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hi")]
-    whole = await client.generate(turns, timeout_s=3)
+    whole = await client.generate(turns, timeout_s=60)
     assert whole.text == "It is Paris ✓."
     assert [turn.role for turn in fake.requests[0].chat.messages] == ["system", "user"]
-    assert fake.time_left_s[0] < 5
+    assert fake.time_left_s[0] < 65
 
 
 async def test_logprobs_are_collected(client: AsyncClient, fake: FakeInference) -> None:
@@ -79,17 +79,17 @@ async def test_leaving_a_stream_cancels_it_on_the_server(client: AsyncClient, fa
     async with aclosing(client.stream("hello")) as items:
         async for _ in items:
             break
-    await asyncio.wait_for(fake.cancelled.wait(), 5)
+    await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
 
 
 async def test_cancelling_a_call_cancels_it_on_the_server(client: AsyncClient, fake: FakeInference) -> None:
     fake.script = [delta(0, [1], "a"), asyncio.Event()]
     task = asyncio.create_task(client.generate("hello"))
-    await asyncio.wait_for(fake.sent.wait(), 5)
+    await asyncio.wait_for(fake.sent.wait(), PATIENCE_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(fake.cancelled.wait(), 5)
+    await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ async def test_overload_comes_with_its_retry_hint(client: AsyncClient, fake: Fak
 
 async def test_a_deadline_is_told_with_its_length(client: AsyncClient, fake: FakeInference) -> None:
     fake.script = [asyncio.Event()]
-    with pytest.raises(DeadlineExceededError, match=r"within 0\.2 s"):
-        await client.generate("hello", timeout_s=0.2)
-    await asyncio.wait_for(fake.cancelled.wait(), 5)
+    with pytest.raises(DeadlineExceededError, match=r"within 3 s"):
+        await client.generate("hello", timeout_s=3)
+    await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ async def test_a_server_that_goes_away_midway() -> None:
         await server.enter_async_context(serving(fake))
         async with AsyncClient(fake.target) as client:
             task = asyncio.create_task(client.generate("hello"))
-            await asyncio.wait_for(fake.sent.wait(), 5)
+            await asyncio.wait_for(fake.sent.wait(), PATIENCE_S)
             await server.aclose()
             with pytest.raises(SplitserveError):
                 await asyncio.wait_for(task, PATIENCE_S)
@@ -170,12 +170,12 @@ async def test_another_grpc_server() -> None:
 
 
 async def test_waiting_for_readiness(fake: FakeInference, client: AsyncClient) -> None:
-    assert (await client.wait_ready(5)).name == "fake-1b"
+    assert (await client.wait_ready(PATIENCE_S)).name == "fake-1b"
     with pytest.raises(DeadlineExceededError, match="'other' is not ready"):
-        await client.wait_ready(0.3, model="other")
+        await client.wait_ready(3, model="other")
     async with AsyncClient("127.0.0.1:1") as nobody:
         with pytest.raises(DeadlineExceededError, match="cannot reach"):
-            await nobody.wait_ready(0.3)
+            await nobody.wait_ready(3)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from splitserve.errors import (
 )
 from splitserve.v1 import generation_pb2, inference_pb2
 from tests.support.clients.fake_inference import FakeInference, delta, done, serving
+from tests.support.waiting import PATIENCE_S
 
 STARTED = inference_pb2.GenerationStart(request_id="req-1", seed=77, served_model="fake-1b-v2")
 LOST = UnavailableError("the coordinator is shutting down", reason="DRAINING")
@@ -155,9 +156,9 @@ async def test_the_blocking_client_has_the_methods_of_the_other() -> None:
                 assert client.generate("hello").text == "It is Paris ✓."
                 assert client.models()[0].name == "fake-1b"
                 assert client.server_info().version == "0.1.0"
-                assert client.wait_ready(5).name == "fake-1b"
+                assert client.wait_ready(PATIENCE_S).name == "fake-1b"
                 with pytest.raises(DeadlineExceededError, match="'other' is not ready"):
-                    client.wait_ready(0.3, model="other")
+                    client.wait_ready(3, model="other")
                 for item in client.stream("hello"):
                     assert isinstance(item, Delta)
                     break
@@ -176,4 +177,4 @@ async def test_leaving_a_blocking_stream_cancels_it() -> None:
                 items.close()
 
         await asyncio.to_thread(leave)
-        await asyncio.wait_for(fake.cancelled.wait(), 20)
+        await asyncio.wait_for(fake.cancelled.wait(), PATIENCE_S)

@@ -34,6 +34,7 @@ from splitserve.v1.inference_pb2_grpc import (
     InferenceServiceStub,
     add_InferenceServiceServicer_to_server,
 )
+from tests.support.waiting import PATIENCE_S
 
 SERVICE = "splitserve.v1.InferenceService"
 
@@ -72,7 +73,9 @@ async def served(scripted: Scripted, **options: Any) -> AsyncIterator[tuple[RpcS
 
 async def raised(channel: grpc.aio.Channel) -> SplitserveError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await InferenceServiceStub(channel).GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=10)
+        await InferenceServiceStub(channel).GetServerInfo(
+            inference_pb2.GetServerInfoRequest(), timeout=PATIENCE_S
+        )
     return error_from_rpc(caught.value)
 
 
@@ -147,7 +150,7 @@ async def test_long_messages_are_cut_not_lost(letter: str) -> None:
 
 async def test_bad_utf8_is_an_invalid_argument() -> None:
     async with served(Scripted()) as (_, channel):
-        call = channel.unary_stream(f"/{SERVICE}/Generate")(b"\x0a\x02\xff\xfe", timeout=10)
+        call = channel.unary_stream(f"/{SERVICE}/Generate")(b"\x0a\x02\xff\xfe", timeout=PATIENCE_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     back = error_from_rpc(caught.value)
@@ -167,11 +170,11 @@ async def test_cancelled_streams_are_closed_and_uncounted() -> None:
 
     scripted.stream = stream
     async with served(scripted, open_rpcs=open_rpcs) as (_, channel):
-        call = InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(), timeout=10)
+        call = InferenceServiceStub(channel).Generate(inference_pb2.GenerateRequest(), timeout=PATIENCE_S)
         await call.read()
         assert open_rpcs.count == 1
         call.cancel()
-        await asyncio.wait_for(closed.wait(), 10)
+        await asyncio.wait_for(closed.wait(), PATIENCE_S)
     assert open_rpcs.count == 0
 
 
@@ -186,11 +189,11 @@ def test_long_lived_streams_are_not_counted() -> None:
 async def test_oversized_messages_are_refused_and_harm_nobody() -> None:
     async with served(Scripted(), max_message_bytes=2**16) as (_, channel):
         stub = InferenceServiceStub(channel)
-        call = stub.Generate(inference_pb2.GenerateRequest(text="x" * 2**17), timeout=10)
+        call = stub.Generate(inference_pb2.GenerateRequest(text="x" * 2**17), timeout=PATIENCE_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert isinstance(error_from_rpc(caught.value), ResourceExhaustedError)
-        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10)
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=PATIENCE_S)
 
 
 async def test_a_taken_port_is_one_clear_line() -> None:

@@ -36,6 +36,7 @@ from splitserve.v1.prefill_pb2_grpc import (
     PrefillServiceStub,
     add_PrefillServiceServicer_to_server,
 )
+from tests.support.waiting import PATIENCE_S
 
 SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 COORDINATOR: frozenset[Role] = frozenset({"coordinator"})
@@ -64,7 +65,7 @@ class AuthorizedServer:
         """Calls the service; returns the error, None on success."""
         async with caller.channel(self.address, peer) as channel:
             responses = PrefillServiceStub(channel).Prefill(
-                prefill_pb2.PrefillRequest(), timeout=5, metadata=caller.metadata
+                prefill_pb2.PrefillRequest(), timeout=PATIENCE_S, metadata=caller.metadata
             )
             try:
                 async for response in responses:

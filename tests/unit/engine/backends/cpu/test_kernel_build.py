@@ -14,6 +14,7 @@ from engine.backends.cpu import build
 from engine.runner import torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import UnavailableError
+from tests.support.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 
@@ -209,6 +210,6 @@ def test_the_kernels_compile_for_every_level(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
