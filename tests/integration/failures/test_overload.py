@@ -56,10 +56,9 @@ async def test_three_times_the_sustainable_load(
         # Nearly all of them are refused when they come, not after waiting.
         assert sum(error.reason == "WAITED_TOO_LONG" for error in crowded.errors) < 0.15 * len(crowded.errors)
         # Who was let in is served as promised.
-        assert crowded.ttft_s(0.95) < TTFT_SLO_S * LATE
-        assert crowded.ttft_s(0.99) < TTFT_SLO_S * 2  # a moment without a core shows in all that wait
+        assert crowded.ttft_s(0.99) < TTFT_SLO_S * LATE
         assert crowded.tpot_s(0.9) < TPOT_SLO_S * LATE
-        assert crowded.tpot_s(0.99) < TPOT_SLO_S * 2  # ... and in all that run
+        assert crowded.tpot_s(0.99) < TPOT_SLO_S * 2  # a moment without a core shows in all that run
         # The cluster gets no less done than without the crowd.
         assert len(crowded.answers) / crowded.seconds > 0.95 * len(calm.answers) / calm.seconds
         assert grown_mb < 25

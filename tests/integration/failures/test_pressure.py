@@ -17,8 +17,8 @@ AT_WORKERS = ("--admission", "off")
 """Requests wait at the workers; test_overload.py has those that wait at the coordinator."""
 
 
-MOST_LEFT_MS = 4000
-"""Two prompts of the hundred; and what a busy machine adds."""
+TRIES = 3
+"""Crowds at most, one of which must leave less than the bound: a moment without a core is no work left behind."""
 
 
 @pytest.mark.alone
@@ -30,12 +30,17 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(log_dir: Path) -
     ):
         idle = await client.generate(tokens(500, 0), max_tokens=2)
         assert idle.timings.ttft_ms > 500
-        # 200 s of work, were it done.
-        long = [Reading(client, tokens(2000, n), max_tokens=2) for n in range(100)]
-        await until(cluster, lambda info: worker(info, "prefill-0").waiting_requests > 30, "they queue")
-        await asyncio.gather(*(reading.leave() for reading in long))
-        short = await client.generate(tokens(500, 1), max_tokens=2)
-        assert short.timings.ttft_ms < idle.timings.ttft_ms + MOST_LEFT_MS
+        after_ms = []
+        for crowd in range(TRIES):
+            # 200 s of work, were it done.
+            long = [Reading(client, tokens(2000, 100 * crowd + n), max_tokens=2) for n in range(100)]
+            await until(cluster, lambda info: worker(info, "prefill-0").waiting_requests > 30, "they queue")
+            await asyncio.gather(*(reading.leave() for reading in long))
+            short = await client.generate(tokens(500, 1000 + crowd), max_tokens=2)
+            after_ms.append(short.timings.ttft_ms)
+            if after_ms[-1] < 2 * idle.timings.ttft_ms:
+                break
+        assert min(after_ms) < 2 * idle.timings.ttft_ms, after_ms
         await cluster.assert_no_leaks()
 
 
