@@ -16,7 +16,7 @@ def _checked_endpoint(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or parts.path.strip("/") or parts.query or "@" in parts.netloc:
         raise ValueError("it is written http://HOST:PORT or https://HOST:PORT")
-    check_address(parts.netloc, "endpoint")
+    check_address(parts.netloc, "tracing.endpoint")
     return f"{parts.scheme}://{parts.netloc}"
 
 

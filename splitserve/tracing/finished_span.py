@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from splitserve.tracing.context import TraceContext
 
@@ -23,8 +24,7 @@ class FinishedSpan:
     start_s: float
     end_s: float
     attributes: Attributes = field(default_factory=dict)
-    kind: str = "internal"
-    """"server", "client" or "internal"."""
+    kind: Literal["server", "client", "internal"] = "internal"
     links: tuple[TraceContext, ...] = ()
     error: str = ""
     """Reason and message; empty unless it failed."""

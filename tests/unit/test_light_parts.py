@@ -10,7 +10,7 @@ import pytest
 
 from splitserve.cli.commands import COMMANDS, CommandGroup
 
-HEAVY = ("torch", "transformers", "huggingface_hub", "accelerate", "gguf", "safetensors")
+HEAVY = ("torch", "transformers", "huggingface_hub", "accelerate", "gguf", "safetensors", "opentelemetry")
 HELP_CPU_S = 0.3
 PROGRAM = """
 import sys
