@@ -105,6 +105,7 @@ class Attempt:
             stop=self._request.stop,
             precedence=self._precedence(),
             cache_salt=self._request.caller.cache_salt,
+            trace=self._trace(),
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
         )
@@ -157,6 +158,7 @@ class Attempt:
             sampling=self._request.sampling,
             stop=self._request.stop,
             ticket=self._ticket,
+            trace=self._trace(),
             precedence=self._precedence(),
             cache_salt=self._request.caller.cache_salt,
         )
@@ -210,6 +212,9 @@ class Attempt:
     def _precedence(self) -> generation_pb2.Precedence:
         caller = self._request.caller
         return precedence_of(caller.tenant, caller.priority_class, self._request.priority)
+
+    def _trace(self) -> generation_pb2.TraceContext | None:
+        return self._record.trace.to_proto() if self._record.trace is not None else None
 
     def _enter(self, event: AttemptEvent) -> None:
         before, self.state = self.state, after(self.state, event)

@@ -19,6 +19,7 @@ from coordinator.request.inference_request import (
     resolved_sampling,
     resolved_stop,
 )
+from coordinator.request.request_trace import RequestTrace
 from coordinator.routing.router import RETRY_AFTER_S
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import CoordinatorConfig
@@ -61,6 +62,7 @@ class InputProcessor:
         request_id: str,
         received_s: float,
         deadline_s: float,
+        trace: RequestTrace | None = None,
     ) -> InferenceRequest:
         """The request with all defaults filled in. Both times are on the coordinator's monotonic clock.
 
@@ -103,6 +105,7 @@ class InputProcessor:
             block_keys=prompt.block_keys,
             resumed=tuple(request.resume.token_ids),
             resumed_finish=request.resume.finish_reason,
+            trace=trace,
         )
 
     async def _find_model(self, request: inference_pb2.GenerateRequest, key: str, caller: Caller) -> Found:

@@ -20,6 +20,7 @@ from coordinator.request.estimates import Estimates
 from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest, check_names, timeout_s
 from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
+from coordinator.request.request_trace import RequestTrace
 from coordinator.request.state import RequestState, Send
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
@@ -63,7 +64,7 @@ class RequestFlow:
         self._quota_plugins = quota_plugins
         self._pairs = PairSelector(config, registry, router)
         self._records = records
-        kept = (records,) if config.records.enabled else ()
+        kept = (records,) if records.enabled else ()
         self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, *kept)
 
     async def generate(
@@ -72,12 +73,14 @@ class RequestFlow:
         caller: Caller,
         send: Send,
         call_left_s: float | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         """Serves one request; see `InferenceApi.generate` for arguments and errors."""
         received_s = time.monotonic()
         check_names(request)
         request_id = request.request_id or random_hex()
-        with request_context(request_id), ExitStack() as stack:
+        trace_id = trace.context.trace_id if trace is not None else ""
+        with request_context(request_id, trace_id), ExitStack() as stack:
             try:
                 left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
                 async with asyncio.timeout(left_s) as timer:
@@ -87,10 +90,12 @@ class RequestFlow:
                             stack.enter_context(p.entered(request, caller)) for p in self._quota_plugins
                         ]
                         inference_request = await self._inputs.process(
-                            request, caller, request_id, received_s, deadline_s
+                            request, caller, request_id, received_s, deadline_s, trace
                         )
                     except (SplitserveError, asyncio.CancelledError) as error:
-                        self._records.refused(request_id, request.model, caller.tenant, received_s, error)
+                        self._records.refused(
+                            request_id, request.model, caller.tenant, received_s, error, trace
+                        )
                         raise
                     events = stack.enter_context(self._events_of(inference_request))
                     await self._admit(events, quotas)

@@ -18,6 +18,7 @@ from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.input_limits import InputLimits
 from coordinator.entrypoints.kserve.service import KserveService
 from coordinator.entrypoints.openai.app import make_app
+from coordinator.entrypoints.trace_sampler import TraceSampler
 from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector
 from coordinator.input_processor import InputProcessor
@@ -53,6 +54,8 @@ from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.parser_thread import ParserThread, favor_event_loop
 from splitserve.runtime.process import connections_that_fit, relax_collector, stop_signal
 from splitserve.runtime.reload import FileWatcher
+from splitserve.tracing.exporting import exporting_spans
+from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import inference_pb2, registry_pb2, routes_pb2, scaling_pb2
 from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
@@ -74,9 +77,14 @@ class Coordinator:
     """The running parts of one coordinator; `running_coordinator` makes one."""
 
     def __init__(
-        self, config: CoordinatorConfig, load: Callable[[str], Tokenizer], router: Router | None
+        self,
+        config: CoordinatorConfig,
+        load: Callable[[str], Tokenizer],
+        router: Router | None,
+        coordinator_id: str,
+        spans: SpanSink | None = None,
     ) -> None:
-        self.coordinator_id = str(uuid.uuid4())
+        self.coordinator_id = coordinator_id
         self.port = 0
         self.cluster_port: int | None = None
         self.http_port: int | None = None
@@ -90,13 +98,9 @@ class Coordinator:
         self.stats = RequestStats()
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
-        self.records = RecordKeeper(config.records)
+        self.records = RecordKeeper(config.records, spans)
         self.routes = _model_routes(config, self.registry)
-        self.files = FileWatcher(
-            self.routes.follow(config.model_routes_file) if config.model_routes_file else None,
-            self.access.tenants.file if self.access.tenants else None,
-            self.access.security.server_tls.file if self.access.security.server_tls else None,
-        )
+        self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
         self.loop_lag = LoopLag(coalescer.on_sample)
         self.clients = WorkerClients(
@@ -131,6 +135,14 @@ class Coordinator:
         )
         self._add_services()
 
+    def _followed_files(self) -> FileWatcher:
+        routes, access = self.config.model_routes_file, self.access
+        return FileWatcher(
+            self.routes.follow(routes) if routes else None,
+            access.tenants.file if access.tenants else None,
+            access.security.server_tls.file if access.security.server_tls else None,
+        )
+
     def _inference_api(self, router: Router) -> InferenceApi:
         flow = RequestFlow(
             self.config,
@@ -157,6 +169,7 @@ class Coordinator:
             self.routes,
             self.limits,
             self.parser,
+            TraceSampler(self.config.tracing),
         )
 
     def _add_services(self) -> None:
@@ -275,12 +288,13 @@ async def running_coordinator(
 
     Raises UnavailableError when a port is taken.
     """
-    coordinator = Coordinator(config, load, router)
-    with serving_metrics(
-        coordinator.metrics, config.host, config.metrics_port, coordinator.access.security.server_tls
-    ):
-        async with _serving(coordinator, config):
-            yield coordinator
+    coordinator_id = str(uuid.uuid4())
+    async with exporting_spans(config.tracing, "coordinator", coordinator_id) as spans:
+        coordinator = Coordinator(config, load, router, coordinator_id, spans)
+        tls = coordinator.access.security.server_tls
+        with serving_metrics(coordinator.metrics, config.host, config.metrics_port, tls):
+            async with _serving(coordinator, config):
+                yield coordinator
 
 
 @asynccontextmanager

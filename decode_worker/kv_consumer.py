@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 
-from decode_worker.live_request import LiveRequest, LocalPrefill, public_id
+from decode_worker.live_request import LiveRequest, LiveRequests, LocalPrefill, public_id
 from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, WaitingReservation
 from engine.core.engine import Engine
 from engine.core.types import RequestOutput, ReservedBlocks, StepResult
@@ -20,8 +20,9 @@ from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, Fence,
 from kv_transfer.handoff.reservation_table import ReservationTable
 from kv_transfer.handoff.ticket import KvTicket
 from splitserve.errors import SplitserveError
-from splitserve.logs import log_event
+from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
+from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import decode_pb2
 
 Outputs = dict[str, list[decode_pb2.SequenceOutput]]
@@ -35,7 +36,12 @@ class KvConsumer(KvConnector):
     """
 
     def __init__(
-        self, parts: EngineParts, epoch: int, emit: Emit, on_idle: Callable[[], None] = lambda: None
+        self,
+        parts: EngineParts,
+        epoch: int,
+        emit: Emit,
+        on_idle: Callable[[], None] = lambda: None,
+        spans: SpanSink | None = None,
     ) -> None:
         super().__init__(parts.endpoint, on_idle)
         config = parts.config
@@ -58,7 +64,7 @@ class KvConsumer(KvConnector):
         self._last_tried_at: tuple[int, int] | None = None
         """Free blocks and running requests when waiting reservations were last tried."""
         self._emit = emit
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests = LiveRequests(spans)
         self._outputs: Outputs = defaultdict(list)
         self._replies: list[tuple[Reply, Granted | SplitserveError]] = []
         self._admitted = 0
@@ -84,7 +90,7 @@ class KvConsumer(KvConnector):
             return True
         alive = engine_id in self._requests
         if alive and self._requests[engine_id].local is not None:
-            del self._requests[engine_id]
+            self._requests.end(engine_id)
             return core.abort(engine_id)
         self._apply(core, self._table.abort(engine_id, coordinator_id, no_writer, now), silent=True)
         return alive
@@ -134,6 +140,7 @@ class KvConsumer(KvConnector):
             request, began_s = self._requests.get(engine_id), now - result.duration_s
             if request is None:
                 continue
+            request.began_s = began_s
             if request.local is not None:
                 request.local.began_s = began_s
             elif request.admitted_s is not None:
@@ -172,7 +179,7 @@ class KvConsumer(KvConnector):
                 return False
             ticket = self._open(entry, blocks, now)
         except BaseException as error:
-            self._replies.append((entry.reply, request_error(error, request_id)))
+            self._replies.append((entry.reply, request_error(error, request_id, entry.request.trace)))
             if not duplicate:  # nobody has its ticket
                 self._apply(core, self._table.abort(request_id, entry.coordinator_id, True, now), silent=True)
                 self._requests.pop(request_id, None)
@@ -199,9 +206,7 @@ class KvConsumer(KvConnector):
         )
         if entry.writer_agent_id:
             self._table.bind_writer(number, entry.writer_agent_id)
-        self._requests[request.request_id] = LiveRequest(
-            request.request_id, entry.coordinator_id, blocks.block_ids
-        )
+        self._requests[request.request_id] = LiveRequest.of(entry, now, blocks.block_ids)
         ticket = KvTicket(
             decode_agent_id=self.endpoint.agent_id,
             epoch=self._table.epoch,
@@ -225,9 +230,8 @@ class KvConsumer(KvConnector):
         if len(request.token_ids) - cached > entry.local_prefill_tokens:
             return False
         core.add_request(request)
-        self._requests[request.request_id] = LiveRequest(
-            request.request_id, entry.coordinator_id, local=LocalPrefill(entry.arrived_s, cached)
-        )
+        local = LocalPrefill(entry.arrived_s, cached)
+        self._requests[request.request_id] = LiveRequest.of(entry, now, local=local)
         self._replies.append((entry.reply, Granted(None, max(0.0, now - entry.arrived_s))))
         return True
 
@@ -253,12 +257,8 @@ class KvConsumer(KvConnector):
         request.admitted_s = now
         output = core.admit(verdict.number, verdict.first_token)
         self._admitted += 1
-        log_event(
-            "handoff.admitted",
-            level=logging.DEBUG,
-            request_id=request.public_id,
-            admitted_s=time.monotonic(),
-        )
+        with request_context(request.public_id, request.trace_id):
+            log_event("handoff.admitted", level=logging.DEBUG, admitted_s=time.monotonic())
         self._outputs[request.coordinator_id].append(request.admitted())
         if output is not None:
             self._on_output(core, output, now)
@@ -273,7 +273,7 @@ class KvConsumer(KvConnector):
                     if not action.writer_alive:
                         core.release_writer(action.number)
                     if silent:
-                        self._requests.pop(action.request_id, None)
+                        self._requests.end(action.request_id)
                     else:
                         self._fail(action.request_id, action.reason, action.message)
                 case ReleaseWriter():
@@ -290,13 +290,14 @@ class KvConsumer(KvConnector):
         if output.failure is not None and request.only_reserved:
             # The engine failed a request that was only reserved: its writer may still be writing.
             aborted = self._table.abort(output.request_id, request.coordinator_id, False, now)
+            del self._requests[output.request_id]  # its last output, below, ends it
             self._apply(core, aborted, silent=True)
             self._requests[output.request_id] = request
         elif output.finish_reason is not None:
             self._table.finished(output.request_id)
         self._outputs[request.coordinator_id].append(request.progressed(output, now))
         if output.finish_reason is not None:
-            del self._requests[output.request_id]
+            self._requests.end(output.request_id, ": ".join(output.failure or ()))
 
     def _content_matches(self, completion: WriteCompletion) -> bool:
         try:
@@ -307,8 +308,8 @@ class KvConsumer(KvConnector):
 
     def _give_up(self, core: Engine, engine_id: str, error: BaseException, now: float) -> None:
         """Ends a live request whose handling raised `error`, whatever its state; unknown ids are ignored."""
-        known = request_error(error, engine_id)
-        request = self._requests.get(engine_id)
+        request = self._requests.pop(engine_id, None)
+        known = request_error(error, engine_id, request.trace if request is not None else None)
         if request is None:
             return
         aborted = self._table.abort(engine_id, request.coordinator_id, False, now)
@@ -318,7 +319,7 @@ class KvConsumer(KvConnector):
         self._fail(engine_id, known.reason, known.message)
 
     def _fail(self, engine_id: str, reason: str, text: str) -> None:
-        request = self._requests.pop(engine_id, None)
+        request = self._requests.end(engine_id, f"{reason}: {text}")
         if request is not None:
             self._outputs[request.coordinator_id].append(request.failed(reason, text))
 

@@ -31,7 +31,7 @@ class DecodeRole(WorkerRole[KvConsumer]):
 
     def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> KvConsumer:
         """See WorkerRole."""
-        return KvConsumer(parts, epoch, self._emit, on_idle)
+        return KvConsumer(parts, epoch, self._emit, on_idle, self._worker.spans)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """See WorkerRole."""

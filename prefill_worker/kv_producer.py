@@ -13,15 +13,17 @@ from engine.core.types import ChunkProgress, EngineRequest, RequestOutput, StepR
 from engine.worker.build import EngineParts
 from engine.worker.process import KvConnector
 from engine.worker.status import WorkerStatus
-from kv_transfer.handoff.push_state import PushDone, PushDrained, PushFailed
+from kv_transfer.handoff.push_state import PushDone, PushEvent, PushFailed
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.ticket import KvTicket
 from kv_transfer.transports.transport import TransferEndpoint
+from prefill_worker.live_prefill import LivePrefill
 from prefill_worker.peer_lanes import PeerLanes
 from splitserve.errors import FailedPreconditionError, SplitserveError
-from splitserve.logs import log_event
+from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
 from splitserve.rpc.status import failure_error
+from splitserve.tracing.finished_span import SpanSink
 
 TOKEN_FIRST_S = 100e-6
 """Maximum seconds that writes wait for a first token to leave the process."""
@@ -62,19 +64,6 @@ PrefillEvent = FirstTokenReady | HandedOff | Failed
 Emit = Callable[[list[tuple[str, PrefillEvent]]], None]
 
 
-@dataclass(slots=True)
-class _Prefill:
-    """One request from its arrival to the release of its blocks. Times are on `time.monotonic`."""
-
-    ticket: KvTicket | None
-    arrived_s: float
-    began_s: float = 0.0
-    cached_tokens: int = 0
-    chunks: int = 0
-    over: bool = False
-    """Whether the client has got its last event; only blocks are still held."""
-
-
 class KvProducer(KvConnector):
     """Connects the engine's steps with the pusher's writes. All methods run on the engine thread.
 
@@ -90,7 +79,9 @@ class KvProducer(KvConnector):
         on_peers_changed: Callable[[], None] = lambda: None,
         *,
         token_first_s: float = TOKEN_FIRST_S,
+        spans: SpanSink | None = None,
     ) -> None:
+        """`spans` takes the spans of traced prompts; None: they are not exported."""
         super().__init__(parts.endpoint, on_idle)
         config = parts.config
         self._transport = parts.transport
@@ -98,13 +89,13 @@ class KvProducer(KvConnector):
         self._peers = PeerLanes(
             parts.transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy
         )
-        self._emit = emit
+        self._emit, self._spans = emit, spans
         self._on_peers_changed = on_peers_changed
         self._token_first_s = token_first_s
         self._completed = 0
         self._completed_bytes = 0
         self._rejected: dict[str, int] = {}
-        self._live: dict[str, _Prefill] = {}
+        self._live: dict[str, LivePrefill] = {}
         self._endpoints: dict[str, TransferEndpoint] = {}
         self._events: list[tuple[str, PrefillEvent]] = []
 
@@ -114,8 +105,11 @@ class KvProducer(KvConnector):
         Raises FailedPreconditionError or InvalidArgumentError, with the field, for a ticket that must not be used here;
         otherwise raises like `Engine.add_request`, and the decode worker is told that nothing will be written.
         """
+        trace = request.trace
+        exported = self._spans is not None and trace is not None and trace.sampled
+        prefill = LivePrefill(request.request_id, ticket, now, trace, {} if exported else None)
         if ticket is not None:
-            self._pusher.start(request.request_id, ticket, self._target(ticket), now)
+            self._pusher.start(request.request_id, ticket, self._target(ticket), now, prefill.writes)
         try:
             core.add_request(request)
         except BaseException:
@@ -123,7 +117,7 @@ class KvProducer(KvConnector):
             core.release_held(request.request_id)
             self._pusher.abort(request.request_id)
             raise
-        self._live[request.request_id] = _Prefill(ticket, now)
+        self._live[request.request_id] = prefill
 
     def end(self, core: Engine, request_id: str, ticket: KvTicket | None, now: float) -> None:
         """Ends a request that nobody waits for any more: no further chunk is computed; writes in flight complete.
@@ -235,8 +229,10 @@ class KvProducer(KvConnector):
             return
         if output.failure is not None:
             self._events.append((output.request_id, Failed(failure_error(*output.failure))))
+            prefill.failure = ": ".join(output.failure)
             self._end(core, output.request_id, prefill)
             return
+        prefill.computed_s = now
         last = prefill.ticket is None or output.finish_reason is not None
         event = FirstTokenReady(
             output,
@@ -252,28 +248,34 @@ class KvProducer(KvConnector):
 
     def _collect(self, core: Engine, now: float) -> None:
         for event in self._pusher.poll(now, self._peers.poll()):
-            self._on_push(core, event)
-            if isinstance(event, PushDone):
-                log_event(
-                    "handoff.written",
-                    level=logging.DEBUG,
-                    request_id=event.request_id,
-                    bytes=event.written_bytes,
-                    descriptors=event.descriptors,
-                    contiguous_runs=event.contiguous_runs,
-                    computed_s=now - event.transfer_s,
-                    written_s=now,
-                )
+            prefill = self._live.pop(event.request_id, None)
+            trace = prefill.trace if prefill is not None else None
+            with request_context(event.request_id, trace.trace_id if trace is not None else ""):
+                self._on_push(core, event, prefill, now)
         for agent_id in self._pusher.take_cut_off():
             log_event("peer.cut_off", agent_id=agent_id, why="a write to it failed half way")
             if (endpoint := self._endpoints.get(agent_id)) is not None:
                 self.connect(endpoint)
 
-    def _on_push(self, core: Engine, event: PushDone | PushFailed | PushDrained) -> None:
-        prefill = self._live.pop(event.request_id, None)
+    def _on_push(self, core: Engine, event: PushEvent, prefill: LivePrefill | None, now: float) -> None:
         core.abort(event.request_id)
         core.release_held(event.request_id)
-        if prefill is None or prefill.over:
+        if isinstance(event, PushDone):
+            log_event(
+                "handoff.written",
+                level=logging.DEBUG,
+                bytes=event.written_bytes,
+                descriptors=event.descriptors,
+                contiguous_runs=event.contiguous_runs,
+                computed_s=now - event.transfer_s,
+                written_s=now,
+            )
+        if prefill is None:
+            return
+        if isinstance(event, PushFailed):
+            prefill.failure = f"{event.reason}: {event.message}"
+        self._export(prefill)
+        if prefill.over:
             return
         if isinstance(event, PushDone):
             self._completed += 1
@@ -281,28 +283,31 @@ class KvProducer(KvConnector):
             done = HandedOff(event.written_bytes, event.descriptors, event.transfer_s)
             self._events.append((event.request_id, done))
         elif isinstance(event, PushFailed):
-            rejected = self._rejected.get(event.reason, 0) + 1
-            self._rejected = {
-                **self._rejected,
-                event.reason: rejected,
-            }  # a new dict: the old one is in a status
+            rejected = {event.reason: self._rejected.get(event.reason, 0) + 1}
+            self._rejected = self._rejected | rejected  # a new dict: the old one is in a status
             error = failure_error(event.reason, event.message)
             self._events.append((event.request_id, Failed(error)))
 
-    def _end(self, core: Engine, request_id: str, prefill: _Prefill) -> None:
+    def _end(self, core: Engine, request_id: str, prefill: LivePrefill) -> None:
         prefill.over = True
         if prefill.ticket is not None:
             self._pusher.abort(request_id)  # the push's last event releases the blocks
             return
         del self._live[request_id]
+        self._export(prefill)
         core.release_held(request_id)
+
+    def _export(self, prefill: LivePrefill) -> None:
+        if self._spans is not None and prefill.writes is not None:
+            prefill.export(self._spans)
 
     def _give_up(self, core: Engine, request_id: str, error: BaseException) -> None:
         """Ends a request whose handling raised `error`."""
-        known = request_error(error, request_id)
         prefill = self._live.get(request_id)
+        known = request_error(error, request_id, prefill.trace if prefill is not None else None)
         if prefill is None or prefill.over:
             return
+        prefill.failure = f"{known.reason}: {known.message}"
         self._events.append((request_id, Failed(known)))
         core.abort(request_id)
         self._end(core, request_id, prefill)

@@ -35,7 +35,7 @@ class PrefillRole(WorkerRole[KvProducer]):
 
     def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> KvProducer:
         """See WorkerRole."""
-        return KvProducer(parts, self._emit, on_idle, self._on_peers_changed)
+        return KvProducer(parts, self._emit, on_idle, self._on_peers_changed, spans=self._worker.spans)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """See WorkerRole."""

@@ -1,8 +1,9 @@
-"""Structured logs: named events with fields, and the request id from a context variable.
+"""Structured logs: named events with fields, and the ids of request and trace from a context variable.
 
 `log_event("handoff.completed", request_id=..., bytes=...)` writes one line to stderr: JSON, or readable text
 if stderr is a terminal. Fields hold ids, counts and times, never prompts or generated text. The level is
-SPLITSERVE_LOG_LEVEL (debug, info, warning, error; default info).
+SPLITSERVE_LOG_LEVEL (debug, info, warning, error; default info), the form that of SPLITSERVE_LOG_FORMAT (auto, json,
+text; default auto: as the terminal has it).
 """
 
 from __future__ import annotations
@@ -12,32 +13,37 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from splitserve.errors import ConfigError
 
 LOG_LEVEL_VARIABLE = "SPLITSERVE_LOG_LEVEL"
+LOG_FORMAT_VARIABLE = "SPLITSERVE_LOG_FORMAT"
 LogFormat = Literal["auto", "json", "text"]
+_FORMATS: tuple[str, ...] = get_args(LogFormat)
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 MAX_FIELD_CHARACTERS = 2000
 """Longer texts in a field are cut: an error's message may repeat what a client sent."""
 _QUIET = ("asyncio", "grpc", "grpc_reflection", "transformers", "tokenizers", "urllib3", "filelock", "httpx")
 _logger = logging.getLogger("splitserve")
-_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+_request_ids: ContextVar[Mapping[str, str]] = ContextVar("request_ids", default=MappingProxyType({}))
 
 
 @contextmanager
-def request_context(request_id: str) -> Iterator[None]:
-    """Adds `request_id` to every event logged in this context and in tasks started from it."""
-    token = _request_id.set(request_id)
+def request_context(request_id: str, trace_id: str = "") -> Iterator[None]:
+    """Adds `request_id`, and `trace_id` unless it is empty, to every event logged in this context and in tasks started
+    from it. A field of an event's own goes before them."""
+    ids = {"request_id": request_id}
+    token = _request_ids.set(ids | {"trace_id": trace_id} if trace_id else ids)
     try:
         yield
     finally:
-        _request_id.reset(token)
+        _request_ids.reset(token)
 
 
 def log_event(event: str, *, level: int = logging.INFO, **fields: Any) -> None:
@@ -53,23 +59,20 @@ def log_exception(event: str, error: BaseException, **fields: Any) -> None:
 def _log(event: str, level: int, fields: dict[str, Any], error: BaseException | None) -> None:
     if not _logger.isEnabledFor(level):
         return
-    request_id = _request_id.get()
-    if request_id is not None:
-        fields.setdefault("request_id", request_id)
+    fields = {**_request_ids.get(), **fields}
     exc_info = (type(error), error, error.__traceback__) if error is not None else None
     _logger.log(level, event, exc_info=exc_info, extra={"event_fields": fields})
 
 
-def configure_logging(part: str, *, format: LogFormat = "auto", level: str | None = None) -> None:
+def configure_logging(part: str, *, format: LogFormat | None = None, level: str | None = None) -> None:
     """Configures logging of a process; `part` ("coordinator", a worker's id) is in every line.
 
-    Raises ConfigError for an unknown level. Calling it again replaces the earlier configuration.
+    Form and level default to their variables. Raises ConfigError for unknown ones. Calling it again replaces the
+    earlier configuration.
     """
-    name = (level or os.environ.get(LOG_LEVEL_VARIABLE) or "info").lower()
-    if name not in _LEVELS:
-        bound = ", ".join(_LEVELS)
-        raise ConfigError(f"{LOG_LEVEL_VARIABLE}: {name!r} is none of {bound}", field=LOG_LEVEL_VARIABLE)
-    as_text = format == "text" or (format == "auto" and sys.stderr.isatty())
+    name = _one_of(_LEVELS, level or os.environ.get(LOG_LEVEL_VARIABLE) or "info", LOG_LEVEL_VARIABLE)
+    form = _one_of(_FORMATS, format or os.environ.get(LOG_FORMAT_VARIABLE) or "auto", LOG_FORMAT_VARIABLE)
+    as_text = form == "text" or (form == "auto" and sys.stderr.isatty())
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter(part) if as_text else JsonFormatter(part))
     root = logging.getLogger()
@@ -78,6 +81,12 @@ def configure_logging(part: str, *, format: LogFormat = "auto", level: str | Non
     _logger.setLevel(_LEVELS[name])
     for noisy in _QUIET:
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def _one_of(known: Collection[str], given: str, variable: str) -> str:
+    if given.lower() not in known:
+        raise ConfigError(f"{variable}: {given.lower()!r} is none of {', '.join(known)}", field=variable)
+    return given.lower()
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import uuid
 
 from splitserve.errors import BrokenInvariantError, SplitserveError
-from splitserve.logs import log_exception
+from splitserve.logs import log_exception, request_context
+from splitserve.tracing.context import TraceContext, trace_id_of
 
 _NOT_THE_REQUEST = (BrokenInvariantError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
-def request_error(error: BaseException, request_id: str) -> SplitserveError:
+def request_error(
+    error: BaseException, request_id: str, trace: TraceContext | None = None
+) -> SplitserveError:
     """The error that fails the request whose handling raised `error`. Call it where the request can be ended.
 
     Any other exception than a SplitserveError becomes INTERNAL with an incident id, and its traceback is logged.
@@ -22,5 +25,6 @@ def request_error(error: BaseException, request_id: str) -> SplitserveError:
     if isinstance(error, _NOT_THE_REQUEST):
         raise error
     incident = uuid.uuid4().hex[:12]
-    log_exception("engine.request_failed", error, request_id=request_id, incident=incident)
+    with request_context(request_id, trace_id_of(trace)):
+        log_exception("engine.request_failed", error, incident=incident)
     return SplitserveError(f"the engine failed on this request, incident {incident}")

@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.entrypoints.input_limits import InputLimits
+from coordinator.entrypoints.trace_sampler import TraceSampler
 from coordinator.metrics.stats import RequestStats
 from coordinator.models.model_routes import ModelRoutes, Nameable
 from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.request.caller import Authenticator, Caller
+from coordinator.request.request_trace import Operation, RequestTrace
 from coordinator.request.state import Send
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.router import RETRY_AFTER_S
@@ -21,6 +23,7 @@ from coordinator.workers.snapshot import PoolSnapshot
 from splitserve.errors import PermissionDeniedError, ResourceExhaustedError, UnavailableError
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.runtime.parser_thread import ParserThread
+from splitserve.tracing.context import TraceContext
 from splitserve.v1 import inference_pb2
 
 
@@ -39,6 +42,7 @@ class InferenceApi:
         routes: ModelRoutes,
         limits: InputLimits,
         parser: ParserThread,
+        sampler: TraceSampler,
     ) -> None:
         self.authenticator = authenticator
         self.limits = limits
@@ -55,6 +59,7 @@ class InferenceApi:
         self._tokenizers = tokenizers
         self._background = background
         self._stats = stats
+        self._sampler = sampler
         self._max_running_requests = max_running_requests
         self._started_s = time.monotonic()
 
@@ -79,14 +84,32 @@ class InferenceApi:
         caller: Caller,
         send: Send,
         call_left_s: float | None = None,
+        trace: RequestTrace | None = None,
     ) -> None:
         """Serves one request to its end. `send` is awaited for each message; the last one has `done` set.
 
-        `call_left_s` is the time left until the client's own deadline. Raises SplitserveError. Cancelling this cancels
-        the request on both workers.
+        `call_left_s` is the time left until the client's own deadline, `trace` comes from `begin_trace`. Raises
+        SplitserveError. Cancelling this cancels the request on both workers.
         """
         async with self._admitted(request.model):
-            await self._flow.generate(request, caller, send, call_left_s)
+            await self._flow.generate(request, caller, send, call_left_s, trace)
+
+    @property
+    def traces(self) -> bool:
+        """Whether this coordinator exports traces, so that clients are told theirs."""
+        return self._sampler.enabled
+
+    def begin_trace(
+        self, traceparent: str | None, tracestate: str | None, operation: Operation, resumed: str = ""
+    ) -> RequestTrace | None:
+        """The trace of a request with these headers, which may be malformed; None if it has none.
+
+        `resumed` is the `traceparent` of an answer that the request goes on with.
+        """
+        if not (self.traces or traceparent or resumed):
+            return None
+        client, earlier = TraceContext.parse(traceparent, tracestate), TraceContext.parse(resumed)
+        return self._sampler.begin(client, operation, time.monotonic(), earlier)
 
     def end_all(self) -> None:
         """Ends running requests with UNAVAILABLE (DRAINING) and refuses new ones."""

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from coordinator.entrypoints.grpc_trace import TRACEPARENT, trace_headers
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin
 from coordinator.records.explanation import Explainer
+from coordinator.request.request_trace import Operation
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
@@ -31,7 +33,11 @@ class InferenceService(InferenceServiceServicer):
     ) -> None:
         """See InferenceService.Generate in the proto."""
         caller = self._access.caller(context)
-        await self._api.generate(request, caller, context.write, context.time_remaining())
+        operation: Operation = "chat" if request.HasField("chat") else "text_completion"
+        trace = self._api.begin_trace(*trace_headers(context), operation, request.resume.traceparent)
+        if trace is not None and self._api.traces:
+            await context.send_initial_metadata(((TRACEPARENT, trace.context.traceparent),))
+        await self._api.generate(request, caller, context.write, context.time_remaining(), trace)
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Any

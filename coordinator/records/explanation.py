@@ -117,6 +117,8 @@ class Explainer:
                 written_bytes=cost.written_bytes,
             ),
             kept_because=self._keeper.why_kept(record),
+            trace_id="" if record.trace is None else record.trace.context.trace_id,
+            trace_exported=record.trace is not None and record.trace.exported,
         )
 
     def _attempt(self, attempt: AttemptFacts) -> records_pb2.RecordedAttempt:

@@ -13,8 +13,10 @@ from typing import Literal
 
 from coordinator.metrics.recorder import outcome_of
 from coordinator.records.request_record import AttemptFacts, RequestRecord
+from coordinator.records.spans import spans_of
 from coordinator.request.ids import names_of
 from coordinator.request.observer import RequestObserver, failure_text
+from coordinator.request.request_trace import RequestTrace
 from coordinator.request.state import AttemptRecord, RequestState
 from splitserve.config.coordinator import RecordsConfig
 from splitserve.errors import (
@@ -23,6 +25,7 @@ from splitserve.errors import (
     PermissionDeniedError,
     ResourceExhaustedError,
 )
+from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import scaling_pb2
 
 RUNNING, COMPLETED = "running", "completed"
@@ -35,10 +38,15 @@ Kind = Literal["recent", "slow", "failed"]
 
 
 class RecordKeeper(RequestObserver):
-    """Observes all requests. Each kind has its own bound, so that many of one do not push out those of another."""
+    """Observes all requests. Each kind has its own bound, so that many of one do not push out those of another.
 
-    def __init__(self, config: RecordsConfig) -> None:
-        self._config = config
+    `spans` takes the spans of traced requests; None: spans are not exported.
+    """
+
+    def __init__(self, config: RecordsConfig, spans: SpanSink | None = None) -> None:
+        self._config, self._spans = config, spans
+        self.enabled = config.enabled or spans is not None
+        """Whether it must see requests at all."""
         self._running: dict[int, RequestState] = {}
         """By identity: two clients may choose the same id."""
         self._recent: deque[RequestRecord] = deque(maxlen=config.max_recent_records)
@@ -57,10 +65,16 @@ class RecordKeeper(RequestObserver):
         self._keep(_record_of(state, outcome, None if state.completed else error))
 
     def refused(
-        self, request_id: str, model: str, tenant: str, received_s: float, error: BaseException
+        self,
+        request_id: str,
+        model: str,
+        tenant: str,
+        received_s: float,
+        error: BaseException,
+        trace: RequestTrace | None = None,
     ) -> None:
         """A request ended before it was understood: wrong, over a quota, or no worker was there."""
-        if not self._config.enabled:
+        if not self.enabled:
             return
         ended_ms = (time.monotonic() - received_s) * 1e3
         self._keep(
@@ -73,6 +87,7 @@ class RecordKeeper(RequestObserver):
                 ended_ms,
                 failure=failure_text(error),
                 is_refusal=isinstance(error, REFUSALS),
+                trace=trace,
             )
         )
 
@@ -99,6 +114,8 @@ class RecordKeeper(RequestObserver):
         return [*self._why_slow(record), *_why_failed(record)]
 
     def _keep(self, record: RequestRecord) -> None:
+        if self._spans is not None and record.trace is not None and record.trace.exported:
+            self._spans(spans_of(record, record.trace))
         if record.is_refusal:
             self._refused.append(record)
             return
@@ -179,6 +196,7 @@ def _record_of(state: RequestState, outcome: str, error: BaseException | None) -
         longest_gap_position=state.longest_gap_position,
         attempts=[_facts(attempt, received_s, now) for attempt in past],
         attempt_count=state.attempts,
+        trace=request.trace,
     )
 
 
@@ -199,6 +217,7 @@ def _facts(attempt: AttemptRecord, received_s: float, now: float) -> AttemptFact
         first_position=attempt.first_position,
         failed_worker=attempt.suspect[0] if attempt.failure else "",
         failure=attempt.failure,
+        trace=attempt.trace,
     )
 
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.request.candidates import Candidate
+from coordinator.request.request_trace import RequestTrace
 from coordinator.request.state import NO_WAITS, AttemptReport, Waits
 from splitserve.generation.kv_blocks import blocks_for
+from splitserve.tracing.context import TraceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class AttemptFacts:
     failed_worker: str
     failure: str
     """Reason and message; empty unless it failed."""
+    trace: TraceContext | None = None
+    """Its span."""
 
     @property
     def decoding_ms(self) -> float | None:
@@ -83,6 +87,7 @@ class RequestRecord:
     attempts: Sequence[AttemptFacts] = ()
     """At most MAX_PAST_ATTEMPTS, and a running one."""
     attempt_count: int = 0
+    trace: RequestTrace | None = None
 
     @property
     def first_attempt(self) -> AttemptFacts | None:

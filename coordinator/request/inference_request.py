@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from coordinator.request.caller import ANYONE, Caller
+from coordinator.request.request_trace import RequestTrace
 from coordinator.workers.snapshot import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.generation.bounds import between, check_sampling, check_stop, fail, require
@@ -49,6 +50,7 @@ class InferenceRequest:
     """Output tokens that the client has from another coordinator; the answer goes on after them."""
     resumed_finish: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
     """How the answer ended, if the client has all of it but the final message."""
+    trace: RequestTrace | None = None
 
     @property
     def max_tokens(self) -> int:

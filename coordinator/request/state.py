@@ -12,6 +12,7 @@ from coordinator.request.inference_request import InferenceRequest
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import SplitserveError
+from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
 
 LONGEST_NAME = 100
@@ -119,6 +120,8 @@ class AttemptRecord:
     """Its number among the request's attempts, from 1."""
     candidates: tuple[Candidate, ...] = ()
     """See `Pair.candidates`."""
+    trace: TraceContext | None = None
+    """What its workers' spans are part of."""
     is_local: bool = False
     """Whether the decode worker computes the prompt itself."""
     reserving_s: float | None = None
@@ -249,7 +252,7 @@ class RequestState:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
         self.attempts += 1
         name = f"{self.request.request_id[:LONGEST_NAME]}.{self.attempts}.{random_hex(12)}"
-        report = AttemptReport(prefill.worker_id)
+        report, trace = AttemptReport(prefill.worker_id), self.request.trace
         self.current = AttemptRecord(
             attempt_id=name,
             prefill=prefill,
@@ -261,6 +264,7 @@ class RequestState:
             first_position=len(self.token_ids),
             number=self.attempts,
             candidates=candidates,
+            trace=trace.attempt() if trace is not None else None,
         )
 
     def end_attempt(self, now: float) -> None:
@@ -286,7 +290,10 @@ class RequestState:
         """What a client needs to go on at another coordinator."""
         request = self.request
         return inference_pb2.GenerationStart(
-            request_id=request.request_id, seed=request.sampling.seed, served_model=request.model.name
+            request_id=request.request_id,
+            seed=request.sampling.seed,
+            served_model=request.model.name,
+            traceparent="" if request.trace is None else request.trace.context.traceparent,
         )
 
     def done(self) -> inference_pb2.GenerationDone:

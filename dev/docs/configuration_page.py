@@ -36,6 +36,7 @@ from splitserve.config.coordinator import (
 from splitserve.config.engine import EngineConfig
 from splitserve.config.faults import FaultPlan, Trigger
 from splitserve.config.security import CeilingConfig, TlsConfig
+from splitserve.config.tracing import RequestTracingConfig, TracingConfig
 from splitserve.config.worker import WorkerConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
@@ -83,8 +84,12 @@ SECTIONS = [
         "Admission (section `admission` of the coordinator)", AdmissionConfig, CoordinatorConfig, "admission."
     ),
     Section("Records (section `records` of the coordinator)", RecordsConfig, CoordinatorConfig, "records."),
+    Section(
+        "Tracing (section `tracing` of the coordinator)", RequestTracingConfig, CoordinatorConfig, "tracing."
+    ),
     Section("Circuit breaker (section `circuit_breaker` of the coordinator)", CircuitBreakerConfig),
     Section("Worker", WorkerConfig, WorkerConfig),
+    Section("Tracing (section `tracing` of a worker)", TracingConfig, WorkerConfig, "tracing."),
     Section("Engine (section `engine`)", EngineConfig, WorkerConfig, "engine."),
     Section("TLS (section `tls`)", TlsConfig, WorkerConfig, "tls."),
     Section("Ceilings (section `ceilings` of a worker)", CeilingConfig, WorkerConfig, "ceilings."),

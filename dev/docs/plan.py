@@ -79,6 +79,12 @@ SCENES = (
         {_CHAT + _ASK + ', "stream": true }\'': _CURL},
     ),
     Scene(
+        "observability.md: tracing, with no receiver there",
+        {},
+        {"splitserve up --tracing-endpoint http://localhost:4317 --trace-sample-ratio 0.1": "{} " + PORTS},
+        {},
+    ),
+    Scene(
         "README: each service by itself, with model-routes.md",
         {},
         {
@@ -186,7 +192,7 @@ NOT_RUN: Mapping[str, str] = {
 }
 """Reasons, by what the commands begin with."""
 
-NO_COMMAND = frozenset({"splitserve ready", "docker kubernetes nvml"})
+NO_COMMAND = frozenset({"splitserve ready", "docker kubernetes nvml tracing"})
 """Code spans that only look like a command."""
 
 FOREIGN_FLAGS = frozenset(

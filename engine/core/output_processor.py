@@ -105,7 +105,7 @@ class OutputProcessor:
             try:
                 self._advance(sequence, step.num_new[sequence], token, result)
             except BaseException as error:  # from its grammar or its text
-                known = request_error(error, sequence.request_id)
+                known = request_error(error, sequence.request_id, sequence.request.trace)
                 self.fail(sequence, known.reason, known.message, result)
 
     def fail(self, sequence: Sequence, reason: str, message: str, result: StepResult) -> None:
@@ -232,7 +232,7 @@ class PendingResult:
             try:
                 self.add_text(sequence, output, has_text)
             except BaseException as error:
-                known = request_error(error, sequence.request_id)
+                known = request_error(error, sequence.request_id, sequence.request.trace)
                 output.token_ids, output.logprobs, output.text = [], [], ""
                 output.finish_reason, output.failure = FinishReason.ABORT, (known.reason, known.message)
                 self._end_if_live(sequence)

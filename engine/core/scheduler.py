@@ -41,7 +41,7 @@ class SchedulerOutput:
 
     def fail(self, sequence: Sequence, error: BaseException) -> None:
         """Takes a sequence out of the step, as its handling raised `error`; see `request_error`."""
-        self.failed.append((sequence, request_error(error, sequence.request_id)))
+        self.failed.append((sequence, request_error(error, sequence.request_id, sequence.request.trace)))
         self.take_back(sequence)
 
     def take_back(self, sequence: Sequence) -> None:

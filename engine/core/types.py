@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from engine.core.precedence import FIRST_COME, Precedence
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError, SplitserveError
+from splitserve.tracing.context import TraceContext
 
 
 class FinishReason(enum.Enum):
@@ -125,6 +126,8 @@ class EngineRequest:
 
     The token's output has a finish reason only if the whole answer ends with it.
     """
+    trace: TraceContext | None = None
+    """The span that this worker's spans are part of."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -18,6 +18,7 @@ from kv_transfer.lane import JudgedLane
 from splitserve.config.security import CeilingConfig
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.bounds import check_sampling, check_stop
+from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
 
 FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType] = {
@@ -68,6 +69,7 @@ def engine_request(
         deadline_s=now + timeout_s,
         grammar=grammar,
         prefill_only=prefill_only,
+        trace=TraceContext.from_proto(message.trace) if message.HasField("trace") else None,
     )
 
 

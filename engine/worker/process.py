@@ -37,6 +37,8 @@ from splitserve.runtime.process import relax_collector, stop_signal
 from splitserve.runtime.reload import FileWatcher
 from splitserve.security.authorizer import ANY_SERVICE
 from splitserve.security.tls import Role
+from splitserve.tracing.exporting import exporting_spans
+from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 SERVER_GRACE_S = 2.0
@@ -119,6 +121,8 @@ class WorkerProcess(Generic[C]):
         self.epoch = secrets.randbits(63) + 1
         self.open_rpcs = OpenRpcs()
         self.draining = False
+        self.spans: SpanSink | None = None
+        """Takes the spans of traced requests; None: they are not exported."""
         self.engine: EngineThread[C] = EngineThread(
             self._build,
             name=f"engine-{config.worker_id}",
@@ -181,7 +185,11 @@ class WorkerProcess(Generic[C]):
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises the error that ended the engine or the registration."""
-        stop = stop_signal()
+        stop, service = stop_signal(), f"{ROLES[self._role.pool]}-worker"
+        async with exporting_spans(self.config.tracing, service, self.config.worker_id) as self.spans:
+            await self._run(stop)
+
+    async def _run(self, stop: asyncio.Event) -> None:
         await self.engine.start()
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
         authorizer = self._security.authorizer({ANY_SERVICE: CALLERS})

@@ -43,6 +43,16 @@ PushEvent = PushDone | PushFailed | PushDrained
 
 
 @dataclass(slots=True)
+class BlockWrite:
+    """When one write was posted and when it was seen to have ended, in seconds; 0: it has not."""
+
+    began_s: float
+    blocks: int
+    descriptors: int
+    ended_s: float = 0.0
+
+
+@dataclass(slots=True)
 class Push:
     """One handoff from its ticket to its terminal event. Used by the pusher only."""
 
@@ -67,6 +77,8 @@ class Push:
     """The completion was posted."""
     aborted: bool = False
     failure: SplitserveError | None = None
+    observed: dict[int, BlockWrite] | None = None
+    """All its writes by handle, for whom it may concern; None: for nobody."""
     in_doubt: bool = False
     """A write of it failed, and bytes of it may still arrive: its owner must not be told otherwise."""
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from kv_transfer.handoff.checksums import digests_of, fold_digests, verified_positions
 from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
-from kv_transfer.handoff.push_state import Push, PushDone, PushDrained, PushEvent, PushFailed
+from kv_transfer.handoff.push_state import BlockWrite, Push, PushDone, PushDrained, PushEvent, PushFailed
 from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket, SpentTickets
 from kv_transfer.transports.descriptors import merge_runs
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
@@ -63,8 +63,16 @@ class KvPusher:
         """Number of requests without a terminal event."""
         return len(self._pushes)
 
-    def start(self, request_id: str, ticket: KvTicket, endpoint: TransferEndpoint, now: float) -> None:
-        """Accepts a ticket on arrival. From then on its owner is notified however the request ends.
+    def start(
+        self,
+        request_id: str,
+        ticket: KvTicket,
+        endpoint: TransferEndpoint,
+        now: float,
+        observed: dict[int, BlockWrite] | None = None,
+    ) -> None:
+        """Accepts a ticket on arrival. From then on its owner is notified however the request ends. `observed` gets the
+        push's writes.
 
         Raises InvalidArgumentError for a ticket that does not fit the endpoint or a known request id, and
         FailedPreconditionError if the ticket's agent is not a connected peer (UNKNOWN_PEER) or the ticket was
@@ -80,7 +88,7 @@ class KvPusher:
         if not self._spent.spend(agent_id, ticket.reservation, ticket.deadline_s, now):
             message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
             raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
-        push = Push(request_id, ticket, endpoint.memory.layout.block_size_tokens)
+        push = Push(request_id, ticket, endpoint.memory.layout.block_size_tokens, observed=observed)
         self._pushes[request_id] = self._runnable[request_id] = push
         heapq.heappush(self._deadlines, (ticket.deadline_s, request_id))
         self._enforce_deadline(push, now)
@@ -163,6 +171,8 @@ class KvPusher:
             if push is None:
                 continue
             push.writes.discard(write.handle)
+            if push.observed is not None:
+                push.observed[write.handle].ended_s = now
             push.in_doubt = push.in_doubt or write.in_doubt
             if write.error is not None and push.failure is None:
                 push.failure = TransferError(f"a write of {push.request_id} failed: {write.error}")
@@ -196,15 +206,15 @@ class KvPusher:
             return
         try:
             if push.last_chunk_s is None:
-                self._write(push, None)
+                self._write(push, None, now)
             elif not push.writes:
                 # The blocks of the last chunk, or only the notification if there are none.
                 push.completing = True
-                self._complete(push)
+                self._complete(push, now)
         except BaseException as error:
             push.failure, push.completing = _transfer_error(error, push.request_id), False
 
-    def _write(self, push: Push, notification: bytes | None) -> None:
+    def _write(self, push: Push, notification: bytes | None, now: float) -> None:
         if push.posted_blocks == push.ready_blocks:
             return
         ticket, before = push.ticket, self._transport.descriptors_posted
@@ -212,12 +222,15 @@ class KvPusher:
         handle = self._transport.write(
             ticket.decode_agent_id, push.block_table[part], ticket.block_indices[part], notification
         )
-        push.descriptors += self._transport.descriptors_posted - before
+        descriptors = self._transport.descriptors_posted - before
+        push.descriptors += descriptors
+        if push.observed is not None:
+            push.observed[handle] = BlockWrite(now, part.stop - part.start, descriptors)
         push.posted_blocks = push.ready_blocks
         push.writes.add(handle)
         self._push_of_write[handle] = push
 
-    def _complete(self, push: Push) -> None:
+    def _complete(self, push: Push, now: float) -> None:
         ticket = push.ticket
         assert push.first_token is not None
         checksums = fold_digests(push.digests)
@@ -225,7 +238,7 @@ class KvPusher:
             WriteCompletion(ticket.epoch, ticket.reservation, ticket.total_bytes, push.first_token, checksums)
         )
         if push.posted_blocks < push.ready_blocks:
-            self._write(push, done)
+            self._write(push, done, now)
         else:
             self._transport.notify(ticket.decode_agent_id, done)
 

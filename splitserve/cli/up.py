@@ -49,6 +49,8 @@ SHOWN = (
     "coordinator.cluster_port",
     "cluster_token_file",
     "coordinator.tenants",
+    "coordinator.tracing.endpoint",
+    "coordinator.tracing.sample_ratio",
     "verify_kv",
     "wire_dtype",
     "engine.kind",

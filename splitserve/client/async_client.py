@@ -109,10 +109,13 @@ class AsyncClient:
         """
         timeout_s = options.get("timeout_s")
         timeout_s = self._timeout_s if timeout_s is None else checked_timeout(timeout_s)
-        session = GenerationSession(build_request(prompt, options), self._targets, timeout_s)
+        session = GenerationSession(
+            build_request(prompt, options), self._targets, timeout_s, options.get("traceparent")
+        )
+        metadata = (*self._metadata, *session.metadata)
         while True:
             stub, left_s = self._stubs[session.failover.index], session.left_s()
-            call = stub.Generate(session.request, timeout=left_s, metadata=self._metadata)
+            call = stub.Generate(session.request, timeout=left_s, metadata=metadata)
             try:
                 async for response in call:
                     item = session.take(response)

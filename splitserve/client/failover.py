@@ -7,7 +7,8 @@ import time
 from splitserve.addresses import check_address
 from splitserve.client.call_errors import ended_early, took_too_long
 from splitserve.client.types import Completion, CompletionAccumulator, Delta
-from splitserve.errors import SplitserveError, UnavailableError
+from splitserve.errors import InvalidArgumentError, SplitserveError, UnavailableError
+from splitserve.tracing.context import TraceContext
 from splitserve.v1 import generation_pb2, inference_pb2
 
 
@@ -67,9 +68,18 @@ class GenerationSession:
     these goes on exactly where another one broke off.
     """
 
-    def __init__(self, request: inference_pb2.GenerateRequest, targets: Targets, timeout_s: float) -> None:
+    def __init__(
+        self,
+        request: inference_pb2.GenerateRequest,
+        targets: Targets,
+        timeout_s: float,
+        traceparent: str | None = None,
+    ) -> None:
+        """Raises InvalidArgumentError (traceparent)."""
         self.request = request
         """The message for the next call."""
+        self.metadata = _trace_metadata(traceparent)
+        """For each call, beside the client's own."""
         self.timeout_s = timeout_s
         self.failover = Failover(targets)
         self.received = False
@@ -120,4 +130,14 @@ class GenerationSession:
         request.resume.token_ids.extend(self._accumulator.token_ids)
         request.resume.served_model = started.served_model
         request.resume.finish_reason = self._finish_reason
+        request.resume.traceparent = started.traceparent
         self.request = request
+
+
+def _trace_metadata(traceparent: str | None) -> tuple[tuple[str, str], ...]:
+    if traceparent is None:
+        return ()
+    if TraceContext.parse(traceparent) is None:
+        message = "traceparent must be a W3C trace context, 00-TRACE_ID-SPAN_ID-FLAGS"
+        raise InvalidArgumentError(message, field="traceparent")
+    return (("traceparent", traceparent),)

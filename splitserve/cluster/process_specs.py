@@ -15,10 +15,11 @@ from splitserve.cluster.supervisor import Probe
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import arguments
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.config.core_list import format_cores
 from splitserve.config.engine import EngineConfig
 from splitserve.config.security import CeilingConfig, TlsConfig
+from splitserve.config.tracing import TracingConfig
 from splitserve.config.worker import WorkerConfig
+from splitserve.core_list import format_cores
 from splitserve.errors import ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.worker_gpus import check_gpu_count
@@ -209,6 +210,9 @@ def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float 
         transport=config.transport,
         verify_kv=config.verify_kv,
         wire_dtype=config.wire_dtype,
+        tracing=TracingConfig(
+            endpoint=config.coordinator.tracing.endpoint, authority=config.coordinator.tracing.authority
+        ),
         drain_s=config.coordinator.drain_s if drain_s is None else drain_s,
         cpus=place.share.cpus,
         gpus=place.gpus or (),

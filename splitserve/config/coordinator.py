@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 
 from splitserve.config.base import Option, Port, Settings
 from splitserve.config.security import SecuritySettings
+from splitserve.config.tracing import RequestTracingConfig
 
 
 def _parsed_routes(value: object) -> object:
@@ -187,6 +188,8 @@ class CoordinatorConfig(SecuritySettings):
     """Section `admission`."""
     records: Annotated[RecordsConfig, Option(panel="Records")] = RecordsConfig()
     """Section `records`."""
+    tracing: Annotated[RequestTracingConfig, Option(panel="Tracing")] = RequestTracingConfig()
+    """Section `tracing`."""
     local_prefill: Literal["never", "auto", "always"] = "never"
     """Whether decode workers compute prompts themselves. `auto`: if measured rates predict that it is faster than a
     handoff, with the running batch taken into account."""

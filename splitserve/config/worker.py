@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from splitserve.config.base import CoordinatorAddress, Option, Port
-from splitserve.config.core_list import Cores
 from splitserve.config.engine import EngineConfig, EngineSection
 from splitserve.config.faults import Faults
 from splitserve.config.gpu_list import Gpus
 from splitserve.config.security import CeilingConfig, SecuritySettings
+from splitserve.config.tracing import TracingConfig
+from splitserve.core_list import Cores
 
 
 class WorkerConfig(SecuritySettings):
@@ -82,5 +83,7 @@ class WorkerConfig(SecuritySettings):
     """Cores to run on, for example "0,1" or "0-3". Default: all that the process may use."""
     ceilings: CeilingConfig = CeilingConfig()
     """Section `ceilings`."""
+    tracing: Annotated[TracingConfig, Option(panel="Tracing")] = TracingConfig()
+    """Section `tracing`."""
     engine: EngineSection = EngineConfig()
     """Section `engine`."""

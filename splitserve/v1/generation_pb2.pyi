@@ -273,6 +273,32 @@ class Precedence(_message.Message):
 Global___Precedence: _TypeAlias = Precedence  # noqa: Y015
 
 @_typing.final
+class TraceContext(_message.Message):
+    """Where a request stands in its trace, by W3C Trace Context. What is malformed is ignored, never an error."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
+    traceparent: _builtins.str
+    """"00-TRACE_ID-SPAN_ID-FLAGS", 55 characters: the span that what is asked for is part of. Default: no trace."""
+    tracestate: _builtins.str
+    """What tracing systems pass on beside it. At most 512 characters; a longer one is ignored. Default empty."""
+    def __init__(
+        self,
+        *,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
+
+@_typing.final
 class TokenLogprob(_message.Message):
     """Log-probability of one emitted token, from the model's raw logits."""
 

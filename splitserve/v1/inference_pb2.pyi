@@ -112,12 +112,17 @@ class GenerationResume(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SERVED_MODEL_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     served_model: _builtins.str
     """GenerationStart.served_model. Failure: FAILED_PRECONDITION (MODEL_CHANGED) where the requested name does not stand
     for it any more. Default: chosen as for a new generation.
     """
     finish_reason: _generation_pb2.FinishReason.ValueType
     """finish_reason of the last delta, if that one has come and only `done` is missing."""
+    traceparent: _builtins.str
+    """GenerationStart.traceparent, which the rest of the answer's span links to; without a traceparent of the call's own it
+    is part of the same trace. Malformed ones are ignored. Default: none.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All output tokens that have come, from position 0. At most stop.max_tokens."""
@@ -128,10 +133,11 @@ class GenerationResume(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         served_model: _builtins.str = ...,
         finish_reason: _generation_pb2.FinishReason.ValueType = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "served_model", b"served_model", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "served_model", b"served_model", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -274,22 +280,26 @@ class GenerationStart(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SERVED_MODEL_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     seed: _builtins.int
     """The seed of sampling."""
     served_model: _builtins.str
     """The served model that answers."""
+    traceparent: _builtins.str
+    """The request's span as W3C `traceparent`, if the coordinator traces or the client sent one. Default: none."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         seed: _builtins.int = ...,
         served_model: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "seed", b"seed", "served_model", b"served_model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "seed", b"seed", "served_model", b"served_model", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ class PrefillRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRECEDENCE_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id. Required."""
     prior_output_tokens: _builtins.int
@@ -66,6 +67,10 @@ class PrefillRequest(_message.Message):
     def precedence(self) -> _generation_pb2.Precedence:
         """Its place among others in the worker's queues. Default: class 0 and no tenant."""
 
+    @_builtins.property
+    def trace(self) -> _generation_pb2.TraceContext:
+        """Its attempt's span, which this worker's spans are part of. Default: not traced."""
+
     def __init__(
         self,
         *,
@@ -78,10 +83,11 @@ class PrefillRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         cache_salt: _builtins.bytes = ...,
         precedence: _generation_pb2.Precedence | None = ...,
+        trace: _generation_pb2.TraceContext | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -195,6 +195,8 @@ class RequestRecord(_message.Message):
     LONGEST_GAP_POSITION_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     KEPT_BECAUSE_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    TRACE_EXPORTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     tenant: _builtins.str
@@ -223,6 +225,10 @@ class RequestRecord(_message.Message):
     """Longest time between two pieces of output. Milliseconds; 0 with fewer than two."""
     longest_gap_position: _builtins.int
     """Position in the output of the token that came after it."""
+    trace_id: _builtins.str
+    """Its W3C trace id, 32 hexadecimal digits. Empty: the coordinator does not trace, and the client sent none."""
+    trace_exported: _builtins.bool
+    """Whether its spans are exported. Default false."""
     @_builtins.property
     def received(self) -> _timestamp_pb2.Timestamp:
         """When the coordinator received it."""
@@ -272,10 +278,12 @@ class RequestRecord(_message.Message):
         longest_gap_position: _builtins.int = ...,
         cost: Global___RequestCost | None = ...,
         kept_because: _abc.Iterable[_builtins.str] | None = ...,
+        trace_id: _builtins.str = ...,
+        trace_exported: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "cost", b"cost", "received", b"received", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "attempt_count", b"attempt_count", "attempts", b"attempts", "cost", b"cost", "decisions", b"decisions", "failure", b"failure", "kept_because", b"kept_because", "longest_gap_ms", b"longest_gap_ms", "longest_gap_position", b"longest_gap_position", "model", b"model", "outcome", b"outcome", "output_tokens", b"output_tokens", "phases", b"phases", "prompt_tokens", b"prompt_tokens", "received", b"received", "request_id", b"request_id", "served_model", b"served_model", "tenant", b"tenant", "total_ms", b"total_ms", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "attempt_count", b"attempt_count", "attempts", b"attempts", "cost", b"cost", "decisions", b"decisions", "failure", b"failure", "kept_because", b"kept_because", "longest_gap_ms", b"longest_gap_ms", "longest_gap_position", b"longest_gap_position", "model", b"model", "outcome", b"outcome", "output_tokens", b"output_tokens", "phases", b"phases", "prompt_tokens", b"prompt_tokens", "received", b"received", "request_id", b"request_id", "served_model", b"served_model", "tenant", b"tenant", "total_ms", b"total_ms", "tpot_ms", b"tpot_ms", "trace_exported", b"trace_exported", "trace_id", b"trace_id", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015

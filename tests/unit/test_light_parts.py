@@ -11,7 +11,7 @@ import pytest
 from splitserve.cli.commands import COMMANDS, CommandGroup
 from tests.support.waiting import PATIENCE_S
 
-HEAVY = ("torch", "transformers", "huggingface_hub", "accelerate", "gguf", "safetensors")
+HEAVY = ("torch", "transformers", "huggingface_hub", "accelerate", "gguf", "safetensors", "opentelemetry")
 HELP_CPU_S = 0.3
 PROGRAM = """
 import sys

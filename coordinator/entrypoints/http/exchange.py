@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Never
@@ -50,7 +50,8 @@ class HttpExchange:
         """Sent with any response."""
         self.started = False
         """Whether the status has been sent."""
-        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self._all_headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
+        self._headers: dict[bytes, bytes] = dict(reversed(self._all_headers))
         self._abort: Callable[[], None] | None = scope.get("state", {}).get("abort_connection")
         self._authenticator, self._limits = authenticator, limits
         self._receive, self._send = receive, send
@@ -63,6 +64,11 @@ class HttpExchange:
         """The first value of a request header; `name` is in lower case."""
         value = self._headers.get(name)
         return None if value is None else value.decode("latin-1")
+
+    def joined(self, name: bytes) -> str | None:
+        """All values of a request header, with commas between them; `name` is in lower case."""
+        values = [value for key, value in self._all_headers if key == name]
+        return b",".join(values).decode("latin-1") if values else None
 
     @property
     def credential(self) -> str | None:

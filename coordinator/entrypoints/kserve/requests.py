@@ -27,6 +27,7 @@ from coordinator.entrypoints.kserve.values import (
     tensor_value,
 )
 from coordinator.request.inference_request import MAX_PRIORITY, REQUEST_ID
+from coordinator.request.request_trace import RequestTrace
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import GenerateOptions
 from splitserve.kserve import open_inference_pb2 as pb
@@ -112,6 +113,7 @@ class Asked:
     """Whether a stream ends with a response without outputs."""
     prefix: str = ""
     """Text before the output: the prompt if `exclude_input_in_output` is false."""
+    trace: RequestTrace | None = None
 
 
 def read_request(request: pb.ModelInferRequest) -> Asked:

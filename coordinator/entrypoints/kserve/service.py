@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from coordinator.entrypoints.grpc_trace import TRACEPARENT, TraceHeaders, trace_headers
 from coordinator.entrypoints.inference_api import InferenceApi
 from coordinator.entrypoints.kserve.metadata import (
     model_config,
@@ -94,7 +96,9 @@ class KserveService(GRPCInferenceServiceServicer):
             answers.append(response)
 
         caller = self._access.caller(context)
-        asked = await self._read(request)
+        asked = await self._read(request, trace_headers(context))
+        if asked.trace is not None and self._api.traces:
+            await context.send_initial_metadata(((TRACEPARENT, asked.trace.context.traceparent),))
         await self._whole(request, asked, caller, keep, context.time_remaining())
         return answers[0]
 
@@ -102,7 +106,7 @@ class KserveService(GRPCInferenceServiceServicer):
         self, requests: AsyncIterator[pb.ModelInferRequest], context: StreamContext
     ) -> None:
         """See the proto. Cancelling the stream cancels every request on it."""
-        caller = self._access.caller(context)
+        caller, headers = self._access.caller(context), trace_headers(context)
         room, writing = asyncio.Semaphore(self._max_in_flight), asyncio.Lock()
 
         async def write(response: pb.ModelStreamInferResponse) -> None:
@@ -111,7 +115,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
         async def answer(request: pb.ModelInferRequest) -> None:
             try:
-                await self._one_of_stream(request, caller, write, context.time_remaining())
+                await self._one_of_stream(request, caller, headers, write, context.time_remaining())
             finally:
                 room.release()
 
@@ -121,13 +125,15 @@ class KserveService(GRPCInferenceServiceServicer):
                 group.create_task(answer(request))
                 await room.acquire()
 
-    async def _read(self, request: pb.ModelInferRequest) -> Asked:
-        return await self._api.parser.run(request.ByteSize(), read_request, request)
+    async def _read(self, request: pb.ModelInferRequest, headers: TraceHeaders) -> Asked:
+        asked = await self._api.parser.run(request.ByteSize(), read_request, request)
+        return replace(asked, trace=self._api.begin_trace(*headers, "text_completion"))
 
     async def _one_of_stream(
         self,
         request: pb.ModelInferRequest,
         caller: Caller,
+        headers: TraceHeaders,
         write: Callable[[pb.ModelStreamInferResponse], Awaitable[None]],
         left_s: float | None,
     ) -> None:
@@ -135,7 +141,7 @@ class KserveService(GRPCInferenceServiceServicer):
             await write(pb.ModelStreamInferResponse(infer_response=response))
 
         try:
-            asked = await self._read(request)
+            asked = await self._read(request, headers)
             serve = self._pieces if asked.stream else self._whole
             await serve(request, asked, caller, put, left_s)
         except Exception as error:
@@ -191,7 +197,7 @@ class KserveService(GRPCInferenceServiceServicer):
         if version not in ("", ONLY_VERSION):
             model = named(await self._api.models(caller), request.model_name, version)
             asked.generate.model = version if version in versions_of(model) else model.name
-        await self._api.generate(asked.generate, caller, send, left_s)
+        await self._api.generate(asked.generate, caller, send, left_s, asked.trace)
 
     async def _model(
         self,

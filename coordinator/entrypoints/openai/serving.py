@@ -32,6 +32,7 @@ from coordinator.entrypoints.openai.response import (
 from coordinator.entrypoints.openai.tool_parser import ToolCallParser
 from coordinator.request.caller import Caller
 from coordinator.request.ids import CHAT_PREFIX, COMPLETION_PREFIX, choice_id
+from coordinator.request.request_trace import Operation, RequestTrace
 from coordinator.request.state import Send
 from splitserve.v1 import inference_pb2
 
@@ -122,7 +123,12 @@ class OpenAIServing:
                 exchange.request_id if len(requests) == 1 else choice_id(exchange.request_id, index)
             )
         has_logprobs = any(request.sampling.HasField("logprobs") for request in requests[:1])
-        return ChoiceRequests(requests, caller, fields.choices, frame, has_logprobs)
+        operation: Operation = "chat" if requests[0].HasField("chat") else "text_completion"
+        parent = exchange.header(b"traceparent")
+        trace = self._api.begin_trace(parent, exchange.joined(b"tracestate") if parent else None, operation)
+        if trace is not None and self._api.traces:
+            exchange.response_headers.append((b"traceparent", trace.context.traceparent.encode()))
+        return ChoiceRequests(requests, caller, fields.choices, frame, has_logprobs, trace)
 
     async def _texts(self, model: str | None, caller: Caller) -> TokenTexts:
         return TokenTexts(await self._api.tokenizer(model or "", caller))
@@ -151,6 +157,8 @@ class ChoiceRequests:
     choices_per_prompt: int
     frame: Frame
     has_logprobs: bool
+    trace: RequestTrace | None = None
+    """That of the first choice; those of the others are beside it."""
 
 
 async def stream(
@@ -220,12 +228,14 @@ async def respond(
 async def _run(api: InferenceApi, choice_requests: ChoiceRequests, senders: Sequence[Send]) -> None:
     """Runs all choices concurrently; the first failure cancels the others. They begin one after the other, so that what
     each does first does not add up to a pause of everything else."""
+    trace = choice_requests.trace
     if len(senders) == 1:
-        await api.generate(choice_requests.requests[0], choice_requests.caller, senders[0])
+        await api.generate(choice_requests.requests[0], choice_requests.caller, senders[0], trace=trace)
         return
     async with asyncio.TaskGroup() as group:
         for send in senders:
             # Taken out, so that each is freed when it ends: a hundred long ones at once take longer than a pause may.
             request = choice_requests.requests.pop(0)
-            group.create_task(api.generate(request, choice_requests.caller, send))
+            group.create_task(api.generate(request, choice_requests.caller, send, trace=trace))
+            trace = trace.sibling() if trace is not None else None
             await asyncio.sleep(0)

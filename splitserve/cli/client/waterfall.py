@@ -69,6 +69,8 @@ def _head(record: records_pb2.RequestRecord, width: int) -> list[Line]:
         f"tenant {record.tenant}, {record.prompt_tokens} prompt and {record.output_tokens} output tokens, "
         f"received {record.received.ToJsonString()}"
     )
+    if record.trace_id:
+        about += f", trace {record.trace_id}{'' if record.trace_exported else ' (not exported)'}"
     failure = _wrapped(record.failure, width, "", "red") if record.failure else []
     return [Line(f"request {record.request_id}", "bold"), *_wrapped(about, width, ""), *failure, Line("")]
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ from splitserve.security.api_keys import key_hash, new_key
 from splitserve.v1 import records_pb2
 from tests.support.cluster.fake_cluster import Collected, FakeCluster, ask, fake_cluster, finish, read
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.otlp_receiver import SERVER, OtlpReceiver, ReceivedSpan, from_all, otlp_receiver
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPT = list(range(5, 85))
 TOLERANCE_MS = 1.0
+ROUNDING_NS = 1e4
+"""Of a time since 1970, in seconds, as a float."""
 REQUIRED = {"request_id", "ttft_ms", "phases", "decisions"}
 PHASE = {"name", "start_ms", "end_ms", "worker"}
 DECISION = {"stage", "chosen", "candidates", "reason"}
@@ -64,8 +67,10 @@ def sums(metrics: str) -> dict[str, float]:
     return found
 
 
-def assert_one_story(record: records_pb2.RequestRecord, told: Completion, metrics: str) -> None:
-    """The record, what `--timings` shows and the metrics agree within a millisecond, phase by phase."""
+def assert_one_story(
+    record: records_pb2.RequestRecord, told: Completion, metrics: str, trace: list[ReceivedSpan]
+) -> None:
+    """The record, what `--timings` shows, the metrics and the trace agree within a millisecond, phase by phase."""
     times, counted = told.timings, sums(metrics)
     took = {phase.name: phase.end_ms - phase.start_ms for phase in record.phases}
     near = pytest.approx
@@ -94,39 +99,86 @@ def assert_one_story(record: records_pb2.RequestRecord, told: Completion, metric
     assert attempt.descriptors > 0
     assert attempt.chunks > 0
     assert attempt.lane
+    assert_trace_tells_it(record, trace)
 
 
-async def story(cluster: Cluster, prompt: Any) -> tuple[records_pb2.RequestRecord, Completion]:
+def assert_trace_tells_it(record: records_pb2.RequestRecord, trace: list[ReceivedSpan]) -> None:
+    """The coordinator's spans are the record's phases, and what the workers measured themselves is the same."""
+    near, received_ns = pytest.approx, record.received.ToNanoseconds()
+    ours = {span.name: span for span in trace if span.service == "splitserve-coordinator"}
+    whole = next(span for span in ours.values() if span.kind == SERVER)
+    assert whole.ms == near(record.total_ms, abs=TOLERANCE_MS)
+    assert whole.attributes["splitserve.ttft_ms"] == near(record.ttft_ms, abs=TOLERANCE_MS)
+    assert ours.keys() - {whole.name, "attempt"} == {phase.name for phase in record.phases}
+    for phase in record.phases:
+        span = ours[phase.name]
+        times = (span.start_ns - received_ns) / 1e6, (span.end_ns - received_ns) / 1e6
+        assert times == near((phase.start_ms, phase.end_ms), abs=TOLERANCE_MS), phase.name
+        assert span.attributes.get("splitserve.worker", "") == phase.worker
+    before = [
+        span
+        for span in ours.values()
+        if span.parent_id and span.end_ns <= whole.start_ns + record.ttft_ms * 1e6 + ROUNDING_NS
+    ]
+    phases = [span.ms for span in before if span.name != "attempt"]
+    assert sum(phases) == near(record.ttft_ms, abs=TOLERANCE_MS)
+    took = {phase.name: phase.end_ms - phase.start_ms for phase in record.phases}
+    theirs = {(span.service, span.name): span.ms for span in trace}
+    measured = {
+        ("splitserve-prefill-worker", "queue"): took.get("prefill_queue", 0.0),
+        ("splitserve-prefill-worker", "compute"): took["prefill_compute"],
+        ("splitserve-decode-worker", "admit"): took["decode_admit"],
+    }
+    for place, took_ms in measured.items():
+        assert theirs[place] == near(took_ms, abs=TOLERANCE_MS), place
+
+
+async def story(
+    cluster: Cluster, otlp: OtlpReceiver, prompt: Any
+) -> tuple[records_pb2.RequestRecord, Completion]:
     """One request, the first one of this cluster, told everywhere; then by the program."""
     async with cluster.client() as client, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         told = await client.generate(prompt, max_tokens=8, temperature=0.0, request_id="story")
         record = await client.request_record("story")
         metrics = (await http.get(f"{cluster.base_url.removesuffix('/v1')}/metrics")).text
     assert record.outcome == "completed"
-    assert_one_story(record, told, metrics)
+    trace = await otlp.trace(record.trace_id, from_all("coordinator", "prefill-worker", "decode-worker"))
+    assert_one_story(record, told, metrics, trace)
     code, out, _ = await program("story", "--json", target=cluster.target)
     assert code == 0
     shown = json.loads(out)
     assert shown.keys() >= REQUIRED
     assert all(phase.keys() >= PHASE for phase in shown["phases"])
     assert all(decision.keys() >= DECISION for decision in shown["decisions"])
+    assert (shown["trace_id"], shown["trace_exported"]) == (record.trace_id, True)
     assert shown["ttft_ms"] == pytest.approx(told.timings.ttft_ms, abs=TOLERANCE_MS)
     return record, told
 
 
 @pytest.fixture(scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """Two pairs of simulated engines, whose every request is slow."""
-    options = ["--slow-ttft", "0.000001"]
+def otlp() -> Iterator[OtlpReceiver]:
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory, otlp: OtlpReceiver) -> AsyncIterator[Cluster]:
+    """Two pairs of simulated engines, whose every request is slow and traced."""
+    traced = ["--tracing-endpoint", otlp.endpoint]
     made = Cluster(
-        tmp_path_factory.mktemp("logs"), prefill=2, decode=2, coordinator_options=options, http=True
+        tmp_path_factory.mktemp("logs"),
+        prefill=2,
+        decode=2,
+        worker_options=traced,
+        coordinator_options=["--slow-ttft", "0.000001", *traced, "--trace-sample-ratio", "1"],
+        http=True,
     )
     async with running(made):
         yield made
 
 
-async def test_timings_explain_and_metrics_tell_one_story(cluster: Cluster) -> None:
-    record, _ = await story(cluster, PROMPT)
+async def test_timings_explain_metrics_and_trace_tell_one_story(cluster: Cluster, otlp: OtlpReceiver) -> None:
+    record, _ = await story(cluster, otlp, PROMPT)
     stages = {decision.stage: decision for decision in record.decisions}
     assert list(stages) == ["admission", "prefill", "decode"]
     for pool in ("prefill", "decode"):
@@ -180,10 +232,18 @@ async def test_wrong_ids_give_one_error(cluster: Cluster) -> None:
     assert (await program("nobody", "--slow", target=cluster.target))[0] == 2
 
 
-async def test_real_weights_tell_the_same_story(smollm2: str, log_dir: Path) -> None:
-    real = Cluster(log_dir, model=smollm2, engine="torch", worker_options=["--dtype", "float32"], http=True)
+async def test_real_weights_tell_the_same_story(smollm2: str, log_dir: Path, otlp: OtlpReceiver) -> None:
+    traced = ["--tracing-endpoint", otlp.endpoint]
+    real = Cluster(
+        log_dir,
+        model=smollm2,
+        engine="torch",
+        worker_options=["--dtype", "float32", *traced],
+        coordinator_options=[*traced, "--trace-sample-ratio", "1"],
+        http=True,
+    )
     async with running(real):
-        record, _ = await story(real, "The three largest cities of France are " * 8)
+        record, _ = await story(real, otlp, "The three largest cities of France are " * 8)
         assert record.cost.prefill_seconds > 0
         assert record.cost.kv_block_seconds > 0
         await real.assert_no_leaks()

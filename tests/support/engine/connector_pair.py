@@ -21,6 +21,7 @@ from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.tracing.finished_span import FinishedSpan
 
 COORDINATOR = "c"
 MAX_TOKENS = 12
@@ -64,10 +65,15 @@ class ConnectorPair:
         self.prefill, self.decode = prefill_parts.core, decode_parts.core
         self.idle: list[str] = []
         self.on_prefill: Callable[[str, PrefillEvent], object] = lambda request_id, event: None
+        self.prefill_spans: list[FinishedSpan] = []
+        self.decode_spans: list[FinishedSpan] = []
         self.producer = KvProducer(
-            prefill_parts, self._on_prefill, lambda: self.idle.append("p"), token_first_s=token_first_s
+            prefill_parts, self._on_prefill, lambda: self.idle.append("p"), token_first_s=token_first_s,
+            spans=self.prefill_spans.extend,
+        )  # fmt: skip
+        self.consumer = KvConsumer(
+            decode_parts, 77, self._on_decode, lambda: self.idle.append("d"), self.decode_spans.extend
         )
-        self.consumer = KvConsumer(decode_parts, 77, self._on_decode, lambda: self.idle.append("d"))
         self.producer.connect(decode_parts.endpoint)
 
     def _parts(self, name: str, engine: EngineConfig, hub: MemoryHub) -> EngineParts:

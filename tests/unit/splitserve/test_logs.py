@@ -19,7 +19,8 @@ def stderr(
 ) -> Iterator[pytest.CaptureFixture[str]]:
     root, ours = logging.getLogger(), logging.getLogger("splitserve")
     levels = root.level, ours.level
-    monkeypatch.delenv("SPLITSERVE_LOG_LEVEL", raising=False)
+    for variable in ("SPLITSERVE_LOG_LEVEL", "SPLITSERVE_LOG_FORMAT"):
+        monkeypatch.delenv(variable, raising=False)
     yield capsys
     root.handlers.clear()
     root.setLevel(levels[0])
@@ -66,12 +67,18 @@ async def test_the_request_id_follows_into_tasks(stderr: pytest.CaptureFixture[s
     async def work() -> None:
         log_event("inner")
 
-    with request_context("r7"):
+    with request_context("r7", "4bf9"):
         await asyncio.create_task(work())
+        log_event("own", request_id="other")
+    with request_context("r8"):
+        log_event("untraced")
     log_event("outer")
-    inner, outer = lines(stderr)
-    assert inner["request_id"] == "r7"
-    assert "request_id" not in outer
+    inner, own, untraced, outer = lines(stderr)
+    assert (inner["request_id"], inner["trace_id"]) == ("r7", "4bf9")
+    assert (own["request_id"], own["trace_id"]) == ("other", "4bf9")
+    assert untraced["request_id"] == "r8"
+    assert "trace_id" not in untraced
+    assert not {"request_id", "trace_id"} & outer.keys()
 
 
 def test_exceptions_carry_their_traceback(stderr: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +102,23 @@ def test_the_level_comes_from_the_environment(
     assert [line["event"] for line in lines(stderr)] == ["loud"]
     monkeypatch.setenv("SPLITSERVE_LOG_LEVEL", "chatty")
     with pytest.raises(ConfigError, match="chatty"):
+        configure_logging("c")
+
+
+def test_the_form_comes_from_the_environment(
+    stderr: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPLITSERVE_LOG_FORMAT", "text")
+    configure_logging("c")
+    with request_context("r7", "4bf9"):
+        log_event("request.completed")
+    assert stderr.readouterr().err.rstrip().endswith("c request.completed request_id=r7 trace_id=4bf9")
+    monkeypatch.setenv("SPLITSERVE_LOG_FORMAT", "json")
+    configure_logging("c")
+    log_event("x")
+    assert [line["event"] for line in lines(stderr)] == ["x"]
+    monkeypatch.setenv("SPLITSERVE_LOG_FORMAT", "xml")
+    with pytest.raises(ConfigError, match="SPLITSERVE_LOG_FORMAT: 'xml' is none of auto, json, text"):
         configure_logging("c")
 
 

@@ -181,7 +181,7 @@ POINTS = [
     Point(KvPusher, "start", _first),
     Point(KvPusher, "on_progress", _first),
     Point(KvPusher, "_write", lambda _self, push, *_: push.request_id),
-    Point(KvPusher, "_complete", lambda _self, push: push.request_id),
+    Point(KvPusher, "_complete", lambda _self, push, _now: push.request_id),
     Point(MaskedWire, "pack", scopes=PUSHING),
     Point(MaskedWire, "read_blocks", scopes=PUSHING),
     Point(KvProducer, "_on_output", lambda _self, _core, output, _now: output.request_id),

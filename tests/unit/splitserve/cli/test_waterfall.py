@@ -105,3 +105,13 @@ def test_the_document_has_all_fields_as_plain_values() -> None:
     assert shown["attempts"][0]["written_bytes"] == 1_200_000
     assert shown["phases"][0].keys() == {"name", "start_ms", "end_ms", "worker", "attempt"}
     assert document(records_pb2.RequestRecord())["ttft_ms"] is None
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_the_trace_is_named(exported: bool) -> None:
+    trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
+    lines = record_lines(record(trace_id=trace_id, trace_exported=exported), 120)
+    text = " ".join(line.text for line in lines)
+    assert f"trace {trace_id}" in text
+    assert ("(not exported)" in text) is not exported
+    assert "trace" not in " ".join(line.text for line in record_lines(record(), 120))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitserve.cluster.placement import CoreShare, layout_cores, unpinned_cores
-from splitserve.config.core_list import format_cores, parse_cores
+from splitserve.core_list import format_cores, parse_cores
 from splitserve.errors import InvalidArgumentError
 
 CORES = st.lists(st.integers(0, 300), min_size=1, max_size=64, unique=True)

@@ -51,6 +51,7 @@ ODD: dict[str, Any] = {
     "cpus": [0, 1, 2, 5],
     "gpus": ["0", "GPU-1"],
     "docker.gpus": "0,1;2,3",
+    "endpoint": "https://collector:4317",
     "faults": {"seed": 3, "late_write": {"at": [2], "probability": 0.5}},
     "http_port": "off",
     "model_routes": {"words": {"v1": 95, "v2": 4.123456789}, "more": {"v3": 1}},
@@ -148,7 +149,7 @@ def test_flags_and_variables_are_unique(kind: type[Settings]) -> None:
     every = list(settings_of(kind))
     assert len({setting.variable for setting in every}) == len(every)
     taken = {"SPLITSERVE_TARGET", "SPLITSERVE_API_KEY", "SPLITSERVE_TLS", "SPLITSERVE_CLUSTER_TOKEN"}
-    taken |= {"SPLITSERVE_HOME", "SPLITSERVE_LOG_LEVEL"}
+    taken |= {"SPLITSERVE_HOME", "SPLITSERVE_LOG_LEVEL", "SPLITSERVE_LOG_FORMAT"}
     assert not {setting.variable for setting in every} & taken
 
 

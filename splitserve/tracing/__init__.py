@@ -1,0 +1,1 @@
+"""Traces of requests: W3C contexts, and spans exported over OTLP. Read `context.py` first."""

@@ -1,0 +1,136 @@
+"""Sends spans to an OTLP receiver with OpenTelemetry's SDK. Imported only where an endpoint is set.
+
+Spans wait in a bounded queue, and a thread of the SDK sends them in batches: a receiver that is slow, dead or silent
+costs spans, never a request. Which requests are traced was decided before, so the SDK samples nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+from splitserve import __version__
+from splitserve.errors import ConfigError
+from splitserve.logs import log_exception
+from splitserve.tracing.context import TraceContext
+from splitserve.tracing.finished_span import FinishedSpan
+
+MAX_QUEUED_SPANS = 8192
+"""Further spans push out the oldest; each takes about 2 KB."""
+MAX_BATCH_SPANS = 512
+BATCH_DELAY_S = 1.0
+EXPORT_TIMEOUT_S = 5.0
+"""Of one batch, its retries included."""
+FLUSH_S = 2.0
+"""How long the end of the process waits for the spans that are queued."""
+KINDS = {
+    "server": trace.SpanKind.SERVER,
+    "client": trace.SpanKind.CLIENT,
+    "internal": trace.SpanKind.INTERNAL,
+}
+_SAMPLED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+
+
+class _GivenIds(IdGenerator):
+    """Gives the SDK the ids that a span has had all along."""
+
+    def __init__(self) -> None:
+        self.trace_id = self.span_id = 0
+
+    def generate_trace_id(self) -> int:
+        return self.trace_id
+
+    def generate_span_id(self) -> int:
+        return self.span_id
+
+
+class SpanExport:
+    """Exports spans of one process until `close`. Thread-safe."""
+
+    def __init__(self, endpoint: str, authority: Path | None, service: str, instance: str) -> None:
+        """Raises ConfigError (tracing.authority)."""
+        encrypted = endpoint.startswith("https:")
+        # Headers, such as a vendor's key, come from OTEL_EXPORTER_OTLP_HEADERS: no setting of ours has them.
+        self._exporter = OTLPSpanExporter(
+            endpoint=endpoint,
+            insecure=not encrypted,
+            credentials=_credentials(authority) if encrypted else None,
+            timeout=EXPORT_TIMEOUT_S,
+        )
+        facts = {"service.instance.id": instance, "service.version": __version__}
+        resource = Resource.create({"service.name": f"splitserve-{service}", **facts})
+        self._ids = _GivenIds()
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False, id_generator=self._ids
+        )
+        queue = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=MAX_QUEUED_SPANS,
+            schedule_delay_millis=BATCH_DELAY_S * 1e3,
+            max_export_batch_size=MAX_BATCH_SPANS,
+            export_timeout_millis=EXPORT_TIMEOUT_S * 1e3,
+        )
+        self._provider.add_span_processor(queue)
+        self._tracer = self._provider.get_tracer("splitserve", __version__)
+        self._lock = threading.Lock()
+
+    def export(self, spans: Sequence[FinishedSpan]) -> None:
+        """Queues spans; see SpanSink."""
+        try:
+            with self._lock:
+                for span in reversed(spans):  # the whole last: where it has come, its parts have
+                    self._export(span)
+        except Exception as error:  # the caller's thread serves requests
+            log_exception("tracing.failed", error)
+
+    def close(self) -> None:
+        """Sends what is queued, and gives up after FLUSH_S. Blocks for so long."""
+        closing = threading.Thread(target=self._provider.shutdown, name="tracing-close", daemon=True)
+        closing.start()
+        closing.join(FLUSH_S)
+        if closing.is_alive():
+            self._exporter.shutdown()
+
+    def _export(self, span: FinishedSpan) -> None:
+        own = span.context
+        parent = trace.NonRecordingSpan(_span_context(own, span.parent_id)) if span.parent_id else None
+        self._ids.trace_id, self._ids.span_id = int(own.trace_id, 16), int(own.span_id, 16)
+        made = self._tracer.start_span(
+            span.name,
+            trace.set_span_in_context(parent or trace.INVALID_SPAN),
+            kind=KINDS[span.kind],
+            attributes=span.attributes,
+            links=[trace.Link(_span_context(link, link.span_id)) for link in span.links],
+            start_time=int(span.start_s * 1e9),
+        )
+        if span.error:
+            made.set_attribute("error.type", span.error.partition(":")[0])
+            made.set_status(trace.StatusCode.ERROR, span.error)
+        made.end(int(span.end_s * 1e9))
+
+
+def _span_context(context: TraceContext, span_id: str) -> trace.SpanContext:
+    state = trace.TraceState.from_header([context.tracestate]) if context.tracestate else None
+    return trace.SpanContext(
+        int(context.trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=_SAMPLED, trace_state=state
+    )
+
+
+def _credentials(authority: Path | None) -> grpc.ChannelCredentials:
+    if authority is None:
+        return grpc.ssl_channel_credentials()
+    try:
+        return grpc.ssl_channel_credentials(authority.read_bytes())
+    except OSError as error:
+        message = f"tracing.authority: cannot read {authority}: {error.strerror}"
+        raise ConfigError(message, field="tracing.authority") from None
