@@ -66,6 +66,11 @@ SCENES = (
                 "splitserve explain --slow",
                 "splitserve explain",
             ),
+            "splitserve top": "{} --count 1 --interval 1",
+            "splitserve top --count 1 --json": "{} --interval 1",
+            "splitserve top --ttft 0.5 --tpot 0.05 --target host-a:50051,host-b:50051": (
+                "splitserve top --count 1 --interval 1 --ttft 0.5 --tpot 0.05"
+            ),
             "splitserve explain REQUEST_ID": _EXPLAIN,
             "splitserve explain REQUEST_ID --json": f"{_EXPLAIN} --json",
             'splitserve generate "Describe a cat." --json-schema cat.json': "{} --max-tokens 60",

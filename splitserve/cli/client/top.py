@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from splitserve.cli import options
-from splitserve.cli.client.explain import Targets as TargetList
-from splitserve.cli.client.explain import document
+from splitserve.cli.client.explain import Targets, document
 from splitserve.cli.output import write
 from splitserve.errors import SplitserveError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from splitserve.cli.client.top_figures import ModelFigures, Reading, Times, WorkerFigures
+    from splitserve.cli.client.top_figures import LatencyFigures, ModelFigures, Reading, WorkerFigures
     from splitserve.client import AsyncClient
     from splitserve.client.scaling_client import ScalingClient
     from splitserve.v1 import records_pb2
@@ -60,7 +59,7 @@ def top(
     count: Count = None,
     ttft: Ttft = 1.0,
     tpot: Tpot = 0.1,
-    target: TargetList = None,
+    target: Targets = None,
     as_json: AsJson = False,
     api_key: options.ApiKey = None,
     tls: options.TlsClient = None,
@@ -118,12 +117,12 @@ class _Watch:
 
     async def next(self) -> tuple[list[ModelFigures], list[records_pb2.RequestSummary]]:
         """The figures of the next interval, and the slowest of the latest slow requests."""
-        from splitserve.cli.client.top_figures import Targets, figures
+        from splitserve.cli.client.top_figures import LatencyTargets, figures
 
         assert self._before is not None
         await asyncio.sleep(self.interval)
         now = await self._read()
-        found = figures(self._before, now, Targets(*self._wanted_s))
+        found = figures(self._before, now, LatencyTargets(*self._wanted_s))
         self._before = now
         return found, await self._slow()
 
@@ -230,7 +229,7 @@ def _head(model: ModelFigures) -> list[str]:
     ]
 
 
-def _times(times: Times) -> str:
+def _times(times: LatencyFigures) -> str:
     if times.p50_ms is None or times.p99_ms is None or times.attained is None:
         return "not measured"
     return f"p50 {times.p50_ms:.1f} ms, p99 {times.p99_ms:.1f} ms, {times.attained:.1%} within target"

@@ -23,7 +23,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LatencyTargets:
     """Latencies that an answer is to keep to. Seconds."""
 
     ttft_s: float
@@ -31,7 +31,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class LatencyFigures:
     """A latency of the answers between two readings; all None where there were none."""
 
     p50_ms: float | None
@@ -69,14 +69,14 @@ class ModelFigures:
     """Ends by their outcome, for example `completed`."""
     in_progress: Mapping[str, int]
     """Generations by what they wait for: `admitting`, `reserving`, `prefilling`, `decoding`."""
-    ttft: Times
-    tpot: Times
+    ttft: LatencyFigures
+    tpot: LatencyFigures
     cached_share: float
     """Share of prompt tokens that recent prefills found cached, 0..1; the mean of the coordinators."""
     workers: Sequence[WorkerFigures]
 
 
-def figures(before: Reading, now: Reading, targets: Targets) -> list[ModelFigures]:
+def figures(before: Reading, now: Reading, targets: LatencyTargets) -> list[ModelFigures]:
     """One entry a model, in order of their names.
 
     A coordinator that was not in `before` counts from the next reading on.
@@ -93,7 +93,7 @@ _Pair = tuple[_Signals, _Signals]
 
 
 def _model(
-    name: str, pairs: Sequence[_Pair], signals: Sequence[_Signals], elapsed_s: float, targets: Targets
+    name: str, pairs: Sequence[_Pair], signals: Sequence[_Signals], elapsed_s: float, targets: LatencyTargets
 ) -> ModelFigures:
     both = [(_of(old, name), _of(new, name)) for old, new in pairs]
     mine = [model for one in signals for model in one.models if model.model == name]
@@ -130,7 +130,9 @@ def _outcomes(model: scaling_pb2.ModelSignals) -> dict[str, int]:
     }
 
 
-def _times(pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType, target_s: float) -> Times:
+def _times(
+    pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType, target_s: float
+) -> LatencyFigures:
     total: Histogram | None = None
     for old, new in pairs:
         after = _histogram(new, name, phase)
@@ -142,9 +144,9 @@ def _times(pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType
         if total is None or total.bounds == part.bounds:
             total = part if total is None else total + part
     if total is None:
-        return Times(*NO_TIMES)
+        return LatencyFigures(*NO_TIMES)
     ms = [None if value is None else value * 1e3 for value in map(total.percentile, (50, 99))]
-    return Times(ms[0], ms[1], total.share_within(target_s))
+    return LatencyFigures(ms[0], ms[1], total.share_within(target_s))
 
 
 def _histogram(signals: _Signals, name: str, phase: scaling_pb2.Phase.ValueType) -> Histogram | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from splitserve.cli.client.top_figures import Reading, Targets, figures
+from splitserve.cli.client.top_figures import LatencyTargets, Reading, figures
 from splitserve.histograms import Histogram
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 BOUNDS = (0.1, 0.2, 0.4)
-TARGETS = Targets(ttft_s=0.2, tpot_s=0.1)
+TARGETS = LatencyTargets(ttft_s=0.2, tpot_s=0.1)
 
 
 def signals(
