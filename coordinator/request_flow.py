@@ -63,7 +63,7 @@ class RequestFlow:
         self._quota_plugins = quota_plugins
         self._pairs = PairSelector(config, registry, router)
         self._records = records
-        kept = (records,) if config.records.enabled else ()
+        kept = (records,) if records.observes else ()
         self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, *kept)
 
     async def generate(

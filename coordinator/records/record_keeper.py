@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from coordinator.metrics.recorder import outcome_of
@@ -37,8 +37,14 @@ Kind = Literal["recent", "slow", "failed"]
 class RecordKeeper(RequestObserver):
     """Observes all requests. Each kind has its own bound, so that many of one do not push out those of another."""
 
-    def __init__(self, config: RecordsConfig) -> None:
+    def __init__(
+        self, config: RecordsConfig, on_ended: Callable[[RequestRecord], None] | None = None
+    ) -> None:
+        """`on_ended` gets the record of each request that was understood, also where none are kept."""
         self._config = config
+        self._on_ended = on_ended
+        self.observes = config.enabled or on_ended is not None
+        """Whether it wants to know of requests at all."""
         self._running: dict[int, RequestState] = {}
         """By identity: two clients may choose the same id."""
         self._recent: deque[RequestRecord] = deque(maxlen=config.max_recent_records)
@@ -54,7 +60,10 @@ class RecordKeeper(RequestObserver):
         """See RequestObserver."""
         self._running.pop(id(state), None)
         outcome = COMPLETED if state.completed else _label(error)
-        self._keep(_record_of(state, outcome, None if state.completed else error))
+        record = _record_of(state, outcome, None if state.completed else error)
+        self._keep(record)
+        if self._on_ended is not None:
+            self._on_ended(record)
 
     def refused(
         self, request_id: str, model: str, tenant: str, received_s: float, error: BaseException
