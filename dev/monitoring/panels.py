@@ -29,12 +29,12 @@ class Dashboard:
 def quantile(share: float, series: str, where: str = "", by: str = "") -> str:
     """PromQL of a quantile of a histogram over the last minute, by labels."""
     labels = f"le, {by}" if by else "le"
-    return f"histogramquantile({share:g}, sum by ({labels}) (rate({series}_bucket{where}[1m])))"
+    return f"histogram_quantile({share:g}, sum by ({labels}) (rate({series}_bucket{where}[1m])))"
 
 
 def phase(name: str) -> str:
     """PromQL of the 95th percentile of a phase, warm requests only."""
-    return quantile(0.95, "splitserve_requestphase_seconds", f'{{cold="false", phase="{name}"}}')
+    return quantile(0.95, "splitserve_request_phase_seconds", f'{{cold="false", phase="{name}"}}')
 
 
 _WARM = '{cold="false"}'
