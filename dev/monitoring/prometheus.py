@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from splitserve.errors import UnavailableError
@@ -22,36 +24,38 @@ def prometheus_folder() -> Path:
     installed = shutil.which("promtool")
     if installed and shutil.which("prometheus"):
         return Path(installed).parent
-    unpacked = FOLDER / "usr/bin"
-    if not (unpacked / "prometheus").exists():
-        _unpack()
-    return unpacked
+    FOLDER.parent.mkdir(exist_ok=True)
+    with (FOLDER.parent / "prometheus.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests that run side by side
+        if not FOLDER.exists():
+            _unpack()
+    return FOLDER / "usr/bin"
 
 
 def _unpack() -> None:
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
         raise _missing("there is no apt-get here")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    why = _download()
-    if why and os.geteuid() == 0:
-        # A fresh container has no lists of packages.
-        why = _run("apt-get", "update", "-qq") or _download()
-    packages = sorted(FOLDER.glob("*.deb"))
-    why = why or _run("dpkg", "--extract", str(packages[-1]), str(FOLDER))
-    if why:
-        raise _missing(why)
+    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as name:
+        here = Path(name)
+        why = _download(here)
+        if why and os.geteuid() == 0:
+            # A fresh container has no lists of packages.
+            why = _run(here, "apt-get", "update", "-qq") or _download(here)
+        if not why:
+            why = _run(here, "dpkg", "--extract", str(next(here.glob("*.deb"))), "unpacked")
+        if why:
+            raise _missing(why)
+        (here / "unpacked").rename(FOLDER)
 
 
-def _download() -> str:
-    return _run("apt-get", "download", "-qq", "-o", "APT::Sandbox::User=root", PACKAGE)
+def _download(here: Path) -> str:
+    return _run(here, "apt-get", "download", "-qq", PACKAGE)
 
 
-def _run(*command: str) -> str:
-    """Why the command failed; empty: it did not."""
+def _run(here: Path, *command: str) -> str:
+    """Why the command failed in that folder; empty: it did not."""
     try:
-        done = subprocess.run(
-            command, cwd=FOLDER, capture_output=True, text=True, timeout=FETCH_S, check=False
-        )
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=FETCH_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{command[0]}: {error}"
     return "" if done.returncode == 0 else f"{' '.join(command)}: {done.stderr.strip()[-300:]}"
