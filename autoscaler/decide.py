@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from autoscaler.plan import Decide, Memory, PoolPlan, Proposal, ScalingPlan, joint_plan
+from autoscaler.plan import Cause, Decide, Memory, PoolPlan, Proposal, ScalingPlan, joint_plan
 from autoscaler.policies.behavior import BehaviorMemory, Limits, follow, record_change
 from autoscaler.policies.custom import custom_policy, loaded_functions
 from autoscaler.policies.policy_file import (
@@ -139,10 +139,12 @@ def _propose(
     recommendation, policy_memory = recommend(memory.policy, snapshot, status)
     floor = scheduled_replicas(pool.schedule, snapshot.wall_s, cold_start_s(pool, name, snapshot))
     wanted, reason = recommendation.wanted, recommendation.reason
+    cause: Cause = "policy"
     if floor > wanted:
-        wanted, reason = floor, f"{floor} by schedule; {reason}"
+        wanted, reason, cause = floor, f"{floor} by schedule; {reason}", "schedule"
     if not snapshot.complete and wanted < status.current:
-        wanted, reason = status.current, f"a coordinator does not answer: no scaling down; {reason}"
+        wanted, cause = status.current, "silent_coordinator"
+        reason = f"a coordinator does not answer: no scaling down; {reason}"
     if memory.desired is None and not memory.behavior.recommendations:
         # As an HPA does, so that a restart does not discard the stabilization before it.
         memory = replace(memory, behavior=BehaviorMemory(((snapshot.now_s, status.current),)))
@@ -156,9 +158,9 @@ def _propose(
         pool.max_replicas,
     )
     if counted != wanted:
-        reason = f"{counted} for {wanted} by bounds and behavior; {reason}"
+        reason, cause = f"{counted} for {wanted} by bounds and behavior; {reason}", "bounds"
     need = max(recommendation.need, 0.0)
-    proposal = Proposal(counted, need, status.current, status.ready, reason, recommendation.error)
+    proposal = Proposal(counted, need, status.current, status.ready, reason, recommendation.error, cause)
     return proposal, replace(memory, behavior=behavior, policy=policy_memory)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from autoscaler.plan import ScalingPlan
+from autoscaler.plan import Cause, ScalingPlan
 from autoscaler.reconcile import ReplicaView
 from autoscaler.snapshot import POOLS, PoolName, ReplicaState
 from splitserve.metrics import counter, counters, gauge, gauges
@@ -25,6 +26,8 @@ class LoopStatus:
     desired: Mapping[PoolName, int] = field(default_factory=dict)
     standby: Mapping[PoolName, int] = field(default_factory=dict)
     actual: Mapping[PoolName, Mapping[ReplicaState, int]] = field(default_factory=dict)
+    causes: Mapping[PoolName, Cause] = field(default_factory=dict)
+    """What decided each pool's count last."""
     lending: bool = False
     actions: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -45,6 +48,7 @@ class LoopStatus:
         self.decisions += 1
         self.desired = {pool: plan.pool(pool).desired for pool in POOLS}
         self.standby = {pool: plan.pool(pool).standby for pool in POOLS}
+        self.causes = {pool: plan.pool(pool).cause for pool in POOLS}
         self.lending = plan.lend_decode_to_prefill
         self.actual = {
             pool: {state: sum(m.state is state for m in pools[pool]) for state in ReplicaState}
@@ -60,6 +64,14 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
     for pool, states in status.actual.items():
         for state, count in states.items():
             actual.add_metric([pool, state.value], count)
+    reason = GaugeMetricFamily(
+        "splitserve_autoscaler_reason",
+        "1 for what decided the number of replicas wanted, 0 for the rest",
+        labels=["pool", "reason"],
+    )
+    for pool, cause in status.causes.items():
+        for one in get_args(Cause):
+            reason.add_metric([pool, one], one == cause)
     actions = {kind: float(status.actions[kind]) for kind in ACTIONS}
     errors = {hop: float(status.errors[hop]) for hop in HOPS}
     return [
@@ -76,6 +88,7 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
             {str(pool): count for pool, count in status.standby.items()},
         ),
         actual,
+        reason,
         gauge("splitserve_autoscaler_lending", "Whether decode computes prompts meanwhile", status.lending),
         counter("splitserve_autoscaler_decisions", "Decisions made", status.decisions),
         counters("splitserve_autoscaler_actions", "Actions done", "action", actions),

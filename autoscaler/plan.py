@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
+
+Cause = Literal["policy", "schedule", "silent_coordinator", "bounds", "ratio", "link", "gpu_budget"]
+"""What decided a count last: the pool's policy, its schedule, a coordinator that does not answer, the pool's bounds and
+`behavior`, the bounds on the ratio, the shared link, the GPU budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class PoolPlan:
     """One line for operators."""
     error: str = ""
     """What the pool's policy failed with."""
+    cause: Cause = "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,11 @@ class Proposal:
     ready: int
     reason: str
     error: str = ""
+    cause: Cause = "policy"
+
+
+Notes = dict[PoolName, list[tuple[Cause, str]]]
+"""What decided each pool's count, in order, with one line for operators."""
 
 
 def joint_plan(
@@ -71,33 +81,41 @@ def joint_plan(
 ) -> ScalingPlan:
     """The plan for both pools. `lending`: the last plan lent decode workers to prefill."""
     p, d = prefill.count, decode.count
-    notes: dict[PoolName, list[str]] = {"prefill": [prefill.reason], "decode": [decode.reason]}
+    notes: Notes = {
+        "prefill": [(prefill.cause, prefill.reason)],
+        "decode": [(decode.cause, decode.reason)],
+    }
     p, d = _within_ratio(policy, p, d, notes)
     carried = link_carries(policy, snapshot)
     if carried is not None and p > max(carried, policy.prefill.min_replicas):
         p = max(carried, policy.prefill.min_replicas)
-        notes["prefill"].append(f"the link carries the KV of {carried} prefill replicas: more add nothing")
+        why = f"the link carries the KV of {carried} prefill replicas: more add nothing"
+        notes["prefill"].append(("link", why))
     standby = (policy.prefill.warm_standby, policy.decode.warm_standby)
     p, d, standby = _within_budget(policy, snapshot, Proposals(prefill, decode), p, d, standby, notes)
     plans = (
-        PoolPlan(p, standby[0], "; ".join(notes["prefill"]), prefill.error),
-        PoolPlan(d, standby[1], "; ".join(notes["decode"]), decode.error),
+        PoolPlan(p, standby[0], _text(notes["prefill"]), prefill.error, notes["prefill"][-1][0]),
+        PoolPlan(d, standby[1], _text(notes["decode"]), decode.error, notes["decode"][-1][0]),
     )
     return ScalingPlan(*plans, lend_decode_to_prefill=_lend(policy, snapshot, prefill, decode, p, lending))
 
 
-def _within_ratio(policy: ScalingPolicy, p: int, d: int, notes: dict[PoolName, list[str]]) -> tuple[int, int]:
+def _text(notes: list[tuple[Cause, str]]) -> str:
+    return "; ".join(text for _, text in notes)
+
+
+def _within_ratio(policy: ScalingPolicy, p: int, d: int, notes: Notes) -> tuple[int, int]:
     """Adds replicas to the pool that is too small for the other, as far as its own maximum allows."""
     low, high = policy.ratio.min_prefill_per_decode, policy.ratio.max_prefill_per_decode
     if low is not None and p < low * d:
         raised = min(policy.prefill.max_replicas, math.ceil(low * d - 1e-9))
         if raised > p:
-            notes["prefill"].append(f"{raised} for a ratio of at least {low:g}")
+            notes["prefill"].append(("ratio", f"{raised} for a ratio of at least {low:g}"))
             p = raised
     if high is not None and p > high * d:
         raised = min(policy.decode.max_replicas, math.ceil(p / high - 1e-9))
         if raised > d:
-            notes["decode"].append(f"{raised} for a ratio of at most {high:g}")
+            notes["decode"].append(("ratio", f"{raised} for a ratio of at most {high:g}"))
             d = raised
     return p, d
 
@@ -142,7 +160,7 @@ def _within_budget(
     p: int,
     d: int,
     standby: tuple[int, int],
-    notes: dict[PoolName, list[str]],
+    notes: Notes,
 ) -> tuple[int, int, tuple[int, int]]:
     budget = gpu_budget(policy, snapshot)
     if budget is None or _gpus(policy, p, d, standby) <= budget:
@@ -153,9 +171,8 @@ def _within_budget(
         p, d = _shared(policy, proposals, p, d, budget)
         for name, count, before in (("prefill", p, wanted[0]), ("decode", d, wanted[1])):
             if count < before:
-                notes["prefill" if name == "prefill" else "decode"].append(
-                    f"{before} wanted, {count} within a budget of {budget} GPUs"
-                )
+                why = f"{before} wanted, {count} within a budget of {budget} GPUs"
+                notes["prefill" if name == "prefill" else "decode"].append(("gpu_budget", why))
     return p, d, standby
 
 

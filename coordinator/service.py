@@ -23,14 +23,16 @@ from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector
 from coordinator.input_processor import InputProcessor
 from coordinator.metrics.event_loop import LoopLag
-from coordinator.metrics.prometheus import admission_metrics, coordinator_metrics, tenant_metrics
+from coordinator.metrics.prometheus import admission_metrics, coordinator_metrics
 from coordinator.metrics.scaling_service import ScalingService
 from coordinator.metrics.stats import RequestStats
+from coordinator.metrics.tenant_metrics import tenant_metrics
 from coordinator.models.model_routes import ModelRoutes, checked_route
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
+from coordinator.records.tenant_costs import tenant_costs
 from coordinator.request.estimates import Estimates
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.pair_selector import make_router
@@ -98,7 +100,8 @@ class Coordinator:
         self.stats = RequestStats()
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
-        self.records = RecordKeeper(config.records, spans)
+        self.costs = tenant_costs(self.access.tenants, config.prices)
+        self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
         self.routes = _model_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
@@ -140,6 +143,7 @@ class Coordinator:
         return FileWatcher(
             self.routes.follow(routes) if routes else None,
             access.tenants.file if access.tenants else None,
+            self.costs.file if self.costs else None,
             access.security.server_tls.file if access.security.server_tls else None,
         )
 
@@ -216,11 +220,12 @@ class Coordinator:
         requests = coordinator_metrics(self.registry.snapshot(), self.api.running, self.stats.models())
         queue = admission_metrics(self.admission.counts()) if self.admission is not None else []
         tenants = tenant_metrics(self.access.tenants) if self.access.tenants else []
+        costs = self.costs.metrics() if self.costs else []
         blocks = gauge(
             "splitserve_prefix_index_blocks", "KV blocks known by their holders", len(self.registry.prefixes)
         )
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
-        return [*requests, *queue, blocks, *process, *tenants]
+        return [*requests, *queue, blocks, *process, *tenants, *costs]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""

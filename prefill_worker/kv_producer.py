@@ -12,7 +12,7 @@ from engine.core.engine import Engine
 from engine.core.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
 from engine.worker.build import EngineParts
 from engine.worker.process import KvConnector
-from engine.worker.status import WorkerStatus
+from engine.worker.status import HandoffWrites, WorkerStatus
 from kv_transfer.handoff.push_state import PushDone, PushEvent, PushFailed
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.ticket import KvTicket
@@ -92,9 +92,9 @@ class KvProducer(KvConnector):
         self._emit, self._spans = emit, spans
         self._on_peers_changed = on_peers_changed
         self._token_first_s = token_first_s
-        self._completed = 0
         self._completed_bytes = 0
         self._rejected: dict[str, int] = {}
+        self._writes = HandoffWrites()
         self._live: dict[str, LivePrefill] = {}
         self._endpoints: dict[str, TransferEndpoint] = {}
         self._events: list[tuple[str, PrefillEvent]] = []
@@ -275,16 +275,18 @@ class KvProducer(KvConnector):
         if isinstance(event, PushFailed):
             prefill.failure = f"{event.reason}: {event.message}"
         self._export(prefill)
-        if prefill.over:
+        if prefill.over or prefill.ticket is None:
             return
+        lane = self._peers.kind_of(prefill.ticket.decode_agent_id)
         if isinstance(event, PushDone):
-            self._completed += 1
+            self._writes = self._writes.ended(lane, "completed", event.descriptors, event.contiguous_runs)
             self._completed_bytes += event.written_bytes
             done = HandedOff(event.written_bytes, event.descriptors, event.transfer_s)
             self._events.append((event.request_id, done))
         elif isinstance(event, PushFailed):
-            rejected = {event.reason: self._rejected.get(event.reason, 0) + 1}
-            self._rejected = self._rejected | rejected  # a new dict: the old one is in a status
+            self._writes = self._writes.ended(lane, "failed")
+            rejected = self._rejected.get(event.reason, 0) + 1
+            self._rejected = self._rejected | {event.reason: rejected}  # the old one is in a status
             error = failure_error(event.reason, event.message)
             self._events.append((event.request_id, Failed(error)))
 
@@ -333,9 +335,10 @@ class KvProducer(KvConnector):
             transfers_in_flight=writes,
             lanes=self._peers.lanes(),
             usable_agents=self._peers.usable(),
-            handoffs_completed=self._completed,
+            handoffs_completed=self._writes.completed,
             handoff_bytes=self._completed_bytes,
             handoffs_rejected=self._rejected,
+            writes=self._writes,
         )
         self._publish(status)
         if (status.usable_agents, status.lanes) != (before.usable_agents, before.lanes):

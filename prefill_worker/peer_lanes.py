@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Literal
 
-from kv_transfer.lane import JudgedLane, Lane, device_link, lane_problem
+from kv_transfer.lane import JudgedLane, Lane, LaneKind, device_link, lane_problem
 from kv_transfer.lane_probe import LaneProber
 from kv_transfer.transports.transport import PollResult, TransferEndpoint, Transport
 from splitserve.errors import FailedPreconditionError
@@ -63,6 +63,11 @@ class PeerLanes:
     def lanes(self) -> tuple[JudgedLane, ...]:
         """The lanes measured so far."""
         return tuple(self._judged.values())
+
+    def kind_of(self, agent_id: str) -> LaneKind:
+        """The kind of a peer's lane; "unknown" if it is gone or not measured yet."""
+        judged = self._judged.get(agent_id)
+        return judged.lane.kind if judged is not None else "unknown"
 
     def require_not_refused(self, agent_id: str) -> None:
         """Raises FailedPreconditionError (SLOW_LANE) for a peer with a refused lane."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from splitserve.addresses import join_address
 from splitserve.errors import FailedPreconditionError
+from splitserve.histograms import LATENCY_BOUNDS_S, DurationCounts
 from splitserve.logs import log_event
 from splitserve.metrics_server import MetricsServer
 from splitserve.runtime.reload import ReloadedFiles
 from splitserve.security.server_tls import ServerTls
 
+EVERY = 4
+"""One in EVERY histogram bounds is exported: buckets 75% apart suffice for dashboards and keep scrapes small."""
+SHOWN = tuple(range(EVERY - 1, len(LATENCY_BOUNDS_S), EVERY))
 Samples = Mapping[str, float]
 """Label value to number."""
 Read = Callable[[], list[Metric]]
@@ -82,6 +87,13 @@ def counters(name: str, text: str, label: str, samples: Samples) -> Metric:
     for key, value in samples.items():
         family.add_metric([key], value)
     return family
+
+
+def add_durations(family: HistogramMetricFamily, labels: list[str], durations: DurationCounts) -> None:
+    """Adds one histogram, with the exported bounds only."""
+    reached = list(accumulate(durations.counts.copy()))
+    buckets = [(f"{LATENCY_BOUNDS_S[index]:.6g}", float(reached[index])) for index in SHOWN]
+    family.add_metric(labels, [*buckets, ("+Inf", float(reached[-1]))], sum_value=durations.sum_s)
 
 
 def reload_metrics(files: Sequence[ReloadedFiles[Any]]) -> list[Metric]:

@@ -7,22 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from types import MappingProxyType
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from coordinator.admission.controller import AdmissionCounts
 from coordinator.metrics.stats import ModelStats, Phase
-from coordinator.tenants.tenants import Tenants
 from coordinator.workers.snapshot import PoolName, PoolSnapshot, WorkerState
-from splitserve.histograms import LATENCY_BOUNDS_S, DurationCounts
-from splitserve.metrics import counter, gauge, gauges
+from splitserve.metrics import add_durations, gauge, gauges
 from splitserve.v1 import scaling_pb2
 
-EVERY = 4
-"""One in EVERY histogram bounds is exported: buckets 75% apart suffice for dashboards and keep scrapes small."""
-SHOWN = tuple(range(EVERY - 1, len(LATENCY_BOUNDS_S), EVERY))
 PHASE_LABELS: Mapping[Phase, str] = {
     scaling_pb2.PHASE_ADMIT: "admit",
     scaling_pb2.PHASE_RESERVE: "reserve",
@@ -98,7 +92,23 @@ def _demand(stats: StatsByModel) -> Iterable[Metric]:
         }
         for kind, value in kinds.items():
             tokens.add_metric([model, kind], value)
-    return ended, arrived, tokens
+    return ended, arrived, tokens, *_prefix_hits(stats)
+
+
+def _prefix_hits(stats: StatsByModel) -> Iterable[Metric]:
+    looked_up = CounterMetricFamily(
+        "splitserve_prefix_looked_up_tokens",
+        "Prompt tokens of the requests that got a token",
+        labels=["model"],
+    )
+    hits = CounterMetricFamily(
+        "splitserve_prefix_hit_tokens", "Those that a worker's prefix cache held", labels=["model", "tier"]
+    )
+    for model, model_stats in stats.items():
+        looked_up.add_metric([model], model_stats.looked_up_tokens)
+        for tier, count in model_stats.hit_tokens.items():
+            hits.add_metric([model, tier], count)
+    return looked_up, hits
 
 
 def _progress(snapshot: PoolSnapshot, stats: StatsByModel) -> Iterable[Metric]:
@@ -147,13 +157,6 @@ def _latencies(stats: StatsByModel) -> Iterable[Metric]:
     return phases, ttft, tpot
 
 
-def add_durations(family: HistogramMetricFamily, labels: list[str], durations: DurationCounts) -> None:
-    """Adds one histogram, with the exported bounds only."""
-    reached = list(accumulate(durations.counts.copy()))
-    buckets = [(f"{LATENCY_BOUNDS_S[index]:.6g}", float(reached[index])) for index in SHOWN]
-    family.add_metric(labels, [*buckets, ("+Inf", float(reached[-1]))], sum_value=durations.sum_s)
-
-
 def admission_metrics(counts: Mapping[str, AdmissionCounts]) -> list[Metric]:
     """All admission metrics; `counts` are by model. Classes and reasons are fixed sets."""
     waited = HistogramMetricFamily(
@@ -178,27 +181,6 @@ def admission_metrics(counts: Mapping[str, AdmissionCounts]) -> list[Metric]:
         for reason, number in count.refused.items():
             refused.add_metric([model, reason.lower()], number)
     return [waited, queued, tokens, refused]
-
-
-def tenant_metrics(tenants: Tenants) -> list[Metric]:
-    """All tenant metrics at one moment."""
-    requests = CounterMetricFamily(
-        "splitserve_tenant_requests", "Valid requests by how they ended", labels=["tenant", "outcome"]
-    )
-    tokens = CounterMetricFamily("splitserve_tenant_tokens", "Tokens charged", labels=["tenant", "kind"])
-    running = GaugeMetricFamily(
-        "splitserve_tenant_running_requests", "Generations in progress", labels=["tenant"]
-    )
-    for name, usage in tenants.usages.items():
-        for outcome, count in usage.outcomes.items():
-            requests.add_metric([name, outcome], count)
-        for kind, count in usage.tokens.items():
-            tokens.add_metric([name, kind], count)
-        running.add_metric([name], usage.running)
-    unknown = counter(
-        "splitserve_unauthenticated_calls", "Calls without a known API key", tenants.unauthenticated
-    )
-    return [requests, tokens, running, unknown]
 
 
 POOLS: tuple[PoolName, PoolName] = ("prefill", "decode")

@@ -114,6 +114,10 @@ class StatsRecorder(RequestObserver):
         # A client may hang up as soon as it has the last token; that still counts as completed.
         outcome = scaling_pb2.OUTCOME_COMPLETED if self._completed else outcome_of(error)
         self._stats.outcomes[outcome] += 1
+        if self._first_token_seen:
+            self._stats.looked_up_tokens += len(state.request.prompt)
+            self._stats.hit_tokens["prefill"] += state.report.cached_prompt_tokens
+            self._stats.hit_tokens["decode"] += state.report.decode_cached_tokens
         if outcome == scaling_pb2.OUTCOME_REJECTED:
             self._all_stats.refused.add(_what(state.request), time.monotonic())
         if outcome == scaling_pb2.OUTCOME_TIMED_OUT and not self._first_token_seen:

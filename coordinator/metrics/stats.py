@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.metrics.repeats import RefusedRequests
@@ -17,6 +17,8 @@ from splitserve.histograms import DurationCounts
 from splitserve.v1 import scaling_pb2
 
 Outcome: TypeAlias = scaling_pb2.Outcome.ValueType
+CacheTier = Literal["prefill", "decode"]
+"""Whose prefix cache: the prefill worker's spares computing, the decode worker's spares sending."""
 OUTCOMES: tuple[Outcome, ...] = tuple(value for value in scaling_pb2.Outcome.values() if value)
 
 
@@ -48,6 +50,10 @@ class ModelStats:
     )
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     in_stage: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
+    looked_up_tokens: int = 0
+    """Prompt tokens of the requests that got a token."""
+    hit_tokens: dict[CacheTier, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    """Those of them that were not computed, and those that were not sent."""
     prefilling_tokens: float = 0.0
     """Uncached prompt tokens of the requests in stage PREFILLING."""
     held: Held = NOTHING_HELD

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from coordinator.metrics.recorder import outcome_of
@@ -40,12 +40,18 @@ Kind = Literal["recent", "slow", "failed"]
 class RecordKeeper(RequestObserver):
     """Observes all requests. Each kind has its own bound, so that many of one do not push out those of another.
 
-    `spans` takes the spans of traced requests; None: spans are not exported.
+    `spans` takes the spans of traced requests; None: spans are not exported. `on_ended` gets the record of each request
+    that was understood, also where none are kept.
     """
 
-    def __init__(self, config: RecordsConfig, spans: SpanSink | None = None) -> None:
-        self._config, self._spans = config, spans
-        self.enabled = config.enabled or spans is not None
+    def __init__(
+        self,
+        config: RecordsConfig,
+        spans: SpanSink | None = None,
+        on_ended: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        self._config, self._spans, self._on_ended = config, spans, on_ended
+        self.enabled = config.enabled or spans is not None or on_ended is not None
         """Whether it must see requests at all."""
         self._running: dict[int, RequestState] = {}
         """By identity: two clients may choose the same id."""
@@ -62,7 +68,10 @@ class RecordKeeper(RequestObserver):
         """See RequestObserver."""
         self._running.pop(id(state), None)
         outcome = COMPLETED if state.completed else _label(error)
-        self._keep(_record_of(state, outcome, None if state.completed else error))
+        record = _record_of(state, outcome, None if state.completed else error)
+        self._keep(record)
+        if self._on_ended is not None:
+            self._on_ended(record)
 
     def refused(
         self,

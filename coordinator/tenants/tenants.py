@@ -56,6 +56,10 @@ class Tenants:
             usage = TenantUsage(TenantPolicy(name=caller.tenant), time.monotonic())
         return usage
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the file has a tenant of this name."""
+        return name in self._usages
+
     def _load(self) -> tuple[TenantsConfig, KeyRing]:
         loaded = load_tenants(self._paths[0], self._fallback_secret)
         return loaded, KeyRing(loaded)

@@ -21,6 +21,7 @@ from autoscaler.policies.policy_file import (
     TargetPool,
 )
 from autoscaler.policies.schedule import ScheduleWindow
+from coordinator.records.tenant_costs import PriceFile
 from coordinator.tenants.policy_file import TenantPolicy, TenantsFile
 from splitserve.cli.up import SHOWN
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig, KubernetesConfig
@@ -42,7 +43,8 @@ from splitserve.config.worker import WorkerConfig
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
 
-Written by `make docs` from the models of the settings, of the policy file and of the file of tenants.
+Written by `make docs` from the models of the settings, of the policy file, of the file of tenants and of that of
+prices.
 
 Every setting can stand in a YAML file given with `--config FILE`. A variable of the environment wins over the file, an
 option on the command line over both. The file of a command holds that command's settings: `splitserve up` those of the
@@ -95,6 +97,7 @@ SECTIONS = [
     Section("Ceilings (section `ceilings` of a worker)", CeilingConfig, WorkerConfig, "ceilings."),
     Section("File of tenants (see [security.md](security.md))", TenantsFile),
     Section("File of tenants: an entry of `tenants`", TenantPolicy),
+    Section("File of prices (see [operations.md](operations.md#what-tenants-cost))", PriceFile),
     Section("Autoscaler (`splitserve autoscaler`)", AutoscalerConfig, AutoscalerConfig),
     Section("Docker (section `docker` of the autoscaler)", DockerConfig, AutoscalerConfig, "docker."),
     Section(

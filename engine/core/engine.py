@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from engine.core.step_stats import TotalsByKind
 from engine.core.types import EngineLoad, EngineRequest, RequestOutput, ReservedBlocks, StepResult
 from engine.kv_cache.cache_events import KvEventLog
 
@@ -24,6 +25,8 @@ class Engine(ABC):
     """Most tokens of one step, prompts and outputs together."""
     kv_events: KvEventLog
     """Changes of the prefix cache; may be read on any thread."""
+    step_totals: TotalsByKind
+    """Totals over the steps since the start; may be read on any thread."""
 
     @abstractmethod
     def add_request(self, request: EngineRequest) -> None:

@@ -74,6 +74,7 @@ class EngineCore(Engine):
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._arrivals = 0
         self._meter = StepMeter()
+        self.step_totals = self._meter.totals
         self._changed = False
         """Whether the next step may do something that the last one could not."""
         self._step: BegunStep | None = None

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, SamplingParams, ScheduledSequence
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
@@ -22,6 +23,8 @@ class ModelRunner(ABC):
 
     facts: ModelFacts
     layout: KvLayout
+    work: StepWork | None = None
+    """What a step asks of the device; None if unknown."""
     overlaps: bool = False
     """Whether `begin` returns before the step is computed, so that the host can do other work meanwhile."""
 

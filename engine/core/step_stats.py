@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.core.sequence import Sequence
 from engine.core.step_time_fit import StepTimeFit
+from splitserve.histograms import DurationCounts
 
 _DECAY = 0.9
 _OUTLIER = 2.0
@@ -61,6 +65,64 @@ class StepRates:
         return min(max(waiting_tokens / rate if rate else 1.0, _MIN_RETRY_S), _MAX_RETRY_S)
 
 
+StepKind = Literal["prefill", "decode"]
+"""Steps that compute prompt tokens, beside output tokens or not, and those that only decode."""
+BATCH_BOUNDS = tuple(2**power for power in range(11))
+"""Upper bounds of the buckets in which batch sizes are counted, in sequences."""
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """Totals over all steps of one kind since the start. Written on the engine thread; any thread may read."""
+
+    durations: DurationCounts = field(default_factory=DurationCounts)
+    batches: list[int] = field(default_factory=lambda: [0] * (len(BATCH_BOUNDS) + 1))
+    """Steps by batch size, within `BATCH_BOUNDS`; the last count is of larger ones."""
+    sequences: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    context_tokens: int = 0
+    """Tokens of which KV was read, added up over the sequences of each step."""
+
+    def record(
+        self, prompt_tokens: int, output_tokens: int, num_new: Mapping[Sequence, int], s: float
+    ) -> None:
+        """Counts a step of `s` seconds that computed `num_new` tokens of each sequence."""
+        self.durations.add(s)
+        self.batches[bisect_left(BATCH_BOUNDS, len(num_new))] += 1
+        self.sequences += len(num_new)
+        self.prompt_tokens += prompt_tokens
+        self.output_tokens += output_tokens
+        self.context_tokens += sum(sequence.num_computed for sequence in num_new)
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What steps of a model ask of its device, by the shapes of its linear layers. Attention's products, norms and
+    activations are left out; what caches hold is not known."""
+
+    weight_bytes: int
+    """Read once a step."""
+    layer_weights: int
+    """Elements that each token is multiplied with."""
+    output_weights: int
+    """Elements of the output layer, which only tokens that are sampled from need."""
+    kv_token_bytes: int
+    """KV of a token, in all layers."""
+
+    def read_bytes(self, totals: StepTotals) -> int:
+        """Bytes of weights and KV that these steps read."""
+        return self.weight_bytes * totals.durations.total + self.kv_token_bytes * totals.context_tokens
+
+    def flops(self, totals: StepTotals) -> int:
+        """Floating-point operations of linear layers; a prompt's one row of the output layer is left out."""
+        tokens = totals.prompt_tokens + totals.output_tokens
+        return 2 * (self.layer_weights * tokens + self.output_weights * totals.output_tokens)
+
+
+TotalsByKind = Mapping[StepKind, StepTotals]
+
+
 class StepMeter:
     """Measures steps; call `begin` and `end` around each. Times are seconds of one clock.
 
@@ -71,6 +133,7 @@ class StepMeter:
     def __init__(self) -> None:
         self.rates = StepRates()
         self.fit = StepTimeFit()
+        self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = 0.0
 
@@ -98,6 +161,8 @@ class StepMeter:
         prefill_tokens = sum(num_new.values()) - decoding
         duration_s = now - self._began_s
         self.rates.record(prefill_tokens, duration_s)
+        totals = self.totals["prefill" if prefill_tokens else "decode"]
+        totals.record(prefill_tokens, decoding, num_new, duration_s)
         if not prefill_tokens:
             context = sum(sequence.num_computed for sequence in num_new)
             self.fit.record(decoding, context, duration_s)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts
 from engine.model.attention_interface import AttentionContext
 from engine.model.probe import AttentionShape
@@ -39,6 +40,30 @@ class LoadedModel:
     dtype: str
     device: torch.device
     fingerprint: str
+    work: StepWork | None = None
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def step_work(
+    module: Any, settings: Mapping[str, Any], attention: AttentionShape, dtype: torch.dtype, quantization: str
+) -> StepWork | None:
+    """What a step of the model asks of its device, with its linear layers as they were loaded. None for models with
+    experts, of which a step reads those that its tokens choose."""
+    if any(settings.get(name) for name in _EXPERTS):
+        return None
+    output = module.get_output_embeddings()
+    linears = [part for part in module.modules() if isinstance(part, torch.nn.Linear)]
+    layer_weights = sum(part.weight.numel() for part in linears if part is not output)
+    output_weights = output.weight.numel() if output is not None else 0
+    size = dtype.itemsize
+    return StepWork(
+        weight_bytes=layer_weights * (1 if quantization == "int8" else size) + output_weights * size,
+        layer_weights=layer_weights,
+        output_weights=output_weights,
+        kv_token_bytes=2 * attention.num_layers * attention.num_kv_heads * attention.head_dim * size,
+    )
 
 
 def resolve_dtype(dtype: str) -> str:

@@ -16,7 +16,13 @@ from engine.backends.cpu.linears import pack_linears, replace_norms
 from engine.core.types import ModelFacts
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
-from engine.model.loaded_model import LoadedModel, eos_token_ids, model_fingerprint, resolve_dtype
+from engine.model.loaded_model import (
+    LoadedModel,
+    eos_token_ids,
+    model_fingerprint,
+    resolve_dtype,
+    step_work,
+)
 from engine.model.probe import probe_logits, probe_model
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
 from splitserve.errors import NotFoundError, UnsupportedModelError
@@ -51,6 +57,7 @@ def load_model(
     attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), eos_token_ids(module))
     fingerprint = model_fingerprint(settings, module.state_dict())
+    work = step_work(module, settings, attention, DTYPES[dtype], quantization)
     if quantization == "int8":
         quantize_linears(
             module, module.get_output_embeddings(), lambda: probe_logits(module, context), kernels
@@ -60,7 +67,7 @@ def load_model(
             replace_norms(module, kernels)
         pack_linears(module, lambda: probe_logits(module, context), kernels)
         _detach_from_file(module)
-    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint)
+    return LoadedModel(module, config, context, facts, attention, dtype, device, fingerprint, work)
 
 
 def _gguf_options(source: ModelSource) -> dict[str, Any]:

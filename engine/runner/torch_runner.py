@@ -58,6 +58,7 @@ class TorchRunner(ModelRunner):
             head_dim=model.attention.head_dim,
             quantization=config.quantization,
         )
+        self.work = model.work
         self._device = model.device
         self._context = model.context
         self._samples_on_host = config.device_sampling == "off"

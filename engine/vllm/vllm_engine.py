@@ -61,6 +61,7 @@ class VllmEngine(Engine):
         self._rows = VllmRows(vllm)
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._meter = StepMeter()
+        self.step_totals = self._meter.totals
         self._changed = False
         """Whether the next step may do something that the last one could not."""
         self._begun = False

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.core.engine import Engine
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, warm_up
+from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
@@ -53,6 +54,8 @@ class EngineParts:
     endpoint: TransferEndpoint
     served: ServedAs
     config: WorkerConfig
+    work: StepWork | None = None
+    """What a step asks of the device; None if unknown."""
 
 
 def build_engine(config: WorkerConfig) -> EngineParts:
@@ -76,7 +79,9 @@ def build_engine(config: WorkerConfig) -> EngineParts:
     transport = _polled(_transport(config), runner)
     endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
-    return EngineParts(core, runner.facts, runner.wire, grammars, transport, endpoint, served, config)
+    return EngineParts(
+        core, runner.facts, runner.wire, grammars, transport, endpoint, served, config, runner.work
+    )
 
 
 def _require_transfer(transport: str, device_index: int) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from statistics import median
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from engine.worker.status import WorkerStatus
+from engine.core.step_stats import BATCH_BOUNDS, StepWork, TotalsByKind
+from engine.worker.status import HandoffWrites, WorkerStatus
 from splitserve.client.registry_client import RegistrationStatus
-from splitserve.metrics import counter, counters, gauge, gauges
+from splitserve.config.engine import EngineConfig
+from splitserve.metrics import add_durations, counter, counters, gauge, gauges
 
 
 def registration_metrics(status: RegistrationStatus) -> list[Metric]:
@@ -54,4 +57,62 @@ def worker_metrics(status: WorkerStatus) -> list[Metric]:
                 {"min": min(speeds), "median": median(speeds)},
             )
         )
+    if status.writes is not None:
+        metrics += _writes(status.writes)
+    return metrics
+
+
+def _writes(writes: HandoffWrites) -> list[Metric]:
+    ended = CounterMetricFamily(
+        "splitserve_handoffs", "Handoffs of a prefill worker by lane", labels=["lane", "outcome"]
+    )
+    for (lane, outcome), count in writes.by_lane.items():
+        ended.add_metric([lane, outcome], count)
+    return [
+        ended,
+        counter(
+            "splitserve_handoff_descriptors", "Write descriptors of completed handoffs", writes.descriptors
+        ),
+        counter(
+            "splitserve_handoff_contiguous_runs",
+            "Runs of blocks that were contiguous at both ends, of completed handoffs",
+            writes.contiguous_runs,
+        ),
+    ]
+
+
+def step_metrics(totals: TotalsByKind) -> list[Metric]:
+    """What the engine's steps were."""
+    durations = HistogramMetricFamily("splitserve_step_seconds", "Time of a step", labels=["kind"])
+    batches = HistogramMetricFamily("splitserve_step_sequences", "Sequences of a step", labels=["kind"])
+    tokens = CounterMetricFamily(
+        "splitserve_step_tokens", "Tokens that steps computed", labels=["kind", "tokens"]
+    )
+    for kind, total in totals.items():
+        add_durations(durations, [kind], total.durations)
+        reached = list(accumulate(total.batches.copy()))
+        bounds = (*(str(bound) for bound in BATCH_BOUNDS), "+Inf")
+        buckets = [(bound, float(count)) for bound, count in zip(bounds, reached, strict=True)]
+        batches.add_metric([kind], buckets, sum_value=total.sequences)
+        tokens.add_metric([kind, "prompt"], total.prompt_tokens)
+        tokens.add_metric([kind, "output"], total.output_tokens)
+    return [durations, batches, tokens]
+
+
+def work_metrics(totals: TotalsByKind, work: StepWork | None, config: EngineConfig) -> list[Metric]:
+    """What the steps asked of the device, and what the device was measured to give, each as far as it is known."""
+    metrics = []
+    if work is not None:
+        read: dict[str, float] = {kind: float(work.read_bytes(total)) for kind, total in totals.items()}
+        flops: dict[str, float] = {kind: float(work.flops(total)) for kind, total in totals.items()}
+        metrics += [
+            counters("splitserve_step_read_bytes", "Weights and KV that steps read", "kind", read),
+            counters("splitserve_step_matmul_flops", "Operations of linear layers", "kind", flops),
+        ]
+    if (rate := config.measured_memory_gb_per_s) is not None:
+        text = "Memory rate of the device, as the settings say"
+        metrics.append(gauge("splitserve_measured_memory_bytes_per_second", text, rate * 1e9))
+    if (rate := config.measured_matmul_tflops) is not None:
+        text = "Rate of matrix products of the device, as the settings say"
+        metrics.append(gauge("splitserve_measured_matmul_flops_per_second", text, rate * 1e12))
     return metrics

@@ -19,9 +19,10 @@ from engine.core.engine import Engine
 from engine.kv_cache.cache_events import KvEventReader
 from engine.worker.build import EngineParts, build_engine
 from engine.worker.engine_thread import EngineThread, StepListener
+from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
 from engine.worker.messages import lane_report, worker_load
-from engine.worker.metrics import registration_metrics, worker_metrics
+from engine.worker.metrics import registration_metrics, step_metrics, work_metrics, worker_metrics
 from engine.worker.status import WorkerStatus
 from kv_transfer.transports.factory import idle_poll_s
 from kv_transfer.transports.transport import VRAM, TransferEndpoint
@@ -139,6 +140,7 @@ class WorkerProcess(Generic[C]):
         tls = self._security.server_tls
         self._files = FileWatcher(tls.file if tls else None)
         self._process = psutil.Process()
+        self._gpus = GpuMetrics(gpus_in_use(config))
 
     def _build(self) -> tuple[Engine, C]:
         parts = build_engine(self.config)
@@ -321,7 +323,15 @@ class WorkerProcess(Generic[C]):
     def _metrics(self) -> list[Metric]:
         registration = registration_metrics(self._registration_status)
         process = [self._loops.metric(), *reload_metrics(self._files.files)]
-        return [*worker_metrics(self.connector.status), *registration, *process]
+        totals = self.parts.core.step_totals
+        steps = [*step_metrics(totals), *work_metrics(totals, self.parts.work, self.config.engine)]
+        return [
+            *worker_metrics(self.connector.status),
+            *steps,
+            *self._gpus.metrics(),
+            *registration,
+            *process,
+        ]
 
     def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
         self._role.on_peers(coordinator, [TransferEndpoint.from_proto(peer) for peer in peers])

@@ -3,11 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Literal
 
 from engine.core.types import EngineLoad
-from kv_transfer.lane import JudgedLane
+from kv_transfer.lane import JudgedLane, LaneKind
+
+WriteOutcome = Literal["completed", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffWrites:
+    """What a prefill worker has written since its start."""
+
+    by_lane: Mapping[tuple[LaneKind, WriteOutcome], int] = field(default_factory=lambda: MappingProxyType({}))
+    descriptors: int = 0
+    """Write descriptors of the completed handoffs."""
+    contiguous_runs: int = 0
+    """Runs of blocks that are contiguous at both ends, of the completed handoffs."""
+
+    @property
+    def completed(self) -> int:
+        """Handoffs whose writes all ended well, over any lane."""
+        return sum(count for (_, outcome), count in self.by_lane.items() if outcome == "completed")
+
+    def ended(
+        self, lane: LaneKind, outcome: WriteOutcome, descriptors: int = 0, runs: int = 0
+    ) -> HandoffWrites:
+        """These and one handoff more."""
+        counted = {**self.by_lane, (lane, outcome): self.by_lane.get((lane, outcome), 0) + 1}
+        return replace(
+            self,
+            by_lane=counted,
+            descriptors=self.descriptors + descriptors,
+            contiguous_runs=self.contiguous_runs + runs,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +57,5 @@ class WorkerStatus:
     handoff_bytes: int = 0
     handoffs_rejected: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Handoffs that failed or were refused, by reason."""
+    writes: HandoffWrites | None = None
+    """Prefill only."""

@@ -217,3 +217,6 @@ class CoordinatorConfig(SecuritySettings):
     """Section `circuit_breaker`: when a worker or a lane is ejected."""
     tenants: Path | None = None
     """File of tenants with their API keys, models, quotas and weights. Default: no authentication of clients."""
+    prices: Path | None = None
+    """With `tenants`: file of prices, from which the metrics say what each tenant's requests cost in money; see
+    docs/operations.md. Reloaded when it changes. Default: none."""

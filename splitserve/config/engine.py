@@ -70,6 +70,16 @@ class EngineConfig(Settings):
     hung_step_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """A step that computes for this long, and for 20 times as long as expected, hangs: the worker ends with code 70, to
     be replaced. At ten times this it does in any case, also while no time is expected yet."""
+    measured_memory_gb_per_s: (
+        Annotated[float, Field(gt=0, le=1e6), Option(flag="measured-memory", metavar="GB/S")] | None
+    ) = None
+    """Memory rate of the device in GB/s, as `splitserve doctor --device` measured it. It changes nothing but the
+    metrics, which then tell the share of it that steps reach. Default: unknown."""
+    measured_matmul_tflops: (
+        Annotated[float, Field(gt=0, le=1e6), Option(flag="measured-matmul", metavar="TFLOP/S")] | None
+    ) = None
+    """Rate of matrix products of the device in TFLOP/s, as `splitserve doctor --device` measured it; see
+    `measured_memory_gb_per_s`. Default: unknown."""
     simulated_prefill_token_s: Annotated[
         float, Field(ge=0), Option(flag="simulated-prefill-token-s", hidden=True)
     ] = 20e-6

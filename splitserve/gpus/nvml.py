@@ -67,7 +67,7 @@ def driver_inventory(replicas_per_gpu: int = 1, library: NvmlLibrary | None = No
     Of a GPU in MIG mode its slices, by UUID; as soon as there is one, all GPUs go by UUID, because CUDA then numbers
     them in another way. Raises UnavailableError (NO_NVML) without the package or the driver.
     """
-    nvml = library or _library()
+    nvml: NvmlLibrary = library or load_library()
     with _opened(nvml):
         found = [_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
         whole = [gpu for gpu in found if gpu.slices is None]
@@ -86,14 +86,14 @@ def driver_inventory(replicas_per_gpu: int = 1, library: NvmlLibrary | None = No
     return GpuInventory(gpus, links, aliases, replicas_per_gpu)
 
 
-def _library() -> NvmlLibrary:
+def load_library() -> Any:
+    """The module `pynvml`. Raises UnavailableError (NO_NVML) without it."""
     try:
         import pynvml
     except ImportError:
         message = "the NVIDIA driver cannot be asked for its GPUs: pip install 'splitserve[nvml]', or list them as 0,1"
         raise UnavailableError(message, reason="NO_NVML") from None
-    library: NvmlLibrary = pynvml
-    return library
+    return pynvml
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import grpc
 import pytest
 import yaml
 
-from coordinator.metrics.prometheus import tenant_metrics
+from coordinator.metrics.tenant_metrics import tenant_metrics
 from splitserve.errors import (
     InvalidArgumentError,
     NotFoundError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from types import SimpleNamespace
 
 from splitserve.gpus.nvml import MIG_ENABLED, NVLINK, STATUS_OK
 
@@ -49,12 +50,44 @@ class FakeNvml:
         return len(self.gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        if index >= len(self.gpus):
+            raise self.NVMLError("Invalid Argument")
         return self.gpus[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu | str:
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+            if uuid in (gpu.slices or ()):
+                return uuid
+        raise self.NVMLError("Not Found")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: FakeGpu | str) -> SimpleNamespace:
+        return SimpleNamespace(used=2**30, total=80 * 2**30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: FakeGpu | str) -> SimpleNamespace:
+        self._require_whole(handle)
+        return SimpleNamespace(gpu=50, memory=20)
+
+    def nvmlDeviceGetPowerUsage(self, handle: FakeGpu | str) -> int:
+        self._require_whole(handle)
+        return 400_000
+
+    def nvmlDeviceGetTemperature(self, handle: FakeGpu | str, sensor: int) -> int:
+        assert sensor == 0
+        self._require_whole(handle)
+        return 60
+
+    def _require_whole(self, handle: FakeGpu | str) -> None:
+        if isinstance(handle, str):
+            raise self.NVMLError("Not Supported")
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
         return handle if isinstance(handle, str) else handle.uuid
 
-    def nvmlDeviceGetMigMode(self, handle: FakeGpu) -> list[int]:
+    def nvmlDeviceGetMigMode(self, handle: FakeGpu | str) -> list[int]:
+        self._require_whole(handle)
+        assert isinstance(handle, FakeGpu)
         if not handle.knows_mig:
             raise self.NVMLError("Not Supported")
         return [0 if handle.slices is None else MIG_ENABLED, 0]

@@ -235,6 +235,8 @@ async def test_metrics() -> None:
     assert found["splitserve_autoscaler_decisions_total",] == 2
     assert found["splitserve_autoscaler_actions_total", "start"] == 2
     assert found["splitserve_autoscaler_errors_total", "observe"] == 0
+    assert found["splitserve_autoscaler_reason", "prefill", "policy"] == 1
+    assert found["splitserve_autoscaler_reason", "prefill", "gpu_budget"] == 0
 
 
 def samples(metric: Metric) -> list[Any]:

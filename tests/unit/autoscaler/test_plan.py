@@ -66,6 +66,7 @@ def test_standby_gives_way_to_rotation() -> None:
 def test_the_reason_says_what_the_budget_took() -> None:
     plan = joint_plan(policy(gpu_budget=4), snapshot(), proposal(4, current=2), proposal(4, current=2))
     assert "within a budget of 4 GPUs" in plan.prefill.reason
+    assert plan.prefill.cause == plan.decode.cause == "gpu_budget"
 
 
 def test_the_ratio_adds_and_never_takes() -> None:
@@ -73,6 +74,8 @@ def test_the_ratio_adds_and_never_takes() -> None:
     assert counts(rules, proposal(1), proposal(8)) == (4, 8)
     assert counts(rules, proposal(9), proposal(2)) == (9, 5)
     assert counts(rules, proposal(3), proposal(3)) == (3, 3)
+    raised = joint_plan(rules, snapshot(), proposal(9), proposal(2))
+    assert (raised.prefill.cause, raised.decode.cause) == ("policy", "ratio")
 
 
 def test_a_shared_link_caps_prefill_and_says_so() -> None:
@@ -82,6 +85,7 @@ def test_a_shared_link_caps_prefill_and_says_so() -> None:
     plan = joint_plan(rules, snapshot(), proposal(9), proposal(3))
     assert plan.prefill.desired == 4
     assert "the link carries the KV of 4" in plan.prefill.reason
+    assert (plan.prefill.cause, plan.decode.cause) == ("link", "policy")
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_a_schedule_lifts_any_kind_of_policy() -> None:
     plan, _ = make_decide(policy)(None, snapshot(prefill=1, decode=4, wall_s=at("2026-03-02T09:00:00")))
     assert (plan.prefill.desired, plan.decode.desired) == (5, 5)
     assert "by schedule" in plan.prefill.reason
+    assert plan.prefill.cause == plan.decode.cause == "schedule"
 
 
 def test_an_offset_is_refused() -> None:

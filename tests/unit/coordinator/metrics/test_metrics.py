@@ -79,6 +79,8 @@ def test_a_coordinator_s_metrics() -> None:
         "splitserve_requests_ended",
         "splitserve_arrived_requests",
         "splitserve_arrived_tokens",
+        "splitserve_prefix_looked_up_tokens",
+        "splitserve_prefix_hit_tokens",
         "splitserve_request_stages",
         "splitserve_prefill_backlog_tokens",
         "splitserve_decode_kv_usage_ratio",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.metrics.prometheus import tenant_metrics
+from coordinator.metrics.tenant_metrics import tenant_metrics
 from coordinator.request.caller import ANYONE, Caller
 from coordinator.request.inference_request import InferenceRequest, check_length, resolved_stop
 from coordinator.request.observer import RequestEvents

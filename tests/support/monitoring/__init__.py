@@ -1,0 +1,1 @@
+"""What tests of the monitoring need: a real Prometheus."""
