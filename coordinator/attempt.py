@@ -105,6 +105,7 @@ class Attempt:
             stop=self._request.stop,
             precedence=self._precedence(),
             cache_salt=self._request.caller.cache_salt,
+            adapter=self._adapter(),
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
         )
@@ -159,6 +160,7 @@ class Attempt:
             ticket=self._ticket,
             precedence=self._precedence(),
             cache_salt=self._request.caller.cache_salt,
+            adapter=self._adapter(),
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._collector))
@@ -210,6 +212,10 @@ class Attempt:
     def _precedence(self) -> generation_pb2.Precedence:
         caller = self._request.caller
         return precedence_of(caller.tenant, caller.priority_class, self._request.priority)
+
+    def _adapter(self) -> generation_pb2.AdapterRef | None:
+        adapter = self._request.model.adapter
+        return generation_pb2.AdapterRef(**adapter._asdict()) if adapter else None
 
     def _enter(self, event: AttemptEvent) -> None:
         before, self.state = self.state, after(self.state, event)

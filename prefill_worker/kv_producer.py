@@ -115,6 +115,7 @@ class KvProducer(KvConnector):
         otherwise raises like `Engine.add_request`, and the decode worker is told that nothing will be written.
         """
         if ticket is not None:
+            ticket.require_adapter(request.adapter_fingerprint)
             self._pusher.start(request.request_id, ticket, self._target(ticket), now)
         try:
             core.add_request(request)

@@ -37,7 +37,7 @@ from splitserve.runtime.process import relax_collector, stop_signal
 from splitserve.runtime.reload import FileWatcher
 from splitserve.security.authorizer import ANY_SERVICE
 from splitserve.security.tls import Role
-from splitserve.v1 import kv_transfer_pb2, registry_pb2
+from splitserve.v1 import generation_pb2, kv_transfer_pb2, registry_pb2
 
 SERVER_GRACE_S = 2.0
 CLOSE_S = 10.0
@@ -285,6 +285,7 @@ class WorkerProcess(Generic[C]):
                 context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
                 vocabulary_size=facts.vocabulary_size,
                 eos_token_ids=sorted(facts.eos_token_ids),
+                adapters=[generation_pb2.AdapterRef(**one._asdict()) for one in facts.adapters.values()],
             ),
             endpoint=self.connector.endpoint.to_proto(),
             max_step_tokens=self.parts.core.max_step_tokens,

@@ -53,6 +53,7 @@ SHOWN = (
     "wire_dtype",
     "engine.kind",
     "engine.engine_args",
+    "engine.adapters",
     "engine.dtype",
     "engine.quantization",
     "engine.device",

@@ -39,6 +39,7 @@ class ReserveRequest(_message.Message):
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     ATTACHMENT_FIELD_NUMBER: _builtins.int
     PRECEDENCE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
@@ -75,6 +76,12 @@ class ReserveRequest(_message.Message):
     def precedence(self) -> _generation_pb2.Precedence:
         """Its place among others in the worker's queues, and in preemption. Default: class 0 and no tenant."""
 
+    @_builtins.property
+    def adapter(self) -> _generation_pb2.AdapterRef:
+        """The adapter to compute with. Default: the base model alone. Failure, unless the worker has just this one:
+        FAILED_PRECONDITION ADAPTER_MISMATCH.
+        """
+
     def __init__(
         self,
         *,
@@ -90,10 +97,11 @@ class ReserveRequest(_message.Message):
         local_prefill_tokens: _builtins.int = ...,
         attachment: _builtins.int = ...,
         precedence: _generation_pb2.Precedence | None = ...,
+        adapter: _generation_pb2.AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

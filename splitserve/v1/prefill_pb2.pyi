@@ -36,6 +36,7 @@ class PrefillRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRECEDENCE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id. Required."""
     prior_output_tokens: _builtins.int
@@ -66,6 +67,12 @@ class PrefillRequest(_message.Message):
     def precedence(self) -> _generation_pb2.Precedence:
         """Its place among others in the worker's queues. Default: class 0 and no tenant."""
 
+    @_builtins.property
+    def adapter(self) -> _generation_pb2.AdapterRef:
+        """The adapter to compute with. Default: the base model alone. Failure, unless the worker has just this one:
+        FAILED_PRECONDITION ADAPTER_MISMATCH.
+        """
+
     def __init__(
         self,
         *,
@@ -78,10 +85,11 @@ class PrefillRequest(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         cache_salt: _builtins.bytes = ...,
         precedence: _generation_pb2.Precedence | None = ...,
+        adapter: _generation_pb2.AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
