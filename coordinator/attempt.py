@@ -106,6 +106,7 @@ class Attempt:
             precedence=self._precedence(),
             cache_salt=self._request.caller.cache_salt,
             trace=self._trace(),
+            adapter=self._adapter(),
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
         )
@@ -161,6 +162,7 @@ class Attempt:
             trace=self._trace(),
             precedence=self._precedence(),
             cache_salt=self._request.caller.cache_salt,
+            adapter=self._adapter(),
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._collector))
@@ -215,6 +217,10 @@ class Attempt:
 
     def _trace(self) -> generation_pb2.TraceContext | None:
         return self._record.trace.to_proto() if self._record.trace is not None else None
+
+    def _adapter(self) -> generation_pb2.AdapterRef | None:
+        adapter = self._request.model.adapter
+        return generation_pb2.AdapterRef(**adapter._asdict()) if adapter else None
 
     def _enter(self, event: AttemptEvent) -> None:
         before, self.state = self.state, after(self.state, event)

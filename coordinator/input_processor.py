@@ -31,6 +31,7 @@ from splitserve.generation.grammar import (
     llguidance_source,
     refused,
 )
+from splitserve.generation.kv_blocks import chain_salt
 from splitserve.models.tokenizer import TooManyTokensError
 from splitserve.v1 import generation_pb2, inference_pb2
 
@@ -79,7 +80,7 @@ class InputProcessor:
                 model.tokenizer_source,
                 request,
                 block_size,
-                caller.cache_salt,
+                chain_salt(caller.cache_salt, model.adapter),
                 model.context_tokens,
                 check=partial(check_prompt_form, request, model),
             )

@@ -61,8 +61,8 @@ class KvConsumer(KvConnector):
         self._waiting = ReservationQueue(
             max_waiting=engine.max_waiting_requests, max_bypasses=engine.max_bypasses
         )
-        self._last_tried_at: tuple[int, int] | None = None
-        """Free blocks and running requests when waiting reservations were last tried."""
+        self._last_tried_at: tuple[int, int, int] | None = None
+        """Free and reserved blocks and running requests when waiting reservations were last tried."""
         self._emit = emit
         self._requests = LiveRequests(spans)
         self._outputs: Outputs = defaultdict(list)
@@ -159,8 +159,8 @@ class KvConsumer(KvConnector):
 
     def _grant(self, core: Engine, now: float) -> None:
         load = core.load()
-        state = (load.free_blocks, load.running_requests)
-        # A try looks the prompt up in the prefix cache, which costs time and is useless while no block was freed.
+        state = (load.free_blocks, load.reserved_blocks, load.running_requests)
+        # A try looks the prompt up in the prefix cache, which costs time and is useless while nothing was freed.
         if not len(self._waiting) or state == self._last_tried_at:
             return
         self._waiting.expire(now)
@@ -217,6 +217,7 @@ class KvConsumer(KvConnector):
             deadline_s=min(ticket_end, request.deadline_s),
             writer_agent_id=entry.writer_agent_id,
             verify_one_in=self._verifier.one_in,
+            adapter_fingerprint=request.adapter_fingerprint,
         )
         self._verifier.expect(number, blocks.block_ids)
         return ticket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from kv_transfer.handoff.push_state import PushDone, PushEvent, PushFailed
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.ticket import KvTicket
 from kv_transfer.transports.transport import TransferEndpoint
-from prefill_worker.live_prefill import LivePrefill
+from prefill_worker.live_prefill import LivePrefill, log_written
 from prefill_worker.peer_lanes import PeerLanes
 from splitserve.errors import FailedPreconditionError, SplitserveError
 from splitserve.logs import log_event, request_context
@@ -109,6 +108,7 @@ class KvProducer(KvConnector):
         exported = self._spans is not None and trace is not None and trace.sampled
         prefill = LivePrefill(request.request_id, ticket, now, trace, {} if exported else None)
         if ticket is not None:
+            ticket.require_adapter(request.adapter_fingerprint)
             self._pusher.start(request.request_id, ticket, self._target(ticket), now, prefill.writes)
         try:
             core.add_request(request)
@@ -261,15 +261,7 @@ class KvProducer(KvConnector):
         core.abort(event.request_id)
         core.release_held(event.request_id)
         if isinstance(event, PushDone):
-            log_event(
-                "handoff.written",
-                level=logging.DEBUG,
-                bytes=event.written_bytes,
-                descriptors=event.descriptors,
-                contiguous_runs=event.contiguous_runs,
-                computed_s=now - event.transfer_s,
-                written_s=now,
-            )
+            log_written(event, now)
         if prefill is None:
             return
         if isinstance(event, PushFailed):

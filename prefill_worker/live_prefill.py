@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
-from kv_transfer.handoff.push_state import BlockWrite
+from kv_transfer.handoff.push_state import BlockWrite, PushDone
 from kv_transfer.handoff.ticket import KvTicket
+from splitserve.logs import log_event
 from splitserve.tracing.context import TraceContext
 from splitserve.tracing.finished_span import Attributes, FinishedSpan, SpanSink, unix_offset_s
 
@@ -56,3 +58,16 @@ class LivePrefill:
             written_s = (write.ended_s or ended_s) + offset_s
             found.append(whole.part("write", write.began_s + offset_s, written_s, size))
         return found
+
+
+def log_written(done: PushDone, now: float) -> None:
+    """Logs a handoff whose last write has ended at `now`, in monotonic seconds."""
+    log_event(
+        "handoff.written",
+        level=logging.DEBUG,
+        bytes=done.written_bytes,
+        descriptors=done.descriptors,
+        contiguous_runs=done.contiguous_runs,
+        computed_s=now - done.transfer_s,
+        written_s=now,
+    )

@@ -88,6 +88,11 @@ class DurationCounts:
         self.counts[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         self.sum_s += seconds
 
+    def include(self, other: DurationCounts) -> None:
+        """Counts all values of another one."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.sum_s += other.sum_s
+
     @property
     def total(self) -> int:
         """Number of values."""

@@ -60,7 +60,8 @@ class CapacityAdmission:
 
     async def admit(self, events: RequestEvents) -> None:
         """See AdmissionPlugin."""
-        model, entry = events.state.request.model.name, _entry(events.state, time.monotonic())
+        # One queue for a model and its adapters: they share the workers.
+        model, entry = events.state.request.model.base_name, _entry(events.state, time.monotonic())
         await self.wait(model, entry)
         events.observe(_Admitted(self, model, entry))
         if entry.started and entry.marks != NOT_HELD:

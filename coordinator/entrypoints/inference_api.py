@@ -124,7 +124,7 @@ class InferenceApi:
 
     async def models(self, caller: Caller) -> list[inference_pb2.ModelInfo]:
         """The models that the caller may use, sorted by name."""
-        return [await self._model_info(nameable) for nameable in self._routes.nameable(caller)]
+        return [await self._model_info(nameable, caller) for nameable in self._routes.nameable(caller)]
 
     def model_name(self, name: str, caller: Caller) -> str:
         """The name itself, or for an empty name that of the caller's only model; empty if there is no such model."""
@@ -142,13 +142,14 @@ class InferenceApi:
             )
         return await self._tokenizers.tokenizer(found.model.tokenizer_source)
 
-    async def _model_info(self, nameable: Nameable) -> inference_pb2.ModelInfo:
+    async def _model_info(self, nameable: Nameable, caller: Caller) -> inference_pb2.ModelInfo:
         models, ready = nameable.models, self._routes.ready_models
         tokenizers = [await self._tokenizers.tokenizer(model.tokenizer_source) for model in models]
         versions = [
             inference_pb2.ModelVersion(name=name, weight=weight, ready=name in ready)
             for name, weight in nameable.weights.items()
         ]
+        parent = models[0].base if models[0].name == nameable.name else ""
         return inference_pb2.ModelInfo(
             name=nameable.name,
             context_tokens=min(model.context_tokens for model in models),
@@ -156,6 +157,7 @@ class InferenceApi:
             has_chat_template=all(tokenizer.has_chat_template for tokenizer in tokenizers),
             ready=any(model.name in ready for model in models),
             versions=versions,
+            parent=parent if caller.may_use(parent) else "",
         )
 
     @asynccontextmanager

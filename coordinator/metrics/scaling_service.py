@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from coordinator.metrics.scaling_lease import ScalingLeases
-from coordinator.metrics.stats import PHASES, ModelStats, RequestStats
+from coordinator.metrics.stats import PHASES, ModelStats, RequestStats, summed
 from coordinator.request.estimates import Estimates
 from coordinator.request.state import Stage
 from coordinator.tenants.access_control import AccessControl
@@ -62,13 +62,13 @@ class ScalingService(ScalingServiceServicer):
         now = time.monotonic()
         snapshot = self._registry.snapshot()
         self._states.update(snapshot, now)
-        names = [request.model] if request.model else list(self._registry.known_models())
         known = self._registry.known_models()
+        bases = [name for name, model in known.items() if not model.base]
         return scaling_pb2.GetSignalsResponse(
             coordinator_id=self._coordinator_id,
             uptime_seconds=now - self._started_s,
             bounds_seconds=LATENCY_BOUNDS_S,
-            models=[self._model(name, snapshot, now) for name in names if name in known],
+            models=[self._model(name, snapshot, now) for name in bases if request.model in ("", name)],
             plan=_plan_in_force(self._registry.plan, now),
         )
 
@@ -108,7 +108,8 @@ class ScalingService(ScalingServiceServicer):
         return scaling_pb2.ReportEndedResponse(coordinator_id=self._coordinator_id)
 
     def _model(self, name: str, snapshot: PoolSnapshot, now: float) -> scaling_pb2.ModelSignals:
-        stats = self._stats.of(name)
+        adapters = [one.name for one in self._registry.known_models().values() if one.base == name]
+        stats = summed([self._stats.of(one) for one in (name, *adapters)])
         stages, means = stats.stages, self._estimates.of_model(name)
         workers = [worker for worker in snapshot.workers if worker.model.name == name]
         return scaling_pb2.ModelSignals(

@@ -6,7 +6,7 @@ are recorded by `coordinator.metrics.recorder`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -80,6 +80,27 @@ class ModelStats:
         self.prompt_tokens += prompt_tokens
         self.uncached_tokens += uncached_tokens
         self.output_tokens += output_tokens
+
+
+def summed(parts: Sequence[ModelStats]) -> ModelStats:
+    """The statistics of a base model and of its adapters, in this order, as one: they share workers and queue."""
+    if len(parts) == 1:
+        return parts[0]
+    total = ModelStats(held=parts[0].held)
+    for part in parts:
+        total.requests += part.requests
+        total.prompt_tokens += part.prompt_tokens
+        total.uncached_tokens += part.uncached_tokens
+        total.output_tokens += part.output_tokens
+        total.prefilling_tokens += part.prefilling_tokens
+        for phase, counts in part.phases.items():
+            total.phases[phase].warm.include(counts.warm)
+            total.phases[phase].cold.include(counts.cold)
+        for outcome, count in part.outcomes.items():
+            total.outcomes[outcome] += count
+        for stage, count in part.in_stage.items():
+            total.in_stage[stage] += count
+    return total
 
 
 class RequestStats:

@@ -198,9 +198,10 @@ class ModelRoutes:
         return max(route.weights, key=lambda model: route.weights[model]) if route else name
 
     def _public_names(self, caller: Caller) -> list[str]:
-        """The names that an empty name can stand for: routes, and served models that are behind no route."""
+        """The names that an empty name can stand for: routes, and base models that are behind no route."""
         behind = {model for route in self._routes.values() for model in route.weights}
-        names = [n for n in self._registry.known_models() if n not in behind and n not in self._routes]
+        known = self._registry.known_models()
+        names = [n for n in known if not known[n].base and n not in behind and n not in self._routes]
         return [n for n in (*self._routes, *names) if caller.may_use(n)]
 
     def _is_direct(self, name: str) -> bool:

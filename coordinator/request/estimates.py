@@ -42,7 +42,7 @@ class LearnedMean:
 
 @dataclass(slots=True)
 class ModelMeans:
-    """Learned means of one model's requests."""
+    """Learned means of the requests for one base model and its adapters."""
 
     output_tokens: LearnedMean = field(default_factory=lambda: LearnedMean(DEFAULT_OUTPUT_TOKENS))
     cached_share: LearnedMean = field(default_factory=lambda: LearnedMean(0.0))
@@ -70,11 +70,11 @@ class Estimates(RequestObserver):
             # The last prompt token is always computed, for its logits.
             uncached = float(prompt_tokens - min(held_tokens, prompt_tokens - 1))
             return RequestEstimate(self._output_tokens(request), uncached, hits)
-        uncached = prompt_tokens * (1.0 - self.of_model(request.model.name).cached_share.value)
+        uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
         return RequestEstimate(self._output_tokens(request), uncached)
 
     def of_model(self, model: str) -> ModelMeans:
-        """The learned means of a model that is known to the registry."""
+        """The learned means of a base model that is known to the registry, its adapters' requests included."""
         means = self._models.get(model)
         if means is None:
             means = self._models[model] = ModelMeans()
@@ -84,12 +84,12 @@ class Estimates(RequestObserver):
         """See RequestObserver. Only the first attempt counts: a later one hits what the first one cached."""
         if state.attempts == 1:
             share = first.cached_tokens / max(1, len(state.request.prompt))
-            self.of_model(state.request.model.name).cached_share.add(min(1.0, share))
+            self.of_model(state.request.model.base_name).cached_share.add(min(1.0, share))
 
     def completed(self, state: RequestState) -> None:
         """See RequestObserver."""
         count = len(state.token_ids)
-        self.of_model(state.request.model.name).output_tokens.add(count)
+        self.of_model(state.request.model.base_name).output_tokens.add(count)
         for key in _length_keys(state.request):
             mean = self._means.get(key)
             if mean is None:
@@ -102,7 +102,7 @@ class Estimates(RequestObserver):
     def _output_tokens(self, request: InferenceRequest) -> float:
         """The mean of the narrowest key that is known, at most what was asked for."""
         known = next((mean for key in _length_keys(request) if (mean := self._means.get(key))), None)
-        mean = known or self.of_model(request.model.name).output_tokens
+        mean = known or self.of_model(request.model.base_name).output_tokens
         return min(mean.value, request.max_tokens)
 
     def _most_blocks(self, hits: PrefixHits) -> int:

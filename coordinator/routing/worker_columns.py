@@ -260,7 +260,7 @@ class ModelColumns:
         return {self._position[worker_id] for worker_id in changed}
 
     def _build(self, workers: tuple[Worker, ...], loads: LoadLedger) -> None:
-        ours = [worker for worker in workers if worker.model.name == self._model]
+        ours = [worker for worker in workers if worker.serves(self._model)]
         prefills = [worker for worker in ours if worker.pool == "prefill"]
         decodes = [worker for worker in ours if worker.pool == "decode"]
         self.prefill = PrefillColumns(prefills, decodes, loads.prefill)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from coordinator.workers.snapshot import Model, PoolName, Worker
+from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker
 from kv_transfer.layout import DTYPE_BYTES, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.addresses import check_address
+from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, PermissionDeniedError
+from splitserve.generation.kv_blocks import Adapter
 from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.security.tls import PeerIdentity
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
@@ -51,6 +53,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         in_rotation=not request.standby,
         registered_standby=request.standby,
         experimental=request.experimental,
+        adapters=_checked_adapters(request.model),
     )
 
 
@@ -63,6 +66,23 @@ def check_identity(worker: Worker, identity: PeerIdentity) -> None:
     if not identity.may_be(worker.pool, worker.worker_id):
         message = f"worker_id: the certificate is not one of {worker.pool} worker {worker.worker_id!r}"
         raise PermissionDeniedError(message, reason="WRONG_WORKER_ID", field="worker_id")
+
+
+def check_names(new: Worker, old: Worker) -> None:
+    """Checks that a name stands for the same on two workers.
+
+    Raises FailedPreconditionError: MODEL_MISMATCH for a name of two models, ADAPTER_MISMATCH for an adapter's name with
+    other content.
+    """
+    if new.model.name != old.model.name:
+        both = {new.model.name, *new.adapters} & {old.model.name, *old.adapters}
+        reason, what = "MODEL_MISMATCH", "is a name of another model"
+    else:
+        both = {name for name, adapter in new.adapters.items() if old.adapters.get(name, adapter) != adapter}
+        reason, what = "ADAPTER_MISMATCH", "is an adapter with other files"
+    if both:
+        message = f"model.adapters: {min(both)!r} {what} on {old.pool} worker {old.worker_id}"
+        raise FailedPreconditionError(message, reason=reason, field="model.adapters")
 
 
 def check_fits(
@@ -100,6 +120,19 @@ def _checked_model(model: registry_pb2.ServedModel, block_size_tokens: int) -> M
     return Model(
         model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, block_size_tokens
     )
+
+
+def _checked_adapters(model: registry_pb2.ServedModel) -> Mapping[str, Adapter]:
+    _between("model.adapters (count)", len(model.adapters), 0, MAX_ADAPTERS)
+    for adapter in model.adapters:
+        _matches("model.adapters.name", adapter.name, ADAPTER_NAME, "1..128 characters of [A-Za-z0-9._-]")
+        _matches("model.adapters.fingerprint", adapter.fingerprint, FINGERPRINT, "64 hex digits")
+    names = {model.name, *(adapter.name for adapter in model.adapters)}
+    _require(
+        len(names) == 1 + len(model.adapters), "model.adapters.name", "another one each, and not the model's"
+    )
+    found = {adapter.name: Adapter(adapter.name, adapter.fingerprint) for adapter in model.adapters}
+    return found or NO_ADAPTERS
 
 
 def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:

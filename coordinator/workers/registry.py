@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
+from coordinator.workers.catalog import ModelCatalog
 from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import check_fits, checked_worker, may_join
+from coordinator.workers.registration import check_fits, check_names, checked_worker, may_join
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
@@ -61,7 +62,7 @@ class Registry:
         """Decode workers without a report stream whose output stream is open."""
         self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
         self._last_seen_s: dict[WorkerKey, float] = {}
-        self._models: dict[str, Model] = {}
+        self._catalog = ModelCatalog()
         self._ended: dict[str, None] = {}
         self._changed = asyncio.Event()
         self._plan = NO_PLAN
@@ -91,8 +92,8 @@ class Registry:
 
         `certificate` is the fingerprint of the caller's. While a worker is registered, only its own certificate may
         register its id: with another one this raises UnavailableError (WORKER_ID_TAKEN). Raises InvalidArgumentError
-        for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH) if the
-        worker does not fit the others of its model; the registry is unchanged then.
+        for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH,
+        ADAPTER_MISMATCH) if the worker does not fit the others; the registry is unchanged then.
         """
         worker = dataclasses.replace(checked_worker(request), certificate=certificate)
         older = self._workers.get(worker.worker_id)
@@ -103,8 +104,10 @@ class Registry:
             )
             raise UnavailableError(message, reason="WORKER_ID_TAKEN", field="worker_id")
         for other in self._workers.values():
-            if other.worker_id != worker.worker_id and other.model.name == worker.model.name:
-                check_fits(worker, request.endpoint, other, self._endpoints[other.key])
+            if other.worker_id != worker.worker_id:
+                check_names(worker, other)
+                if other.model.name == worker.model.name:
+                    check_fits(worker, request.endpoint, other, self._endpoints[other.key])
         if older is not None and older.key == worker.key:
             self._last_seen_s[worker.key] = now
             return older
@@ -112,6 +115,7 @@ class Registry:
             self.drop(older.key, "replaced by a new boot")
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
+        self._catalog.add(worker)
         self.loads.add(worker)
         self._unjoined.add(worker.worker_id)
         self._endpoints[worker.key] = request.endpoint
@@ -256,8 +260,8 @@ class Registry:
         return self._snapshot
 
     def known_models(self) -> Mapping[str, Model]:
-        """Every model that has had a worker since the start, by name. A model stays known when its workers are gone."""
-        return self._models
+        """Every model and adapter that has had a worker since the start, by name. They stay known without workers."""
+        return self._catalog.models
 
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
         """Transfer endpoints of the decode workers that a prefill worker connects to; empty for a decode worker."""
@@ -332,7 +336,7 @@ class Registry:
         self.version += 1
         self._snapshot = None
         self._changes = []
-        self._models |= self.snapshot().models()
+        self._catalog.update(self.snapshot())
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for listener in self._listeners:

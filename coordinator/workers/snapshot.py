@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from splitserve.generation.kv_blocks import Adapter
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 PoolName = Literal["prefill", "decode"]
@@ -27,6 +29,15 @@ class Model:
     vocabulary_size: int
     block_size_tokens: int = 0
     """Tokens per KV block, the same on all workers; 0: unknown."""
+    adapter: Adapter | None = None
+    """The adapter that this name stands for; None: a base model."""
+    base: str = ""
+    """Name of an adapter's base model."""
+
+    @property
+    def base_name(self) -> str:
+        """The model whose workers serve it: an adapter's base model, else the model itself."""
+        return self.base or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +54,7 @@ class CircuitStatus:
 
 
 CLOSED_CIRCUIT = CircuitStatus()
+NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +66,7 @@ class Worker:
     pool: PoolName
     address: str
     model: Model
+    """The base model."""
     agent_id: str
     transport: str
     block_size_tokens: int
@@ -84,6 +97,8 @@ class Worker:
     """Fingerprint of the certificate that it registered with; empty without mutual TLS."""
     total_requests: int = 0
     """Requests that this coordinator has sent to this boot, counted up to `COUNTED_REQUESTS`: the first are slow."""
+    adapters: Mapping[str, Adapter] = field(default_factory=lambda: NO_ADAPTERS)
+    """Adapters of its model that it has, by name."""
 
     @property
     def key(self) -> WorkerKey:
@@ -94,6 +109,10 @@ class Worker:
     def name(self) -> str:
         """What messages call it: "decode worker w1"."""
         return f"{self.pool} worker {self.worker_id}"
+
+    def serves(self, model: str) -> bool:
+        """Whether requests for this name may be sent here: its base model, or one of its adapters."""
+        return model == self.model.name or model in self.adapters
 
     @property
     def usable(self) -> bool:
@@ -137,7 +156,7 @@ class PoolSnapshot:
 
     def accepting(self, model: str, pool: PoolName) -> list[Worker]:
         """The workers of one pool that take new requests."""
-        return [w for w in self.workers if w.model.name == model and w.pool == pool and w.accepts]
+        return [w for w in self.workers if w.pool == pool and w.serves(model) and w.accepts]
 
     def is_ready(self, worker: Worker) -> bool:
         """Whether the worker can serve now with at least one worker of the other pool."""
@@ -162,10 +181,10 @@ class PoolSnapshot:
         return any(worker.agent_id in peer.connected_agents for peer in peers if peer.pool == "prefill")
 
     def ready_models(self) -> frozenset[str]:
-        """Models with at least one complete pair that takes requests."""
+        """Models and adapters with at least one complete pair that takes requests."""
         return frozenset(
             name
-            for name in {worker.model.name for worker in self.workers}
+            for name in {name for worker in self.workers for name in (worker.model.name, *worker.adapters)}
             if any(
                 prefill.reaches(decode)
                 for prefill in self.accepting(name, "prefill")
@@ -179,7 +198,7 @@ class PoolSnapshot:
         return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
 
     def models(self) -> dict[str, Model]:
-        """Models by name, each with the smallest context among its workers."""
+        """Base models by name, each with the smallest context among its workers."""
         found: dict[str, Model] = {}
         for worker in self.workers:
             known = found.get(worker.model.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from engine.core.precedence import FIRST_COME, Precedence
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError, SplitserveError
+from splitserve.generation.kv_blocks import Adapter
 from splitserve.tracing.context import TraceContext
 
 
@@ -30,6 +31,8 @@ class ModelFacts:
     context_tokens: int
     vocabulary_size: int
     eos_token_ids: frozenset[int]
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)
+    """The adapters that requests may name."""
 
 
 class OutputMatcher(Protocol):
@@ -118,6 +121,7 @@ class EngineRequest:
     prior_output_tokens: int = 0
     precedence: Precedence = FIRST_COME
     cache_salt: bytes = b""
+    """Salts the hashes of its blocks; see `splitserve.generation.kv_blocks.chain_salt`."""
     deadline_s: float = float("inf")
     grammar: RequestGrammar | None = None
     """Structured output: the grammar that the answer must match."""
@@ -128,11 +132,18 @@ class EngineRequest:
     """
     trace: TraceContext | None = None
     """The span that this worker's spans are part of."""
+    adapter: Adapter | None = None
+    """What computes it beside the base model."""
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt itself, without the output of earlier attempts."""
         return len(self.token_ids) - self.prior_output_tokens
+
+    @property
+    def adapter_fingerprint(self) -> str:
+        """What a ticket says of the adapter; empty without one."""
+        return self.adapter.fingerprint if self.adapter else ""
 
 
 class ScheduledSequence(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.core.types import ModelFacts
 from engine.kv_cache.cache_events import KvEventLog
+from engine.model.adapter import AdapterFiles, check_fits_base, folder_shapes, read_adapters
 from engine.vllm.bridge import VllmBridge, close_bridge, open_bridge
 from engine.vllm.options import FIELD, tensor_parallel_size, vllm_arguments
 from kv_transfer.transports.transport import KvMemoryRegion
@@ -25,6 +26,7 @@ from splitserve.errors import (
 )
 
 if TYPE_CHECKING:
+    from engine.vllm.adapters import LoadedAdapters
     from engine.vllm.ranks.rank_group import RankGroup
 
 SUPPORTED = ("0.30", "0.31", "0.32")
@@ -52,6 +54,8 @@ class StartedVllm:
     """What the checksums of blocks are made from."""
     ranks: RankGroup | None = None
     """The processes that hold the KV; None: this one does."""
+    adapters: LoadedAdapters | None = None
+    """None: the worker has no adapters."""
 
     @property
     def scheduler(self) -> Any:
@@ -88,6 +92,11 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     _prepare_environment(max(1, threads // size))
     version, on_cpu = _require_vllm()
     arguments = vllm_arguments(config, str(folder), on_cpu=on_cpu)
+    adapters = read_adapters(config.adapters)
+    if adapters:
+        base = folder_shapes(folder)
+        for files in adapters.values():
+            check_fits_base(files, base)
     import torch
 
     torch.set_num_threads(threads)  # before vLLM forbids it
@@ -95,14 +104,14 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     ranks: RankGroup | None = None
     try:
         if size == 1:
-            return _started(_load(arguments, 1, None), bridge, folder, version)
+            return _started(_load(arguments, 1, None, adapters, on_cpu), bridge, folder, version, adapters)
         from engine.vllm.ranks.rank_group import RankGroup
 
         ranks = RankGroup(size, transport)
         with ranks.temporary_files():
-            engine = _load(arguments, size, ranks.connector_config)
+            engine = _load(arguments, size, ranks.connector_config, adapters, on_cpu)
         ranks.join(bridge, int(engine.model_config.get_vocab_size()))
-        return _started(engine, bridge, folder, version, ranks)
+        return _started(engine, bridge, folder, version, adapters, ranks)
     except BaseException as error:
         if ranks is not None:
             ranks.close()
@@ -145,7 +154,13 @@ def _require_vllm() -> tuple[str, bool]:
     return version, bool(current_platform.is_cpu())
 
 
-def _load(arguments: Sequence[str], size: int, connector_config: Mapping[str, Any] | None) -> Any:
+def _load(
+    arguments: Sequence[str],
+    size: int,
+    connector_config: Mapping[str, Any] | None,
+    adapters: Mapping[str, AdapterFiles],
+    on_cpu: bool,
+) -> Any:
     """vLLM's engine with `size` ranks; of several each is told `connector_config`."""
     from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -169,11 +184,22 @@ def _load(arguments: Sequence[str], size: int, connector_config: Mapping[str, An
     )
     args.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     args.logits_processors = [processor]
+    if adapters:
+        from engine.vllm.adapters import check_supported, keep_slot_empty
+
+        check_supported(list(adapters.values()), args.max_lora_rank)
+        if on_cpu:
+            keep_slot_empty(args)
     return LLMEngine.from_engine_args(args)
 
 
 def _started(
-    engine: Any, bridge: VllmBridge, folder: Path, version: str, ranks: RankGroup | None = None
+    engine: Any,
+    bridge: VllmBridge,
+    folder: Path,
+    version: str,
+    adapters: Mapping[str, AdapterFiles],
+    ranks: RankGroup | None = None,
 ) -> StartedVllm:
     # Imported here: it needs vLLM, or torch.
     from engine.vllm.kv_memory import block_order, fingerprint_of, kv_region, read_blocks
@@ -195,7 +221,13 @@ def _started(
     events = KvEventLog()
     scheduler.kv_event_publisher = PrefixEvents(events)
     reader = partial(read_blocks, memory) if ranks is None else ranks.read_blocks
-    return StartedVllm(engine, bridge, _facts(model), memory, events, reader, ranks)
+    loaded = None
+    if adapters:
+        from engine.vllm.adapters import LoadedAdapters
+
+        loaded = LoadedAdapters(adapters, engine)
+    facts = replace(_facts(model), adapters={name: files.adapter for name, files in adapters.items()})
+    return StartedVllm(engine, bridge, facts, memory, events, reader, ranks, loaded)
 
 
 def _facts(model: Any) -> ModelFacts:

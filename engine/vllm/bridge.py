@@ -42,6 +42,8 @@ class VllmRow:
     """What the running step sampled."""
     was_given: bool = False
     """Whether the token that vLLM took last was known before."""
+    bypassed: int = 0
+    """How many later requests vLLM got while there was no room for its adapter."""
     failure: SplitserveError | None = None
     """Why the running step could not sample."""
 

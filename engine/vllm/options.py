@@ -14,6 +14,7 @@ CPU_BLOCK_MULTIPLE = 32
 """vLLM's attention on cpu packs keys and values of so many tokens."""
 DEFAULT_CPU_BYTES = 1 << 30
 DEFAULT_STEP_TOKENS = 512
+DEFAULT_LOADED_ADAPTERS = 8
 FIELD = "engine.engine_args"
 
 BY_SETTING = {
@@ -28,6 +29,9 @@ BY_SETTING = {
     "--enable-prefix-caching": "engine.prefix_cache",
     "--no-enable-prefix-caching": "engine.prefix_cache",
     "--served-model-name": "served_model_name",
+    "--enable-lora": "engine.adapters",
+    "--no-enable-lora": "engine.adapters",
+    "--lora-modules": "engine.adapters",
 }
 """Options that a setting of splitserve stands for."""
 REFUSED = {
@@ -45,7 +49,6 @@ REFUSED = {
     "-n": "a worker is on one machine",
     "--worker-cls": "the handoff depends on vLLM's own",
     "--speculative-config": "the first token of a handoff is given to vLLM, which then cannot speculate",
-    "--enable-lora": "adapters are not routed",
     "--logits-processors": "tokens are sampled by splitserve's own",
     "--scheduler-cls": "the handoff depends on vLLM's own scheduler",
     "--async-scheduling": "the handoff needs the end of each step",
@@ -77,6 +80,9 @@ def vllm_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> li
         arguments["--kv-cache-memory-bytes"] = str(config.kv_memory_bytes or DEFAULT_CPU_BYTES)
     if on_cpu:
         flags.append("--enforce-eager")
+    if config.adapters:
+        flags.append("--enable-lora")
+        arguments["--max-loras"] = str(min(len(config.adapters), DEFAULT_LOADED_ADAPTERS))
     return [word for pair in arguments.items() for word in pair] + flags + checked_options(config.engine_args)
 
 

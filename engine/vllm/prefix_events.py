@@ -56,5 +56,8 @@ def salt_text(salt: bytes) -> str | None:
 
 
 def _salt(extra_keys: Any) -> tuple[bytes, ...]:
-    """The salt of a first block, from the keys that vLLM hashed with it."""
-    return tuple(bytes.fromhex(key) for key in extra_keys or ())
+    """The salt of a first block, from the keys that vLLM hashed with it: an adapter's name, then the salt.
+
+    A request with an adapter always has a salt.
+    """
+    return tuple(bytes.fromhex(key) for key in (extra_keys or ())[-1:])

@@ -16,18 +16,26 @@ from engine.core.types import EngineRequest
 from engine.vllm.boot import StartedVllm
 from engine.vllm.bridge import ROW_FIELD, VllmRow
 from engine.vllm.prefix_events import salt_text
+from splitserve.errors import SplitserveError
+from splitserve.queues import Offer, offer_in_order
+
+MAX_LOOKS = 64
+"""Parked requests without room that are looked at in a step."""
 
 
 class VllmRows:
     """All requests of one vLLM engine. `in`: whether a request's id is live or its blocks are held."""
 
-    def __init__(self, vllm: StartedVllm) -> None:
-        self._vllm = vllm
+    def __init__(self, vllm: StartedVllm, max_bypasses: int) -> None:
+        """`max_bypasses`: how often later requests go before one whose adapter has no room."""
+        self._vllm, self._max_bypasses = vllm, max_bypasses
         self._bridge = vllm.bridge
         self._live: dict[str, VllmRow] = {}
         self._held: dict[str, VllmRow] = {}
         self._reserved: dict[int, VllmRow] = {}
         self._writers: dict[int, VllmRow] = {}
+        self._parked: dict[str, VllmRow] = {}
+        """By key, in order of arrival: requests that vLLM gets when there is room for their adapters."""
         self._arrivals = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -53,12 +61,34 @@ class VllmRows:
         return self._live.get(request_id)
 
     def add(self, request: EngineRequest, *, awaits_kv: bool) -> VllmRow:
-        """Gives a request to vLLM; it is scheduled by the next step."""
-        key = str(self._arrivals)
-        row = VllmRow(key, Sequence(request, self._arrivals), awaits_kv=awaits_kv)
+        """Gives a request to vLLM; it is scheduled by the next step, or by a later one if its adapter has no room yet.
+
+        Raises FailedPreconditionError (ADAPTER_FAILED) for an adapter that cannot be loaded.
+        """
+        row = VllmRow(str(self._arrivals), Sequence(request, self._arrivals), awaits_kv=awaits_kv)
         row.vllm_tokens = len(request.token_ids)
         self._arrivals += 1
-        fields = {ROW_FIELD: key}
+        # Behind those that wait already, or a stream of requests for loaded adapters would keep others out. A
+        # reservation waits in the decode worker's own queue.
+        behind_others = self._parked and request.adapter is not None and not awaits_kv
+        if behind_others or not self._give(row):
+            self._parked[row.key] = row
+        self._live[request.request_id] = row
+        return row
+
+    def waits_for_room(self, row: VllmRow) -> bool:
+        """Whether vLLM has not got a request yet, because other adapters take all the room."""
+        return row.key in self._parked
+
+    def _give(self, row: VllmRow) -> bool:
+        """Gives a request to vLLM; False if there is no room for its adapter."""
+        request, lora = row.sequence.request, None
+        if request.adapter is not None:
+            assert self._vllm.adapters is not None, "the worker has no adapters"
+            lora = self._vllm.adapters.acquire(request.adapter.name)
+            if lora is None:
+                return False
+        fields = {ROW_FIELD: row.key}
         params = SamplingParams(
             temperature=0.0,  # the logits processor leaves one token
             max_tokens=1 if request.prefill_only else None,
@@ -68,14 +98,35 @@ class VllmRows:
             extra_args={**fields, "kv_transfer_params": fields},
         )
         prompt = tokens_input(list(request.token_ids), cache_salt=salt_text(request.cache_salt))
-        self._bridge.rows[key] = row
+        self._bridge.rows[row.key] = row
         try:
-            row.vllm_id = self._vllm.engine.add_request(key, prompt, params)
+            row.vllm_id = self._vllm.engine.add_request(row.key, prompt, params, lora_request=lora)
         except BaseException:
-            del self._bridge.rows[key]
+            del self._bridge.rows[row.key]
+            self._release_adapter(row)
             raise
-        self._live[request.request_id] = row
-        return row
+        return True
+
+    def give_parked(self) -> list[tuple[VllmRow, SplitserveError]]:
+        """Gives vLLM the parked requests whose adapters have room now; returns those whose adapters do not load."""
+        failed: list[tuple[VllmRow, SplitserveError]] = []
+
+        def attempt(row: VllmRow) -> Offer:
+            try:
+                return Offer.TAKEN if self._give(row) else Offer.MISFIT
+            except SplitserveError as error:
+                failed.append((row, error))
+                return Offer.SKIP
+
+        rows = list(self._parked.values())
+        for row in offer_in_order(rows, attempt, max_bypasses=self._max_bypasses, max_looks=MAX_LOOKS):
+            del self._parked[row.key]
+        return failed
+
+    def _release_adapter(self, row: VllmRow) -> None:
+        adapter = row.sequence.request.adapter
+        if adapter is not None and self._vllm.adapters is not None:
+            self._vllm.adapters.release(adapter.name)
 
     def step(self) -> frozenset[str]:
         """Runs a step of vLLM, and returns the keys of requests that vLLM ended in it."""
@@ -95,8 +146,10 @@ class VllmRows:
         """Ends a live request. Its blocks stay where a writer may write or writes may read; see `release_writer` and
         `release_held`."""
         row = self._live.pop(sequence.request_id)
-        self._vllm.engine.abort_request([row.vllm_id], internal=True)
-        del self._bridge.rows[row.key]
+        if self._parked.pop(row.key, None) is None:
+            self._vllm.engine.abort_request([row.vllm_id], internal=True)
+            del self._bridge.rows[row.key]
+            self._release_adapter(row)
         waited = sequence.reservation
         if waited is not None:
             del self._reserved[waited]

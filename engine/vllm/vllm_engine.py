@@ -58,7 +58,7 @@ class VllmEngine(Engine):
         self._total_blocks = vllm.memory.request_blocks - 1
         pool_tokens = self._total_blocks * self._block_size
         self._limits = RequestLimits.of(vllm.facts, config.context_tokens, pool_tokens)
-        self._rows = VllmRows(vllm)
+        self._rows = VllmRows(vllm, config.max_bypasses)
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._meter = StepMeter()
         self.step_totals = self._meter.totals
@@ -112,6 +112,9 @@ class VllmEngine(Engine):
         if blocks_for(len(request.token_ids), self._block_size) > self._vllm.free_blocks():
             return None
         row = self._enter(request, awaits_kv=True)
+        if self._rows.waits_for_room(row):
+            self._end(row.sequence)
+            return None
         self._run_step()
         if row.reserved is None:  # vLLM gave its blocks or its tokens to others
             self._end(row.sequence)
@@ -205,6 +208,8 @@ class VllmEngine(Engine):
         self._meter.begin(began_s)
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)
+        for row, error in self._rows.give_parked():
+            self._outputs.fail(row.sequence, error.reason, error.message, result)
         reported = self._rows.must_report
         ended = self._rows.step()
         scheduled = [row for row in self._vllm.bridge.scheduled if row.sequence.request_id in self._rows]

@@ -11,6 +11,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, warm_up
 from engine.core.step_stats import StepWork
 from engine.core.types import ModelFacts
+from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
 from kv_transfer.layout import NO_QUANTIZATION, SAME
@@ -68,6 +69,9 @@ def build_engine(config: WorkerConfig) -> EngineParts:
         return _vllm(config)
     if config.engine.engine_args:
         raise ConfigError("engine.engine_args: only engine vllm takes them", field="engine.engine_args")
+    if config.engine.adapters and config.engine.kind != SIMULATED:
+        raise ConfigError("engine.adapters: only engine vllm takes them", field="engine.adapters")
+    adapters = {name: files.adapter for name, files in read_adapters(config.engine.adapters).items()}
     runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
     tokenizer = load_tokenizer(served.tokenizer_source)
     grammars = GrammarCompiler(tokenizer, runner.facts)
@@ -79,9 +83,8 @@ def build_engine(config: WorkerConfig) -> EngineParts:
     transport = _polled(_transport(config), runner)
     endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
     core = EngineCore(runner, config.engine, tokenizer)
-    return EngineParts(
-        core, runner.facts, runner.wire, grammars, transport, endpoint, served, config, runner.work
-    )
+    facts = replace(runner.facts, adapters=adapters)
+    return EngineParts(core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work)
 
 
 def _require_transfer(transport: str, device_index: int) -> None:

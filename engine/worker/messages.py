@@ -16,8 +16,9 @@ from engine.core.types import (
 )
 from kv_transfer.lane import JudgedLane
 from splitserve.config.security import CeilingConfig
-from splitserve.errors import InvalidArgumentError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.generation.bounds import check_sampling, check_stop
+from splitserve.generation.kv_blocks import Adapter, chain_salt
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
 
@@ -43,7 +44,8 @@ def engine_request(
     """Checks and converts a request of either service. The tokens are checked by the engine core.
 
     `engine_id` is the request's id in this engine, which must be unique there; clients may repeat theirs. `now` is
-    `time.monotonic()`; `grammar` comes from `GrammarCompiler.compiled`. Raises InvalidArgumentError with the field.
+    `time.monotonic()`; `grammar` comes from `GrammarCompiler.compiled`. Raises InvalidArgumentError with the
+    field, and FailedPreconditionError (ADAPTER_MISMATCH) for an adapter that is not this worker's.
     """
     if not message.request_id:
         raise InvalidArgumentError("request_id must not be empty", field="request_id")
@@ -51,6 +53,7 @@ def engine_request(
     if not 0 < timeout_s <= ceilings.max_timeout_s:
         raise InvalidArgumentError(f"timeout must be in (0, {ceilings.max_timeout_s:g}] s", field="timeout")
     _check_salt(message.cache_salt, ceilings)
+    adapter = _adapter(message.adapter, facts) if message.HasField("adapter") else None
     if not message.stop.HasField("max_tokens") or message.stop.max_tokens < 1:
         raise InvalidArgumentError("stop.max_tokens must be at least 1", field="stop.max_tokens")
     limit = ceilings.max_output_tokens
@@ -65,7 +68,8 @@ def engine_request(
         stop=stop_params(message.stop, facts),
         prior_output_tokens=message.prior_output_tokens,
         precedence=precedence(message.precedence),
-        cache_salt=message.cache_salt,
+        cache_salt=chain_salt(message.cache_salt, adapter),
+        adapter=adapter,
         deadline_s=now + timeout_s,
         grammar=grammar,
         prefill_only=prefill_only,
@@ -76,6 +80,15 @@ def engine_request(
 def precedence(message: generation_pb2.Precedence) -> Precedence:
     """A request's place among others."""
     return Precedence(message.class_rank, message.tenant_key, message.within_tenant)
+
+
+def _adapter(message: generation_pb2.AdapterRef, facts: ModelFacts) -> Adapter:
+    adapter = facts.adapters.get(message.name)
+    if adapter is None or adapter.fingerprint != message.fingerprint:
+        what = "is not here" if adapter is None else "has other files here"
+        text = f"adapter {message.name[:128]!r} {what}"
+        raise FailedPreconditionError(text, reason="ADAPTER_MISMATCH", field="adapter")
+    return adapter
 
 
 def _check_salt(salt: bytes, ceilings: CeilingConfig) -> None:

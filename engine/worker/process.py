@@ -40,7 +40,7 @@ from splitserve.security.authorizer import ANY_SERVICE
 from splitserve.security.tls import Role
 from splitserve.tracing.exporting import exporting_spans
 from splitserve.tracing.finished_span import SpanSink
-from splitserve.v1 import kv_transfer_pb2, registry_pb2
+from splitserve.v1 import generation_pb2, kv_transfer_pb2, registry_pb2
 
 SERVER_GRACE_S = 2.0
 CLOSE_S = 10.0
@@ -295,6 +295,7 @@ class WorkerProcess(Generic[C]):
                 context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
                 vocabulary_size=facts.vocabulary_size,
                 eos_token_ids=sorted(facts.eos_token_ids),
+                adapters=[generation_pb2.AdapterRef(**one._asdict()) for one in facts.adapters.values()],
             ),
             endpoint=self.connector.endpoint.to_proto(),
             max_step_tokens=self.parts.core.max_step_tokens,

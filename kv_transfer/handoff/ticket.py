@@ -11,6 +11,7 @@ from splitserve.v1 import kv_transfer_pb2 as pb
 
 MAX_TIME_TO_LIVE_S = 24 * 3600.0
 MAX_AGENT_ID_LENGTH = 64
+FINGERPRINT_LENGTH = 64
 
 WRITE_GRACE_S = 5.0
 """A writer posts nothing after its ticket's deadline. Within this many seconds its earlier writes are done,
@@ -35,6 +36,7 @@ class KvTicket:
     deadline_s: float
     writer_agent_id: str = ""
     verify_one_in: int = 0
+    adapter_fingerprint: str = ""
 
     def to_proto(self, now: float) -> pb.KvTicket:
         """The wire form with the time remaining at `now`. Raises DeadlineExceededError if none is left."""
@@ -50,6 +52,7 @@ class KvTicket:
             total_bytes=self.total_bytes,
             writer_agent_id=self.writer_agent_id,
             verify_one_in=self.verify_one_in,
+            adapter_fingerprint=self.adapter_fingerprint,
         )
         message.time_to_live.FromNanoseconds(max(1, int(left_s * 1e9)))
         return message
@@ -72,6 +75,11 @@ class KvTicket:
         size = message.total_bytes
         fits = size > 0 and size % count == 0 if count else size == 0
         _require(fits, "total_bytes", "the number of blocks times the size of a block")
+        _require(
+            len(message.adapter_fingerprint) in (0, FINGERPRINT_LENGTH),
+            "adapter_fingerprint",
+            f"empty or {FINGERPRINT_LENGTH} characters",
+        )
         _require(0 < left_s <= MAX_TIME_TO_LIVE_S, "time_to_live", "above 0 and at most 24 h")
         return cls(
             decode_agent_id=message.decode_agent_id,
@@ -83,6 +91,7 @@ class KvTicket:
             deadline_s=now + left_s,
             writer_agent_id=message.writer_agent_id,
             verify_one_in=message.verify_one_in,
+            adapter_fingerprint=message.adapter_fingerprint,
         )
 
     def require_writer(self, agent_id: str) -> None:
@@ -92,6 +101,18 @@ class KvTicket:
                 f"the ticket is agent {self.writer_agent_id}'s",
                 reason="TICKET_FOREIGN",
                 field="ticket.writer_agent_id",
+            )
+
+    def require_adapter(self, fingerprint: str) -> None:
+        """Checks that the decode worker goes on with the adapter that computes the prompt; empty: with none.
+
+        Raises FailedPreconditionError (ADAPTER_MISMATCH).
+        """
+        if self.adapter_fingerprint != fingerprint:
+            raise FailedPreconditionError(
+                "the decode worker would go on with another adapter",
+                reason="ADAPTER_MISMATCH",
+                field="ticket.adapter_fingerprint",
             )
 
     def require_fits(self, memory: KvMemoryRegion) -> None:

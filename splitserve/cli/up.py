@@ -55,6 +55,7 @@ SHOWN = (
     "wire_dtype",
     "engine.kind",
     "engine.engine_args",
+    "engine.adapters",
     "engine.dtype",
     "engine.quantization",
     "engine.device",

@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from splitserve.config.base import Cost, Option, Settings
+
+MAX_ADAPTERS = 128
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
+
+
+def _folders_by_name(value: Any) -> Any:
+    """The texts NAME=FOLDER as a mapping; other values unchanged."""
+    if not isinstance(value, list | tuple):
+        return value
+    found: dict[str, str] = {}
+    for text in value:
+        name, mark, folder = str(text).partition("=")
+        if not mark or not folder:
+            raise ValueError(f"must be NAME=FOLDER, not {text!r}")
+        if name in found:
+            raise ValueError(f"{name!r} is given twice")
+        found[name] = folder
+    return found
+
+
+def _checked_names(adapters: Mapping[str, Path]) -> Mapping[str, Path]:
+    if len(adapters) > MAX_ADAPTERS:
+        raise ValueError(f"at most {MAX_ADAPTERS} adapters, not {len(adapters)}")
+    for name in adapters:
+        if not ADAPTER_NAME.match(name):
+            raise ValueError(f"names must have 1..128 characters of [A-Za-z0-9._-], not {name[:160]!r}")
+    return adapters
+
+
+def _as_texts(adapters: Mapping[str, Path]) -> tuple[str, ...]:
+    return tuple(f"{name}={folder}" for name, folder in adapters.items())
+
+
+Adapters = Annotated[
+    Mapping[str, Path],
+    BeforeValidator(_folders_by_name),
+    AfterValidator(_checked_names),
+    PlainSerializer(_as_texts, return_type=tuple[str, ...]),
+]
+"""Folders by name; also accepts the texts NAME=FOLDER."""
 
 
 class EngineConfig(Settings):
@@ -17,6 +60,9 @@ class EngineConfig(Settings):
     it is for tests of everything else."""
     engine_args: str = ""
     """vLLM's own options, in one string; see docs/vllm.md for those that are refused."""
+    adapters: Annotated[Adapters, Option(flag="adapter", metavar="NAME=FOLDER")] = Field(default_factory=dict)
+    """LoRA adapters of the model, each served as a model of its name: folders with `adapter_config.json` and
+    `adapter_model.safetensors`, at most 128. For engine vllm; see docs/vllm.md. Default: none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and KV. `auto`: bfloat16 (the simulated engine ignores it)."""
     quantization: Literal["none", "int8"] = "none"

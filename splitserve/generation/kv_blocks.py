@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import cbor2
 
@@ -59,6 +59,24 @@ def extend_block_hashes(
         parent = hashes[-1] if hashes else None
         salt = (cache_salt,) if index == 0 and cache_salt else ()
         hashes.append(block_hash(parent, token_ids[index * block_size : (index + 1) * block_size], salt))
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter: small weights beside a base model's. KV that it computed is of use to itself alone."""
+
+    name: str
+    fingerprint: str
+    """SHA-256 of its files, 64 hex digits."""
+
+
+def chain_salt(cache_salt: bytes, adapter: Adapter | None) -> bytes:
+    """What a prompt's block hashes are salted with: the tenant's salt, and for an adapter 32 bytes of its own.
+
+    So no block of an adapter ever counts as one of the base model, of another adapter or of other content.
+    """
+    if adapter is None:
+        return cache_salt
+    return hashlib.sha256(cbor2.dumps([cache_salt, adapter.name, adapter.fingerprint])).digest()
 
 
 def name_of(block_hash: bytes) -> bytes:

@@ -40,6 +40,7 @@ class ReserveRequest(_message.Message):
     ATTACHMENT_FIELD_NUMBER: _builtins.int
     PRECEDENCE_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
@@ -80,6 +81,12 @@ class ReserveRequest(_message.Message):
     def trace(self) -> _generation_pb2.TraceContext:
         """Its attempt's span, which this worker's spans are part of. Default: not traced."""
 
+    @_builtins.property
+    def adapter(self) -> _generation_pb2.AdapterRef:
+        """The adapter to compute with. Default: the base model alone. Failure, unless the worker has just this one:
+        FAILED_PRECONDITION ADAPTER_MISMATCH.
+        """
+
     def __init__(
         self,
         *,
@@ -96,10 +103,11 @@ class ReserveRequest(_message.Message):
         attachment: _builtins.int = ...,
         precedence: _generation_pb2.Precedence | None = ...,
         trace: _generation_pb2.TraceContext | None = ...,
+        adapter: _generation_pb2.AdapterRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -241,6 +241,32 @@ class StopParams(_message.Message):
 Global___StopParams: _TypeAlias = StopParams  # noqa: Y015
 
 @_typing.final
+class AdapterRef(_message.Message):
+    """A LoRA adapter as a worker has it: small weights that change a base model's answers, and its KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name that clients use as the model's. 1..128 characters of [A-Za-z0-9._-]. Required."""
+    fingerprint: _builtins.str
+    """SHA-256 (hex, 64 characters) over the adapter's files. Required."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterRef: _TypeAlias = AdapterRef  # noqa: Y015
+
+@_typing.final
 class Precedence(_message.Message):
     """A request's place among others in a worker's queues. Made by the coordinator from who the client is."""
 

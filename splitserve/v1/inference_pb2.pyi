@@ -746,6 +746,7 @@ class ModelInfo(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name for GenerateRequest.model."""
     context_tokens: _builtins.int
@@ -756,6 +757,8 @@ class ModelInfo(_message.Message):
     """Whether chat messages are accepted."""
     ready: _builtins.bool
     """Whether a prefill and a decode worker that can reach each other are ready for it."""
+    parent: _builtins.str
+    """Name of the base model, where this is an adapter of a model that the caller may use; else empty."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelVersion]:
         """The served models behind it, where the name is that of a model route; else none."""
@@ -769,10 +772,11 @@ class ModelInfo(_message.Message):
         has_chat_template: _builtins.bool = ...,
         ready: _builtins.bool = ...,
         versions: _abc.Iterable[Global___ModelVersion] | None = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "has_chat_template", b"has_chat_template", "name", b"name", "ready", b"ready", "versions", b"versions", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "has_chat_template", b"has_chat_template", "name", b"name", "parent", b"parent", "ready", b"ready", "versions", b"versions", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -236,6 +236,7 @@ class KvTicket(_message.Message):
     TIME_TO_LIVE_FIELD_NUMBER: _builtins.int
     WRITER_AGENT_ID_FIELD_NUMBER: _builtins.int
     VERIFY_ONE_IN_FIELD_NUMBER: _builtins.int
+    ADAPTER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     decode_agent_id: _builtins.str
     """Agent id of the decode worker that owns the blocks. Required. Unknown to the writer: FAILED_PRECONDITION."""
     epoch: _builtins.int
@@ -252,6 +253,10 @@ class KvTicket(_message.Message):
     """Agent id of the prefill worker that may use it; every other one refuses it. Default: any."""
     verify_one_in: _builtins.int
     """The completion must carry checksums of one in so many blocks: 1 for all, 0 for none. Default 0."""
+    adapter_fingerprint: _builtins.str
+    """Fingerprint of the adapter that the decode worker goes on with; the KV must be this adapter's. 64 hex digits.
+    Default: the base model's. Failure: FAILED_PRECONDITION ADAPTER_MISMATCH.
+    """
     @_builtins.property
     def block_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Pool indices of the blocks to be written, in sequence order. May be empty (decode has them all cached)."""
@@ -272,10 +277,11 @@ class KvTicket(_message.Message):
         time_to_live: _duration_pb2.Duration | None = ...,
         writer_agent_id: _builtins.str = ...,
         verify_one_in: _builtins.int = ...,
+        adapter_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time_to_live", b"time_to_live"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_indices", b"block_indices", "cached_tokens", b"cached_tokens", "decode_agent_id", b"decode_agent_id", "epoch", b"epoch", "reservation", b"reservation", "time_to_live", b"time_to_live", "total_bytes", b"total_bytes", "verify_one_in", b"verify_one_in", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_fingerprint", b"adapter_fingerprint", "block_indices", b"block_indices", "cached_tokens", b"cached_tokens", "decode_agent_id", b"decode_agent_id", "epoch", b"epoch", "reservation", b"reservation", "time_to_live", b"time_to_live", "total_bytes", b"total_bytes", "verify_one_in", b"verify_one_in", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

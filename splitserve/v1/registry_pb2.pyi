@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from splitserve.v1 import generation_pb2 as _generation_pb2
 from splitserve.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 import builtins as _builtins
 import sys
@@ -118,6 +119,7 @@ class ServedModel(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients use. 1..128 characters. Required."""
     tokenizer_source: _builtins.str
@@ -130,6 +132,13 @@ class ServedModel(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence tokens."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.AdapterRef]:
+        """LoRA adapters of this model that the worker has, each served as a model of its name. At most 128, names distinct
+        and none the model's own. Default none. Failures: FAILED_PRECONDITION ADAPTER_MISMATCH for a name that other
+        workers have with other content, MODEL_MISMATCH for one that is another model's.
+        """
+
     def __init__(
         self,
         *,
@@ -138,10 +147,11 @@ class ServedModel(_message.Message):
         context_tokens: _builtins.int = ...,
         vocabulary_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        adapters: _abc.Iterable[_generation_pb2.AdapterRef] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "name", b"name", "tokenizer_source", b"tokenizer_source", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "context_tokens", b"context_tokens", "eos_token_ids", b"eos_token_ids", "name", b"name", "tokenizer_source", b"tokenizer_source", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

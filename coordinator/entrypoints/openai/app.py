@@ -129,6 +129,8 @@ class InfoEndpoints:
             "object": "model",
             "created": self._started,
             "owned_by": "splitserve",
+            "root": model.parent or model.name,
+            "parent": model.parent or None,
             "max_model_len": model.context_tokens,
         }
 

@@ -12,7 +12,7 @@ import pytest
 from coordinator.admission.entry import Held
 from coordinator.metrics.recorder import COLD_REQUESTS, StatsRecorder
 from coordinator.metrics.repeats import KEPT_S, RefusedRequests
-from coordinator.metrics.stats import RequestStats
+from coordinator.metrics.stats import PHASES, ModelStats, RequestStats, summed
 from coordinator.request.caller import ANYONE
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS, Estimates
 from coordinator.request.inference_request import InferenceRequest
@@ -283,3 +283,27 @@ def test_refusals_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPa
         True,
         True,
     ]
+
+
+def test_a_model_and_its_adapters_as_one() -> None:
+    base, red = ModelStats(held=Held(2, 30.0, "prefill")), ModelStats()
+    assert summed([base]) is base
+    for number, stats in enumerate((base, red), start=1):
+        stats.arrived(10 * number, 5.0, 7.0)
+        stats.phases[PHASES[0]].add(0.1 * number, cold=False)
+        stats.outcomes[COMPLETED] += number
+        stats.in_stage[Stage.DECODING] += 1
+        stats.prefilling_tokens += number
+    total = summed([base, red])
+    assert (total.requests, total.prompt_tokens, total.uncached_tokens, total.output_tokens) == (
+        2,
+        30,
+        10,
+        14,
+    )
+    assert total.phases[PHASES[0]].warm.total == 2
+    assert total.phases[PHASES[0]].warm.sum_s == pytest.approx(0.3)
+    assert total.outcomes[COMPLETED] == 3
+    assert total.in_stage[Stage.DECODING] == 2
+    assert (total.prefilling_tokens, total.held.requests) == (3, 2)
+    assert base.requests == 1

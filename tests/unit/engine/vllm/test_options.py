@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.vllm.options import block_size_of, checked_options, tensor_parallel_size, vllm_arguments
@@ -45,6 +47,14 @@ def test_block_sizes_on_cpu(asked: int, taken: int) -> None:
     assert block_size_of(EngineConfig(block_size_tokens=asked), on_cpu=True) == taken
 
 
+def test_adapters_switch_lora_on() -> None:
+    assert "--enable-lora" not in pairs(EngineConfig(kind="vllm"))
+    for count, loaded in ((1, "1"), (8, "8"), (9, "8")):
+        options = pairs(EngineConfig(kind="vllm", adapters={f"a{n}": Path("x") for n in range(count)}))
+        assert "--enable-lora" in options
+        assert options["--max-loras"] == loaded
+
+
 def test_own_options_come_last() -> None:
     config = EngineConfig(kind="vllm", engine_args="--seed 3 --rope-scaling '{\"a\": 1}'")
     assert vllm_arguments(config, "m", on_cpu=True)[-4:] == ["--seed", "3", "--rope-scaling", '{"a": 1}']
@@ -58,7 +68,8 @@ def test_own_options_come_last() -> None:
         ("-pp=2", "-pp is refused: each rank holds all layers"),
         ("--seed 1 --speculative-config '{}'", "--speculative-config is refused"),
         ("--kv-transfer-config.kv_role x", "--kv-transfer-config is refused"),
-        ("--enable-lora", "--enable-lora is refused: adapters are not routed"),
+        ("--enable-lora", "--enable-lora is set by engine.adapters"),
+        ("--lora-modules a=b", "--lora-modules is set by engine.adapters"),
         ("--seed 'x", "No closing quotation"),
     ],
 )

@@ -45,6 +45,7 @@ KINDS: dict[type[Settings], dict[str, Any]] = {
 """The settings of each command with their required values."""
 SHOWN: dict[type[Settings], tuple[str, ...] | None] = {ClusterConfig: up.SHOWN}
 ODD: dict[str, Any] = {
+    "adapters": ["red=/adapters/red", "blue=b"],
     "device": "cuda:1",
     "advertise_address": "h:1",
     "coordinators": ["a:1", "b:2"],
