@@ -53,10 +53,14 @@ class Prometheus:
         return [rule for group in groups for rule in group["rules"]]
 
     async def ready(self) -> bool:
-        """Whether it answers queries."""
+        """Whether it answers queries; while it starts it refuses them."""
+
+        def ask() -> None:
+            urllib.request.urlopen(f"{self.url}/-/ready", timeout=PATIENCE_S).close()
+
         try:
-            await self._get("/api/v1/query?query=1")
-        except OSError:
+            await asyncio.to_thread(ask)
+        except OSError:  # also an answer with an error's status
             return False
         return True
 
