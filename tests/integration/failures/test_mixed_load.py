@@ -42,9 +42,7 @@ async def test_long_prompts_among_short_chats(log_dir: Path, prefill: int) -> No
         assert len(longs.outcomes) >= 2
         assert not crowded.errors + longs.errors
         # A chunk of the long prompt is half of a step of 46 ms; the short ones share the other half.
-        # Behind the long ones they would wait for seconds; a moment without a core delays a few.
-        assert crowded.ttft_s(0.9) < 0.5
-        assert crowded.ttft_s(0.99) < 1.5
+        assert crowded.ttft_s(0.99) < 0.5
         assert crowded.tpot_s(0.9) < 1.5 * calm.tpot_s(0.9) + 0.002
         if prefill == 1:
             assert longs.ttft_s(1.0) < 1.6 * 2.7 * len(longs.outcomes)
@@ -71,8 +69,7 @@ async def test_a_client_that_stops_reading(log_dir: Path) -> None:
                 calls.append(call)
             others = await offer(client, 10, 8, SHORT, seed=2)
             assert not others.errors
-            assert others.ttft_s(0.9) < 1.0
-            assert others.ttft_s(0.99) < 2.0
+            assert others.ttft_s(0.99) < 1.0
             grown_mb = rss_mb(cluster) - before_mb
             info = await client.server_info()
             print(f"{info.running_requests} clients do not read; the coordinator grew by {grown_mb:.1f} MB")

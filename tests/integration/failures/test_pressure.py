@@ -17,10 +17,6 @@ AT_WORKERS = ("--admission", "off")
 """Requests wait at the workers; test_overload.py has those that wait at the coordinator."""
 
 
-TRIES = 3
-"""Crowds at most, one of which must leave less than the bound: a moment without a core is no work left behind."""
-
-
 @pytest.mark.alone
 async def test_a_hundred_cancelled_prompts_leave_no_work_behind(log_dir: Path) -> None:
     options = ["--max-step-tokens", "64", "--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1"]
@@ -30,17 +26,12 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(log_dir: Path) -
     ):
         idle = await client.generate(tokens(500, 0), max_tokens=2)
         assert idle.timings.ttft_ms > 500
-        after_ms = []
-        for crowd in range(TRIES):
-            # 200 s of work, were it done.
-            long = [Reading(client, tokens(2000, 100 * crowd + n), max_tokens=2) for n in range(100)]
-            await until(cluster, lambda info: worker(info, "prefill-0").waiting_requests > 30, "they queue")
-            await asyncio.gather(*(reading.leave() for reading in long))
-            short = await client.generate(tokens(500, 1000 + crowd), max_tokens=2)
-            after_ms.append(short.timings.ttft_ms)
-            if after_ms[-1] < 2 * idle.timings.ttft_ms:
-                break
-        assert min(after_ms) < 2 * idle.timings.ttft_ms, after_ms
+        # 200 s of work, were it done.
+        long = [Reading(client, tokens(2000, n), max_tokens=2) for n in range(100)]
+        await until(cluster, lambda info: worker(info, "prefill-0").waiting_requests > 30, "they queue")
+        await asyncio.gather(*(reading.leave() for reading in long))
+        short = await client.generate(tokens(500, 1000), max_tokens=2)
+        assert short.timings.ttft_ms < 2 * idle.timings.ttft_ms
         await cluster.assert_no_leaks()
 
 
