@@ -22,6 +22,7 @@ from kv_transfer.handoff.ticket import KvTicket
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
+from splitserve.tracing.context import trace_id_of
 from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import decode_pb2
 
@@ -258,7 +259,7 @@ class KvConsumer(KvConnector):
         request.admitted_s = now
         output = core.admit(verdict.number, verdict.first_token)
         self._admitted += 1
-        with request_context(request.public_id, request.trace_id):
+        with request_context(request.public_id, trace_id_of(request.trace)):
             log_event("handoff.admitted", level=logging.DEBUG, admitted_s=time.monotonic())
         self._outputs[request.coordinator_id].append(request.admitted())
         if output is not None:

@@ -66,11 +66,6 @@ class LiveRequest:
         )
 
     @property
-    def trace_id(self) -> str:
-        """For logs; empty without a trace."""
-        return "" if self.trace is None else self.trace.trace_id
-
-    @property
     def only_reserved(self) -> bool:
         """Whether its KV has not arrived, and is not computed here either."""
         return self.admitted_s is None and self.local is None

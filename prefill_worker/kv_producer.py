@@ -22,6 +22,7 @@ from splitserve.errors import FailedPreconditionError, SplitserveError
 from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
 from splitserve.rpc.status import failure_error
+from splitserve.tracing.context import trace_id_of
 from splitserve.tracing.finished_span import SpanSink
 
 TOKEN_FIRST_S = 100e-6
@@ -250,7 +251,7 @@ class KvProducer(KvConnector):
         for event in self._pusher.poll(now, self._peers.poll()):
             prefill = self._live.pop(event.request_id, None)
             trace = prefill.trace if prefill is not None else None
-            with request_context(event.request_id, trace.trace_id if trace is not None else ""):
+            with request_context(event.request_id, trace_id_of(trace)):
                 self._on_push(core, event, prefill, now)
         for agent_id in self._pusher.take_cut_off():
             log_event("peer.cut_off", agent_id=agent_id, why="a write to it failed half way")

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 from prometheus_client.core import CounterMetricFamily, Metric
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from coordinator.metrics.tenant_metrics import MAX_TENANTS
 from coordinator.records.request_record import CostOfRequest, RequestRecord, cost_of
 from coordinator.tenants.tenants import Tenants
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
+from splitserve.metrics import counters
 from splitserve.runtime.reload import ReloadedFiles
 
 Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -107,12 +108,7 @@ def load_prices(path: Path) -> PriceFile:
     """Reads a price file. Raises ConfigError naming line, field and bound."""
     yaml_file = read_yaml_file(path)
     with yaml_file.naming_lines():
-        try:
-            return PriceFile.model_validate(yaml_file.values)
-        except ValidationError as error:
-            first = error.errors(include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"]) or "prices"
-            raise ConfigError(f"{place}: {first['msg']}", field=place) from None
+        return yaml_file.validated(PriceFile, "prices")
 
 
 def tenant_costs(tenants: Tenants | None, prices: Path | None) -> TenantCosts | None:
@@ -125,10 +121,8 @@ def tenant_costs(tenants: Tenants | None, prices: Path | None) -> TenantCosts | 
 
 
 def _by_tenant(name: str, text: str, totals: dict[str, CostTotals], fact: str) -> Metric:
-    family = CounterMetricFamily(f"splitserve_tenant_{name}", text, labels=["tenant"])
-    for tenant, total in totals.items():
-        family.add_metric([tenant], getattr(total, fact))
-    return family
+    samples = {tenant: getattr(total, fact) for tenant, total in totals.items()}
+    return counters(f"splitserve_tenant_{name}", text, "tenant", samples)
 
 
 def _money(totals: dict[str, CostTotals]) -> Iterable[Metric]:

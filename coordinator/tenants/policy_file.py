@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coordinator.request.caller import Caller, PriorityClass
 from splitserve.config.yaml_file import read_yaml_file
@@ -130,12 +130,7 @@ def load_tenants(path: Path, fallback_secret: bytes) -> TenantsConfig:
     """Reads the file and its secret. Raises ConfigError naming line, field and bound, without repeating key hashes."""
     yaml_file = read_yaml_file(path)
     with yaml_file.naming_lines():
-        try:
-            file = TenantsFile.model_validate(yaml_file.values)
-        except ValidationError as error:
-            first = error.errors(include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"]) or "tenants"
-            raise ConfigError(f"{place}: {first['msg']}", field=place) from None
+        file = yaml_file.validated(TenantsFile, "tenants")
         if file.cache_salt_secret_file is None:
             return TenantsConfig(file, fallback_secret)
         secret_path = path.parent / file.cache_salt_secret_file

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from splitserve.errors import ConfigError
 
+M = TypeVar("M", bound=BaseModel)
 SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
 """What YAML's constructors raise for a value that is written well and means nothing, such as the date 2026-02-30."""
 
@@ -53,6 +55,15 @@ class YamlFile:
         except ConfigError as error:
             where = f"{self.path}, line {self.line_of(error.field)}"
             raise ConfigError(f"{where}: {error.message}", field=error.field) from None
+
+    def validated(self, kind: type[M], whole: str) -> M:
+        """The file as a model. Raises ConfigError naming the first bad field, or `whole`; its value is not repeated."""
+        try:
+            return kind.model_validate(self.values)
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"]) or whole
+            raise ConfigError(f"{place}: {first['msg']}", field=place) from None
 
 
 def read_yaml_file(path: Path) -> YamlFile:

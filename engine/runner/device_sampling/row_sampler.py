@@ -57,16 +57,19 @@ def _sample_part(
 
 def _choose(values: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """The rows' tokens from adjusted logits, int64 `[rows]`; -1 for a row whose grammar leaves none."""
-    best, tokens = values.max(dim=-1)
     drawn = [place for place, row in enumerate(rows) if not row.sampling.greedy]
+    masked = [place for place, row in enumerate(rows) if row.mask is not None]
+    chosen = [rows[place] for place in drawn]
+    sampling, uniforms = [row.sampling for row in chosen], [row.uniform for row in chosen]
+    if len(drawn) == len(rows) and not masked:
+        return draw_tokens(values, sampling, uniforms)
+    best, tokens = values.max(dim=-1)
     if drawn:
-        chosen = [rows[place] for place in drawn]
-        tokens[drawn] = draw_tokens(
-            values[drawn], [row.sampling for row in chosen], [row.uniform for row in chosen]
-        )
-    masked = torch.tensor([row.mask is not None for row in rows]).to(values.device)
-    # What was drawn from a row of -inf is no token, so it is replaced before anything is looked up with it.
-    return torch.where(masked & ~torch.isfinite(best), -1, tokens)
+        tokens[drawn] = draw_tokens(values[drawn], sampling, uniforms)
+    if masked:
+        # What was drawn from a row of -inf is no token, so it is replaced before anything is looked up with it.
+        tokens[masked] = torch.where(torch.isfinite(best[masked]), tokens[masked], -1)
+    return tokens
 
 
 def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]) -> dict[int, Logprob]:

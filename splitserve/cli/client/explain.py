@@ -68,13 +68,18 @@ def explain(
     """Show what happened to one request, and why; list slow and failed ones."""
     if request_id is not None and (slow or failed):
         raise InvalidArgumentError("request_id must not be given with --slow or --failed", field="request_id")
-    targets = [one for given in target or [options.DEFAULT_TARGET] for one in given.split(",")]
+    targets = addresses(target)
     if request_id is not None:
         record = asyncio.run(_record(targets, request_id, api_key, tls))
         _show(document(record), record_lines(record, _width()), as_json=as_json)
         return
     found = asyncio.run(_records(targets, slow=slow, failed=failed, limit=limit, api_key=api_key, tls=tls))
     _show({"requests": [document(one) for one in found]}, summary_lines(found, _width()), as_json=as_json)
+
+
+def addresses(targets: Sequence[str] | None) -> list[str]:
+    """What `--target` names, each option one address or several with commas; the default without any."""
+    return [one for given in targets or [options.DEFAULT_TARGET] for one in given.split(",")]
 
 
 async def _record(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from splitserve.cli import options
-from splitserve.cli.client.explain import Targets, document
+from splitserve.cli.client.explain import Targets, addresses, document
 from splitserve.cli.output import write
 from splitserve.errors import SplitserveError
 
@@ -65,11 +65,10 @@ def top(
     tls: options.TlsClient = None,
 ) -> None:
     """Watch a running cluster: pools, rates, latencies, slow requests. Ends with Ctrl-C."""
-    targets = [one for given in target or [options.DEFAULT_TARGET] for one in given.split(",")]
     on_terminal = sys.stdout.isatty() and not as_json
     if count is None and not sys.stdout.isatty():
         count = 1
-    watch = _Watch(targets, interval, (ttft, tpot), api_key, tls)
+    watch = _Watch(addresses(target), interval, (ttft, tpot), api_key, tls)
     try:
         asyncio.run(_live(watch, count) if on_terminal else _printed(watch, count, as_json=as_json))
     except KeyboardInterrupt:

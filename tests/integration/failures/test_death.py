@@ -17,10 +17,10 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import (
-    Info,
     Reading,
     busy_prefill,
     chunks_written,
+    decoding_worker,
     timed,
     tokens,
     total,
@@ -67,11 +67,7 @@ async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
 
 async def busy_decode(cluster: Cluster) -> tuple[str, str]:
     """The first decode worker that is seen decoding, and the other one."""
-
-    def decoding(info: Info) -> list[str]:
-        return [name for name in ("decode-0", "decode-1") if worker(info, name).running_requests]
-
-    busy = decoding(await until(cluster, decoding, "a decode worker is busy"))[0]
+    busy = await decoding_worker(cluster)
     return busy, "decode-1" if busy == "decode-0" else "decode-0"
 
 

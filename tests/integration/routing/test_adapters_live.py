@@ -16,7 +16,7 @@ from splitserve.client import AsyncClient
 from splitserve.errors import NotFoundError
 from splitserve.security.api_keys import key_hash, new_key
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, tokens, until
+from tests.support.cluster.streams import Reading, decoding_worker, tokens
 from tests.support.lora import write_adapter
 from tests.support.waiting import PATIENCE_S
 
@@ -107,12 +107,7 @@ async def test_an_answer_goes_on_at_another_worker_with_the_adapter(cluster: Clu
         await cluster.assert_no_leaks()  # so that loads seen below are those of the next answer
         reading = Reading(client, tokens(60, 5), **options)
         await reading.got(5)
-        info = await until(
-            cluster,
-            lambda info: any(w.running_requests for w in info.workers if w.pool == "decode"),
-            "it decodes",
-        )
-        busy = next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
+        busy = await decoding_worker(cluster)
         cluster.members[busy].kill()
         answer = await reading.task
     assert answer.token_ids == undisturbed.token_ids

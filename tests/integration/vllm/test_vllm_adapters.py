@@ -23,7 +23,7 @@ from splitserve.generation.kv_blocks import block_keys, chain_salt, keys_of
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, until
+from tests.support.cluster.streams import Reading, decoding_worker
 from tests.support.engine.reference import Reference
 from tests.support.engine.tiny_models import make_tiny_model
 from tests.support.lora import make_adapter, merged
@@ -321,12 +321,7 @@ async def test_handed_over_and_resumed_with_an_adapter(
         await cluster.assert_no_leaks()
         reading = Reading(client, prompts[3], **options)
         await reading.got(5)
-        info = await until(
-            cluster,
-            lambda info: any(w.running_requests for w in info.workers if w.pool == "decode"),
-            "it decodes",
-        )
-        busy = next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
+        busy = await decoding_worker(cluster)
         cluster.members[busy].kill()
         resumed = await reading.task
         assert resumed.token_ids == undisturbed.token_ids

@@ -12,7 +12,7 @@ from splitserve.errors import SplitserveError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, until, worker
+from tests.support.cluster.streams import Reading, decoding_worker, until, worker
 from tests.support.engine.reference import Reference
 
 BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
@@ -99,12 +99,7 @@ async def test_a_killed_decode_worker_is_resumed(cluster: Cluster, text_tokens: 
         await cluster.assert_no_leaks()
         reading = Reading(client, text_tokens[50:120], **sampled)
         await reading.got(5)
-        info = await until(
-            cluster,
-            lambda info: any(w.running_requests for w in info.workers if w.pool == "decode"),
-            "it decodes",
-        )
-        busy = next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
+        busy = await decoding_worker(cluster)
         cluster.members[busy].kill()
         answer = await reading.task
         assert answer.token_ids == undisturbed.token_ids

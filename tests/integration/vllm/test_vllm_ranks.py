@@ -14,7 +14,7 @@ from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, until, worker
+from tests.support.cluster.streams import Reading, decoding_worker, until, worker
 from tests.support.engine.reference import Reference
 from tests.support.engine.tiny_models import make_tiny_model
 
@@ -110,12 +110,7 @@ async def test_a_killed_rank_ends_its_worker_and_the_stream_goes_on(
         await cluster.assert_no_leaks()
         reading = Reading(client, text_tokens[50:120], **sampled)
         await reading.got(5)
-        info = await until(
-            cluster,
-            lambda info: any(w.running_requests for w in info.workers if w.pool == "decode"),
-            "it decodes",
-        )
-        busy = next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
+        busy = await decoding_worker(cluster)
         ranks = ranks_of(cluster, busy)
         ranks[1].kill()
         answer = await reading.task

@@ -106,6 +106,14 @@ def total(info: Info, pool: str, count: str) -> int:
     return sum(getattr(w, count) for w in info.workers if w.pool == pool)
 
 
+async def decoding_worker(cluster: Cluster) -> str:
+    """The first decode worker that is seen decoding."""
+    info = await until(
+        cluster, lambda info: total(info, "decode", "running_requests"), "a decode worker is busy"
+    )
+    return next(w.worker_id for w in info.workers if w.pool == "decode" and w.running_requests)
+
+
 async def restarted(cluster: Cluster, name: str) -> None:
     """Kills a worker and starts it again; its new boot, which has another address, is ready."""
     before = worker(await until(cluster, lambda info: worker(info, name).address, "it is there"), name)
