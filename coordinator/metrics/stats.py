@@ -6,12 +6,12 @@ are recorded by `coordinator.metrics.recorder`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from coordinator.admission.entry import NOTHING_HELD, Held
-from coordinator.metrics.repeats import RefusedRequests
 from coordinator.request.state import Stage
 from splitserve.histograms import DurationCounts
 from splitserve.v1 import scaling_pb2
@@ -19,6 +19,9 @@ from splitserve.v1 import scaling_pb2
 Outcome: TypeAlias = scaling_pb2.Outcome.ValueType
 CacheTier = Literal["prefill", "decode"]
 """Whose prefix cache: the prefill worker's spares computing, the decode worker's spares sending."""
+REFUSALS_KEPT_S = 120.0
+"""How long a refusal is remembered: twice the longest hint when to come again."""
+MAX_REFUSALS_KEPT = 65_536
 OUTCOMES: tuple[Outcome, ...] = tuple(value for value in scaling_pb2.Outcome.values() if value)
 
 
@@ -101,6 +104,48 @@ def summed(parts: Sequence[ModelStats]) -> ModelStats:
         for stage, count in part.in_stage.items():
             total.in_stage[stage] += count
     return total
+
+
+class RefusedRequests:
+    """Tells whether a request is one that was refused before and comes again, so that demand counts once.
+
+    Each refusal excuses one later request of the same tenant with the same prompt and limits from being counted.
+    Clients that were refused a prompt and then send it as a request of its own are taken for the same client. Holds the
+    refusals of the last `REFUSALS_KEPT_S` seconds, `MAX_REFUSALS_KEPT` prompts at most; `now` on any monotonic clock.
+
+    A `request` is what makes two equal: model, tenant, prompt and limits.
+    """
+
+    def __init__(self) -> None:
+        self._refused: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        """Refusals not excused yet and the time of the last one, by fingerprint, the oldest first."""
+
+    def add(self, request: Hashable, now: float) -> None:
+        """A request was refused."""
+        key = hash(request)
+        count, _ = self._refused.pop(key, (0, now))
+        self._refused[key] = count + 1, now
+        self._forget(now)
+
+    def take(self, request: Hashable, now: float) -> bool:
+        """Whether this request repeats a refused one; that refusal is used up. Costs nothing while none was refused."""
+        self._forget(now)
+        if not self._refused:
+            return False
+        key = hash(request)
+        count, at_s = self._refused.get(key, (0, 0.0))
+        if count > 1:
+            self._refused[key] = count - 1, at_s
+        elif count:
+            del self._refused[key]
+        return count > 0
+
+    def _forget(self, now: float) -> None:
+        while self._refused:
+            _, at_s = next(iter(self._refused.values()))
+            if now - at_s <= REFUSALS_KEPT_S and len(self._refused) <= MAX_REFUSALS_KEPT:
+                return
+            self._refused.popitem(last=False)
 
 
 class RequestStats:

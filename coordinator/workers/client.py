@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import grpc
 
 from coordinator.background_tasks import BackgroundTasks
-from coordinator.workers.output_coalescer import OutputCoalescer
-from coordinator.workers.output_collector import OutputCollector, WorkerFailed
+from coordinator.workers.output_collector import OutputCoalescer, OutputCollector, WorkerFailed
 from coordinator.workers.output_reader import OutputReader
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from coordinator.workers.output_coalescer import OutputCoalescer
-from coordinator.workers.output_collector import OutputCollector, WorkerFailed
+from coordinator.workers.output_collector import OutputCoalescer, OutputCollector, WorkerFailed
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.logs import log_event, log_exception

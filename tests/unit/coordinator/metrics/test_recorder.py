@@ -11,8 +11,14 @@ import pytest
 
 from coordinator.admission.entry import Held
 from coordinator.metrics.recorder import COLD_REQUESTS, StatsRecorder
-from coordinator.metrics.repeats import KEPT_S, RefusedRequests
-from coordinator.metrics.stats import PHASES, ModelStats, RequestStats, summed
+from coordinator.metrics.stats import (
+    PHASES,
+    REFUSALS_KEPT_S,
+    ModelStats,
+    RefusedRequests,
+    RequestStats,
+    summed,
+)
 from coordinator.request.caller import ANYONE
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS, Estimates
 from coordinator.request.inference_request import InferenceRequest
@@ -274,8 +280,8 @@ def test_what_others_ask_for_is_demand() -> None:
 def test_refusals_are_forgotten_in_time_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = RefusedRequests()
     refused.add("a", 0.0)
-    assert not refused.take("a", KEPT_S + 1)
-    monkeypatch.setattr("coordinator.metrics.repeats.MAX_KEPT", 2)
+    assert not refused.take("a", REFUSALS_KEPT_S + 1)
+    monkeypatch.setattr("coordinator.metrics.stats.MAX_REFUSALS_KEPT", 2)
     for prompt in (1, 2, 3):
         refused.add(prompt, 0.0)
     assert [refused.take(prompt, 1.0) for prompt in (1, 2, 3)] == [

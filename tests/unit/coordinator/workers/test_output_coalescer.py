@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from coordinator.workers.output_coalescer import MAX_WAITERS_PER_TURN, OutputCoalescer, next_interval_s
-from coordinator.workers.output_collector import OutputCollector
+from coordinator.workers.output_collector import (
+    MAX_WAITERS_PER_TURN,
+    OutputCoalescer,
+    OutputCollector,
+    next_interval_s,
+)
 from splitserve.v1 import decode_pb2, generation_pb2
 
 MAX_S = 0.01

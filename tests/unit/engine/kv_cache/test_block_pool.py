@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.free_blocks import FreeBlocks
+from engine.kv_cache.block_pool import BlockPool, FreeBlocks
 
 
 def runs(blocks: list[int]) -> int:
