@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from autoscaler.plan import Decide, Memory
@@ -21,6 +21,7 @@ from splitserve.config.coordinator import AdmissionConfig
 
 NO_BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 10_000), "decode": Bounds(1, 10_000)}
 _MINUTE_S = 60.0
+_PROGRESS_STEPS = 100
 _FIRST_MINUTES = 5
 _FIRST_UTILIZATION = 0.8
 
@@ -80,6 +81,8 @@ class Simulation:
     interval_s: float = 15.0
     bounds: Mapping[PoolName, Bounds] = field(default_factory=lambda: NO_BOUNDS)
     name: str = "policy"
+    on_progress: Callable[[float], None] = lambda _: None
+    """Called about a hundred times, with the share of the requests that have arrived."""
     _memory: Memory = None
     _requests: list[SimulatedRequest] = field(default_factory=list)
     _moments: list[Moment] = field(default_factory=list)
@@ -103,7 +106,10 @@ class Simulation:
             cluster.order(pool, count, 0.0, cold_start_s=0.0)
         end_s = self._horizon_s()
         self._decide_at(0.0, end_s, events, cluster, observer)
-        for request in self._requests:
+        stride = max(1, len(self._requests) // _PROGRESS_STEPS)
+        for number, request in enumerate(self._requests):
+            if number % stride == 0:
+                self.on_progress(number / len(self._requests))
             arrival_s = request.arrival_s
             while events.next_s <= arrival_s:
                 when_s, event = events.pop()

@@ -97,7 +97,7 @@ def flat(found: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-async def measure(args: argparse.Namespace, parts: list[str]) -> dict[str, Any]:
+async def measure(args: argparse.Namespace, parts: list[str], tell: Console) -> dict[str, Any]:
     """The parts, one after the other."""
     plan = LoadPlan(
         split_cores(available_cores()),
@@ -110,17 +110,23 @@ async def measure(args: argparse.Namespace, parts: list[str]) -> dict[str, Any]:
         args.max_coalesce_ms,
     )
     found: dict[str, Any] = {}
-    if "tokens" in parts:
+
+    def begin(part: str) -> bool:
+        if part in parts:
+            tell.print(f"measuring {part}")
+        return part in parts
+
+    if begin("tokens"):
         found |= await token_costs(plan, args.entrypoints.split(","))
-    if "dynamo" in parts and is_installed():
+    if begin("dynamo") and is_installed():
         found |= await beside_dynamo(plan, _model_path(), DYNAMO_SPEEDUP)
-    if "lag" in parts:
+    if begin("lag"):
         found["lag"] = await loop_lag(plan)
-    if "memory" in parts:
+    if begin("memory"):
         found["memory"] = await open_streams(plan)
-    if "scaling" in parts:
+    if begin("scaling"):
         found["scaling"] = await scaling(plan)
-    if "routing" in parts:
+    if begin("routing"):
         found["routing"] = asdict(measured(ROUTED_WORKERS, ROUTED_BLOCKS, DECISIONS))
     return found
 
@@ -133,7 +139,7 @@ def main() -> None:
     """Measures and prints."""
     args = parse_arguments()
     machine, parts = this_machine(), args.parts.split(",")
-    found = asyncio.run(measure(args, parts))
+    found = asyncio.run(measure(args, parts, Console(stderr=True)))
     figures = flat(found)
     if args.json:
         command = shlex.join(["python", "-m", "bench.coordinator", *sys.argv[1:]])

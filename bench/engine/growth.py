@@ -262,7 +262,11 @@ def main() -> int:
     options = parser.parse_args()
     machine = this_machine()
     relax_collector()  # as in a worker's process
-    found = {f"a step, by {name}": step_rows(cases) for name, cases in TABLES.items()}
+    tell, found = Console(stderr=True), {}
+    for name, cases in TABLES.items():
+        tell.print(f"measuring a step, by {name}")
+        found[f"a step, by {name}"] = step_rows(cases)
+    tell.print("measuring operations and pools")
     found["operations"] = [operations_row(waiting) for waiting in WAITING]
     found["pools"] = [pool_row(blocks) for blocks in POOLS]
     if options.json:

@@ -22,6 +22,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import psutil
 
@@ -247,11 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         filled_bytes, used_bytes = bytes_a_block(given.memory_blocks)
         content = {"bytes_a_block_once_filled": filled_bytes, "bytes_a_block_in_use": used_bytes}
     else:
-        rows = [
-            measured(count, size, given.decisions, given.repeats)
-            for size in given.blocks
-            for count in given.workers
-        ]
+        rows = []
+        for size, count in product(given.blocks, given.workers):
+            print(f"measuring {count} workers, {size} blocks", file=sys.stderr, flush=True)
+            rows.append(measured(count, size, given.decisions, given.repeats))
         content["rows"] = [asdict(row) for row in rows]
     command = "python -m bench.routing " + " ".join(arguments or sys.argv[1:])
     print(json.dumps(report("routing", command.strip(), this_machine(), **content), indent=1))

@@ -108,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trace = Trace(whole.name, whole.requests[: given.requests])
     engine, tables = preset(given.engine), []
     for cache_tokens in given.cache_tokens:
+        print(f"replaying with caches of {cache_tokens:,} tokens", file=sys.stderr, flush=True)
         tables.append(compared(trace, engine, cache_tokens))
     if given.json:
         command = "python -m bench.routing.trace " + " ".join(arguments or sys.argv[1:])

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from splitserve.cli.output import write
-
-if TYPE_CHECKING:
-    from splitserve.models.sources import Progress
+from splitserve.cli.output import shown_progress, write
 
 
 def register(app: typer.Typer) -> None:
@@ -46,31 +40,5 @@ def fetch_with_progress(name: str) -> Path:
     """Fetches with a progress bar on a terminal, else with one line per step."""
     from splitserve.models.fetch import fetch_model
 
-    with _progress(name) as progress:
+    with shown_progress(name) as progress:
         return fetch_model(name, progress)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[Progress]:
-    if not sys.stderr.isatty():
-        yield _plain(name)
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bar
-
-    with Bar(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=1.0)
-        yield lambda what, fraction: bar.update(task, description=f"{name}: {what}", completed=fraction)
-
-
-def _plain(name: str) -> Progress:
-    shown: set[str] = set()
-
-    def progress(what: str, fraction: float) -> None:
-        # A step's text may contain changing numbers; a log gets each step once.
-        step = what.split(" ", 1)[0]
-        if step not in shown:
-            shown.add(step)
-            print(f"{name}: {what}", file=sys.stderr, flush=True)
-
-    return progress

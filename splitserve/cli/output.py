@@ -1,12 +1,17 @@
-"""Writing to standard output."""
+"""Writing to standard output, and the progress of long work on standard error."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
+if TYPE_CHECKING:
+    from splitserve.models.sources import Progress
 EXIT_BROKEN_PIPE = 141
 """Exit code that a shell reports for SIGPIPE."""
 
@@ -20,3 +25,31 @@ def write(text: str) -> None:
         # Python flushes again at exit and would report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
+
+
+@contextmanager
+def shown_progress(name: str) -> Iterator[Progress]:
+    """Within the context, progress is a bar on a terminal, else one line for each step; a step is named by its first
+    word. Goes to standard error, without colors where NO_COLOR is set."""
+    if not sys.stderr.isatty():
+        yield _plain(name)
+        return
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+    with Bar(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=1.0)
+        yield lambda what, fraction: bar.update(task, description=f"{name}: {what}", completed=fraction)
+
+
+def _plain(name: str) -> Progress:
+    shown: set[str] = set()
+
+    def progress(what: str, fraction: float) -> None:
+        # A step's text may contain changing numbers; a log gets each step once.
+        step = what.split(" ", 1)[0]
+        if step not in shown:
+            shown.add(step)
+            print(f"{name}: {what}", file=sys.stderr, flush=True)
+
+    return progress

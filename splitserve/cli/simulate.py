@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from splitserve.cli import options
-from splitserve.cli.output import write
+from splitserve.cli.output import shown_progress, write
 from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -147,7 +147,8 @@ def simulate(
     scenario = Scenario(
         replayed, engine, slo, cold_start, prefix_cache=prefix_cache, admission=_admission(admission)
     )
-    found = compare(scenario, rules, names, attainment_bar if bound else None)
+    with shown_progress("simulate") as progress:
+        found = compare(scenario, rules, names, attainment_bar if bound else None, progress)
     if plot is not None:
         draw(plot, found.policy, f"{replayed.name}, cold start {cold_start:g} s", found.bound)
     write(f"{json.dumps(found.to_json())}\n" if as_json else _table(found, scenario))

@@ -20,6 +20,7 @@ from splitserve.rpc.status import known_error
 READY_POLL_S = 0.1
 READY_EVENTS = frozenset({"coordinator.ready", "worker.ready"})
 LOADING_EVENT = "worker.loading"
+COMPILING_EVENT = "engine.compiling_kernels"
 
 Probe = Callable[[], Awaitable[str | None]]
 """Returns the served model's name once the whole cluster is ready, else None. UnavailableError means not yet."""
@@ -194,6 +195,8 @@ class LocalCluster:
                 self._observer.loading(spec.name, 1.0)
         elif event["event"] == LOADING_EVENT and isinstance(event.get("fraction"), int | float):
             self._observer.loading(spec.name, min(1.0, max(0.0, float(event["fraction"]))))
+        elif event["event"] == COMPILING_EVENT:
+            self._observer.message(f"{spec.name}: compiling the kernels for this processor, once")
 
     async def _start(self, process: SupervisedProcess) -> None:
         child = process.child

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count as counter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.snapshot import PoolName, Snapshot
+from splitserve.models.sources import Progress
 
 GRID_S = 5.0
 """Time grid of schedules, seconds."""
@@ -98,21 +101,27 @@ def scheduled(prefill: Sequence[int], decode: Sequence[int]) -> Decide:
     return decide
 
 
-def clairvoyant_bound(scenario: Scenario, share: float = 0.97) -> Bound:
+def clairvoyant_bound(
+    scenario: Scenario, share: float = 0.97, on_progress: Progress = lambda *_: None
+) -> Bound:
     """The cheapest schedule found with which at least `share` of all requests meet both targets.
 
     If none attains it (prompts that miss the target even alone), the one with the most head-room.
     """
-    both, cold_s = needs(scenario), scenario.cold_start_s
+    both, cold_s, number = needs(scenario), scenario.cold_start_s, counter(1)
+
+    def run(prefill: tuple[int, ...], decode: tuple[int, ...]) -> Bound:
+        return _run(scenario, prefill, decode, partial(on_progress, f"bound, run {next(number)}"))
+
     ample = schedule(both["decode"], MOST_HEADROOM, 1.0, cold_s)
     allowed = 1 - _PREFILL_MISSES * (1 - share)
     found = _search(
-        lambda headroom, cap: _run(scenario, schedule(both["prefill"], headroom, cap, cold_s), ample),
+        lambda headroom, cap: run(schedule(both["prefill"], headroom, cap, cold_s), ample),
         lambda bound: bound.outcome.attainment_ttft >= allowed,
         CAPS,
     )
     return _search(
-        lambda headroom, cap: _run(scenario, found.prefill, schedule(both["decode"], headroom, cap, cold_s)),
+        lambda headroom, cap: run(found.prefill, schedule(both["decode"], headroom, cap, cold_s)),
         lambda bound: bound.outcome.attainment >= share,
         CAPS[:1],
     )
@@ -142,7 +151,14 @@ def _search(
     return best
 
 
-def _run(scenario: Scenario, prefill: tuple[int, ...], decode: tuple[int, ...]) -> Bound:
+def _run(
+    scenario: Scenario,
+    prefill: tuple[int, ...],
+    decode: tuple[int, ...],
+    on_progress: Callable[[float], None],
+) -> Bound:
     started = replace(scenario, initial={"prefill": prefill[0], "decode": decode[0]})
-    simulation = Simulation(started, scheduled(prefill, decode), GRID_S, name="clairvoyant")
+    simulation = Simulation(
+        started, scheduled(prefill, decode), GRID_S, name="clairvoyant", on_progress=on_progress
+    )
     return Bound(prefill, decode, simulation.run())

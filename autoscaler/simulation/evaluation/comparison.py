@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.scaling import PEAK_WINDOW_S
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import InvalidArgumentError
+from splitserve.models.sources import Progress
 
 POLICY_NAME = "policy"
 
@@ -48,22 +50,28 @@ def compare(
     policy: ScalingPolicy,
     names: Sequence[str] = (),
     bound_share: float | None = None,
+    on_progress: Progress = lambda *_: None,
 ) -> Comparison:
     """Runs the policy, these baselines (see `baseline_names`), and with `bound_share` the search for the bound."""
-    bounds = bounds_of(policy)
-    run = Simulation(scenario, make_decide(policy), policy.interval_s, bounds, POLICY_NAME).run()
-    others = [run_baseline(scenario, name, bounds) for name in names]
-    bound = clairvoyant_bound(scenario, bound_share) if bound_share is not None else None
+    bounds, on_policy = bounds_of(policy), partial(on_progress, POLICY_NAME)
+    run = Simulation(scenario, make_decide(policy), policy.interval_s, bounds, POLICY_NAME, on_policy).run()
+    others = [run_baseline(scenario, name, bounds, partial(on_progress, name)) for name in names]
+    bound = clairvoyant_bound(scenario, bound_share, on_progress) if bound_share is not None else None
     return Comparison(run, others, bound)
 
 
-def run_baseline(scenario: Scenario, name: str, bounds: Mapping[PoolName, Bounds]) -> Outcome:
+def run_baseline(
+    scenario: Scenario,
+    name: str,
+    bounds: Mapping[PoolName, Bounds],
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> Outcome:
     """Runs one baseline within the bounds of the policy."""
     peak = {pool: min(count, bounds[pool].max) for pool, count in static_peak(scenario).items()}
     baseline = baselines(scenario.slo, scenario.engine, bounds, peak)[name]
     if name == "static-peak":
         scenario = replace(scenario, initial=peak)
-    return Simulation(scenario, baseline.decide, baseline.interval_s, bounds, name).run()
+    return Simulation(scenario, baseline.decide, baseline.interval_s, bounds, name, on_progress).run()
 
 
 def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:

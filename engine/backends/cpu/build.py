@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from splitserve.errors import UnavailableError
+from splitserve.logs import log_event
 from splitserve.models.sources import cache_folder
 
 SOURCES = Path(__file__).with_name("src")
@@ -115,6 +116,7 @@ def _cached_library(features: frozenset[str]) -> Path:
     name = hashlib.sha256(b"\0".join(key)).hexdigest()[:24]
     library = cache_folder() / "kernels" / f"{name}.so"
     if not library.exists():
+        log_event("engine.compiling_kernels", compiler=compiler)
         _compile(compiler, library, NATIVE)
     return library
 
