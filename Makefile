@@ -65,13 +65,15 @@ check: setup ## Lint, types, import rules, protos
 	$(BIN)/buf lint
 	$(BIN)/python dev/proto.py --check
 	$(BIN)/python -m dev.docs.configuration_page --check
+	$(BIN)/python -m dev.docs.api_page --check
 	$(BIN)/python -m dev.monitoring.dashboards --check
 
 proto: setup ## Generate splitserve/v1 from protos/
 	$(BIN)/python dev/proto.py
 
-docs: setup ## Generate docs/configuration.md, the way of a request in docs/architecture.md, and the Grafana dashboards
+docs: setup ## Generate docs/configuration.md, docs/api.md, the way of a request in docs/architecture.md, and the Grafana dashboards
 	$(BIN)/python -m dev.docs.configuration_page
+	$(BIN)/python -m dev.docs.api_page
 	$(BIN)/python -m dev.monitoring.dashboards
 	$(BIN)/python -m dev.docs.request_path
 
