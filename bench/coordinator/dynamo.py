@@ -42,10 +42,10 @@ async def dynamo(model_path: Path, speedup: float, cores: Cores) -> AsyncIterato
         mock = [python, "-m", "dynamo.mocker", "--model-path", model, "--model-name", model]
         mock += ["--speedup-ratio", str(speedup), *found]
         async with AsyncExitStack() as stack:
-            process = await stack.enter_async_context(program(front, cores.front, **variables))
+            process = await stack.enter_async_context(program(front, cores.front, variables))
             for mode in ("prefill", "decode"):
                 command = [*mock, "--disaggregation-mode", mode]
-                await stack.enter_async_context(program(command, cores.rest, **variables))
+                await stack.enter_async_context(program(command, cores.rest, variables))
             await _ready(port, model)
             yield Process(process.pid, "", join_address(HOST, port))
 

@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from splitserve.addresses import claim_port, join_address
@@ -47,14 +48,18 @@ def split_cores(cores: Sequence[int]) -> Cores:
 
 @asynccontextmanager
 async def program(
-    command: Sequence[str], cores: Sequence[int], **variables: str
+    command: Sequence[str],
+    cores: Sequence[int],
+    variables: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Runs a program on these cores; its stdout is piped, its log is dropped."""
+    """Runs a program on these cores; its stdout is piped, its log is dropped. `python -m` runs what is in `folder`."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "SPLITSERVE_LOG_LEVEL": "warning", **variables},
+        cwd=folder,
+        env={**os.environ, "SPLITSERVE_LOG_LEVEL": "warning", **(variables or {})},
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
     try:
@@ -71,12 +76,14 @@ async def program(
 
 
 @asynccontextmanager
-async def coordinator(config: CoordinatorConfig, cores: Sequence[int]) -> AsyncIterator[Process]:
-    """A coordinator on free ports."""
+async def coordinator(
+    config: CoordinatorConfig, cores: Sequence[int], checkout: Path | None = None
+) -> AsyncIterator[Process]:
+    """A coordinator on free ports, of this version or of another one's folder."""
     ports = {"grpc_port": claim_port(HOST, 0), "http_port": claim_port(HOST, 0)}
     config = config.model_copy(update={"host": HOST, **ports})
     command = [sys.executable, "-m", "splitserve", "coordinator", *arguments(config)]
-    async with program(command, cores) as process:
+    async with program(command, cores, folder=checkout) as process:
         yield Process(
             process.pid, join_address(HOST, ports["grpc_port"]), join_address(HOST, ports["http_port"])
         )
