@@ -28,6 +28,7 @@ class Told(ScalingClient):
         lend: bool = False,
         valid_s: float = 30.0,
         lease_number: int = 0,
+        decisions: Iterable[scaling_pb2.PoolDecision] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         if self.away:
             raise UnavailableError("no answer")
