@@ -104,9 +104,8 @@ class Coordinator:
             coalescer,
             self.loops,
         )
-        self.admission: CapacityAdmission | None = None
-        if config.admission.mode == "queue":
-            self.admission = CapacityAdmission(config, self.registry, self.stats.set_held)
+        queues = config.admission.mode == "queue"
+        self.admission = CapacityAdmission(config, self.registry, self.stats.set_held) if queues else None
         self.parser = ParserThread()
         self.limits = InputLimits(self.registry.known_models, config.max_message_bytes)
         self.api = self._inference_api(router or make_router(config.routing))

@@ -21,7 +21,7 @@ export function waterfall(record) {
   const after = record.phases.filter((phase) => phase.start_ms >= first);
   const rows = [
     ...before.map((phase) => row(phase, 0, first)),
-    ...(hasToken ? [el("tr", { class: "mark" }, el("th", { scope: "row" }, "first token"), el("td", {}, milliseconds(first)), el("td"), el("td"), el("td"))] : []),
+    ...(hasToken ? [el("tr", { class: "mark" }, el("th", { scope: "row", colspan: 5 }, `first token after ${milliseconds(first)}`))] : []),
     ...after.map((phase) => row(phase, first, end)),
   ];
   const head = ["phase", "start", "time", "worker", "when"].map((name) => el("th", { scope: "col" }, name));
