@@ -18,6 +18,7 @@ from coordinator.entrypoints.inference_api import InferenceApi, require_admin
 from coordinator.entrypoints.openai.fields import compact_json
 from coordinator.entrypoints.page.cluster_view import (
     FLOW_WINDOW_S,
+    MAX_MODELS,
     flows_view,
     models_view,
     scaling_view,
@@ -27,7 +28,7 @@ from coordinator.entrypoints.page.figure_series import STEP_S, FigureSeries
 from coordinator.entrypoints.page.page_access import PageAccess
 from coordinator.entrypoints.page.static_files import INDEX, SECURITY_HEADERS, static_file
 from coordinator.metrics.scaling_service import ScalingService
-from coordinator.metrics.stats import RequestStats
+from coordinator.metrics.stats import ModelStats, RequestStats
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.request.caller import ANYONE
@@ -42,6 +43,9 @@ CHANGED_S = 0.25
 """Least age of a snapshot that is replaced because the set of workers, or what they can do, has changed."""
 LISTED = 12
 """Requests in each list."""
+
+UNASKED = ModelStats()
+"""Of a model that no request has come for."""
 
 Queues = Callable[[], Mapping[str, AdmissionCounts]]
 
@@ -81,7 +85,7 @@ class PageEndpoints:
     async def sample(self) -> None:
         """Takes the figures every STEP_S seconds, until cancelled."""
         while True:
-            self._series.sample(self._stats.models(), self._queues(), self._registry.snapshot(), time.time())
+            self._series.sample(self._models(), self._queues(), self._registry.snapshot(), time.time())
             self._history = b""
             await asyncio.sleep(STEP_S)
 
@@ -141,7 +145,8 @@ class PageEndpoints:
             "running_requests": self._api.running,
             "workers": workers_view(snapshot, self._scaling.states, now_s),
             "flows": flows_view(self._keeper.kv_flows(FLOW_WINDOW_S)),
-            "models": models_view(self._stats.models(), queues),
+            "models": models_view(self._models(), queues),
+            "servable": self._api.model_names(ANYONE)[:MAX_MODELS],
             "scaling": scaling_view(self._scaling.timeline, self._registry.plan, now_s),
             "requests": {
                 "recent": self._listed(),
@@ -150,6 +155,10 @@ class PageEndpoints:
             },
             "latest": self._series.latest(),
         }
+
+    def _models(self) -> dict[str, ModelStats]:
+        """The statistics of all models that had a worker, whether or not a request has come."""
+        return dict.fromkeys(sorted(self._registry.known_models()), UNASKED) | self._stats.models()
 
     def _listed(self, *, slow: bool = False, failed: bool = False) -> list[dict[str, Any]]:
         asked = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=LISTED)

@@ -27,7 +27,18 @@ export class Chat {
       else void this.send(this.text.value.trim());
     });
     this.record = el("div", { id: "chat-record" });
-    container.replaceChildren(this.log, this.form, this.record);
+    this.select = el("select", { id: "chat-model" });
+    this.choice = el("p", { hidden: true }, el("label", {}, "Model ", this.select));
+    container.replaceChildren(this.choice, this.log, this.form, this.record);
+  }
+
+  // The models that can be asked, by name.
+  offer(names) {
+    if ([...this.select.options].map((one) => one.value).join("\n") === names.join("\n")) return;
+    const before = this.select.value;
+    this.select.replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+    if (names.includes(before)) this.select.value = before;
+    this.choice.hidden = names.length < 2;
   }
 
   clear() {
@@ -39,7 +50,7 @@ export class Chat {
   }
 
   async send(content) {
-    if (!content || !this.model) return;
+    if (!content) return;
     this.text.value = "";
     this.turns = [...this.turns, { role: "user", content }].slice(-MOST_TURNS);
     this.log.append(el("p", { class: "user" }, content));
@@ -48,7 +59,7 @@ export class Chat {
     this.running = new AbortController();
     this.button.textContent = "Stop";
     const id = `page-${crypto.getRandomValues(new Uint32Array(3)).reduce((text, part) => text + part.toString(16).padStart(8, "0"), "")}`;
-    const body = { model: this.model, messages: this.turns, stream: true, max_tokens: MOST_TOKENS };
+    const body = { model: this.select.value, messages: this.turns, stream: true, max_tokens: MOST_TOKENS };
     try {
       await chat(body, id, this.running.signal, (event) => {
         answer.append(event.choices?.[0]?.delta?.content ?? "");

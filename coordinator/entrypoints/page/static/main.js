@@ -60,7 +60,7 @@ function chooseModel(snapshot) {
   }
   byId("model-choice").hidden = names.length < 2;
   if (!names.includes(model)) model = names[0] ?? null;
-  chat.model = model;
+  chat.offer(snapshot.servable);
 }
 
 function duration(seconds) {

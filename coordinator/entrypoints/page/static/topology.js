@@ -41,8 +41,9 @@ export class Topology {
       if (until < now || this.workers.has(id)) this.gone.delete(id);
     }
     const all = [...found, ...[...this.gone.values()].map((one) => one.worker)].sort((a, b) => (a.id < b.id ? -1 : 1));
+    const shown = new Set(all.map((worker) => worker.id));
     for (const [id, cell] of this.cells) {
-      if (!all.some((worker) => worker.id === id)) {
+      if (!shown.has(id)) {
         cell.remove();
         this.cells.delete(id);
       }
