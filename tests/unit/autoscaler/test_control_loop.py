@@ -39,6 +39,7 @@ class World:
         self.blind: UnavailableError | None = None
         self.deaf: UnavailableError | None = None
         self.applied: list[tuple[list[str], list[str], bool]] = []
+        self.told: list[Any] = []
         self.rounds: list[Memory] = []
         self.snapshots: list[Snapshot] = []
         self.now_s = 0.0
@@ -69,6 +70,7 @@ class World:
         if self.deaf is not None:
             raise self.deaf
         self.applied.append((list(standby), list(active), lend))
+        self.told = list(decisions)
 
     def wants(self, prefill: int, decode: int, standby: int = 0, lend: bool = False) -> None:
         self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), lend)
@@ -85,6 +87,17 @@ async def test_it_starts_what_is_missing_once_and_remembers() -> None:
     assert there == ["decode-2", "prefill-0", "prefill-1"]
     assert await world.tick() == there
     assert world.rounds == [None, 1]
+
+
+async def test_coordinators_are_told_why_and_what_comes_next() -> None:
+    world = World()
+    world.wants(2, 1)
+    await world.tick()
+    prefill, decode = world.told
+    assert (prefill.desired, prefill.reason, list(prefill.next_actions)) == (2, "more came", ["start 2"])
+    assert (decode.desired, list(decode.next_actions)) == (1, ["start 1"])
+    await world.tick()
+    assert [list(one.next_actions) for one in world.told] == [[], []]
 
 
 async def test_scale_in_is_one_at_a_time_and_out_of_rotation_first() -> None:
