@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import statistics
 import sys
 import time
@@ -23,10 +24,10 @@ import psutil
 
 from bench.coordinator.processes import answers, coordinator, scripted_workers, split_cores
 from bench.machine import report, this_machine
-from dev.chromium import chromium
 from splitserve.client import AsyncClient
 from splitserve.cluster.placement import available_cores
 from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.errors import UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -114,7 +115,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         # The browser is somebody's own machine: it may use every core.
         os.sched_setaffinity(0, available)
         playwright = await stack.enter_async_context(async_playwright())
-        browser = await playwright.chromium.launch(executable_path=chromium())
+        browser = await playwright.chromium.launch(executable_path=_chromium())
         stack.push_async_callback(browser.close)
         os.sched_setaffinity(0, cores.rest)
         await asyncio.sleep(SETTLE_S)
@@ -137,6 +138,14 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         "load_ms": statistics.median(load_ms),
         "details": {"shares": shares, "load_ms": load_ms},
     }
+
+
+def _chromium() -> str:
+    found = shutil.which("chromium")
+    if found is None:
+        message = "there is no Chromium here (Debian: apt-get install chromium)"
+        raise UnavailableError(message, reason="NO_CHROMIUM")
+    return found
 
 
 def main() -> None:
