@@ -17,11 +17,13 @@ from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
+from autoscaler.plan_reasons import decisions_of
 from autoscaler.reconcile import Action, Activate, Bounds, Drain, ReplicaView, Rest, Start, members, reconcile
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
 from splitserve.errors import ConfigError, DeadlineExceededError, SplitserveError
 from splitserve.logs import log_event
+from splitserve.v1 import scaling_pb2
 
 T = TypeVar("T")
 
@@ -29,8 +31,15 @@ T = TypeVar("T")
 class Rotation(Protocol):
     """Tells the coordinators which workers are on standby and whether decode is lent to prefill."""
 
-    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
-        """Takes `standby` out of rotation and `active` into it. Called at every tick. Raises SplitserveError."""
+    async def apply(
+        self,
+        standby: Sequence[str],
+        active: Sequence[str],
+        lend: bool,
+        decisions: Sequence[scaling_pb2.PoolDecision],
+    ) -> None:
+        """Takes `standby` out of rotation and `active` into it; `decisions` say why, for people. Called at every tick.
+        Raises SplitserveError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +208,9 @@ class ControlLoop:
                     standby.update(names)
                 case Start():
                     pass
-        applied = self.rotation.apply(sorted(standby), sorted(active), plan.lend_decode_to_prefill)
+        applied = self.rotation.apply(
+            sorted(standby), sorted(active), plan.lend_decode_to_prefill, decisions_of(plan, pools, actions)
+        )
         try:
             await _within(self.settings.act_s, applied, "apply the plan")
         except SplitserveError as error:

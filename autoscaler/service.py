@@ -29,6 +29,7 @@ from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import stop_signal
 from splitserve.runtime.reload import FileWatcher
 from splitserve.security.api_keys import read_key
+from splitserve.v1 import scaling_pb2
 
 PLAN_INTERVALS = 4
 """A plan stays valid for this many missed ticks."""
@@ -200,10 +201,17 @@ class CoordinatorRotation:
         self._clients = tuple(clients)
         self._lease = lease
 
-    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+    async def apply(
+        self,
+        standby: Sequence[str],
+        active: Sequence[str],
+        lend: bool,
+        decisions: Sequence[scaling_pb2.PoolDecision] = (),
+    ) -> None:
         """See `Rotation`. Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act,
         and UnavailableError naming the coordinators that could not be reached."""
-        calls = [self._apply_to(client, standby, active, lend) for client in self._clients]
+        plan: dict[str, Any] = {"standby": standby, "active": active, "lend": lend, "decisions": decisions}
+        calls = [self._apply_to(client, plan) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)
         if any(error.reason == "STALE_LEASE" for _, error in failed):
@@ -212,12 +220,12 @@ class CoordinatorRotation:
             raise UnavailableError(text, reason="PLAN_NOT_APPLIED")
 
     async def _apply_to(
-        self, client: ScalingClient, standby: Sequence[str], active: Sequence[str], lend: bool
+        self, client: ScalingClient, plan: Mapping[str, Any]
     ) -> tuple[str, SplitserveError] | None:
         number = self._lease.number_at(client.target) if self._lease is not None else 0
-        fenced = {"lease_number": number} if number else {}
+        fenced: dict[str, Any] = {"lease_number": number} if number else {}
         try:
-            await client.apply_plan(standby=standby, active=active, lend=lend, valid_s=self.valid_s, **fenced)
+            await client.apply_plan(**plan, valid_s=self.valid_s, **fenced)
         except SplitserveError as error:
             return client.target, error
         return None

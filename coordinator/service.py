@@ -12,12 +12,15 @@ from prometheus_client.core import Metric
 
 from coordinator.admission.controller import CapacityAdmission
 from coordinator.background_tasks import BackgroundTasks
+from coordinator.entrypoints.grpc_services import SERVICES, add_services
 from coordinator.entrypoints.http.server import serving_http
 from coordinator.entrypoints.inference_api import InferenceApi
 from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.input_limits import InputLimits
 from coordinator.entrypoints.kserve.service import KserveService
 from coordinator.entrypoints.openai.app import make_app
+from coordinator.entrypoints.page.endpoints import PageEndpoints
+from coordinator.entrypoints.page.page_access import PageAccess
 from coordinator.entrypoints.trace_sampler import TraceSampler
 from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector
@@ -45,8 +48,6 @@ from coordinator.workers.registry import Registry
 from coordinator.workers.registry_service import RegistryService
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.generation.grammar import load_compiler
-from splitserve.kserve import open_inference_pb2
-from splitserve.kserve.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from splitserve.logs import log_event
 from splitserve.metrics import gauge, reload_metrics, serving_metrics
 from splitserve.models.hf_tokenizer import load_tokenizer
@@ -58,21 +59,9 @@ from splitserve.runtime.process import connections_that_fit, relax_collector, st
 from splitserve.runtime.reload import FileWatcher
 from splitserve.tracing.exporting import exporting_spans
 from splitserve.tracing.finished_span import SpanSink
-from splitserve.v1 import inference_pb2, registry_pb2, routes_pb2, scaling_pb2
-from splitserve.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from splitserve.v1.registry_pb2_grpc import add_RegistryServiceServicer_to_server
-from splitserve.v1.routes_pb2_grpc import add_RoutesServiceServicer_to_server
-from splitserve.v1.scaling_pb2_grpc import add_ScalingServiceServicer_to_server
 
 CLEANUP_GRACE_S = 3.0
 """How long shutdown waits for requests to unwind and for aborts to reach the workers."""
-SERVICES = (
-    inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-    registry_pb2.DESCRIPTOR.services_by_name["RegistryService"].full_name,
-    scaling_pb2.DESCRIPTOR.services_by_name["ScalingService"].full_name,
-    routes_pb2.DESCRIPTOR.services_by_name["RoutesService"].full_name,
-    open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name,
-)
 
 
 class Coordinator:
@@ -115,9 +104,8 @@ class Coordinator:
             coalescer,
             self.loops,
         )
-        self.admission: CapacityAdmission | None = None
-        if config.admission.mode == "queue":
-            self.admission = CapacityAdmission(config, self.registry, self.stats.set_held)
+        queues = config.admission.mode == "queue"
+        self.admission = CapacityAdmission(config, self.registry, self.stats.set_held) if queues else None
         self.parser = ParserThread()
         self.limits = InputLimits(self.registry.known_models, config.max_message_bytes)
         self.api = self._inference_api(router or make_router(config.routing))
@@ -136,7 +124,24 @@ class Coordinator:
             self.access,
             self.failure_detector.report_ended,
         )
+        self.explainer = Explainer(self.records, self.registry, config.routing)
+        self.page = self._page_endpoints()
         self._add_services()
+
+    def _page_endpoints(self) -> PageEndpoints | None:
+        """The page at `/`; None where it is off."""
+        if self.config.page == "off" or self.config.http_port is None:
+            return None
+        return PageEndpoints(
+            self.api,
+            PageAccess(self.config),
+            self.registry,
+            self.stats,
+            self.admission.counts if self.admission is not None else dict,
+            self.records,
+            self.explainer,
+            self.scaling,
+        )
 
     def _followed_files(self) -> FileWatcher:
         routes, access = self.config.model_routes_file, self.access
@@ -178,18 +183,12 @@ class Coordinator:
 
     def _add_services(self) -> None:
         """Registers the servicers of all gRPC services on the server."""
-        server = self.server.grpc_server
-        explainer = Explainer(self.records, self.registry, self.config.routing)
-        inference_service = InferenceService(self.api, self.access, explainer)
-        add_InferenceServiceServicer_to_server(inference_service, server)
-        add_GRPCInferenceServiceServicer_to_server(self.kserve, server)
-        routes_service = RoutesService(self.routes, self.registry, self.access, self.coordinator_id)
-        add_RoutesServiceServicer_to_server(routes_service, server)
-        registry_service = RegistryService(
+        routes = RoutesService(self.routes, self.registry, self.access, self.coordinator_id)
+        registry = RegistryService(
             self.registry, self.coordinator_id, self.tokenizers.tokenizer, mutual=self.access.guard.mutual
         )
-        add_RegistryServiceServicer_to_server(registry_service, server)
-        add_ScalingServiceServicer_to_server(self.scaling, server)
+        inference = InferenceService(self.api, self.access, self.explainer)
+        add_services(self.server.grpc_server, inference, self.kserve, routes, registry, self.scaling)
 
     def background_loops(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """What runs beside the servers for as long as they do, by name."""
@@ -201,6 +200,7 @@ class Coordinator:
             "worker_states": self.scaling.watch_states,
             "files": self.files.follow,
             "loop_lag": self.loop_lag.watch,
+            **({"page": self.page.sample} if self.page is not None else {}),
         }
 
     async def expire_silent_workers(self) -> None:
@@ -244,7 +244,7 @@ class Coordinator:
         if config.http_port is None:
             yield
             return
-        app = make_app(self.api, self.metrics)
+        app = make_app(self.api, self.metrics, self.page.paths if self.page is not None else ())
         most = connections_that_fit(config.max_connections, LISTENERS)
         tls = self.access.security.server_tls
         async with serving_http(app, config.host, config.http_port, tls, most) as port:

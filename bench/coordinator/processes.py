@@ -91,11 +91,16 @@ async def coordinator(
 
 @asynccontextmanager
 async def scripted_workers(
-    coordinators: Sequence[str], step_ms: float, tokenizer: str, vocabulary: int, cores: Sequence[int]
+    coordinators: Sequence[str],
+    step_ms: float,
+    tokenizer: str,
+    vocabulary: int,
+    cores: Sequence[int],
+    pairs: int = 1,
 ) -> AsyncIterator[Process]:
-    """The two scripted workers; ready when every coordinator can serve with them."""
+    """Pairs of scripted workers; ready when every coordinator can serve with one of them."""
     command = [sys.executable, "-m", "bench.coordinator.scripted_workers", "--step-ms", str(step_ms)]
-    command += ["--tokenizer", tokenizer, "--vocabulary", str(vocabulary)]
+    command += ["--tokenizer", tokenizer, "--vocabulary", str(vocabulary), "--pairs", str(pairs)]
     for address in coordinators:
         command += ["--coordinator", address]
     async with program(command, cores) as process:
@@ -143,14 +148,15 @@ async def front_and_workers(
             place = cores.front if count == 1 else [[*cores.front, *cores.rest][number % 2]]
             fronts.append(await stack.enter_async_context(coordinator(config, place)))
         for front in fronts:
-            await _answers(front.grpc)
+            await answers(front.grpc)
         workers = await stack.enter_async_context(
             scripted_workers([front.grpc for front in fronts], step_ms, *model, cores.rest)
         )
         yield fronts, workers
 
 
-async def _answers(target: str) -> None:
+async def answers(target: str) -> None:
+    """Returns once the coordinator answers. Raises TimeoutError."""
     async with asyncio.timeout(READY_S), AsyncClient(target) as client:
         while True:
             try:

@@ -1,4 +1,4 @@
-"""One prefill and one decode worker without an engine, in one process: `python -m bench.coordinator.scripted_workers`.
+"""Pairs of scripted prefill and decode workers, in one process: `python -m bench.coordinator.scripted_workers`.
 
 They speak the real protocols to every coordinator named. A prompt's first token comes at once, the handoff with it;
 from then on each step gives every live request one token, all outputs of one coordinator in one message, as the real
@@ -16,7 +16,7 @@ import gc
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,8 @@ class _Live:
 class ScriptedDecode(DecodeServiceServicer):
     """Decode steps at a fixed pace while requests are live."""
 
-    def __init__(self, step_s: float, epoch: int) -> None:
-        self._step_s, self._epoch = step_s, epoch
+    def __init__(self, step_s: float, epoch: int, agent_id: str) -> None:
+        self._step_s, self._epoch, self.agent_id = step_s, epoch, agent_id
         self._streams = OutputStreams(self._forget, LEASE_S)
         self._decoding: dict[str, dict[int, _Live]] = {}
         """By coordinator."""
@@ -80,7 +80,11 @@ class ScriptedDecode(DecodeServiceServicer):
         live = _Live(request.request_id, request.prior_output_tokens + 1, request.stop.max_tokens)
         self._reserved[number] = request.coordinator_id, live
         ticket = kv_transfer_pb2.KvTicket(
-            decode_agent_id="decode", epoch=self._epoch, reservation=number, block_indices=[1], total_bytes=16
+            decode_agent_id=self.agent_id,
+            epoch=self._epoch,
+            reservation=number,
+            block_indices=[1],
+            total_bytes=16,
         )
         ticket.time_to_live.CopyFrom(request.timeout)
         return decode_pb2.ReserveResponse(ticket=ticket)
@@ -160,8 +164,8 @@ class ScriptedDecode(DecodeServiceServicer):
 class ScriptedPrefill(PrefillServiceServicer):
     """Answers with the first token and completes the handoff at once."""
 
-    def __init__(self, decode: ScriptedDecode) -> None:
-        self._decode = decode
+    def __init__(self, decodes: Mapping[str, ScriptedDecode]) -> None:
+        self._decodes = decodes
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -177,27 +181,38 @@ class ScriptedPrefill(PrefillServiceServicer):
             yield first
             return
         yield first
-        self._decode.complete(request.ticket.reservation)
+        self._decodes[request.ticket.decode_agent_id].complete(request.ticket.reservation)
         yield prefill_pb2.PrefillResponse(handoff=prefill_pb2.HandoffDone(written_bytes=16, descriptors=1))
 
 
-async def serve(coordinators: list[str], step_s: float, tokenizer: str, vocabulary: int) -> None:
-    """Serves both workers until cancelled."""
+async def serve(
+    coordinators: list[str], step_s: float, tokenizer: str, vocabulary: int, pairs: int = 1
+) -> None:
+    """Serves all pairs until cancelled, each at an address of its own, of which the first is printed."""
     epoch = uuid.uuid4().int & (2**63 - 1) | 1
-    decode = ScriptedDecode(step_s, epoch)
-    server = make_server()
-    add_DecodeServiceServicer_to_server(decode, server.grpc_server)
-    add_PrefillServiceServicer_to_server(ScriptedPrefill(decode), server.grpc_server)
-    address = f"{HOST}:{await server.start(HOST, 0, [])}"
-    print(address, flush=True)
+    decodes = {
+        name: ScriptedDecode(step_s, epoch, name) for name in (str(uuid.uuid4()) for _ in range(pairs))
+    }
+    addresses = []
+    servers = []
+    for decode in decodes.values():
+        server = make_server()
+        add_DecodeServiceServicer_to_server(decode, server.grpc_server)
+        add_PrefillServiceServicer_to_server(ScriptedPrefill(decodes), server.grpc_server)
+        addresses.append(f"{HOST}:{await server.start(HOST, 0, [])}")
+        servers.append(server)
+    print(addresses[0], flush=True)
     gc.freeze()
     async with asyncio.TaskGroup() as group:
-        group.create_task(decode.run())
-        for coordinator in coordinators:
-            for pool in (registry_pb2.POOL_DECODE, registry_pb2.POOL_PREFILL):
-                name = registry_pb2.Pool.Name(pool).removeprefix("POOL_").lower() + "-0"
-                request = registration(name, pool, address, epoch, tokenizer, vocabulary)
-                group.create_task(_membership(coordinator, request, decode))
+        for number, (decode, address) in enumerate(zip(decodes.values(), addresses, strict=True)):
+            group.create_task(decode.run())
+            for coordinator in coordinators:
+                for pool in (registry_pb2.POOL_DECODE, registry_pb2.POOL_PREFILL):
+                    name = registry_pb2.Pool.Name(pool).removeprefix("POOL_").lower()
+                    request = registration(f"{name}-{number}", pool, address, epoch, tokenizer, vocabulary)
+                    if pool == registry_pb2.POOL_DECODE:
+                        request.endpoint.agent_id = decode.agent_id
+                    group.create_task(_membership(coordinator, request, decode))
 
 
 async def _membership(
@@ -264,8 +279,9 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=15.0)
     parser.add_argument("--tokenizer", default="simulated")
     parser.add_argument("--vocabulary", type=int, default=257)
+    parser.add_argument("--pairs", type=int, default=1, help="prefill workers, and as many decode workers")
     args = parser.parse_args()
-    uvloop.run(serve(args.coordinator, args.step_ms / 1e3, args.tokenizer, args.vocabulary))
+    uvloop.run(serve(args.coordinator, args.step_ms / 1e3, args.tokenizer, args.vocabulary, args.pairs))
 
 
 if __name__ == "__main__":

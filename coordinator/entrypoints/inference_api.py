@@ -126,6 +126,10 @@ class InferenceApi:
         """The models that the caller may use, sorted by name."""
         return [await self._model_info(nameable, caller) for nameable in self._routes.nameable(caller)]
 
+    def model_names(self, caller: Caller) -> list[str]:
+        """The names of the models that the caller may use, sorted."""
+        return [nameable.name for nameable in self._routes.nameable(caller)]
+
     def model_name(self, name: str, caller: Caller) -> str:
         """The name itself, or for an empty name that of the caller's only model; empty if there is no such model."""
         return self._routes.public_name(name, caller)

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from coordinator.metrics.scaling_lease import ScalingLeases
+from coordinator.metrics.scaling_timeline import ScalingTimeline, check_decisions
 from coordinator.metrics.stats import PHASES, ModelStats, RequestStats, summed
 from coordinator.request.estimates import Estimates
 from coordinator.request.state import Stage
@@ -43,7 +44,8 @@ class ScalingService(ScalingServiceServicer):
         self._estimates = estimates
         self._coordinator_id = coordinator_id
         self._report_ended = report_ended
-        self._states = WorkerStates()
+        self.states = WorkerStates()
+        self.timeline = ScalingTimeline()
         self._started_s = time.monotonic()
         self._leases = ScalingLeases(self._started_s, first_number=lambda: round(time.time() * 1e3))
 
@@ -51,7 +53,7 @@ class ScalingService(ScalingServiceServicer):
         """Tracks when workers change state, until cancelled."""
         while True:
             version = self._registry.version
-            self._states.update(self._registry.snapshot(), time.monotonic())
+            self.states.update(self._registry.snapshot(), time.monotonic())
             await self._registry.wait_change(version)
 
     async def GetSignals(
@@ -61,7 +63,7 @@ class ScalingService(ScalingServiceServicer):
         self._access.require_operator(context)
         now = time.monotonic()
         snapshot = self._registry.snapshot()
-        self._states.update(snapshot, now)
+        self.states.update(snapshot, now)
         known = self._registry.known_models()
         bases = [name for name, model in known.items() if not model.base]
         return scaling_pb2.GetSignalsResponse(
@@ -79,9 +81,11 @@ class ScalingService(ScalingServiceServicer):
         self._access.require_operator(context)
         self._leases.check_plan(request.lease_number, time.monotonic())
         plan = checked_plan(request, time.monotonic())
+        check_decisions(request)
         if plan.lend != self._registry.plan.lend:
             log_event("plan.lending", lent=plan.lend)
         self._registry.apply_plan(plan)
+        self.timeline.add(request, time.time())
         here = {worker.worker_id for worker in self._registry.snapshot().workers}
         return scaling_pb2.ApplyPlanResponse(
             coordinator_id=self._coordinator_id,
@@ -138,7 +142,7 @@ class ScalingService(ScalingServiceServicer):
         )
 
     def _worker(self, worker: Worker, snapshot: PoolSnapshot, now: float) -> scaling_pb2.WorkerSignals:
-        state, since_s = self._states.of(worker.key)
+        state, since_s = self.states.of(worker.key)
         lanes = [lane.gb_per_second for _, lane in snapshot.lanes_of(worker) if lane.gb_per_second > 0]
         return scaling_pb2.WorkerSignals(
             worker_id=worker.worker_id,
@@ -196,3 +200,7 @@ class WorkerStates:
     def of(self, key: WorkerKey) -> tuple[WorkerState, float]:
         """State, and since when. Raises KeyError for a worker that is not in the last snapshot."""
         return self._since[key]
+
+    def find(self, key: WorkerKey) -> tuple[WorkerState, float] | None:
+        """As `of`; None for a worker that is not in the last snapshot."""
+        return self._since.get(key)

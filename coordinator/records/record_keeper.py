@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from coordinator.metrics.recorder import outcome_of
+from coordinator.records.kv_flows import KvFlow, kv_flows
 from coordinator.records.request_record import AttemptFacts, RequestRecord
 from coordinator.records.spans import spans_of
 from coordinator.request.ids import names_of
@@ -117,6 +118,12 @@ class RecordKeeper(RequestObserver):
         rings = {"recent": [self._recent], "slow": [self._slow], "failed": [self._failed, self._refused]}
         found = {id(one): one for kind in kinds for ring in rings[kind] for one in _of(ring, tenant)}
         return sorted(found.values(), key=lambda record: record.received_unix_s, reverse=True)
+
+    def kv_flows(self, window_s: float) -> list[KvFlow]:
+        """What handoffs of the running and the latest requests wrote in the last `window_s` seconds, by pair."""
+        return kv_flows(
+            self._running.values(), reversed(self._recent), window_s, time.monotonic(), time.time()
+        )
 
     def why_kept(self, record: RequestRecord) -> list[str]:
         """Why a record is kept longer than the latest ones, one line a reason."""

@@ -62,14 +62,16 @@ class ScalingClient:
         lend: bool = False,
         valid_s: float = DEFAULT_VALID_S,
         lease_number: int = 0,
+        decisions: Iterable[scaling_pb2.PoolDecision] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
-        """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number. Raises
-        SplitserveError; FailedPreconditionError (STALE_LEASE) when another may scale."""
+        """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why.
+        Raises SplitserveError; FailedPreconditionError (STALE_LEASE) when another may scale."""
         request = scaling_pb2.ApplyPlanRequest(
             standby_worker_ids=sorted(standby),
             active_worker_ids=sorted(active),
             lend_decode_to_prefill=lend,
             lease_number=lease_number,
+            decisions=decisions,
         )
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
         try:

@@ -168,6 +168,11 @@ class CoordinatorConfig(SecuritySettings):
     port. Default: the port after `grpc_port`."""
     http_port: HttpPort = 8000
     """Port of the OpenAI-compatible API; 0 takes a free one, `off` serves none."""
+    page: Literal["on", "off"] = "on"
+    """Whether the HTTP port serves the page at `/`, which shows what the cluster does; see docs/observability.md."""
+    page_token_file: Path | None = None
+    """File with the secret that the page asks for, at least 16 printable characters. With `tenants` an admin's API key
+    is asked for instead. Default: none, and where `host` is no loopback address the page then shows nothing."""
     request_timeout_s: Annotated[float, Field(gt=0, le=86400)] = 600.0
     """Upper limit and default of a generation's timeout."""
     max_running_requests: Annotated[int, Field(ge=1, le=10**6)] = 4096

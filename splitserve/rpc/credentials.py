@@ -74,24 +74,29 @@ def cluster_credentials(role: Role, tls: TlsConfig | None, token_file: Path | No
 
 def read_token(path: Path | None) -> str | None:
     """The cluster token, or None without one. Raises ConfigError naming `cluster_token_file`."""
-    if path is None:
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        where = TOKEN_VARIABLE
-        if not token:
-            return None
-    else:
-        where = str(path)
-        try:
-            token = path.read_text(encoding="ascii").strip()
-        except OSError as error:
-            message = f"cluster_token_file: cannot read {path}: {error.strerror}"
-            raise ConfigError(message, field="cluster_token_file") from None
-        except UnicodeDecodeError:
-            token = ""
+    if path is not None:
+        return read_token_file(path, "cluster_token_file")
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    return _checked_token(token, TOKEN_VARIABLE, "cluster_token_file") if token else None
+
+
+def read_token_file(path: Path, setting: str) -> str:
+    """The secret in the file that a setting names. Raises ConfigError naming the setting."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        message = f"{setting}: cannot read {path}: {error.strerror}"
+        raise ConfigError(message, field=setting) from None
+    except UnicodeDecodeError:
+        token = ""
+    return _checked_token(token, str(path), setting)
+
+
+def _checked_token(token: str, where: str, setting: str) -> str:
     # The message must not contain the token.
     if len(token) < MIN_TOKEN_CHARACTERS or not (token.isascii() and token.isprintable()):
-        message = f"cluster_token_file: {where} must hold at least {MIN_TOKEN_CHARACTERS} printable ASCII characters"
-        raise ConfigError(message, field="cluster_token_file")
+        message = f"{setting}: {where} must hold at least {MIN_TOKEN_CHARACTERS} printable ASCII characters"
+        raise ConfigError(message, field=setting)
     return token
 
 

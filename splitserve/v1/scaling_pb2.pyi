@@ -490,6 +490,7 @@ class ApplyPlanRequest(_message.Message):
     LEND_DECODE_TO_PREFILL_FIELD_NUMBER: _builtins.int
     VALID_FOR_FIELD_NUMBER: _builtins.int
     LEASE_NUMBER_FIELD_NUMBER: _builtins.int
+    DECISIONS_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """Decode workers compute prompts themselves where that is sooner, whatever `local_prefill` says. Default false."""
     lease_number: _builtins.int
@@ -514,6 +515,10 @@ class ApplyPlanRequest(_message.Message):
         again, the others stay as they are, and nothing is lent. Range (0, 3600 s]. Default 30 s.
         """
 
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDecision]:
+        """Why the plan is what it is, for people to see: one entry a pool. At most 2. Failure: INVALID_ARGUMENT. Default: none."""
+
     def __init__(
         self,
         *,
@@ -522,14 +527,67 @@ class ApplyPlanRequest(_message.Message):
         lend_decode_to_prefill: _builtins.bool = ...,
         valid_for: _duration_pb2.Duration | None = ...,
         lease_number: _builtins.int = ...,
+        decisions: _abc.Iterable[Global___PoolDecision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ApplyPlanRequest: _TypeAlias = ApplyPlanRequest  # noqa: Y015
+
+@_typing.final
+class PoolDecision(_message.Message):
+    """What an autoscaler decided for one pool. Nothing is done by it; the page and operators read it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    STARTING_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    NEXT_ACTIONS_FIELD_NUMBER: _builtins.int
+    pool: _registry_pb2.Pool.ValueType
+    """Which pool. Required."""
+    desired: _builtins.int
+    """Replicas wanted in rotation."""
+    standby: _builtins.int
+    """Warm ones wanted beside them."""
+    ready: _builtins.int
+    """Replicas in rotation now."""
+    starting: _builtins.int
+    """Replicas on their way."""
+    cause: _builtins.str
+    """What decided the number last: a label of `splitserve_autoscaler_reason`. At most 64 characters."""
+    reason: _builtins.str
+    """One line for people. At most 1024 characters; longer is cut."""
+    @_builtins.property
+    def next_actions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it is about to do, for example "start 2" or "drain decode-3". At most 16 of at most 200 characters; longer is cut."""
+
+    def __init__(
+        self,
+        *,
+        pool: _registry_pb2.Pool.ValueType = ...,
+        desired: _builtins.int = ...,
+        standby: _builtins.int = ...,
+        ready: _builtins.int = ...,
+        starting: _builtins.int = ...,
+        cause: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        next_actions: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "desired", b"desired", "next_actions", b"next_actions", "pool", b"pool", "ready", b"ready", "reason", b"reason", "standby", b"standby", "starting", b"starting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolDecision: _TypeAlias = PoolDecision  # noqa: Y015
 
 @_typing.final
 class AcquireLeaseRequest(_message.Message):

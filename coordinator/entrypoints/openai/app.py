@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
@@ -45,8 +45,9 @@ class Path:
         raise HttpError(405, f"this path takes {allowed} only", "METHOD_NOT_ALLOWED", headers)
 
 
-def make_app(api: InferenceApi, read_metrics: Read) -> Router:
-    """The ASGI application of the API. `read_metrics` gives the metrics that `/metrics` shows."""
+def make_app(api: InferenceApi, read_metrics: Read, further: Sequence[tuple[str, Serve]] = ()) -> Router:
+    """The ASGI application of the API. `read_metrics` gives the metrics that `/metrics` shows; `further` paths are
+    served under GET."""
 
     def endpoint(serve: Serve) -> Endpoint:
         return Endpoint(serve, api.authenticator, api.limits)
@@ -61,6 +62,7 @@ def make_app(api: InferenceApi, read_metrics: Read) -> Router:
         ("/ready", "GET", info.ready),
         ("/metrics", "GET", info.metrics),
         ("/version", "GET", info.version),
+        *((path, "GET", serve) for path, serve in further),
     ]
     routes = [Route(path, Path(method, serve, endpoint)) for path, method, serve in paths]
     # A bare Router: Starlette's application class would wrap every `send` twice, and Endpoint handles errors already.

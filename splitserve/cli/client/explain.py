@@ -16,17 +16,15 @@ from splitserve.cli import options
 from splitserve.cli.client.waterfall import Line, record_lines, summary_lines
 from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError
+from splitserve.rpc.documents import document
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
     from splitserve.client import AsyncClient
     from splitserve.v1 import records_pb2
 
 PIPED_WIDTH, LEAST_WIDTH, MOST_WIDTH = 80, 60, 120
 LIMIT = 20
 MAX_LIMIT = 1000
-TIMESTAMP = "google.protobuf.Timestamp"
 
 T = TypeVar("T")
 RequestId = Annotated[
@@ -128,24 +126,6 @@ async def _each(
                 return error
 
     return await asyncio.gather(*map(one, targets))
-
-
-def document(message: Message) -> dict[str, Any]:
-    """A message as a JSON object with all fields, numbers as numbers, times as ISO 8601; None where none was set."""
-    # protobuf's own JSON prints 64-bit numbers as strings and leaves out zeros.
-    return {field.name: _value(message, field) for field in message.DESCRIPTOR.fields}
-
-
-def _value(message: Message, field: Any) -> Any:
-    if field.is_repeated:
-        items = getattr(message, field.name)
-        return [document(item) for item in items] if field.message_type else list(items)
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    value = getattr(message, field.name)
-    if not field.message_type:
-        return value
-    return value.ToJsonString() if field.message_type.full_name == TIMESTAMP else document(value)
 
 
 def _width() -> int:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from splitserve.cli import options
-from splitserve.cli.client.explain import Targets, addresses, document
+from splitserve.cli.client.explain import Targets, addresses
 from splitserve.cli.output import write
 from splitserve.errors import SplitserveError
+from splitserve.rpc.documents import document
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

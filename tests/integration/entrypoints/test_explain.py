@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from splitserve.client import AsyncClient, Completion
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
+from splitserve.rpc.documents import document
 from splitserve.security.api_keys import key_hash, new_key
 from splitserve.v1 import records_pb2
 from tests.support.cluster.fake_cluster import Collected, FakeCluster, ask, fake_cluster, finish, read
@@ -102,6 +103,39 @@ def assert_one_story(
     assert_trace_tells_it(record, trace)
 
 
+def assert_page_tells_it(
+    record: records_pb2.RequestRecord, shown: dict[str, Any], history: dict[str, Any], metrics: str
+) -> None:
+    """The page's waterfall is the record, and its figures over time add up to the metrics' sums."""
+    assert shown == document(record)
+    counted, columns, (rows,) = sums(metrics), history["columns"], history["models"].values()
+    added = {name: sum(row[place] or 0 for row in rows) for place, name in enumerate(columns)}
+    assert (added["requests"], added["ttft_count"], added["tpot_count"]) == (1, 1, 1)
+    near = pytest.approx
+    assert (
+        added["ttft_ms"] == near(record.ttft_ms, abs=TOLERANCE_MS) == near(counted["ttft"], abs=TOLERANCE_MS)
+    )
+    assert added["tpot_ms"] == near(record.tpot_ms, abs=TOLERANCE_MS)
+    for phase in ("admit", "reserve", "prefill_queue", "prefill_compute"):
+        assert added[f"{phase}_ms"] == near(counted[phase], abs=TOLERANCE_MS), phase
+
+
+async def page_of(
+    cluster: Cluster, http: httpx.AsyncClient, name: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The page's record of a request, and its figures once they count the first one that ended."""
+    base_url = cluster.base_url.removesuffix("/v1")
+    shown = (await http.get(f"{base_url}/page/request/{name}")).json()
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        history = (await http.get(f"{base_url}/page/history")).json()
+        place = history["columns"].index("tpot_count")
+        if sum(row[place] for rows in history["models"].values() for row in rows):
+            return shown, history
+        assert time.monotonic() < deadline, history
+        await asyncio.sleep(0.1)
+
+
 def assert_trace_tells_it(record: records_pb2.RequestRecord, trace: list[ReceivedSpan]) -> None:
     """The coordinator's spans are the record's phases, and what the workers measured themselves is the same."""
     near, received_ns = pytest.approx, record.received.ToNanoseconds()
@@ -141,9 +175,11 @@ async def story(
         told = await client.generate(prompt, max_tokens=8, temperature=0.0, request_id="story")
         record = await client.request_record("story")
         metrics = (await http.get(f"{cluster.base_url.removesuffix('/v1')}/metrics")).text
+        shown_by_page, history = await page_of(cluster, http, "story")
     assert record.outcome == "completed"
     trace = await otlp.trace(record.trace_id, from_all("coordinator", "prefill-worker", "decode-worker"))
     assert_one_story(record, told, metrics, trace)
+    assert_page_tells_it(record, shown_by_page, history, metrics)
     code, out, _ = await program("story", "--json", target=cluster.target)
     assert code == 0
     shown = json.loads(out)
@@ -177,7 +213,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, otlp: OtlpReceiver) 
         yield made
 
 
-async def test_timings_explain_metrics_and_trace_tell_one_story(cluster: Cluster, otlp: OtlpReceiver) -> None:
+async def test_timings_explain_metrics_trace_and_page_tell_one_story(
+    cluster: Cluster, otlp: OtlpReceiver
+) -> None:
     record, _ = await story(cluster, otlp, PROMPT)
     stages = {decision.stage: decision for decision in record.decisions}
     assert list(stages) == ["admission", "prefill", "decode"]

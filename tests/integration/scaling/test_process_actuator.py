@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +105,9 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
     orders: list[float] = []
 
     class Counted(Rotation):
-        async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+        async def apply(
+            self, standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any
+        ) -> None:
             pass
 
     async def observe() -> Snapshot:

@@ -39,6 +39,7 @@ class World:
         self.blind: UnavailableError | None = None
         self.deaf: UnavailableError | None = None
         self.applied: list[tuple[list[str], list[str], bool]] = []
+        self.told: list[Any] = []
         self.rounds: list[Memory] = []
         self.snapshots: list[Snapshot] = []
         self.now_s = 0.0
@@ -65,10 +66,11 @@ class World:
         self.snapshots.append(snapshot)
         return self.plan, (memory or 0) + 1
 
-    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any) -> None:
         if self.deaf is not None:
             raise self.deaf
         self.applied.append((list(standby), list(active), lend))
+        self.told = list(decisions)
 
     def wants(self, prefill: int, decode: int, standby: int = 0, lend: bool = False) -> None:
         self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), lend)
@@ -85,6 +87,17 @@ async def test_it_starts_what_is_missing_once_and_remembers() -> None:
     assert there == ["decode-2", "prefill-0", "prefill-1"]
     assert await world.tick() == there
     assert world.rounds == [None, 1]
+
+
+async def test_coordinators_are_told_why_and_what_comes_next() -> None:
+    world = World()
+    world.wants(2, 1)
+    await world.tick()
+    prefill, decode = world.told
+    assert (prefill.desired, prefill.reason, list(prefill.next_actions)) == (2, "more came", ["start 2"])
+    assert (decode.desired, list(decode.next_actions)) == (1, ["start 1"])
+    await world.tick()
+    assert [list(one.next_actions) for one in world.told] == [[], []]
 
 
 async def test_scale_in_is_one_at_a_time_and_out_of_rotation_first() -> None:
@@ -372,7 +385,7 @@ async def test_one_that_sleeps_through_the_end_of_its_lease_does_nothing_when_it
             await coordinator.passes_to("other")
         return await world.observe()
 
-    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any) -> None:
         if sleeps_in == "apply":
             await coordinator.passes_to("other")
 
@@ -387,7 +400,7 @@ async def test_a_coordinator_that_refuses_a_stale_plan_stops_the_tick() -> None:
     coordinator = FencedCoordinator()
     world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
 
-    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool) -> None:
+    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any) -> None:
         raise FailedPreconditionError("lease_number 1 is not in force", reason="STALE_LEASE")
 
     world.apply = apply  # type: ignore[method-assign]

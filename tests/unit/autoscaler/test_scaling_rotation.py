@@ -28,16 +28,20 @@ class Told(ScalingClient):
         lend: bool = False,
         valid_s: float = 30.0,
         lease_number: int = 0,
+        decisions: Iterable[scaling_pb2.PoolDecision] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         if self.away:
             raise UnavailableError("no answer")
         self.plans.append((list(standby), list(active), lend, valid_s))
+        self.decisions = list(decisions)
         return scaling_pb2.ApplyPlanResponse()
 
 
 async def test_all_coordinators_get_the_same_plan() -> None:
     clients = [Told("a:1"), Told("b:2")]
-    await CoordinatorRotation(clients, 60.0).apply(["x"], ["y", "z"], True)
+    why = scaling_pb2.PoolDecision(reason="busy")
+    await CoordinatorRotation(clients, 60.0).apply(["x"], ["y", "z"], True, [why])
+    assert clients[0].decisions == clients[1].decisions == [why]
     assert clients[0].plans == clients[1].plans == [(["x"], ["y", "z"], True, 60.0)]
 
 

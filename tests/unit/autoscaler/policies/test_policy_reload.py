@@ -49,7 +49,7 @@ class Edited:
             changed_policy=self.policy.poll,
         )
 
-    async def apply(self, standby: Any, active: Any, lend: bool) -> None:
+    async def apply(self, standby: Any, active: Any, lend: bool, decisions: Any) -> None:
         pass
 
     async def tick(self) -> tuple[int, float, float]:

@@ -1,0 +1,71 @@
+// The kept requests: the latest, the slow and the failed ones, each as a waterfall.
+
+import { getJson } from "./api.js";
+import { el, milliseconds } from "./dom.js";
+import { waterfall } from "./waterfall.js";
+
+const KINDS = [
+  ["recent", "Latest"],
+  ["slow", "Slow"],
+  ["failed", "Failed or refused"],
+];
+
+export class Requests {
+  constructor(container) {
+    this.kind = "recent";
+    this.choices = KINDS.map(([kind, name]) =>
+      el("button", { type: "button", "aria-pressed": String(kind === this.kind), onclick: () => this.choose(kind) }, name),
+    );
+    this.body = el("tbody");
+    const columns = ["request", "received", "outcome", "TTFT", "in all"].map((name) => el("th", { scope: "col" }, name));
+    const table = el("table", {}, el("thead", {}, el("tr", {}, ...columns)), this.body);
+    this.record = el("div", { "aria-live": "polite" });
+    container.replaceChildren(
+      el("div", { class: "choices", role: "group", "aria-label": "Which requests" }, ...this.choices),
+      el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Kept requests" }, table),
+      this.record,
+    );
+  }
+
+  choose(kind) {
+    this.kind = kind;
+    KINDS.forEach(([name], index) => this.choices[index].setAttribute("aria-pressed", String(name === kind)));
+    this.show(this.lists);
+  }
+
+  show(lists) {
+    this.lists = lists;
+    const found = lists?.[this.kind] ?? [];
+    const shown = JSON.stringify([this.kind, found]);
+    if (shown === this.shown) return;
+    this.shown = shown;
+    const focused = this.body.contains(document.activeElement) ? document.activeElement.textContent : null;
+    const none = el("tr", {}, el("td", { colspan: 5 }, "none are kept"));
+    this.body.replaceChildren(...(found.length ? found.map((one) => this.row(one)) : [none]));
+    if (focused) [...this.body.querySelectorAll("button")].find((one) => one.textContent === focused)?.focus();
+  }
+
+  row(one) {
+    const open = () => this.open(one.request_id);
+    const button = el("button", { type: "button", class: "link id", onclick: open, title: one.kept_because.join("\n") }, one.request_id);
+    const received = new Date(one.received).toLocaleTimeString("en-GB");
+    return el(
+      "tr",
+      {},
+      el("td", {}, button),
+      el("td", {}, received),
+      el("td", { class: one.outcome === "completed" ? "" : "bad" }, one.outcome),
+      el("td", {}, milliseconds(one.ttft_ms)),
+      el("td", {}, milliseconds(one.total_ms)),
+    );
+  }
+
+  async open(id) {
+    try {
+      this.record.replaceChildren(waterfall(await getJson(`/page/request/${encodeURIComponent(id)}`)));
+      this.record.querySelector("h3").focus();
+    } catch (error) {
+      this.record.replaceChildren(el("p", { class: "bad" }, error.message));
+    }
+  }
+}
