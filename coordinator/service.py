@@ -33,6 +33,7 @@ from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.tenant_costs import tenant_costs
+from coordinator.records.traffic_stream import TrafficStream
 from coordinator.request.estimates import Estimates
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.pair_selector import make_router
@@ -102,6 +103,7 @@ class Coordinator:
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
         self.costs = tenant_costs(self.access.tenants, config.prices)
         self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
+        self.traffic = TrafficStream(self.coordinator_id)
         self.routes = _model_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
@@ -127,7 +129,6 @@ class Coordinator:
             limit_of=self.limits.limit_of,
             max_connections=config.max_connections,
         )
-        self.kserve = KserveService(self.api, self.access)
         self.scaling = ScalingService(
             self.registry,
             self.stats,
@@ -159,6 +160,7 @@ class Coordinator:
             self.estimates,
             self.breakers,
             self.records,
+            self.traffic.recorder,
             quota_plugins=self.access.quota_plugins,
             capacity_plugins=[] if self.admission is None else [self.admission],
         )
@@ -180,9 +182,9 @@ class Coordinator:
         """Registers the servicers of all gRPC services on the server."""
         server = self.server.grpc_server
         explainer = Explainer(self.records, self.registry, self.config.routing)
-        inference_service = InferenceService(self.api, self.access, explainer)
+        inference_service = InferenceService(self.api, self.access, explainer, self.traffic)
         add_InferenceServiceServicer_to_server(inference_service, server)
-        add_GRPCInferenceServiceServicer_to_server(self.kserve, server)
+        add_GRPCInferenceServiceServicer_to_server(KserveService(self.api, self.access), server)
         routes_service = RoutesService(self.routes, self.registry, self.access, self.coordinator_id)
         add_RoutesServiceServicer_to_server(routes_service, server)
         registry_service = RegistryService(
@@ -252,9 +254,8 @@ class Coordinator:
             yield
 
     async def drain(self) -> None:
-        """Refuses new requests and waits up to `drain_s` for the running ones.
-
-        Workers stay connected, so that a running request can still be resumed on another pair.
+        """Refuses new requests and waits up to `drain_s` for the running ones. Workers stay connected, so that a
+        running request can still be resumed on another pair.
         """
         log_event("coordinator.draining", running_requests=self.api.running)
         self.api.draining = True
