@@ -47,6 +47,9 @@ COMMANDS = {
         "splitserve.cli.advisor.record",
         "Record the traffic of a running cluster: lengths, times, prefix hashes; no content",
     ),
+    "advise": CommandEntry(
+        "splitserve.cli.advisor.advise", "Say which split of the workers a recorded traffic asks for, and why"
+    ),
     "simulate": CommandEntry(
         "splitserve.cli.simulate", "Replay a trace against a scaling policy in simulated time"
     ),

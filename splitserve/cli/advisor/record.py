@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SALT_BYTES = 32
 MAX_TARGETS = 64
 EVERY_S = 0.5
+DRAIN_S = 30.0
 
 Seconds = Annotated[
     float,
@@ -53,18 +54,32 @@ def register(app: typer.Typer) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Access:
+class RecordingAccess:
     """How the coordinators are reached."""
 
     targets: Sequence[str]
     security: ClusterCredentials
     api_key: str | None
 
+    @classmethod
+    def of(
+        cls, target: Sequence[str] | None, api_key: str | None, tls: Path | None, token_file: Path | None
+    ) -> RecordingAccess:
+        """From the options of a command. Raises InvalidArgumentError, ConfigError."""
+        from splitserve.rpc.credentials import ClusterCredentials, read_token
+        from splitserve.security.tls import client_files
+
+        targets = addresses(target)
+        if len(targets) > MAX_TARGETS:
+            raise InvalidArgumentError(f"target: at most {MAX_TARGETS} coordinators", field="target")
+        security = ClusterCredentials(client_files(tls) if tls else None, read_token(token_file))
+        return cls(targets, security, api_key)
+
 
 def record(
     out: OutFile,
     seconds: Seconds = 60.0,
-    drain: Drain = 30.0,
+    drain: Drain = DRAIN_S,
     model: Model = "",
     force: Force = False,
     target: Targets = None,
@@ -74,23 +89,33 @@ def record(
     cluster_token_file: options.ClusterTokenFile = None,
 ) -> None:
     """Record the traffic of a running cluster: lengths, times, prefix hashes; no content."""
-    from splitserve.cli.advisor.recording_file import RecordingFile
-    from splitserve.client.traffic_client import RecordingPlan
-    from splitserve.rpc.credentials import ClusterCredentials, read_token
-    from splitserve.security.tls import client_files
-
-    targets = addresses(target)
-    if len(targets) > MAX_TARGETS:
-        raise InvalidArgumentError(f"target: at most {MAX_TARGETS} coordinators", field="target")
-    security = ClusterCredentials(client_files(tls) if tls else None, read_token(cluster_token_file))
-    plan = RecordingPlan(secrets.token_bytes(SALT_BYTES), seconds, drain, model)
-    with RecordingFile(out, seconds, force=force) as file:
-        tallies = asyncio.run(_record(_Access(targets, security, api_key), plan, file))
-    found = summary(out, tallies)
+    access = RecordingAccess.of(target, api_key, tls, cluster_token_file)
+    found = record_to(out, access, seconds, drain, model, force=force)
     write(f"{json.dumps(found)}\n" if as_json else f"{_told(found)}\n")
 
 
-async def _record(access: _Access, plan: RecordingPlan, file: RecordingFile) -> dict[str, RecordingTally]:
+def record_to(
+    out: Path,
+    access: RecordingAccess,
+    seconds: float,
+    drain_s: float = DRAIN_S,
+    model: str = "",
+    *,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Records into a file; what `--json` prints. Raises SplitserveError."""
+    from splitserve.cli.advisor.recording_file import RecordingFile
+    from splitserve.client.traffic_client import RecordingPlan
+
+    plan = RecordingPlan(secrets.token_bytes(SALT_BYTES), seconds, drain_s, model)
+    with RecordingFile(out, seconds, force=force) as file:
+        tallies = asyncio.run(_record(access, plan, file))
+    return summary(out, tallies)
+
+
+async def _record(
+    access: RecordingAccess, plan: RecordingPlan, file: RecordingFile
+) -> dict[str, RecordingTally]:
     from splitserve.client.traffic_client import TrafficClient
 
     clients = [TrafficClient(one, security=access.security, api_key=access.api_key) for one in access.targets]
@@ -114,7 +139,7 @@ async def _record(access: _Access, plan: RecordingPlan, file: RecordingFile) -> 
     return {client.target: client.tally for client in clients}
 
 
-async def _workers(access: _Access, model: str) -> list[scaling_pb2.WorkerSignals]:
+async def _workers(access: RecordingAccess, model: str) -> list[scaling_pb2.WorkerSignals]:
     """The workers as the first coordinator that answers sees them; none if nobody does."""
     from splitserve.client.scaling_client import ScalingClient
 

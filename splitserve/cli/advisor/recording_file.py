@@ -27,6 +27,7 @@ class RecordingFile:
     """
 
     def __init__(self, path: Path, seconds: float, *, force: bool = False) -> None:
+        self._path, self._requests = path, 0
         try:
             self._file = path.open("w" if force else "x", encoding="utf-8")
         except FileExistsError:
@@ -46,9 +47,12 @@ class RecordingFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+        if error is not None and not self._requests:
+            self._path.unlink(missing_ok=True)  # nothing came: leave nothing that would be in the way
 
     def add(self, request: traffic_pb2.RecordedRequest, at_s: float) -> None:
         """Writes a request that arrived `at_s` seconds after the beginning."""
+        self._requests += 1
         self._line(request_line(request, at_s))
 
     def end(self, workers: Sequence[scaling_pb2.WorkerSignals]) -> None:

@@ -1,4 +1,4 @@
-"""`splitserve record` on running clusters: what it writes, that the simulator reads it, who may."""
+"""`splitserve record` on running clusters: what it writes, what `splitserve advise` makes of it, who may."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from splitserve.client import AsyncClient
 from splitserve.client.traffic_client import RecordingPlan, TrafficClient
 from splitserve.errors import PermissionDeniedError, UnauthenticatedError
 from splitserve.security.api_keys import key_hash, new_key
+from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[3]
-RECORD = (sys.executable, "-m", "splitserve", "record")
+PROGRAM = (sys.executable, "-m", "splitserve")
 
 pytestmark = pytest.mark.timeout(240)
 
 
-async def record(target: str, *arguments: str) -> tuple[int, str, str]:
+async def run(target: str, command: str, *arguments: str) -> tuple[int, str, str]:
     """Exit code and output."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *RECORD, *arguments, stdout=pipe, stderr=pipe, cwd=ROOT,
+        *PROGRAM,
+        command, *arguments, stdout=pipe, stderr=pipe, cwd=ROOT,
         env=os.environ | {"SPLITSERVE_TARGET": target},
     )  # fmt: skip
     out, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
@@ -49,11 +51,11 @@ async def test_a_recording_of_a_busy_cluster(log_dir: Path, tmp_path: Path) -> N
     async with running(Cluster(log_dir)) as cluster:
         busy = asyncio.create_task(load(cluster.target))
         try:
-            code, told, err = await record(
-                cluster.target, "--seconds", "5", "--drain", "60", "--out", str(out), "--json"
+            code, told, err = await run(
+                cluster.target, "record", "--seconds", "5", "--drain", "60", "--out", str(out), "--json"
             )
             assert (code, err) == (0, "")
-            again = await record(cluster.target, "--seconds", "1", "--out", str(out))
+            again = await run(cluster.target, "record", "--seconds", "1", "--out", str(out))
             assert again[0] == 1
             assert "--force" in again[2]
         finally:
@@ -72,7 +74,30 @@ async def test_a_recording_of_a_busy_cluster(log_dir: Path, tmp_path: Path) -> N
     assert len(trace.requests) == len(requests)
     assert trace.requests[0].block_ids == tuple(requests[0]["hash_ids"])
     ordered = sorted(one["timestamp"] for one in requests)
+    await advises(out)
     assert [one.arrival_s * 1e3 + ordered[0] for one in trace.requests] == pytest.approx(ordered)
+
+
+async def advises(recording: Path) -> None:
+    """The engine model comes from the recording's own reports; what was achieved, from its measured times."""
+    saved = recording.with_name("advice.json")
+    options = ("--trace", str(recording), "--ttft-ms", "60000", "--tpot-ms", "60000")
+    code, told, err = await run("", "advise", *options, "--budget", "3", "--json", "--save", str(saved))
+    assert (code, err) == (0, "")
+    found = json.loads(told)
+    # A simulated engine: 20 us a prompt token, 2 ms a step, and what the machine adds.
+    assert 10e-6 < found["engine"]["prefill_token_s"] < 1e-2
+    assert found["engine"]["step_s"] + found["engine"]["sequence_s"] > 1e-3
+    assert found["best"]["attainment"] == 1.0
+    assert {one["candidate"]["kind"] for one in found["candidates"]} == {"split", "colocated", "adaptive"}
+    code, told, err = await run("", "advise", *options)
+    assert (code, err) == (0, "")
+    assert "\x1b" not in told
+    assert "Take " in told
+    assert "Apply: splitserve up" in told
+    code, told, err = await run("", "advise", "--trace", str(recording), "--check", str(saved))
+    assert (code, err) == (0, "")
+    assert "100.0% achieved" in told
 
 
 def shape(one: dict[str, Any]) -> bool:
@@ -82,6 +107,22 @@ def shape(one: dict[str, Any]) -> bool:
     assert one["ttft_ms"] > 0
     assert one["prefill_compute_ms"] > 0
     return True
+
+
+async def test_wrong_input_gives_one_line(tmp_path: Path) -> None:
+    out, nobody = str(tmp_path / "out.jsonl"), f"127.0.0.1:{free_port()}"
+    for arguments, code in (
+        (("record", "--out", out), 1),
+        (("record", "--out", str(tmp_path / "none" / "x")), 2),
+        (("record", "--out", out, "--seconds", "0"), 2),
+        (("advise",), 2),
+        (("advise", "--live", "--trace", out), 2),
+        (("advise", "--trace", str(tmp_path / "none")), 1),
+        (("advise", "--trace", out, "--budget", "1"), 2),
+    ):
+        got, said, err = await run(nobody, *arguments)
+        assert (got, said) == (code, ""), (arguments, err)
+        assert err
 
 
 async def test_recording_is_for_operators(log_dir: Path, tmp_path: Path) -> None:
