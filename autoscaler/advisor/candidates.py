@@ -99,8 +99,9 @@ def replay(candidate: ClusterShape, scenario: Scenario) -> Outcome:
     if candidate.kind == "colocated":
         # Admission counts the capacity of the prefill pool, which has nothing to do here.
         scenario = replace(scenario, colocated=True, admission=None)
+    policy: ScalingPolicy = parse_policy(policy_values(max(2, candidate.workers), scenario.slo))
     if candidate.kind != "adaptive":
-        return Simulation(scenario, static_replicas(counts), name=candidate.name).run()
-    policy: ScalingPolicy = parse_policy(policy_values(candidate.budget, scenario.slo))
+        # The same interval for all: a run, and with it its cost, lasts for whole intervals.
+        return Simulation(scenario, static_replicas(counts), policy.interval_s, name=candidate.name).run()
     decide, bounds = make_decide(policy), bounds_of(policy)
     return Simulation(scenario, decide, policy.interval_s, bounds, candidate.name).run()

@@ -17,6 +17,7 @@ from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace
+from dev.docs.flags import splitserve_flags
 from splitserve.errors import InvalidArgumentError, NotFoundError
 
 ENGINE = EngineModel(prefill_token_s=1e-4, step_s=5e-3, sequence_s=1e-3, max_running_requests=32)
@@ -91,6 +92,13 @@ def test_the_reason(first: tuple[float, float], second: tuple[float, float], wor
 def test_terms_have_bounds(budget: int, goal: float) -> None:
     with pytest.raises(InvalidArgumentError, match=r"budget|goal"):
         AdviceTerms(budget, goal)
+
+
+@pytest.mark.parametrize("kind", ["split", "colocated", "adaptive"])
+def test_the_commands_have_options_that_there_are(kind: str) -> None:
+    words = ClusterShape(kind, 1, 3, 4).apply.split()  # type: ignore[arg-type]
+    assert words[:2] == ["splitserve", "up"]
+    assert {word for word in words if word.startswith("--")} <= splitserve_flags("up")
 
 
 @pytest.mark.parametrize("budget", [2, 5, 64])
