@@ -15,6 +15,7 @@ from coordinator.input_processor import InputProcessor
 from coordinator.metrics.recorder import StatsRecorder
 from coordinator.metrics.stats import RequestStats
 from coordinator.records.record_keeper import RecordKeeper
+from coordinator.records.traffic import TrafficRecorder
 from coordinator.request.caller import Caller
 from coordinator.request.estimates import Estimates
 from coordinator.request.ids import random_hex
@@ -51,6 +52,7 @@ class RequestFlow:
         estimates: Estimates,
         breakers: CircuitBreakerRegistry,
         records: RecordKeeper,
+        traffic: TrafficRecorder,
         capacity_plugins: Sequence[AdmissionPlugin] = (),
         quota_plugins: Sequence[QuotaPlugin] = (),
     ) -> None:
@@ -65,7 +67,7 @@ class RequestFlow:
         self._pairs = PairSelector(config, registry, router)
         self._records = records
         kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, *kept)
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, traffic, *kept)
 
     async def generate(
         self,

@@ -36,6 +36,7 @@ from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.tenant_costs import tenant_costs
+from coordinator.records.traffic_stream import TrafficStream
 from coordinator.request.estimates import Estimates
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.pair_selector import make_router
@@ -91,6 +92,7 @@ class Coordinator:
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
         self.costs = tenant_costs(self.access.tenants, config.prices)
         self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
+        self.traffic = TrafficStream(self.coordinator_id)
         self.routes = _model_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
@@ -115,7 +117,6 @@ class Coordinator:
             limit_of=self.limits.limit_of,
             max_connections=config.max_connections,
         )
-        self.kserve = KserveService(self.api, self.access)
         self.scaling = ScalingService(
             self.registry,
             self.stats,
@@ -164,6 +165,7 @@ class Coordinator:
             self.estimates,
             self.breakers,
             self.records,
+            self.traffic.recorder,
             quota_plugins=self.access.quota_plugins,
             capacity_plugins=[] if self.admission is None else [self.admission],
         )
@@ -187,8 +189,9 @@ class Coordinator:
         registry = RegistryService(
             self.registry, self.coordinator_id, self.tokenizers.tokenizer, mutual=self.access.guard.mutual
         )
-        inference = InferenceService(self.api, self.access, self.explainer)
-        add_services(self.server.grpc_server, inference, self.kserve, routes, registry, self.scaling)
+        inference = InferenceService(self.api, self.access, self.explainer, self.traffic)
+        kserve = KserveService(self.api, self.access)
+        add_services(self.server.grpc_server, inference, kserve, routes, registry, self.scaling)
 
     def background_loops(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """What runs beside the servers for as long as they do, by name."""
@@ -252,9 +255,8 @@ class Coordinator:
             yield
 
     async def drain(self) -> None:
-        """Refuses new requests and waits up to `drain_s` for the running ones.
-
-        Workers stay connected, so that a running request can still be resumed on another pair.
+        """Refuses new requests and waits up to `drain_s` for the running ones. Workers stay connected, so that a
+        running request can still be resumed on another pair.
         """
         log_event("coordinator.draining", running_requests=self.api.running)
         self.api.draining = True

@@ -44,6 +44,8 @@ class Scenario:
     no_worker_wait_s: float = 2.0
     admission: AdmissionConfig | None = None
     """See `ClusterSettings`."""
+    colocated: bool = False
+    """See `ClusterSettings`."""
 
     @property
     def settings(self) -> ClusterSettings:
@@ -54,6 +56,7 @@ class Scenario:
             self.prefix_cache,
             no_worker_wait_s=self.no_worker_wait_s,
             admission=self.admission,
+            colocated=self.colocated,
         )
 
     def first_replicas(self) -> Mapping[PoolName, int]:

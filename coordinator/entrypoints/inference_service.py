@@ -9,24 +9,30 @@ import grpc
 from coordinator.entrypoints.grpc_trace import TRACEPARENT, trace_headers
 from coordinator.entrypoints.inference_api import InferenceApi, require_admin
 from coordinator.records.explanation import Explainer
+from coordinator.records.traffic_stream import TrafficStream
 from coordinator.request.request_trace import Operation
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
-from splitserve.v1 import inference_pb2, records_pb2, registry_pb2, scaling_pb2
+from splitserve.v1 import inference_pb2, records_pb2, registry_pb2, scaling_pb2, traffic_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
+    from coordinator.records.traffic_stream import RecordContext
+
     GenerateContext = grpc.aio.ServicerContext[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
 
 
 class InferenceService(InferenceServiceServicer):
     """The servicer, on top of InferenceApi."""
 
-    def __init__(self, api: InferenceApi, access: AccessControl, explainer: Explainer) -> None:
+    def __init__(
+        self, api: InferenceApi, access: AccessControl, explainer: Explainer, traffic: TrafficStream
+    ) -> None:
         self._api = api
         self._access = access
         self._explainer = explainer
+        self._traffic = traffic
 
     async def Generate(  # type: ignore[override]
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
@@ -71,6 +77,13 @@ class InferenceService(InferenceServiceServicer):
     ) -> records_pb2.ListRequestRecordsResponse:
         """See InferenceService.ListRequestRecords in the proto."""
         return self._explainer.records(request, self._access.caller(context))
+
+    async def RecordTraffic(  # type: ignore[override]
+        self, request: traffic_pb2.RecordTrafficRequest, context: RecordContext
+    ) -> None:
+        """See InferenceService.RecordTraffic in the proto."""
+        self._access.require_operator(context)
+        await self._traffic.serve(request, context)
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:

@@ -156,6 +156,7 @@ class ScalingService(ScalingServiceServicer):
             kv_bytes_per_token=worker.block_bytes // worker.block_size_tokens,
             max_running_requests=worker.max_running_requests,
             lane_gb_per_second=median(lanes) if lanes else None,
+            max_step_tokens=worker.max_step_tokens,
         )
 
 

@@ -49,6 +49,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         block_size_tokens=request.endpoint.layout.block_size_tokens,
         block_bytes=request.endpoint.block_bytes,
         max_running_requests=request.max_running_requests,
+        max_step_tokens=request.max_step_tokens,
         joined=False,
         in_rotation=not request.standby,
         registered_standby=request.standby,

@@ -81,6 +81,8 @@ class Worker:
     lanes: tuple[registry_pb2.LaneReport, ...] = ()
     """Prefill only: its lanes to decode workers, as measured at first contact."""
     block_bytes: int = 0
+    max_step_tokens: int = 0
+    """Tokens of one step at most."""
     host_id: str = ""
     """The machine it runs on; empty if unknown."""
     joined: bool = True

@@ -31,6 +31,7 @@ FILES = {
     "inference": "For clients: generation, models, one request's record.",
     "generation": "What a generation asks for, and what comes back.",
     "records": "The record of a request, as `splitserve explain` shows it.",
+    "traffic": "For operators: the shape of the traffic, as `splitserve record` writes it.",
     "routes": "For operators: model routes.",
     "scaling": "For the autoscaler: measured demand, rotation plans, ended replicas.",
 }

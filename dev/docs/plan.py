@@ -47,6 +47,8 @@ _CHAT = (
 _ASK = '"messages": [{"role": "user", "content": "What is the name of the capital of France?"}]'
 _CURL = "{} --fail --silent --show-error"
 
+_TRAFFIC = '{ sleep 3; splitserve generate "Hello" --max-tokens 20; } & true'
+"""Something to record, after the recording has begun."""
 _FIRST = """import json, sys; print(json.load(sys.stdin)["requests"][0]["request_id"])"""
 _EXPLAIN = f"splitserve explain $(splitserve explain --json | python -c '{_FIRST}')"
 
@@ -66,6 +68,16 @@ SCENES = (
                 "splitserve explain --slow",
                 "splitserve explain",
             ),
+            "splitserve record --seconds 60 --out traffic.jsonl": (
+                f"{_TRAFFIC}; splitserve record --seconds 8 --out traffic.jsonl --force && wait"
+            ),
+            "splitserve advise --trace traffic.jsonl --budget 4 --ttft-ms 2000 --tpot-ms 100 --save advice.json": "{}",
+            "splitserve advise --trace traffic.jsonl --budget 4 --ttft-ms 2000 --tpot-ms 100 --json": "{}",
+            "splitserve advise --live --seconds 60 --budget 4": (
+                f"{_TRAFFIC}; splitserve advise --live --seconds 8 --budget 4 && wait"
+            ),
+            "splitserve record --seconds 60 --out later.jsonl": "cp traffic.jsonl later.jsonl",
+            "splitserve advise --check advice.json --trace later.jsonl": "{}",
             "splitserve top": "{} --count 1 --interval 1",
             "splitserve top --count 1 --json": "{} --interval 1",
             "splitserve top --ttft 0.5 --tpot 0.05 --target host-a:50051,host-b:50051": (
@@ -131,6 +143,10 @@ SHORT: Mapping[str, str] = {
     ),
     "splitserve up --help": "splitserve up --help",
     "splitserve health --tls DIR": "splitserve health --help",
+    "python -m bench.advisor": (
+        "python -m bench.advisor --mix short-chat --seconds 2 --budget 2 --json > regret.json"
+        " || grep -q '\"regret\"' regret.json"
+    ),
     "python -m bench.autoscaling": (
         "python -m bench.autoscaling --traces . --only azure_2023_conv --cold-start 60 --no-bound --no-baselines"
         " --json > bars.json || grep -q '\"bars\"' bars.json"

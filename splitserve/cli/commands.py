@@ -43,6 +43,13 @@ COMMANDS = {
     ),
     "certs": CommandEntry("splitserve.cli.certs", "Write an authority and a certificate for each role"),
     "keys": CommandEntry("splitserve.cli.keys", "API keys for the file of tenants"),
+    "record": CommandEntry(
+        "splitserve.cli.advisor.record",
+        "Record the traffic of a running cluster: lengths, times, prefix hashes; no content",
+    ),
+    "advise": CommandEntry(
+        "splitserve.cli.advisor.advise", "Say which split of the workers a recorded traffic asks for, and why"
+    ),
     "simulate": CommandEntry(
         "splitserve.cli.simulate", "Replay a trace against a scaling policy in simulated time"
     ),

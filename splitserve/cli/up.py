@@ -38,6 +38,8 @@ SHOWN = (
     "served_model_name",
     "ready_timeout_s",
     "coordinator.drain_s",
+    "coordinator.local_prefill",
+    "coordinator.admission.mode",
     "pin_cores",
     "prefill_gpus",
     "decode_gpus",

@@ -430,6 +430,7 @@ class WorkerSignals(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     LANE_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
+    MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     epoch: _builtins.int
@@ -450,6 +451,8 @@ class WorkerSignals(_message.Message):
     """Sequences of one step at most."""
     lane_gb_per_second: _builtins.float
     """Median of its lanes to decode workers as measured, GB/s (10^9 bytes). Not set on decode workers and without lanes."""
+    max_step_tokens: _builtins.int
+    """Tokens of one step at most."""
     @_builtins.property
     def load(self) -> _registry_pb2.WorkerLoad:
         """Its last report. Blocks, sequences and rates; 0 in a rate means not measured yet."""
@@ -468,10 +471,11 @@ class WorkerSignals(_message.Message):
         kv_bytes_per_token: _builtins.int = ...,
         max_running_requests: _builtins.int = ...,
         lane_gb_per_second: _builtins.float | None = ...,
+        max_step_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "pool", b"pool", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "pool", b"pool", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lane_gb_per_second: _TypeAlias = _typing.Literal["lane_gb_per_second"]  # noqa: Y015
     _WhichOneofArgType__lane_gb_per_second: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second"]  # noqa: Y015

@@ -36,6 +36,9 @@ class ClusterSettings:
     """How long a request waits for a ready replica before it fails."""
     admission: AdmissionConfig | None = None
     """The coordinator's admission control. None: requests go to the replicas at once."""
+    colocated: bool = False
+    """Decode replicas compute all prompts, as with `local_prefill: always`; prefill replicas only those of answers of
+    one token."""
 
 
 class Cluster:
@@ -59,7 +62,7 @@ class Cluster:
         self.prefill: list[PrefillReplica] = []
         self.decode: list[DecodeReplica] = []
         self.ended: list[SimulatedReplica] = []
-        self._routed = RoutedWorkers(settings.engine, router)
+        self._routed = RoutedWorkers(settings.engine, router, settings.colocated)
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             self._admitted = AdmittedRequests(
@@ -162,8 +165,7 @@ class Cluster:
         if isinstance(prefill, PrefillReplica):
             prefill.enqueue(request, now_s)
         elif isinstance(decode, DecodeReplica):
-            computed_s = decode.prefill_here(request, now_s)
-            self._events.at(computed_s, lambda at_s: self._computed(request, at_s, at_s))
+            decode.prefill_here(request, now_s, lambda at_s: self._computed(request, at_s, at_s))
 
     def _computed(self, request: SimulatedRequest, now_s: float, transferred_s: float) -> None:
         request.first_token_s = now_s
@@ -207,7 +209,9 @@ class Cluster:
             prefill = PrefillReplica(name, now_s, engine, events, cache, self._computed)
             self.prefill.append(prefill)
             return prefill
-        decode = DecodeReplica(name, now_s, engine, events, self._reserved, self._decoded)
+        has_cache = self._settings.colocated and self._settings.prefix_cache == "worker"
+        own_cache = self._new_cache(own=False) if has_cache else None
+        decode = DecodeReplica(name, now_s, engine, events, self._reserved, self._decoded, own_cache)
         self.decode.append(decode)
         return decode
 

@@ -5,8 +5,11 @@ k (base + s B + c C) + c B k (k - 1) / 2 seconds. The number of steps done so fa
 ends when that clock has advanced by its number of tokens. An event costs O(log B). Steps are divisible: a sequence may
 join in the middle of a step, an error of at most one step per request.
 
+While the replica computes prompts itself, its steps are simulated one by one: each has a token of every sequence, and
+chunks of prompts. A sequence that joins during such a step takes part from the next one on.
+
 As in the engine, KV for the prompt is reserved and then grows. When KV runs out, the sequence that joined last is
-preempted, and recomputed here once there are free blocks again; the batch waits meanwhile.
+preempted, and recomputed here once there are free blocks again.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
+from autoscaler.simulation.cluster.local_prompts import LocalPrompt, LocalPrompts
+from autoscaler.simulation.cluster.prefill_replica import PrefixCache
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 
@@ -35,7 +40,9 @@ class DecodeReplica(SimulatedReplica):
         events: EventQueue,
         reserved: Callable[[SimulatedRequest, float], None],
         done: Callable[[SimulatedRequest, float], None],
+        cache: PrefixCache | None = None,
     ) -> None:
+        """`cache`: of the prompts computed here."""
         super().__init__(name, ordered_s)
         self._engine = engine
         self._events = events
@@ -53,8 +60,10 @@ class DecodeReplica(SimulatedReplica):
         self.reserved_tokens = 0
         """KV tokens reserved for sequences that do not run yet."""
         self.preempted = 0
-        self.local_tokens = 0
-        """Prompt tokens queued for local prefill."""
+        self._cache = cache
+        self._prompts = LocalPrompts(engine)
+        self._sharing: int | None = None
+        """Sequences in the step under way, where steps are simulated one by one; None: they are not."""
 
     @property
     def running(self) -> int:
@@ -77,6 +86,11 @@ class DecodeReplica(SimulatedReplica):
         return self._context + self.reserved_tokens
 
     @property
+    def local_tokens(self) -> int:
+        """Prompt tokens to be computed here."""
+        return self._prompts.tokens
+
+    @property
     def step_s(self) -> float:
         """Duration of the current step, seconds; 0 when idle."""
         return self._engine.decode_step_s(len(self._batch), self._context) if self._batch else 0.0
@@ -92,21 +106,51 @@ class DecodeReplica(SimulatedReplica):
         self._waiting.append(request)
         self._admit(now_s)
 
-    def prefill_here(self, request: SimulatedRequest, now_s: float) -> float:
-        """Local prefill; the batch waits meanwhile. Returns the time when the prompt is computed."""
-        request.started_s = max(now_s, self._at_s)
-        return self._block_batch(request.prompt_tokens, now_s)
+    def prefill_here(
+        self, request: SimulatedRequest, now_s: float, computed: Callable[[float], None]
+    ) -> None:
+        """Local prefill, in steps that the batch shares. Calls `computed` with the time when the prompt is."""
 
-    def _block_batch(self, tokens: int, now_s: float) -> float:
+        def done(at_s: float) -> None:
+            if self._cache is not None:
+                self._cache.keep(request.block_ids)
+            computed(at_s)
+
+        if self._cache is not None:
+            request.cached = self._cache.cached_tokens(request.block_ids, request.prompt_tokens)
+        self._compute(LocalPrompt(request, request.prompt_tokens, request.cached, done), now_s)
+
+    def _compute(self, prompt: LocalPrompt, now_s: float) -> None:
+        self._prompts.add(prompt)
+        self._begin_step(now_s)
+
+    def _begin_step(self, now_s: float) -> None:
+        """Begins a step with prompt tokens, or leaves the batch to the closed form where there are none."""
+        if self._sharing is not None:
+            return
+        if not len(self._prompts):
+            self._plan_next()
+            return
         self._advance(now_s)
-        self._at_s = max(now_s, self._at_s) + self._engine.prompt_s(tokens)
-        self.local_tokens += tokens
-        self._events.at(self._at_s, lambda _: self._computed_here(tokens))
-        self._plan_next()
-        return self._at_s
+        self._version += 1
+        engine, self._sharing = self._engine, len(self._batch)
+        prompts_s = self._prompts.begin(self._sharing, now_s)
+        decodes_s = engine.sequence_s * self._sharing + engine.context_token_s * self._context
+        self._events.at(now_s + engine.prefill_base_s + decodes_s + prompts_s, self._end_step)
 
-    def _computed_here(self, tokens: int) -> None:
-        self.local_tokens -= tokens
+    def _end_step(self, now_s: float) -> None:
+        shared, self._sharing, self._at_s = self._sharing or 0, None, now_s
+        if shared:
+            self._steps += 1
+            self._context += shared
+        complete = self._prompts.end()
+        self._end_sequences(now_s)
+        while len(self._batch) > 1 and self._context + self.reserved_tokens > self._engine.kv_capacity_tokens:
+            self._preempt_last()
+        for prompt in complete:
+            prompt.done(now_s)
+        # After the events that `done` has made for now: a prompt's sequence takes part in the next step.
+        self._events.at(now_s, self._begin_step)
 
     def join(self, request: SimulatedRequest, now_s: float) -> None:
         """Adds a sequence to the batch: its KV has arrived and its first token is known."""
@@ -114,9 +158,8 @@ class DecodeReplica(SimulatedReplica):
         self._joined += 1
         self.reserved_tokens -= request.kv_tokens
         self._context += request.kv_tokens + 1
-        heappush(
-            self._batch, (self._steps + request.output_tokens - 1 - request.decoded, self._joined, request)
-        )
+        first = self._steps + (1 if self._sharing else 0)
+        heappush(self._batch, (first + request.output_tokens - 1 - request.decoded, self._joined, request))
         self._plan_next()
 
     def _admit(self, now_s: float) -> None:
@@ -133,8 +176,7 @@ class DecodeReplica(SimulatedReplica):
             self.held += 1
             self.reserved_tokens += request.kv_tokens
             if request.first_token_s is not None:
-                computed_s = self._block_batch(request.kv_tokens, now_s)
-                self._events.at(computed_s, self._rejoins(request))
+                self._compute(LocalPrompt(request, request.kv_tokens, 0, self._rejoins(request)), now_s)
             else:
                 request.reserved_s = now_s
                 self._reserved(request, now_s)
@@ -152,6 +194,10 @@ class DecodeReplica(SimulatedReplica):
         if version != self._version:
             return
         self._advance(now_s)
+        self._preempt_last()
+        self._plan_next()
+
+    def _preempt_last(self) -> None:
         entry = max(self._batch, key=lambda running: running[1])
         self._batch.remove(entry)
         heapify(self._batch)
@@ -164,7 +210,6 @@ class DecodeReplica(SimulatedReplica):
         self.held -= 1
         self.preempted += 1
         self._waiting.appendleft(request)
-        self._plan_next()
 
     def _coefficients(self) -> tuple[float, float]:
         """(alpha, beta): the next k steps take alpha k^2 + beta k seconds."""
@@ -173,9 +218,9 @@ class DecodeReplica(SimulatedReplica):
         return alpha, self._engine.decode_step_s(batch, self._context) - alpha
 
     def _advance(self, now_s: float) -> None:
-        """Advances the batch to `now_s`; no effect while a local prefill blocks it beyond that."""
+        """Advances the batch to `now_s`; no effect during a step that is simulated by itself."""
         elapsed_s = now_s - self._at_s
-        if elapsed_s <= 0:
+        if elapsed_s <= 0 or self._sharing is not None:
             return
         self._at_s = now_s
         if not self._batch:
@@ -190,7 +235,7 @@ class DecodeReplica(SimulatedReplica):
 
     def _plan_next(self) -> None:
         self._version += 1
-        if not self._batch:
+        if not self._batch or self._sharing is not None:
             return
         version = self._version
         alpha, beta = self._coefficients()
@@ -210,6 +255,9 @@ class DecodeReplica(SimulatedReplica):
         missing = max(0.0, self._batch[0][0] - self._steps)
         self._steps += missing
         self._context += missing * len(self._batch)
+        self._end_sequences(now_s)
+
+    def _end_sequences(self, now_s: float) -> None:
         ended = []
         while self._batch and self._batch[0][0] <= self._steps + _SAME_STEP:
             request = heappop(self._batch)[2]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
+from autoscaler.simulation.cluster.local_prompts import chunk
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 from engine.core.step_stats import StepRates
-
-_MIN_CHUNK_TOKENS = 16
 
 
 class PrefillReplica(SimulatedReplica):
@@ -66,14 +65,14 @@ class PrefillReplica(SimulatedReplica):
         budget = self._engine.max_step_tokens
         given: list[int] = []
         for request in self._running:
-            tokens = _chunk(request.remaining, budget) if budget else 0
+            tokens = chunk(request.remaining, budget) if budget else 0
             given.append(tokens)
             budget -= tokens
         while budget > 0 and self._waiting and len(self._running) < self._engine.max_running_requests:
             request = self._waiting.popleft()
             request.started_s = now_s
             self._running.append(request)
-            tokens = _chunk(request.remaining, budget)
+            tokens = chunk(request.remaining, budget)
             given.append(tokens)
             budget -= tokens
         duration_s = self._engine.prefill_base_s
@@ -113,11 +112,6 @@ class PrefillReplica(SimulatedReplica):
             if self.cache is not None:
                 self.cache.keep(request.block_ids)
             self._done(request, now_s, self._lane_free_s)
-
-
-def _chunk(remaining: int, budget: int) -> int:
-    # A prompt that does not fit takes half of the budget, so that short ones behind it are not blocked.
-    return remaining if remaining <= budget else min(budget, max(budget // 2, _MIN_CHUNK_TOKENS))
 
 
 class PrefixCache:

@@ -46,8 +46,10 @@ class RoutedWorkers:
     KV blocks are those of the trace, 512 tokens each.
     """
 
-    def __init__(self, engine: EngineModel, router: Router | None = None) -> None:
+    def __init__(self, engine: EngineModel, router: Router | None = None, colocated: bool = False) -> None:
+        """`colocated`: decode replicas compute all prompts."""
         self._engine = engine
+        self._colocated = colocated
         self._router = PrefixRouter() if router is None else router
         self.loads = LoadLedger()
         self.snapshot = PoolSnapshot()
@@ -105,7 +107,7 @@ class RoutedWorkers:
         """Chooses a pair of replicas for a request; None while a pool has no replica in rotation.
 
         The pair has no decode replica for answers of one token, and no prefill replica where decode computes the
-        prompt itself (only with `lending`).
+        prompt itself (with `lending`, or colocated).
         """
         self._turn += 1
         self._meter.count_arrival(now_s)
@@ -135,7 +137,10 @@ class RoutedWorkers:
             self._expected[request] = expected
         self.loads.count_sent(pair.decode.key, request.prompt_tokens)
         decode = self._decode[pair.decode.worker_id]
-        if lending and uncached_tokens <= self._local_tokens(pair, pair.decode, uncached_tokens, now_s):
+        is_local = self._colocated or (
+            lending and uncached_tokens <= self._local_tokens(pair, pair.decode, uncached_tokens, now_s)
+        )
+        if is_local:
             if expected is not None:
                 self._expected.pop(request).withdraw()
             return None, decode

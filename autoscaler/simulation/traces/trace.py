@@ -1,4 +1,4 @@
-"""Traces and their file formats: Azure CSV and Mooncake JSONL."""
+"""Traces and their file formats: Azure CSV, Mooncake JSONL, and the recordings of `splitserve record`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class Trace:
 
 
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+NOT_REQUESTS = frozenset({"recording", "workers"})
+"""Keys of a recording's lines that are no requests: its head and its end."""
 MOST_TOKENS = 2**24
 _MICROSECOND_DIGITS = 26
 """Length of a timestamp with six digits of fraction, as far as datetime reads."""
@@ -51,8 +53,8 @@ _MICROSECOND_DIGITS = 26
 def load_trace(path: Path, seed: int = 0) -> Trace:
     """The trace in a file; its first character tells the format.
 
-    `seed` decides how arrivals are spread inside the ticks of a Mooncake trace. Raises NotFoundError
-    without the file, and InvalidArgumentError with the number of the first bad line.
+    `seed` decides how arrivals are spread inside the ticks of a Mooncake trace; a recording has exact times.
+    Raises NotFoundError without the file, and InvalidArgumentError with the number of the first bad line.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -61,14 +63,25 @@ def load_trace(path: Path, seed: int = 0) -> Trace:
     except UnicodeDecodeError as error:
         raise _bad(path, 1, f"not UTF-8 text ({error.reason})") from None
     mooncake = text.lstrip().startswith("{")
+    recorded = mooncake and is_recording(text)
     found = list(_mooncake(path, text) if mooncake else _azure(path, text))
     if not found:
         raise _bad(path, 1, "no requests")
     found.sort(key=lambda request: request.arrival_s)
-    if mooncake:
+    if mooncake and not recorded:
         found = _spread(found, seed)
     first_s = found[0].arrival_s
     return Trace(path.stem, [_shifted(request, -first_s) for request in found])
+
+
+def is_recording(text: str) -> bool:
+    """Whether a JSONL file is one of `splitserve record`: its first line says so."""
+    head, _, _ = text.lstrip().partition("\n")
+    try:
+        data = json.loads(head)
+    except ValueError:
+        return False
+    return isinstance(data, dict) and "recording" in data
 
 
 def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
@@ -100,6 +113,8 @@ def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
             raise _bad(path, line, "not a JSON object") from None
         if not isinstance(data, dict):
             raise _bad(path, line, "not a JSON object")
+        if not data.keys().isdisjoint(NOT_REQUESTS):
+            continue
         timestamp = data.get("timestamp")
         if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not timestamp >= 0:
             raise _bad(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r}")

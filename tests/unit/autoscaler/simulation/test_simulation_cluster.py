@@ -79,6 +79,28 @@ def test_context_slows_decode_down() -> None:
     assert request.finished_s == pytest.approx(sum(1e-3 * (101 + k) for k in range(50)))
 
 
+def test_a_colocated_replica_decodes_beside_a_prompt() -> None:
+    """Steps of 0.1 s and 1 ms a prompt token. The second prompt comes in the middle of the batch's fourth step."""
+    engine = replace(PLAIN, step_s=0.1)
+    outcome = run(trace_of((0, 100, 21), (0.5, 1000, 11)), engine, colocated=True)
+    first, second = outcome.requests
+    assert first.first_token_s == pytest.approx(0.2)
+    # Its step has the prompt's 1000 tokens, and one token of the first sequence.
+    assert second.first_token_s == pytest.approx(0.5 + 0.1 + 1.0)
+    assert second.finished_s == pytest.approx(1.6 + 10 * 0.1)
+    assert first.finished_s == pytest.approx(1.6 + (20 - 3 - 1) * 0.1)
+    assert outcome.replica_hours["decode"] > 0
+
+
+def test_a_colocated_replica_cuts_prompts_into_steps() -> None:
+    """3,000 tokens in steps of 1,000, the second half of each step for what comes behind."""
+    engine = replace(PLAIN, step_s=0.1, max_step_tokens=1000)
+    alone = run(trace_of((0, 3000, 2)), engine, colocated=True).requests[0]
+    assert alone.first_token_s == pytest.approx(3 * 0.1 + 3.0)
+    both = run(trace_of((0, 100_000, 2), (0.5, 100, 2)), engine, colocated=True).requests
+    assert both[1].ttft_s == pytest.approx((1.1 - 0.5) + 1.1)
+
+
 def test_a_full_decode_pool_holds_prefill_back() -> None:
     engine = replace(PLAIN, sequence_s=0.1, kv_capacity_tokens=150)
     outcome = run(trace_of((0, 100, 11), (0, 100, 11)), engine)

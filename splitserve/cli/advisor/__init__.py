@@ -1,0 +1,1 @@
+"""`splitserve record` and `splitserve advise`. Read `record.py` first."""
