@@ -8,31 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from splitserve.generation.kv_blocks import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Tokens in a block of the writer and of the reader, of which one divides the other."""
+    """Of one pair of workers. Made by `block_sizes`."""
 
     writer: int
+    """Tokens in a block of the writer."""
     reader: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in a sub-block."""
-        return min(self.writer, self.reader)
-
-    @property
-    def of_writer(self) -> int:
-        """Sub-blocks in a block of the writer."""
-        return self.writer // self.tokens
-
-    @property
-    def of_reader(self) -> int:
-        """Sub-blocks in a block of the reader."""
-        return self.reader // self.tokens
+    """Tokens in a block of the reader."""
+    tokens: int
+    """Tokens in a sub-block."""
+    of_writer: int
+    """Sub-blocks in a block of the writer."""
+    of_reader: int
+    """Sub-blocks in a block of the reader."""
 
     def final(self, end_tokens: int, *, is_last: bool) -> int:
         """Leading sub-blocks of a sequence that may be written when the KV of `end_tokens` tokens is computed.
@@ -42,6 +36,13 @@ class BlockSizes:
         if is_last:
             return blocks_for(end_tokens, self.tokens)
         return end_tokens // self.writer * self.of_writer
+
+
+@lru_cache(maxsize=64)
+def block_sizes(writer: int, reader: int) -> BlockSizes:
+    """The sizes of a pair, of which one divides the other."""
+    tokens = min(writer, reader)
+    return BlockSizes(writer, reader, tokens, writer // tokens, reader // tokens)
 
 
 def sub_blocks(blocks: Sequence[int], divisions: int) -> Sequence[int]:

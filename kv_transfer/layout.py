@@ -81,9 +81,10 @@ class KvLayout:
         free = {"block_size_tokens"}
         if HEADS_OUTERMOST in self.axis_order:
             free.add("tensor_parallel_size")
-        for f in fields(self):
-            if f.name not in free:
-                self._require_equal(f.name, other, who, "")
+        # The order first: between engines it is why KV does not fit, whatever else they make differently.
+        for name in ("axis_order", *(f.name for f in fields(self))):
+            if name not in free:
+                self._require_equal(name, other, who, "")
         if self.block_size_tokens != other.block_size_tokens:
             self._require_divisible(other, who)
 

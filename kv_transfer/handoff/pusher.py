@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from kv_transfer.block_sizes import BlockSizes, sub_blocks, whole_blocks
+from kv_transfer.block_sizes import block_sizes, sub_blocks, whole_blocks
 from kv_transfer.handoff.checksums import digests_of, fold_digests, verified_positions
 from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
 from kv_transfer.handoff.push_state import BlockWrite, Push, PushDone, PushDrained, PushEvent, PushFailed
@@ -91,7 +91,7 @@ class KvPusher:
             message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
             raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
         size = endpoint.memory.layout.block_size_tokens
-        sizes = BlockSizes(self._block_size or size, size)
+        sizes = block_sizes(self._block_size or size, size)
         targets = sub_blocks(ticket.block_indices, sizes.of_reader)
         push = Push(request_id, ticket, sizes, targets, observed=observed)
         self._pushes[request_id] = self._runnable[request_id] = push
@@ -123,13 +123,13 @@ class KvPusher:
             return
         # The ticket covers the prompt's blocks after those that the decode worker has cached.
         sizes, ticket = push.sizes, push.ticket
-        wanted, cached = len(ticket.block_indices), ticket.cached_tokens // sizes.reader
+        count, first = len(push.targets), ticket.cached_tokens // sizes.tokens
         self._runnable[request_id] = push
-        first = ticket.cached_tokens // sizes.tokens
-        push.block_table = sub_blocks(block_ids, sizes.of_writer)[first : first + len(push.targets)]
+        push.block_table = sub_blocks(block_ids, sizes.of_writer)[first : first + count]
         final = sizes.final(end_tokens, is_last=is_last) - first
-        before, push.ready_blocks = push.ready_blocks, max(0, min(final, len(push.targets)))
+        before, push.ready_blocks = push.ready_blocks, max(0, min(final, count))
         filled = blocks_for(end_tokens, sizes.reader)
+        wanted, cached = len(ticket.block_indices), ticket.cached_tokens // sizes.reader
         if len(push.block_table) < push.ready_blocks or (is_last and filled - cached != wanted):
             push.failure = InvalidArgumentError(
                 f"the ticket holds {wanted} blocks after {cached} cached ones, the prompt fills {filled}",

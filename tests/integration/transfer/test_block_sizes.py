@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading
+from tests.support.cluster.streams import Reading, tokens
 from tests.support.engine.reference import Reference
 
 SIZES = [(16, 32), (32, 16)]
@@ -108,3 +110,29 @@ async def test_a_client_that_leaves_frees_the_blocks_of_both(
         answer = await client.generate(prompt, temperature=0.0, max_tokens=MAX_TOKENS)
     assert list(answer.token_ids) == reference.greedy(prompt, MAX_TOKENS)
     await cluster.assert_no_leaks()
+
+
+async def test_pools_of_several_sizes_serve_in_all_pairs(log_dir: Path) -> None:
+    """Two prefill and three decode workers in turn, until each of the six pairs has served."""
+    setup = Cluster(
+        log_dir,
+        prefill=0,
+        decode=0,
+        worker_options=["--verify-kv", "all"],
+        coordinator_options=["--routing", "round-robin"],
+    )
+    async with running(setup) as cluster, AsyncClient(cluster.target) as client:
+        for pool, of_pool in (("prefill", (8, 32)), ("decode", (16, 64, 4))):
+            for size in of_pool:
+                cluster.add_worker(pool, f"{pool}-{size}", "--block-size", str(size))
+        await cluster.wait_ready(prefill=2, decode=3)
+        pairs: set[tuple[str, str]] = set()
+        for number in range(200):
+            prompt = tokens(40 * (number % 20) + 7, seed=number)
+            answer = await client.generate(prompt, max_tokens=5)
+            assert list(answer.token_ids) == expected_tokens(prompt, 5)
+            pairs.add((answer.served_by.prefill_worker, answer.served_by.decode_worker))
+            if number >= 11 and len(pairs) == 6:
+                break
+        assert len(pairs) == 6
+        await cluster.assert_no_leaks()

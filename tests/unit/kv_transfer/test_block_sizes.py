@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.block_sizes import BlockSizes, sub_blocks, whole_blocks
+from kv_transfer.block_sizes import block_sizes, sub_blocks, whole_blocks
 from kv_transfer.handoff.checksums import HandoffVerifier
 from kv_transfer.handoff.notification import WriteCompletion, decode
 from kv_transfer.handoff.push_state import PushDone
@@ -154,8 +154,8 @@ def test_equal_sizes_use_the_blocks_as_they_are() -> None:
     assert whole_blocks(blocks, 1) is blocks
     region = KvMemoryRegion(4096, 8, LAYOUT)
     assert in_common(region, region) == (region, region)
-    assert BlockSizes(16, 16).final(33, is_last=False) == 2
-    assert BlockSizes(16, 16).final(33, is_last=True) == 3
+    assert block_sizes(16, 16).final(33, is_last=False) == 2
+    assert block_sizes(16, 16).final(33, is_last=True) == 3
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,7 @@ def test_engines_with_other_orders_are_refused_by_the_order() -> None:
     ours = replace(LAYOUT, axis_order=AXIS_ORDER)
     theirs = replace(
         LAYOUT,
+        model_fingerprint="a" * 64,
         axis_order="vllm:cpu_attn,vec" + HEADS_OUTERMOST,
         block_size_tokens=32,
         engine_version="0.32.0",
