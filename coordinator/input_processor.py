@@ -73,13 +73,13 @@ class InputProcessor:
         model = found.model
         check_request(request, model)
         await self._grammars.check(request.sampling)
-        block_size = model.block_size_tokens if self._config.routing == "prefix" else 0
+        block_sizes = model.block_sizes if self._config.routing == "prefix" else ()
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
             prompt = await self._tokenizers.encode_named(
                 model.tokenizer_source,
                 request,
-                block_size,
+                block_sizes,
                 chain_salt(caller.cache_salt, model.adapter),
                 model.context_tokens,
                 check=partial(check_prompt_form, request, model),

@@ -51,7 +51,7 @@ class KvConsumer(KvConnector):
         self._ticket_s = config.ticket_s
         self._wire = parts.wire
         one_in = verify_one_in(config.verify_kv, self._wire.memory.memory_kind)
-        self._verifier = HandoffVerifier(epoch, one_in, self._wire.read_blocks)
+        self._verifier = HandoffVerifier(epoch, one_in, self._wire)
         self._table = ReservationTable(
             epoch,
             lease_s=config.lease_s,
@@ -220,7 +220,7 @@ class KvConsumer(KvConnector):
             verify_one_in=self._verifier.one_in,
             adapter_fingerprint=request.adapter_fingerprint,
         )
-        self._verifier.expect(number, blocks.block_ids)
+        self._verifier.expect(number, blocks.block_ids, len(request.token_ids) - blocks.cached_tokens)
         return ticket
 
     def _try_compute(self, core: Engine, entry: WaitingReservation, now: float) -> bool:

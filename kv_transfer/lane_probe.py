@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_transfer.lane import Lane, lane_kind
+from kv_transfer.transports.descriptors import in_common
 from kv_transfer.transports.transport import KvMemoryRegion, PollResult, TransferEndpoint, Transport
 from splitserve.errors import SplitserveError
 
@@ -56,6 +57,8 @@ class _Write:
 @dataclass(slots=True)
 class _Probe:
     endpoint: TransferEndpoint
+    own: KvMemoryRegion
+    theirs: KvMemoryRegion
     plan: deque[int]
     started_s: float | None = None
     write: _Write | None = None
@@ -98,7 +101,9 @@ class LaneProber:
     def add(self, endpoint: TransferEndpoint) -> None:
         """Queues a newly connected peer."""
         self.forget(endpoint.agent_id)
-        self._probes.append(_Probe(endpoint, deque(write_plan(self._own.layout.block_bytes))))
+        own, theirs = in_common(self._own, endpoint.memory)
+        plan = write_plan(own.layout.block_bytes // own.divisions)
+        self._probes.append(_Probe(endpoint, own, theirs, deque(plan)))
 
     def forget(self, agent_id: str) -> None:
         """Drops a lost peer. Unknown ids are ignored."""
@@ -138,24 +143,25 @@ class LaneProber:
                 self._finish(probe)
                 return
             self._record(probe, probe.write, now)
-        if probe.plan and min(self._own.probe_blocks, probe.endpoint.memory.probe_blocks) > 0:
+        if probe.plan and min(probe.own.probe_blocks, probe.theirs.probe_blocks) > 0:
             self._post(probe)
         else:
             self._finish(probe)
 
     def _post(self, probe: _Probe) -> None:
-        count, theirs = probe.plan.popleft(), probe.endpoint.memory
-        ring = min(self._own.probe_blocks, theirs.probe_blocks)
+        count, own, theirs = probe.plan.popleft(), probe.own, probe.theirs
+        starts = [side.request_blocks * side.divisions for side in (own, theirs)]
+        ring = min(own.num_sub_blocks - starts[0], theirs.num_sub_blocks - starts[1])
         offsets = [number % ring for number in range(count)]
-        local = [self._own.request_blocks + offset for offset in offsets]
-        remote = [theirs.request_blocks + offset for offset in offsets]
+        local, remote = ([start + offset for offset in offsets] for start in starts)
         before, posted_s = self._sent_bytes(), self._clock()
         try:
             handle = self._transport.write(probe.endpoint.agent_id, local, remote)
         except SplitserveError:
             self._finish(probe)
             return
-        probe.write = _Write(handle, count * theirs.layout.block_bytes, posted_s, before)
+        size = theirs.layout.block_bytes // theirs.divisions
+        probe.write = _Write(handle, count * size, posted_s, before)
 
     def _record(self, probe: _Probe, write: _Write, now: float) -> None:
         seconds = max(now - write.posted_s, 1e-9)

@@ -9,8 +9,11 @@ from splitserve.v1 import kv_transfer_pb2 as pb
 
 AXIS_ORDER = "layer,kv,head,token,dim"
 HEADS_OUTERMOST = ":layer,block,head"
-"""End of an `axis_order` in which each head of a layer's piece of a block is one contiguous range, so that a piece can
-be divided by heads. What precedes names who reads the ranges."""
+"""Part of an `axis_order` in which each head of a layer's piece of a block is one contiguous range, so that a piece can
+be divided by heads. What precedes names who reads the ranges; nothing behind it: they are opaque."""
+_TOKENS_IN_ORDER = ",token,dim"
+"""End of an `axis_order` in which the vectors of a head's keys, and those of its values, lie in the order of tokens, so
+that workers with different block sizes may hand KV to each other."""
 ENGINE_VERSION = "1"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SAME, FP8_E4M3 = "same", "fp8_e4m3"
@@ -57,6 +60,11 @@ class KvLayout:
         return self.block_vectors * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key, or value, of one head in one layer."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
     def rank(self) -> KvLayout:
         """What one of the tensor-parallel ranks holds, as a layout of its own."""
         heads = max(1, self.num_kv_heads // max(1, self.tensor_parallel_size))
@@ -65,18 +73,42 @@ class KvLayout:
     def require_fits(self, other: KvLayout, *, who: str) -> None:
         """Raises FailedPreconditionError (LAYOUT_MISMATCH) naming the first field that differs and must not.
 
-        Tensor-parallel sizes may differ where pieces can be divided by heads. `who` names the owner of `other` in the
-        message.
+        Tensor-parallel sizes may differ where pieces can be divided by heads, and block sizes where one divides the
+        other and blocks can be divided by tokens. `who` names the owner of `other` in the message.
         """
-        for f in fields(self):
-            mine, theirs = getattr(self, f.name), getattr(other, f.name)
-            divisible = f.name == "tensor_parallel_size" and self.axis_order.endswith(HEADS_OUTERMOST)
-            if mine != theirs and not divisible:
-                raise FailedPreconditionError(
-                    f"KV layout differs from {who} in {f.name}: {mine!r} here, {theirs!r} there",
-                    reason="LAYOUT_MISMATCH",
-                    field=f.name,
-                )
+        if self == other:
+            return
+        free = {"block_size_tokens"}
+        if HEADS_OUTERMOST in self.axis_order:
+            free.add("tensor_parallel_size")
+        # The order first: between engines it is why KV does not fit, whatever else they make differently.
+        for name in ("axis_order", *(f.name for f in fields(self))):
+            if name not in free:
+                self._require_equal(name, other, who, "")
+        if self.block_size_tokens != other.block_size_tokens:
+            self._require_divisible(other, who)
+
+    def _require_divisible(self, other: KvLayout, who: str) -> None:
+        """Raises unless blocks of one size can be divided into those of the other."""
+        small, large = sorted((self.block_size_tokens, other.block_size_tokens))
+        if small < 1 or large % small:
+            why = "; one must divide the other"
+        elif not self.axis_order.endswith(_TOKENS_IN_ORDER):
+            why = f"; blocks of axis_order {self.axis_order!r} cannot be divided by tokens"
+        elif self.wire_dtype != SAME:
+            why = f"; blocks of wire_dtype {self.wire_dtype!r} cannot be divided by tokens"
+        else:
+            return
+        self._require_equal("block_size_tokens", other, who, why)
+
+    def _require_equal(self, name: str, other: KvLayout, who: str, why: str) -> None:
+        mine, theirs = getattr(self, name), getattr(other, name)
+        if mine != theirs:
+            raise FailedPreconditionError(
+                f"KV layout differs from {who} in {name}: {mine!r} here, {theirs!r} there{why}",
+                reason="LAYOUT_MISMATCH",
+                field=name,
+            )
 
     def to_proto(self) -> pb.KvLayout:
         """The wire form."""

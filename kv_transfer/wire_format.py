@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from kv_transfer.block_sizes import whole_blocks
 from kv_transfer.layout import SAME
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.errors import ConfigError
@@ -40,6 +43,22 @@ class KvWire(ABC):
     @abstractmethod
     def read_blocks(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
         """The bytes of each wire block in host memory, for checksums."""
+
+    def read_sub_blocks(self, sub_blocks: Sequence[int], tokens: int) -> Sequence[bytes | memoryview]:
+        """The bytes of each sub-block of `tokens` tokens, in the order of a block of that size.
+
+        `tokens` divides the block size. For layouts whose blocks can be divided by tokens.
+        """
+        size = self.memory.layout.block_size_tokens
+        if tokens == size:
+            return self.read_blocks(sub_blocks)
+        divisions, part = size // tokens, tokens * self.memory.layout.token_bytes
+        blocks = whole_blocks(sub_blocks, divisions)
+        parts = {
+            block: np.frombuffer(read, np.uint8).reshape(-1, divisions, part)
+            for block, read in zip(blocks, self.read_blocks(blocks), strict=True)
+        }
+        return [parts[number // divisions][:, number % divisions].tobytes() for number in sub_blocks]
 
 
 class PlainWire(KvWire):

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from coordinator.request.json_bounds import check_structure
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import block_keys
+from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys, block_keys
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
 from splitserve.v1 import inference_pb2
 
@@ -29,7 +29,7 @@ class EncodedPrompt(NamedTuple):
     """A tokenized prompt."""
 
     token_ids: tuple[int, ...]
-    block_keys: tuple[int, ...]
+    block_keys: BlockKeys
     highest: int
     """The highest token id; -1 of an empty prompt."""
 
@@ -63,19 +63,19 @@ class PromptTokenizers:
 
         Raises InvalidArgumentError if the model has no chat template, or if the template rejects the turns.
         """
-        return list((await self.encode_named(source, request, 0, b"")).token_ids)
+        return list((await self.encode_named(source, request, (), b"")).token_ids)
 
     async def encode_named(
         self,
         source: str,
         request: inference_pb2.GenerateRequest,
-        block_size: int,
+        block_sizes: tuple[int, ...],
         cache_salt: bytes,
         most: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> EncodedPrompt:
-        """Token ids as from `encode`, and the index keys of the prompt's leading full blocks, at most MAX_NAMED_BLOCKS;
-        no keys for a block size of 0. `check` is called before, where the prompt is tokenized. A long prompt that
+        """Token ids as from `encode`, and the index keys of the prompt's leading full blocks, at most MAX_NAMED_BLOCKS
+        of each size in `block_sizes`. `check` is called before, where the prompt is tokenized. A long prompt that
         arrives again while it is being tokenized, as several answers to one do, is tokenized once.
 
         Raises TooManyTokensError for more than `most` tokens, and what `check` raises.
@@ -87,19 +87,19 @@ class PromptTokenizers:
             count = len(request.token_ids.ids)
             if most is not None and count > most:
                 raise TooManyTokensError(count)
-            is_short = count <= FEW_BLOCKS * max(block_size, 1)
+            is_short = count <= FEW_BLOCKS * min(block_sizes, default=1)
         else:
             tokenizer = await self.tokenizer(source)
             is_short = kind in self._warm and request.ByteSize() <= SHORT_BYTES
         if is_short:
             check()
-            return _encode_named(tokenizer, request, block_size, cache_salt, most)
+            return _encode_named(tokenizer, request, block_sizes, cache_salt, most)
 
         def work() -> EncodedPrompt:
             check()
-            return _encode_named(tokenizer, request, block_size, cache_salt, most)
+            return _encode_named(tokenizer, request, block_sizes, cache_salt, most)
 
-        found = await self._shared((kind, _prompt_bytes(request), block_size, cache_salt, most), work)
+        found = await self._shared((kind, _prompt_bytes(request), block_sizes, cache_salt, most), work)
         self._warm.add(kind)
         return found
 
@@ -145,13 +145,17 @@ def _prompt_bytes(request: inference_pb2.GenerateRequest) -> bytes:
 def _encode_named(
     tokenizer: Tokenizer | None,
     request: inference_pb2.GenerateRequest,
-    block_size: int,
+    block_sizes: tuple[int, ...],
     cache_salt: bytes,
     most: int | None,
 ) -> EncodedPrompt:
     token_ids = _sliced(request.token_ids.ids) if tokenizer is None else _encode(tokenizer, request, most)
-    keys = block_keys(token_ids, block_size, cache_salt, MAX_NAMED_BLOCKS) if block_size else ()
-    return EncodedPrompt(tuple(token_ids), keys, _highest(token_ids))
+    keys = {
+        size: block_keys(token_ids, size, cache_salt, MAX_NAMED_BLOCKS)
+        for size in block_sizes
+        if len(token_ids) >= size
+    }
+    return EncodedPrompt(tuple(token_ids), keys or NO_BLOCK_KEYS, _highest(token_ids))
 
 
 def _sliced(ids: Sequence[int]) -> list[int]:

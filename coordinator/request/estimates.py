@@ -57,18 +57,17 @@ class Estimates(RequestObserver):
         self._max_length_keys = max_length_keys
         self._models: dict[str, ModelMeans] = {}
         self._means: OrderedDict[LengthKey, LearnedMean] = OrderedDict()
-        self._prefill_slots = 0
-        """Slots of prefill workers in the prefix index, as a bit set."""
+        self._prefill_slots: dict[int, int] = {}
+        """Slots of prefill workers in the prefix index, as a bit set for each block size."""
         registry.subscribe(self._on_registry_change)
 
     def of(self, request: InferenceRequest, now: float) -> RequestEstimate:
         """The estimate for a request that arrives now."""
         prompt_tokens = len(request.prompt)
         if request.block_keys and self._prefill_slots:
-            hits = self._registry.prefixes.hits(request.block_keys, now)
-            held_tokens = self._most_blocks(hits) * request.model.block_size_tokens
+            hits = self._registry.prefixes.hits_of(request.block_keys, now)
             # The last prompt token is always computed, for its logits.
-            uncached = float(prompt_tokens - min(held_tokens, prompt_tokens - 1))
+            uncached = float(prompt_tokens - min(self._most_tokens(hits), prompt_tokens - 1))
             return RequestEstimate(self._output_tokens(request), uncached, hits)
         uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
         return RequestEstimate(self._output_tokens(request), uncached)
@@ -105,17 +104,23 @@ class Estimates(RequestObserver):
         mean = known or self.of_model(request.model.base_name).output_tokens
         return min(mean.value, request.max_tokens)
 
-    def _most_blocks(self, hits: PrefixHits) -> int:
-        """The largest number of leading blocks that any prefill worker holds."""
-        return next((depth for depth, slots in reversed(hits.levels) if slots & self._prefill_slots), 0)
+    def _most_tokens(self, hits: PrefixHits) -> int:
+        """The largest number of leading tokens that any prefill worker holds."""
+        return max(
+            (
+                size * next((depth for depth, slots in reversed(hits.levels) if slots & ours), 0)
+                for size, ours in self._prefill_slots.items()
+            ),
+            default=0,
+        )
 
     def _on_registry_change(self, worker: Worker | None) -> None:
         if worker is None:
-            workers = self._registry.snapshot().workers
-            slots = {one.prefix_slot for one in workers if one.pool == "prefill" and one.prefix_slot >= 0}
-            self._prefill_slots = sum(1 << slot for slot in slots)
-        elif worker.pool == "prefill" and worker.prefix_slot >= 0:
-            self._prefill_slots |= 1 << worker.prefix_slot
+            self._prefill_slots = {}
+        for one in (worker,) if worker is not None else self._registry.snapshot().workers:
+            if one.pool == "prefill" and one.prefix_slot >= 0:
+                slots = self._prefill_slots.get(one.block_size_tokens, 0)
+                self._prefill_slots[one.block_size_tokens] = slots | 1 << one.prefix_slot
 
 
 def _length_keys(request: InferenceRequest) -> tuple[LengthKey, ...]:

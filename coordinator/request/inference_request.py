@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.request.caller import ANYONE, Caller
 from coordinator.request.request_trace import RequestTrace
 from coordinator.workers.snapshot import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.generation.bounds import between, check_sampling, check_stop, fail, require
+from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys
 from splitserve.v1 import generation_pb2, inference_pb2
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
@@ -44,8 +45,9 @@ class InferenceRequest:
     """Groups requests that should share workers; empty: no session."""
     public_name: str = ""
     """The model name that the client used; `model` may be one of several behind that route."""
-    block_keys: tuple[int, ...] = ()
-    """Prefix index keys of the prompt's leading full blocks; empty if the routing policy does not need them."""
+    block_keys: BlockKeys = field(default_factory=lambda: NO_BLOCK_KEYS)
+    """Prefix index keys of the prompt's leading full blocks, for each block size of the model's workers; empty if there
+    are none, or the routing policy does not need them."""
     resumed: tuple[int, ...] = ()
     """Output tokens that the client has from another coordinator; the answer goes on after them."""
     resumed_finish: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED

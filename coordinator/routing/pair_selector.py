@@ -15,7 +15,7 @@ from coordinator.routing.local_prefill import NO_LIMIT, HandoffMeter, facts_of_p
 from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import RETRY_AFTER_S, Pair, Router, RoutingRequest, no_pair
 from coordinator.workers.load_ledger import ExpectedPrompt
-from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits
+from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import CoordinatorConfig, Routing
 from splitserve.logs import log_event
@@ -79,8 +79,10 @@ class PairSelector(RequestObserver):
             if expected is not None:
                 self._expected[attempt.attempt_id] = expected
             self._registry.count_sent(attempt.decode.key, tokens)
-        if request.block_keys:
-            self._registry.prefixes.expect(attempt.pair, request.block_keys, attempt.began_s)
+        for size, keys in request.block_keys.items():
+            workers = (attempt.prefill, attempt.decode)
+            sent_to = [w.key for w in workers if w is not None and w.block_size_tokens == size]
+            self._registry.prefixes.expect(sent_to, keys, attempt.began_s)
 
     def prefilling(self, state: RequestState) -> None:
         """See RequestObserver. Decode has room; the prompt goes to the prefill worker now."""
@@ -134,8 +136,7 @@ class PairSelector(RequestObserver):
         hits = state.estimate.hits
         if hits is not None and not state.attempts and state.waits is NO_WAITS:
             return hits
-        keys = state.request.block_keys
-        return self._registry.prefixes.hits(keys, time.monotonic()) if keys else NO_HITS
+        return self._registry.prefixes.hits_of(state.request.block_keys, time.monotonic())
 
     def _choose(self, request: RoutingRequest) -> Pair | None:
         return self._router.choose_pair(

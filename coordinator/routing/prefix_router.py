@@ -33,7 +33,6 @@ from coordinator.routing.worker_columns import (
 )
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import PoolSnapshot
-from splitserve.generation.kv_blocks import blocks_for
 
 HOME_SHARE = 0.25
 """Bonus of a session's home worker: this share of the time to compute the whole prompt, or of one decode step. A
@@ -114,7 +113,7 @@ def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Colum
     scores: Column = pool.token_s * request.prompt_tokens
     scores += pool.queue_s if not request.class_rank else pool.queue_s * queue_weight(request.class_rank)
     if depths is not None:
-        size = pool.workers[0].block_size_tokens
+        size = pool.block_size
         blocks = depths.take(pool.slots, mode="wrap")
         np.minimum(blocks, (request.prompt_tokens - 1) / size, out=blocks)
         # Others' delay is counted as a saving relative to the whole prompt, which shifts all scores alike.
@@ -135,9 +134,9 @@ def _others_token_s(pool: PrefillColumns) -> float:
 
 def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
     """Wait and step cost of each decode worker, in seconds, float64 [workers]; infinite for those not to be used."""
-    needed = needed_blocks(request, pool.workers[0].block_size_tokens)
+    needed = needed_blocks(request, pool.block_size)
     scores: Column
-    if needed <= pool.free[pool.free.argmin()]:
+    if isinstance(needed, float) and needed <= pool.free[pool.free.argmin()]:
         scores = pool.batch_s.copy()
     else:
         scores = needed - pool.free
@@ -152,15 +151,17 @@ def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
 
 
 def _bytes_lacking(pool: DecodeColumns, request: RoutingRequest, depths: Column | None) -> Column | float:
-    """KV bytes of the prompt that each decode worker lacks, float64 [workers]; a scalar if no worker holds any."""
-    one = pool.workers[0]
-    blocks = blocks_for(request.prompt_tokens, one.block_size_tokens)
+    """KV bytes of the prompt that each decode worker lacks, float64 [workers].
+
+    A scalar if no worker holds any and all have blocks of one size.
+    """
+    blocks = -(-request.prompt_tokens // pool.block_size)
     if depths is None:
-        return float(blocks * one.block_bytes)
+        return blocks * pool.block_bytes
     lacking: Column = depths.take(pool.slots, mode="wrap")
     np.subtract(blocks, lacking, out=lacking)
     np.maximum(lacking, 0.0, out=lacking)
-    lacking *= one.block_bytes
+    lacking *= pool.block_bytes
     return lacking
 
 

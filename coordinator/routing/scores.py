@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeVar
+
 from coordinator.request.candidates import PairCost
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
 from coordinator.routing.router import RoutingRequest, cached_tokens
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import Worker
 from splitserve.generation.kv_blocks import blocks_for
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Size = TypeVar("Size", float, "float | npt.NDArray[np.float64]")
 
 MOST_CROWDED = 12.0
 """Weight of a second of prefill for other requests when every prefill worker is busy. From 4 on, the mean TTFT of
@@ -81,7 +89,7 @@ def pair_cost(
     blocks = blocks_for(request.prompt_tokens, size)
     held = min(request.hits.blocks(decode.prefix_slot), blocks)
     wait_s = decode_score_s(
-        needed_blocks=needed_blocks(request, size),
+        needed_blocks=needed_blocks(request, float(size)),
         free_blocks=load.free_blocks,
         held_blocks=load.held_blocks,
         step_s=step_s,
@@ -100,6 +108,7 @@ def pair_cost(
     )
 
 
-def needed_blocks(request: RoutingRequest, block_size: int) -> float:
-    """KV blocks that the request will need on decode: for its prompt and its expected output."""
-    return float((request.prompt_tokens + 1 + request.expected_output_tokens) // block_size + 1)
+def needed_blocks(request: RoutingRequest, block_size: Size) -> Size:
+    """KV blocks that the request will need on decode: for its prompt and its expected output; elementwise for an
+    array."""
+    return (request.prompt_tokens + 1 + request.expected_output_tokens) // block_size + 1.0

@@ -28,6 +28,13 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 NO_LOADS: Mapping[WorkerKey, Any] = MappingProxyType({})
 
 
+def _scalar_if_equal(values: Sequence[int]) -> float | Column:
+    """A column, or one value where all are equal: then a decision computes with that."""
+    if all(value == values[0] for value in values):
+        return float(values[0]) if values else 0.0
+    return np.array(values, np.float64)
+
+
 class WorkerColumns:
     """What both pools have in common. All columns are [workers]; `row_of` maps a boot to its row."""
 
@@ -45,6 +52,8 @@ class WorkerColumns:
         self._slots, self._accepts = [-1] * count, [False] * count
         self.width = 0
         """One more than the highest slot."""
+        self.block_size = _scalar_if_equal([worker.block_size_tokens for worker in workers])
+        self.block_bytes = _scalar_if_equal([worker.block_bytes for worker in workers])
         self.name_hashes = np.array(
             [xxhash.xxh3_64_intdigest(worker.worker_id.encode()) for worker in workers], np.uint64
         )

@@ -19,6 +19,8 @@ WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 AGENT_ID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\Z")
 FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
 TRANSPORTS = ("nixl", "ucx", "memory")
+WHOLE_BLOCK_TRANSPORTS = ("ucx",)
+"""Transports between workers of one block size."""
 MEMORY_KINDS = ("DRAM", "VRAM")
 MAX_METADATA_BYTES = 2**20
 MAX_RANK_METADATA_BYTES = 2**14
@@ -104,6 +106,13 @@ def check_fits(
             reason="TRANSPORT_MISMATCH",
             field="transport",
         )
+    if new.transport in WHOLE_BLOCK_TRANSPORTS and new.block_size_tokens != old.block_size_tokens:
+        raise FailedPreconditionError(
+            f"KV layout differs from {who} in block_size_tokens: {new.block_size_tokens} here, "
+            f"{old.block_size_tokens} there; transport {new.transport} writes whole blocks only",
+            reason="LAYOUT_MISMATCH",
+            field="block_size_tokens",
+        )
     if new.model.vocabulary_size != old.model.vocabulary_size:
         raise FailedPreconditionError(
             f"vocabulary_size differs from {who}: "
@@ -119,7 +128,7 @@ def _checked_model(model: registry_pb2.ServedModel, block_size_tokens: int) -> M
     _between("model.context_tokens", model.context_tokens, 1, 2**24)
     _between("model.vocabulary_size", model.vocabulary_size, 1, 2**24)
     return Model(
-        model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, block_size_tokens
+        model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, (block_size_tokens,)
     )
 
 

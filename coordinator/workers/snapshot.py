@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -27,12 +27,17 @@ class Model:
     tokenizer_source: str
     context_tokens: int
     vocabulary_size: int
-    block_size_tokens: int = 0
-    """Tokens per KV block, the same on all workers; 0: unknown."""
+    block_sizes: tuple[int, ...] = ()
+    """Tokens per KV block of its workers, each size once, the smallest first; empty: unknown."""
     adapter: Adapter | None = None
     """The adapter that this name stands for; None: a base model."""
     base: str = ""
     """Name of an adapter's base model."""
+
+    @property
+    def block_size_tokens(self) -> int:
+        """The smallest of its block sizes; 0: unknown."""
+        return self.block_sizes[0] if self.block_sizes else 0
 
     @property
     def base_name(self) -> str:
@@ -200,10 +205,16 @@ class PoolSnapshot:
         return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
 
     def models(self) -> dict[str, Model]:
-        """Base models by name, each with the smallest context among its workers."""
+        """Base models by name, each with the smallest context and all block sizes among its workers."""
         found: dict[str, Model] = {}
         for worker in self.workers:
             known = found.get(worker.model.name)
             if known is None or worker.model.context_tokens < known.context_tokens:
                 found[worker.model.name] = worker.model
-        return dict(sorted(found.items()))
+        sizes: dict[str, set[int]] = {name: set() for name in found}
+        for worker in self.workers:
+            sizes[worker.model.name].add(worker.block_size_tokens)
+        return {
+            name: replace(model, block_sizes=tuple(sorted(sizes[name])))
+            for name, model in sorted(found.items())
+        }

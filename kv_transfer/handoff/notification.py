@@ -24,6 +24,8 @@ class WriteCompletion:
     written_bytes: int
     first_token_id: int
     checksums: tuple[int, ...] = ()
+    checksum_tokens: int = 0
+    """Tokens that each of the checksums before folding covers; 0: a block of the owner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ def encode(message: WriteCompletion | Drained) -> bytes:
         written_bytes=message.written_bytes,
         first_token_id=message.first_token_id,
         checksums=message.checksums,
+        checksum_tokens=message.checksum_tokens,
     )
     return pb.KvNotification(completion=completion).SerializeToString()
 
@@ -69,9 +72,13 @@ def decode(data: bytes) -> WriteCompletion | Drained | BadNotification:
         done = message.completion
         if len(done.checksums) > MAX_CHECKSUMS:
             return BadNotification(f"{len(done.checksums)} checksums, at most {MAX_CHECKSUMS} are read")
-        checksums = tuple(done.checksums)
         return WriteCompletion(
-            done.epoch, done.reservation, done.written_bytes, done.first_token_id, checksums
+            done.epoch,
+            done.reservation,
+            done.written_bytes,
+            done.first_token_id,
+            tuple(done.checksums),
+            done.checksum_tokens,
         )
     if kind == "drained":
         return Drained(message.drained.epoch, message.drained.reservation)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kv_transfer.block_sizes import BlockSizes
 from kv_transfer.handoff.ticket import KvTicket
 from splitserve.errors import SplitserveError
 
@@ -48,6 +50,7 @@ class BlockWrite:
 
     began_s: float
     blocks: int
+    """Blocks of the smaller of the two sizes."""
     descriptors: int
     ended_s: float = 0.0
 
@@ -58,15 +61,17 @@ class Push:
 
     request_id: str
     ticket: KvTicket
-    block_size: int
-    block_table: tuple[int, ...] = ()
-    """Local blocks, paired by position with the ticket's `block_indices`; grows with each chunk."""
+    sizes: BlockSizes
+    targets: Sequence[int]
+    """The owner's sub-blocks under the ticket."""
+    block_table: Sequence[int] = ()
+    """Local sub-blocks, paired by position with `targets`; grows with each chunk."""
     ready_blocks: int = 0
-    """Leading blocks of `block_table` whose KV is final."""
+    """Leading sub-blocks of `block_table` whose KV is final."""
     posted_blocks: int = 0
-    """Leading blocks of `block_table` whose writes were posted."""
+    """Leading sub-blocks of `block_table` whose writes were posted."""
     digests: list[int] = field(default_factory=list)
-    """Checksums of the verified blocks that are final."""
+    """Checksums of the verified sub-blocks that are final."""
     descriptors: int = 0
     writes: set[int] = field(default_factory=set)
     """Handles of the writes in flight."""

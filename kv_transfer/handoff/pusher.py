@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from kv_transfer.block_sizes import block_sizes, sub_blocks, whole_blocks
 from kv_transfer.handoff.checksums import digests_of, fold_digests, verified_positions
 from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
 from kv_transfer.handoff.push_state import BlockWrite, Push, PushDone, PushDrained, PushEvent, PushFailed
@@ -36,13 +37,14 @@ from splitserve.request_guard import request_error
 class KvPusher:
     """All pushes of one worker over one transport.
 
-    `wire` packs blocks for sending and reads them for checksums. Without it blocks are sent as they are, and
-    the decode worker refuses completions of tickets that ask for checksums.
+    `wire` packs blocks for sending and reads them for checksums. Without it blocks are sent as they are, they have the
+    size of each owner's, and the decode worker refuses completions of tickets that ask for checksums.
     """
 
     def __init__(self, transport: Transport, wire: KvWire | None = None) -> None:
         self._transport = transport
         self._wire = wire
+        self._block_size = wire.memory.layout.block_size_tokens if wire is not None else 0
         self._pushes: dict[str, Push] = {}
         self._runnable: dict[str, Push] = {}
         """Superset of the pushes that are not idle; keeps `poll` independent of the number of waiting requests."""
@@ -88,7 +90,10 @@ class KvPusher:
         if not self._spent.spend(agent_id, ticket.reservation, ticket.deadline_s, now):
             message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
             raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
-        push = Push(request_id, ticket, endpoint.memory.layout.block_size_tokens, observed=observed)
+        size = endpoint.memory.layout.block_size_tokens
+        sizes = block_sizes(self._block_size or size, size)
+        targets = sub_blocks(ticket.block_indices, sizes.of_reader)
+        push = Push(request_id, ticket, sizes, targets, observed=observed)
         self._pushes[request_id] = self._runnable[request_id] = push
         heapq.heappush(self._deadlines, (ticket.deadline_s, request_id))
         self._enforce_deadline(push, now)
@@ -117,14 +122,17 @@ class KvPusher:
         if push is None or push.stopped or push.last_chunk_s is not None:
             return
         # The ticket covers the prompt's blocks after those that the decode worker has cached.
-        wanted, cached = len(push.ticket.block_indices), push.ticket.cached_tokens // push.block_size
-        final = blocks_for(end_tokens, push.block_size) if is_last else end_tokens // push.block_size
+        sizes, ticket = push.sizes, push.ticket
+        count, first = len(push.targets), ticket.cached_tokens // sizes.tokens
         self._runnable[request_id] = push
-        push.block_table = tuple(block_ids[cached : cached + wanted])
-        before, push.ready_blocks = push.ready_blocks, max(0, min(final - cached, wanted))
-        if len(push.block_table) < push.ready_blocks or (is_last and final - cached != wanted):
+        push.block_table = sub_blocks(block_ids, sizes.of_writer)[first : first + count]
+        final = sizes.final(end_tokens, is_last=is_last) - first
+        before, push.ready_blocks = push.ready_blocks, max(0, min(final, count))
+        filled = blocks_for(end_tokens, sizes.reader)
+        wanted, cached = len(ticket.block_indices), ticket.cached_tokens // sizes.reader
+        if len(push.block_table) < push.ready_blocks or (is_last and filled - cached != wanted):
             push.failure = InvalidArgumentError(
-                f"the ticket holds {wanted} blocks after {cached} cached ones, the prompt fills {final}",
+                f"the ticket holds {wanted} blocks after {cached} cached ones, the prompt fills {filled}",
                 reason="TICKET_MISMATCH",
                 field="ticket.block_indices",
             )
@@ -135,7 +143,7 @@ class KvPusher:
         if self._wire is not None and push.failure is None:
             # Packed and hashed only now: before a block is final its bytes still change.
             try:
-                self._wire.pack(push.block_table[before : push.ready_blocks])
+                self._wire.pack(whole_blocks(push.block_table[before : push.ready_blocks], sizes.of_writer))
                 self._digest_ready_blocks(push, self._wire)
             except BaseException as error:
                 push.failure = _transfer_error(error, request_id)
@@ -220,7 +228,7 @@ class KvPusher:
         ticket, before = push.ticket, self._transport.descriptors_posted
         part = slice(push.posted_blocks, push.ready_blocks)
         handle = self._transport.write(
-            ticket.decode_agent_id, push.block_table[part], ticket.block_indices[part], notification
+            ticket.decode_agent_id, push.block_table[part], push.targets[part], notification
         )
         descriptors = self._transport.descriptors_posted - before
         push.descriptors += descriptors
@@ -233,9 +241,15 @@ class KvPusher:
     def _complete(self, push: Push, now: float) -> None:
         ticket = push.ticket
         assert push.first_token is not None
-        checksums = fold_digests(push.digests)
         done = encode(
-            WriteCompletion(ticket.epoch, ticket.reservation, ticket.total_bytes, push.first_token, checksums)
+            WriteCompletion(
+                ticket.epoch,
+                ticket.reservation,
+                ticket.total_bytes,
+                push.first_token,
+                fold_digests(push.digests),
+                0 if push.sizes.of_reader == 1 else push.sizes.tokens,
+            )
         )
         if push.posted_blocks < push.ready_blocks:
             self._write(push, done, now)
@@ -246,9 +260,10 @@ class KvPusher:
         """Hashes the verified blocks that became final: chunk by chunk, to spread the cost over the steps."""
         ticket = push.ticket
         count, one_in = len(ticket.block_indices), ticket.verify_one_in
-        positions = verified_positions(ticket.epoch, ticket.reservation, count, one_in)
+        verified = verified_positions(ticket.epoch, ticket.reservation, count, one_in)
+        positions = sub_blocks(verified, push.sizes.of_reader)
         final = [push.block_table[p] for p in positions[len(push.digests) :] if p < push.ready_blocks]
-        push.digests += digests_of(wire.read_blocks(final))
+        push.digests += digests_of(wire.read_sub_blocks(final, push.sizes.tokens))
 
     def _enforce_deadline(self, push: Push, now: float) -> None:
         """Stops a push at its ticket's deadline; after the grace period ends its writes by disconnecting the peer."""
@@ -268,11 +283,11 @@ class KvPusher:
         ticket = push.ticket
         if push.completing and push.failure is None:
             assert push.last_chunk_s is not None
-            runs, transfer_s = (
-                len(merge_runs(push.block_table, ticket.block_indices)),
-                now - push.last_chunk_s,
-            )
-            return PushDone(push.request_id, ticket.total_bytes, push.descriptors, runs, transfer_s)
+            ready, transfer_s = push.ready_blocks, now - push.last_chunk_s
+            runs = len(merge_runs(push.block_table[:ready], push.targets[:ready]))
+            # Only the sub-blocks that hold tokens are written of the owner's last block.
+            written = ticket.total_bytes * ready // max(1, len(push.targets))
+            return PushDone(push.request_id, written, push.descriptors, runs, transfer_s)
         if not push.stopped:
             return None
         if push.in_doubt:

@@ -14,6 +14,8 @@ P = TypeVar("P")
 MAX_METADATA_BYTES = 2**20
 MEMORY_KINDS = ("DRAM", "VRAM")
 _MAX_BLOCKS = 2**31 - 1
+MAX_PARTS = 2**20
+"""Pieces that a block is divided into for a peer of another block size: one a sub-block, layer, head, key and value."""
 
 
 def registered(endpoint: TransferEndpoint | None) -> TransferEndpoint:
@@ -80,6 +82,18 @@ def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
     check_memory(theirs.memory)
 
 
+def check_same_block_size(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
+    """For transports that write whole blocks only. Raises FailedPreconditionError (LAYOUT_MISMATCH)."""
+    here, there = mine.memory.layout.block_size_tokens, theirs.memory.layout.block_size_tokens
+    if here != there:
+        raise FailedPreconditionError(
+            f"transport {mine.transport} writes whole blocks only: block_size_tokens is {here} here and {there} at "
+            f"agent {theirs.agent_id}; use nixl",
+            reason="LAYOUT_MISMATCH",
+            field="block_size_tokens",
+        )
+
+
 def check_agent(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
     """Refuses an agent that this side must not talk to, whatever its memory. Raises like `check_endpoint`."""
     if theirs.transport != mine.transport:
@@ -92,6 +106,29 @@ def check_agent(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
         raise InvalidArgumentError("agent_id must name another agent", field="agent_id")
     if len(theirs.metadata) > MAX_METADATA_BYTES:
         raise InvalidArgumentError(f"metadata must be at most {MAX_METADATA_BYTES} bytes", field="metadata")
+
+
+def in_common(mine: KvMemoryRegion, theirs: KvMemoryRegion) -> tuple[KvMemoryRegion, KvMemoryRegion]:
+    """Two regions whose layouts fit, in sub-blocks of the smaller block size; as they are where the sizes are equal.
+
+    Raises FailedPreconditionError (LAYOUT_MISMATCH) where a block has more than MAX_PARTS parts then, or all blocks
+    more than can be numbered.
+    """
+    sizes = mine.layout.block_size_tokens, theirs.layout.block_size_tokens
+    if sizes[0] == sizes[1]:
+        return mine, theirs
+    tokens = min(sizes)
+    sides = mine.divided(tokens), theirs.divided(tokens)
+    for side in sides:
+        parts = side.layout.block_bytes // side.piece_bytes
+        if parts > MAX_PARTS or parts * side.num_blocks > _MAX_BLOCKS:
+            raise FailedPreconditionError(
+                f"block_size_tokens is {sizes[0]} here and {sizes[1]} there: a block has {parts} parts of {tokens} "
+                f"tokens, at most {min(MAX_PARTS, _MAX_BLOCKS // side.num_blocks)} are written",
+                reason="LAYOUT_MISMATCH",
+                field="block_size_tokens",
+            )
+    return sides
 
 
 def pieces_touch(mine: KvMemoryRegion, theirs: KvMemoryRegion) -> bool:

@@ -14,7 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from kv_transfer.transports.descriptors import check_blocks, check_notification, merge_runs, unknown_peer
+from kv_transfer.transports.descriptors import (
+    check_blocks,
+    check_notification,
+    in_common,
+    merge_runs,
+    unknown_peer,
+)
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
     PollResult,
@@ -69,7 +75,7 @@ class FaultyTransport(Transport):
         self._plan = plan
         self._clock = clock
         self._memory: KvMemoryRegion | None = None
-        self._peers: dict[str, int] = {}
+        self._peers: dict[str, tuple[KvMemoryRegion, KvMemoryRegion]] = {}  # own and theirs, in common
         self._held: list[_Held] = []
         self._arrivals: list[_Held] = []
         self._open: dict[int, _Write] = {}
@@ -88,7 +94,8 @@ class FaultyTransport(Transport):
     def connect(self, endpoint: TransferEndpoint) -> None:
         """See `Transport`."""
         self._inner.connect(endpoint)
-        self._peers[endpoint.agent_id] = endpoint.memory.num_blocks
+        if self._memory is not None:
+            self._peers[endpoint.agent_id] = in_common(self._memory, endpoint.memory)
 
     def disconnect(self, agent_id: str) -> None:
         """See `Transport`. Ends what is held or stuck."""
@@ -108,14 +115,14 @@ class FaultyTransport(Transport):
         notification: bytes | None = None,
     ) -> int:
         """See `Transport`."""
-        memory = self._require(agent_id)
-        check_blocks(local_blocks, memory.num_blocks, remote_blocks, self._peers[agent_id])
+        memory, theirs = self._require(agent_id)
+        check_blocks(local_blocks, memory.num_sub_blocks, remote_blocks, theirs.num_sub_blocks)
         check_notification(notification)
-        probes = min(local_blocks) >= memory.request_blocks
+        probes = min(local_blocks) >= memory.request_blocks * memory.divisions
         write = (self._plan_probe if probes else self._plan_write)(
             agent_id, tuple(local_blocks), tuple(remote_blocks), notification
         )
-        due_s = self._departure_s(len(write.local) * memory.layout.block_bytes)
+        due_s = self._departure_s(len(write.local) * memory.layout.block_bytes // memory.divisions)
         if probes:
             self._hold_or_run(write, due_s)
         elif self.dice.fires("break_connection", agent_id):
@@ -184,7 +191,7 @@ class FaultyTransport(Transport):
                 else:
                     follow.append(notice)
         if self.dice.fires("wrong_bytes", agent_id):
-            count = self._require(agent_id).num_blocks
+            count = self._require(agent_id)[0].num_sub_blocks
             local = (*local[1:], (local[0] + 1) % count)
         silent = self.dice.fires("unreported_write", agent_id)
         self._last_number += 1
@@ -307,12 +314,12 @@ class FaultyTransport(Transport):
             del self._stuck[handle]
             self._completed.append(WriteResult(handle, why))
 
-    def _require(self, agent_id: str) -> KvMemoryRegion:
+    def _require(self, agent_id: str) -> tuple[KvMemoryRegion, KvMemoryRegion]:
         if self._memory is None:
             raise FailedPreconditionError("no memory is registered")
         if agent_id not in self._inner.connected() or agent_id not in self._peers:
             raise unknown_peer(agent_id)
-        return self._memory
+        return self._peers[agent_id]
 
 
 class FaultDice:

@@ -21,6 +21,7 @@ from kv_transfer.transports.descriptors import (
     check_memory,
     check_notification,
     connected_peer,
+    in_common,
     merge_runs,
     pieces_touch,
     registered,
@@ -90,12 +91,8 @@ class MemoryHub:
             if source is None or target is None or sender in target.fenced:
                 return f"agent {to} is gone"
             mine, theirs = parts or (source.memory, target.memory)
-            size = theirs.piece_bytes
-            for there, here in zip(theirs.rows, mine.rows, strict=True) if runs else ():
-                for run in runs:
-                    ctypes.memmove(
-                        there + run.remote * theirs.stride, here + run.local * mine.stride, run.length * size
-                    )
+            for run in runs:
+                _copy(mine, theirs, run)
             if notification is not None:
                 target.inbox.append((sender, notification))
             return None
@@ -109,6 +106,16 @@ class MemoryHub:
             arrived = [item for item in member.inbox if item[0] not in member.fenced]
             member.inbox.clear()
             return arrived
+
+
+def _copy(mine: KvMemoryRegion, theirs: KvMemoryRegion, run: Run) -> None:
+    """Copies a run in all rows."""
+    here, local = divmod(run.local, mine.divisions)
+    there, remote = divmod(run.remote, theirs.divisions)
+    sources, targets = mine.rows[local :: mine.divisions], theirs.rows[remote :: theirs.divisions]
+    size = run.length * theirs.piece_bytes
+    for source, target in zip(sources, targets, strict=True):
+        ctypes.memmove(target + there * theirs.stride, source + here * mine.stride, size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +157,11 @@ class MemoryTransport(Transport):
         """See `Transport`."""
         if endpoint.agent_id in self._peers:
             return
-        check_endpoint(registered(self._endpoint), endpoint)
+        check_endpoint(mine := registered(self._endpoint), endpoint)
+        own, theirs = in_common(mine.memory, endpoint.memory)
         self._connect(endpoint)
+        if own is not mine.memory:
+            self._parts[endpoint.agent_id] = own, theirs
 
     def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
         """See `Transport`."""
@@ -162,8 +172,9 @@ class MemoryTransport(Transport):
             self._connect(replace(endpoint, memory=replace(endpoint.memory, num_blocks=0)))
             return
         check_endpoint(replace(registered(self._endpoint), memory=own), endpoint)
+        parts = in_common(own, endpoint.memory)
         self._connect(endpoint)
-        self._parts[endpoint.agent_id] = own, endpoint.memory
+        self._parts[endpoint.agent_id] = parts
 
     def _connect(self, endpoint: TransferEndpoint) -> None:
         if not self._hub.present(endpoint.agent_id):
@@ -193,15 +204,16 @@ class MemoryTransport(Transport):
     ) -> int:
         """See `Transport`."""
         peer, mine = connected_peer(self._peers, agent_id), registered(self._endpoint)
-        check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.memory.num_blocks)
-        check_notification(notification)
         parts = self._parts.get(agent_id)
+        own, theirs = parts or (mine.memory, peer.memory)
+        check_blocks(local_blocks, own.num_sub_blocks, remote_blocks, theirs.num_sub_blocks)
+        check_notification(notification)
         runs = merge_runs(local_blocks, remote_blocks)
         if parts is not None and not pieces_touch(*parts):
             runs = [Run(*pair, 1) for pair in zip(local_blocks, remote_blocks, strict=True)]
         handle = self._next_handle
         self._next_handle += 1
-        self._descriptors += len(runs) * len(mine.memory.rows)
+        self._descriptors += len(runs) * (len(own.rows) // own.divisions)
         self._pending.append(_PendingWrite(handle, agent_id, runs, notification, parts))
         return handle
 

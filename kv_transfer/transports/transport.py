@@ -52,18 +52,43 @@ class KvMemoryRegion:
     layer_stride: int = 0
     piece_stride: int = 0
     """Bytes between the starts of two pieces of a row. 0: they touch."""
+    sub_block_tokens: int = 0
+    """Tokens in a sub-block, which peers with smaller blocks write or are written. 0: blocks are not divided."""
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The addresses of the rows of pieces: one row of whole blocks, or one for each layer."""
-        if not self.layer_stride:
-            return (self.base_address,)
-        return tuple(self.base_address + row * self.layer_stride for row in range(self.layout.num_layers))
+        """The addresses of the rows of pieces: one row of whole blocks, or one for each layer.
+
+        In a divided region each is as many rows as a piece has keys or values of a head, times `divisions`: first those
+        of one head's keys.
+        """
+        count = self.layout.num_layers if self.layer_stride else 1
+        rows = tuple(self.base_address + row * self.layer_stride for row in range(count))
+        if not self.sub_block_tokens:
+            return rows
+        offsets = range(0, self.layout.block_bytes // count, self.piece_bytes)
+        return tuple(row + offset for row in rows for offset in offsets)
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of a block in one row."""
+        """Bytes of a block, or of a sub-block, in one row."""
+        if self.sub_block_tokens:
+            return self.sub_block_tokens * self.layout.token_bytes
         return self.layout.block_bytes // (self.layout.num_layers if self.layer_stride else 1)
+
+    @property
+    def divisions(self) -> int:
+        """Sub-blocks of a block: sub-block s is number s % divisions of those in block s // divisions."""
+        return self.layout.block_size_tokens // self.sub_block_tokens if self.sub_block_tokens else 1
+
+    @property
+    def num_sub_blocks(self) -> int:
+        """Sub-blocks of the region; blocks where they are not divided."""
+        return self.num_blocks * self.divisions
+
+    def divided(self, tokens: int) -> KvMemoryRegion:
+        """The same memory in sub-blocks of `tokens`, which divides the block size; see `KvLayout.require_fits`."""
+        return replace(self, piece_stride=self.stride, sub_block_tokens=tokens)
 
     @property
     def stride(self) -> int:
@@ -228,9 +253,9 @@ class Transport(ABC):
     ) -> int:
         """Posts a write of local blocks into a peer's blocks, pairwise; returns a handle for `poll`.
 
-        Both sequences are block indices and have equal length >= 1. Raises InvalidArgumentError for indices out
-        of range, TransferError for an unknown peer; nothing was posted then. A post that fails is reported by
-        `poll`, in doubt.
+        Both sequences are block indices and have equal length >= 1; for a peer of another block size they are indices
+        of sub-blocks, which have the smaller size. Raises InvalidArgumentError for indices out of range, TransferError
+        for an unknown peer; nothing was posted then. A post that fails is reported by `poll`, in doubt.
         """
 
     @abstractmethod

@@ -81,7 +81,8 @@ class EngineConfig(Settings):
     device_sampling: Literal["auto", "off"] = "auto"
     """Sampling of tokens where the logits are. `auto`: on cuda; `off`: on the host, which waits for all logits."""
     block_size_tokens: Annotated[int, Field(ge=1, le=1024), Option(flag="block-size")] = 16
-    """Tokens per KV block. Must be equal on all workers of a model. vLLM on cpu takes multiples of 32: rounded up."""
+    """Tokens per KV block. Of the sizes of any two workers of a model one must divide the other. vLLM on cpu takes
+    multiples of 32, rounded up, and the same on all workers."""
     num_blocks: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """Number of KV blocks. Default: as many as fit in `kv_memory_bytes`."""
     kv_memory_bytes: Annotated[int, Field(ge=2**16)] | None = None

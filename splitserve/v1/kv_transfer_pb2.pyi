@@ -24,8 +24,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class KvLayout(_message.Message):
     """How KV blocks lie in memory and which weights filled them. Two workers may hand KV to each other
-    only when every field is equal, but for tensor_parallel_size where axis_order allows it; otherwise registration is
-    refused, naming the first field.
+    only when every field is equal, but for block_size_tokens and tensor_parallel_size where axis_order allows it; otherwise
+    registration is refused, naming the first field.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -48,10 +48,13 @@ class KvLayout(_message.Message):
     dtype: _builtins.str
     """Element type of KV in the engine: "float32" or "bfloat16" (simulated engines: "uint8"). Required."""
     block_size_tokens: _builtins.int
-    """Tokens in one block. Range 1..1024. Required."""
+    """Tokens in one block. Range 1..1024. Required. May differ between workers where one size divides the other,
+    axis_order ends with ",token,dim", wire_dtype is "same" and the transport is not "ucx": the writer then writes parts of
+    blocks, of as many tokens as the smaller size.
+    """
     axis_order: _builtins.str
-    """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim". Required. Where it ends
-    with ":layer,block,head", each head of a layer's piece is one contiguous range, opaque inside, and workers of
+    """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim". Required. Where it
+    contains ":layer,block,head", each head of a layer's piece is one contiguous range, opaque inside, and workers of
     different tensor_parallel_size may hand KV to each other.
     """
     tensor_parallel_size: _builtins.int
@@ -248,7 +251,9 @@ class KvTicket(_message.Message):
     block_indices holds the token at this position. Default 0.
     """
     total_bytes: _builtins.int
-    """Bytes that a complete handoff writes: len(block_indices) * block_bytes. Required."""
+    """Bytes of the blocks: len(block_indices) * block_bytes. Required. A writer with smaller blocks leaves out the end of
+    the last one, where no tokens are.
+    """
     writer_agent_id: _builtins.str
     """Agent id of the prefill worker that may use it; every other one refuses it. Default: any."""
     verify_one_in: _builtins.int
@@ -300,18 +305,24 @@ class KvCompletion(_message.Message):
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch, copied from the ticket."""
     reservation: _builtins.int
     """Reservation number, copied from the ticket."""
     written_bytes: _builtins.int
-    """Bytes written under the ticket, all chunks together."""
+    """Bytes of the blocks that are complete, all chunks together: total_bytes of the ticket."""
     first_token_id: _builtins.int
     """First output token, sampled by the prefill worker. Range 0..vocabulary-1."""
+    checksum_tokens: _builtins.int
+    """Tokens that a checksum covers before grouping. It divides the decode worker's block size; otherwise refused and
+    counted. Default 0: a block.
+    """
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """XXH3-64 checksums of the blocks that the ticket's verify_one_in chooses, in groups, in sequence order. At most 64.
-        Empty where verify_one_in is 0. Others than the decode worker reads from its own memory: refused and counted.
+        Empty where verify_one_in is 0. Of each block there is one, or one of each part of checksum_tokens tokens that was
+        written. Others than the decode worker reads from its own memory: refused and counted.
         """
 
     def __init__(
@@ -322,10 +333,11 @@ class KvCompletion(_message.Message):
         written_bytes: _builtins.int = ...,
         first_token_id: _builtins.int = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
+        checksum_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_tokens", b"checksum_tokens", "checksums", b"checksums", "epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,7 +32,7 @@ REPORT_S = 0.5
 SOON_S = 0.1
 """Report intervals, seconds, as in `splitserve.client.registry_client`: the heartbeat, and the least distance of two
 reports when only the cache has changed."""
-MODEL = Model("trace", "trace", 2**24, 2**24, BLOCK_TOKENS)
+MODEL = Model("trace", "trace", 2**24, 2**24, (BLOCK_TOKENS,))
 _OUTPUT_MEMORY = 64
 """Number of recent answers, approximately, that the expected output length averages over."""
 _GOLDEN = 0.618

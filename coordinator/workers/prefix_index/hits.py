@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +60,20 @@ class PrefixHits:
 
 
 NO_HITS = PrefixHits()
+
+
+def joined(found: Sequence[PrefixHits]) -> PrefixHits:
+    """Hits of one prompt by its keys for several block sizes. A worker has one size, so each slot is in one of them.
+
+    Each depth is in blocks of the slot's own worker.
+    """
+    if len(found) == 1:
+        return found[0]
+    levels: dict[int, int] = {}
+    for hits in found:
+        for depth, slots in hits.levels:
+            levels[depth] = levels.get(depth, 0) | slots
+    return limited(sorted(levels.items()))
 
 
 def limited(levels: list[tuple[int, int]]) -> PrefixHits:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from coordinator.workers.prefix_index.expected_blocks import ExpectedBlocks
-from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits, deepest, limited
+from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits, deepest, joined, limited
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
-from splitserve.generation.kv_blocks import NAME_BYTES, keys_of
+from splitserve.generation.kv_blocks import NAME_BYTES, BlockKeys, keys_of
 from splitserve.v1 import registry_pb2
 
 DEFAULT_MAX_BLOCKS = 10_000_000
@@ -169,6 +169,10 @@ class PrefixIndex:
         if expected := self._expected.levels(keys):
             levels = deepest(levels + expected, self._live)
         return limited(levels) if levels else NO_HITS
+
+    def hits_of(self, keys: BlockKeys, now: float) -> PrefixHits:
+        """As `hits`, by a prompt's keys for each block size; each worker's in blocks of its own size."""
+        return joined([self.hits(of_size, now) for of_size in keys.values()]) if keys else NO_HITS
 
     def sweep(self, shards: int) -> None:
         """Clears the entries of removed workers from the next shards; cheap when there is nothing to clear."""

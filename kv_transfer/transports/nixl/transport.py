@@ -43,6 +43,7 @@ from kv_transfer.transports.descriptors import (
     check_notification,
     connected_peer,
     count_descriptors,
+    in_common,
     pieces_touch,
     registered,
 )
@@ -64,13 +65,33 @@ _MAX_FENCED = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class _Blocks:
+    """All blocks, or sub-blocks, of a region as a descriptor list of NIXL."""
+
+    handle: int = 0
+    count: int = 0
+    divisions: int = 1
+    rows: int = 0
+    """Descriptors of one block or sub-block."""
+
+    def indices(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
+        """The entries of blocks, row by row: int32 `[rows * blocks]`."""
+        entries = np.array(blocks, dtype=np.int32)
+        if self.divisions > 1:
+            entries = entries % self.divisions * (self.count // self.divisions) + entries // self.divisions
+        starts = np.arange(self.rows, dtype=np.int32)[:, None] * np.int32(self.count)
+        return (starts + entries).ravel()
+
+
+_NO_BLOCKS = _Blocks()
+
+
+@dataclass(frozen=True, slots=True)
 class _Peer:
-    num_blocks: int
-    blocks: int
-    """Handle of NIXL's descriptor list of the peer's blocks."""
-    own_blocks: int
-    """The same of the own blocks, or of the part of them, that are written there."""
-    lists: tuple[int, ...]
+    theirs: _Blocks = _NO_BLOCKS
+    own: _Blocks = _NO_BLOCKS
+    """The own blocks, or the part of them, that are written there."""
+    lists: tuple[int, ...] = ()
     """The descriptor lists that were made for this peer."""
     touching: bool = True
     """Whether neighbouring blocks can be merged."""
@@ -96,7 +117,7 @@ class NixlTransport(Transport):
         self._closed = False
         self._endpoint: TransferEndpoint | None = None
         self._regions: object = None
-        self._blocks = 0
+        self._blocks = _NO_BLOCKS
         self._peers: dict[str, _Peer] = {}
         self._fenced: dict[str, None] = {}
         self._flights: dict[int, _WriteInFlight] = {}
@@ -127,12 +148,15 @@ class NixlTransport(Transport):
         """See `Transport`. Loads the peer's metadata; the peer need not be running yet."""
         if endpoint.agent_id in self._peers:
             return
-        check_endpoint(registered(self._endpoint), endpoint)
-        theirs = endpoint.memory
+        check_endpoint(mine := registered(self._endpoint), endpoint)
+        own, theirs = in_common(mine.memory, endpoint.memory)
+        if own is not mine.memory:
+            self._connect_divided(endpoint, own, theirs)
+            return
 
         def prepare(agent: NixlAgent) -> _Peer:
             blocks = _prepare_blocks(agent, endpoint.agent_id, theirs)
-            return _Peer(theirs.num_blocks, blocks, self._blocks, (blocks,))
+            return _Peer(blocks, self._blocks, (blocks.handle,))
 
         self._connect(endpoint, prepare)
 
@@ -140,17 +164,22 @@ class NixlTransport(Transport):
         """See `Transport`."""
         if endpoint.agent_id in self._peers:
             return
-        theirs = endpoint.memory
         if own is None:
             check_agent(registered(self._endpoint), endpoint)
-            self._connect(endpoint, lambda agent: _Peer(0, 0, 0, ()))
+            self._connect(endpoint, lambda agent: _Peer())
             return
         check_endpoint(replace(registered(self._endpoint), memory=own), endpoint)
+        self._connect_divided(endpoint, *in_common(own, endpoint.memory))
+
+    def _connect_divided(
+        self, endpoint: TransferEndpoint, own: KvMemoryRegion, theirs: KvMemoryRegion
+    ) -> None:
+        """Connects a peer with descriptor lists of its own for both sides."""
 
         def prepare(agent: NixlAgent) -> _Peer:
             blocks = _prepare_blocks(agent, endpoint.agent_id, theirs)
             mine = _prepare_blocks(agent, None, own)
-            return _Peer(theirs.num_blocks, blocks, mine, (mine, blocks), pieces_touch(own, theirs))
+            return _Peer(blocks, mine, (mine.handle, blocks.handle), pieces_touch(own, theirs))
 
         self._connect(endpoint, prepare)
 
@@ -195,17 +224,12 @@ class NixlTransport(Transport):
 
         NIXL does not say which lane a write took, so every failure of a posted one leaves it in doubt.
         """
-        peer, mine, agent = (
-            connected_peer(self._peers, agent_id),
-            registered(self._endpoint),
-            self._require_agent(),
-        )
-        check_blocks(local_blocks, mine.memory.num_blocks, remote_blocks, peer.num_blocks)
+        peer, agent = connected_peer(self._peers, agent_id), self._require_agent()
+        own, theirs = peer.own, peer.theirs
+        check_blocks(local_blocks, own.count, remote_blocks, theirs.count)
         check_notification(notification)
-        rows = len(mine.memory.rows)
-        local = _indices(local_blocks, rows, mine.memory.num_blocks)
-        remote = _indices(remote_blocks, rows, peer.num_blocks)
-        request = agent.make_write(peer.own_blocks, local, peer.blocks, remote, notification or b"")
+        local, remote = own.indices(local_blocks), theirs.indices(remote_blocks)
+        request = agent.make_write(own.handle, local, theirs.handle, remote, notification or b"")
         handle = self._next_handle
         self._next_handle += 1
         try:
@@ -215,7 +239,7 @@ class NixlTransport(Transport):
             self._completed.append(WriteResult(handle, error.message, in_doubt=True))
             self._end(agent_id, request, error)
             return handle
-        self._descriptors += count_descriptors(local_blocks, remote_blocks, rows, touching=peer.touching)
+        self._descriptors += count_descriptors(local_blocks, remote_blocks, own.rows, touching=peer.touching)
         if completed:
             self._release(request)
             self._completed.append(WriteResult(handle))
@@ -259,7 +283,7 @@ class NixlTransport(Transport):
         self._agent = None
         try:
             if self._endpoint is not None:
-                agent.release_blocks(self._blocks)
+                agent.release_blocks(self._blocks.handle)
                 agent.deregister(self._regions)
         except TransferError as error:
             _log.warning("transport.close_incomplete: %s", error)
@@ -314,15 +338,9 @@ class NixlTransport(Transport):
         return self._agent
 
 
-def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) -> int:
+def _prepare_blocks(agent: NixlAgent, peer: str | None, memory: KvMemoryRegion) -> _Blocks:
     """A descriptor list of all blocks of a region, row by row."""
+    rows, count = memory.rows, memory.num_blocks
     device, kind = memory.device_index, memory.memory_kind
-    return agent.prepare_blocks(
-        peer, memory.rows, memory.piece_bytes, memory.stride, memory.num_blocks, device, kind
-    )
-
-
-def _indices(blocks: Sequence[int], rows: int, num_blocks: int) -> npt.NDArray[np.int32]:
-    """The blocks' entries in a descriptor list of `rows` rows, row by row: int32 `[rows * blocks]`."""
-    starts = np.arange(rows, dtype=np.int32)[:, None] * np.int32(num_blocks)
-    return (starts + np.array(blocks, dtype=np.int32)).ravel()
+    handle = agent.prepare_blocks(peer, rows, memory.piece_bytes, memory.stride, count, device, kind)
+    return _Blocks(handle, memory.num_sub_blocks, memory.divisions, len(rows) // memory.divisions)

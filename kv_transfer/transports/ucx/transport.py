@@ -29,6 +29,7 @@ from kv_transfer.transports.descriptors import (
     check_endpoint,
     check_memory,
     check_notification,
+    check_same_block_size,
     connected_peer,
     merge_runs,
     registered,
@@ -130,7 +131,8 @@ class UcxTransport(Transport):
         """See `Transport`. The connection is set up while both sides poll; the peer need not be running yet."""
         if endpoint.agent_id in self._peers:
             return
-        check_endpoint(registered(self._endpoint), endpoint)
+        check_endpoint(mine := registered(self._endpoint), endpoint)
+        check_same_block_size(mine, endpoint)
         agent_id, address = decode_metadata(endpoint.metadata)
         if agent_id != endpoint.agent_id:
             raise TransferError(f"the metadata of agent {endpoint.agent_id} is another agent's")

@@ -17,7 +17,7 @@ from splitserve.config.coordinator import Routing
 from splitserve.v1 import registry_pb2
 
 KINDS: tuple[Routing, ...] = get_args(Routing)
-MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_size_tokens=16)
+MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_sizes=(16,))
 REQUEST = RoutingRequest("m", prompt_tokens=1000, expected_output_tokens=50)
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)

@@ -229,7 +229,7 @@ def test_unknown_peer(writer: Side) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("dtype", "float32"), ("block_size_tokens", 32), ("num_layers", 3), ("model_fingerprint", "0" * 64)],
+    [("dtype", "float32"), ("block_size_tokens", 24), ("num_layers", 3), ("model_fingerprint", "0" * 64)],
 )
 def test_unequal_layout_is_refused_by_field(writer: Side, make: Maker, name: str, value: object) -> None:
     layout: KvLayout = replace(LAYOUT, **{name: value})  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
     ("model_fingerprint", {"model_fingerprint": "ab" * 32}, 256),
     ("dtype", {"dtype": "float32"}, 1024),
-    ("block_size_tokens", {"block_size_tokens": 32}, 512),
+    ("block_size_tokens", {"block_size_tokens": 24}, 384),
     ("axis_order", {"axis_order": "kv,layer,head,token,dim"}, 256),
     ("tensor_parallel_size", {"tensor_parallel_size": 2}, 256),
     ("num_layers", {"num_layers": 2}, 512),

@@ -18,13 +18,27 @@ LAYOUT = KvLayout("f" * 64, "uint8", 16, LAYERS, 4, 8, axis_order="tests" + HEAD
 
 
 class RankPools:
-    """`data[rank]` is `[layers, blocks, heads of the rank, HEAD_BYTES]`, uint8."""
+    """`data[rank]` is `[layers, blocks, heads of the rank, bytes of a head]`, uint8; HEAD_BYTES by default."""
 
-    def __init__(self, num_blocks: int, ranks: int, kv_heads: int = 4) -> None:
-        self.layout = replace(LAYOUT, num_kv_heads=kv_heads, tensor_parallel_size=ranks)
+    def __init__(
+        self,
+        num_blocks: int,
+        ranks: int,
+        kv_heads: int = 4,
+        block_size: int = LAYOUT.block_size_tokens,
+        axis_order: str = LAYOUT.axis_order,
+    ) -> None:
+        self.layout = replace(
+            LAYOUT,
+            num_kv_heads=kv_heads,
+            tensor_parallel_size=ranks,
+            block_size_tokens=block_size,
+            axis_order=axis_order,
+        )
+        head_bytes = 2 * block_size * LAYOUT.head_dim
         self.held = [held_heads(ranks, rank, kv_heads) for rank in range(ranks)]
         self.data: list[npt.NDArray[np.uint8]] = [
-            np.zeros((LAYERS, num_blocks, len(held), HEAD_BYTES), dtype=np.uint8) for held in self.held
+            np.zeros((LAYERS, num_blocks, len(held), head_bytes), dtype=np.uint8) for held in self.held
         ]
         self.regions = [
             KvMemoryRegion(part.ctypes.data, num_blocks, self.layout.rank, layer_stride=part[0].nbytes)

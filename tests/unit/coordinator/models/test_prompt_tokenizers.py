@@ -70,21 +70,21 @@ async def test_every_form_of_prompt_off_the_loop(tokenizers: PromptTokenizers, l
     assert threading.get_ident() not in loader.tokenizer.threads
 
 
-@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("sizes", [(), (16,)])
 async def test_a_short_prompt_stays_on_the_loop_from_the_second_of_its_kind_on(
-    tokenizers: PromptTokenizers, loader: Loader, block_size: int
+    tokenizers: PromptTokenizers, loader: Loader, sizes: tuple[int, ...]
 ) -> None:
     here, threads = threading.get_ident(), loader.tokenizer.threads
     short, long = "w5 w6", " ".join(["w5"] * SHORT_BYTES)
     for text, on_loop in ((short, False), (long, False), (short, True), (long, False)):
         threads.clear()
         request = inference_pb2.GenerateRequest(text=text)
-        tokens, _, _ = await tokenizers.encode_named("s", request, block_size, b"")
+        tokens, _, _ = await tokenizers.encode_named("s", request, sizes, b"")
         assert tokens[0] == 5
         assert (here in threads) == on_loop
     threads.clear()
-    await tokenizers.encode_named("s", chat_of(), block_size, b"")
-    await tokenizers.encode_named("s", chat_of('[{"type": "function"}]'), block_size, b"")
+    await tokenizers.encode_named("s", chat_of(), sizes, b"")
+    await tokenizers.encode_named("s", chat_of('[{"type": "function"}]'), sizes, b"")
     assert here not in threads
 
 
@@ -103,14 +103,14 @@ async def test_a_long_prompt_is_tokenized_once_for_all_its_answers() -> None:
     requests = [inference_pb2.GenerateRequest(text=text, request_id=str(n)) for n, text in enumerate(texts)]
     encode = tokenizers.encode_named
     calls = [
-        asyncio.create_task(encode("s", one, 16, b"", check=lambda: checked.append(1))) for one in requests
+        asyncio.create_task(encode("s", one, (16,), b"", check=lambda: checked.append(1))) for one in requests
     ]
     await asyncio.sleep(0)
     calls[0].cancel()
     found = await asyncio.gather(*calls[1:])
     assert [one.token_ids[0] for one in found] == [1] * 7 + [2]
     assert Counting.calls == len(checked) == 2
-    await encode("s", requests[1], 16, b"other salt")
+    await encode("s", requests[1], (16,), b"other salt")
     assert Counting.calls == 3
     tokenizers.close()
 

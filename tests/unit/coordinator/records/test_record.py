@@ -31,7 +31,7 @@ from splitserve.errors import (
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
 
-MODEL = Model("words", "words", 64, 100, block_size_tokens=16)
+MODEL = Model("words", "words", 64, 100, block_sizes=(16,))
 PREFILL = checked_worker(registration("p0", registry_pb2.POOL_PREFILL))
 DECODE = checked_worker(registration("d0", registry_pb2.POOL_DECODE))
 OTHER = replace(DECODE, worker_id="d1")

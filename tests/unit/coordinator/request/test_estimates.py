@@ -24,7 +24,7 @@ def inference_request(
 ) -> InferenceRequest:
     return InferenceRequest(
         request_id="r",
-        model=Model("m", "m", 4096, 100, BLOCK),
+        model=Model("m", "m", 4096, 100, (BLOCK,)),
         prompt=(1,) * prompt,
         sampling=generation_pb2.SamplingParams(),
         stop=generation_pb2.StopParams(max_tokens=max_tokens),
@@ -115,7 +115,7 @@ def join(registry: Registry, name: str, pool: registry_pb2.Pool.ValueType, keys:
 
 def test_the_index_gives_what_prefill_workers_hold(registry: Registry, estimates: Estimates) -> None:
     keys = list(range(1, 7))
-    request = replace(inference_request(prompt=6 * BLOCK), block_keys=tuple(keys))
+    request = replace(inference_request(prompt=6 * BLOCK), block_keys={BLOCK: tuple(keys)})
     prefilled(estimates, 10, 5)
     assert estimates.of(request, 0.0).uncached_tokens == 3 * BLOCK, "no prefill worker has reported its cache"
     join(registry, "decode", registry_pb2.POOL_DECODE, keys)

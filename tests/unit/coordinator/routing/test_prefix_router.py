@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import ChangeLog, Model, PoolName, PoolSnapshot, Worker
 from splitserve.v1 import registry_pb2
 
-MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_size_tokens=16)
+MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_sizes=(16,))
 REQUEST = RoutingRequest("m", prompt_tokens=1000, expected_output_tokens=50)
 RATE, STEP_MS, LANE = 1000.0, 10.0, 10.0
 SLOTS = {f"{pool}{n}": 10 * (pool == "d") + n for pool in "pd" for n in range(8)}
@@ -239,11 +240,24 @@ def pools(prefills: Prefills, decodes: Decodes) -> tuple[list[Worker], list[Work
     return ps, ds, hits(**held)
 
 
-@given(prefills_st, decodes_st, st.integers(0, 7), st.sampled_from([-1, 0, 1]))
+def with_block_sizes(workers: Sequence[Worker], sizes: Sequence[int]) -> list[Worker]:
+    """The same workers with blocks of these sizes, in turn, and as many bytes a token."""
+    return [
+        dataclasses.replace(one, block_size_tokens=size, block_bytes=size * 6250)
+        for one, size in zip(workers, itertools.cycle(sizes), strict=False)
+    ]
+
+
+sizes_st = st.just([16]) | st.lists(st.sampled_from([8, 16, 32]), min_size=2, max_size=4)
+
+
+@given(prefills_st, decodes_st, st.integers(0, 7), st.sampled_from([-1, 0, 1]), sizes_st)
 def test_the_search_equals_trying_every_pair(
-    prefills: Prefills, decodes: Decodes, turn: int, class_rank: int
+    prefills: Prefills, decodes: Decodes, turn: int, class_rank: int, sizes: list[int]
 ) -> None:
+    """Workers with blocks of different sizes included."""
     ps, ds, held = pools(prefills, decodes)
+    ps, ds = with_block_sizes(ps, sizes), with_block_sizes(ds, sizes[::-1])
     request = dataclasses.replace(REQUEST, hits=held, turn=turn, class_rank=class_rank)
     rates = [p.load.prefill_tokens_per_second for p in ps]
     mean_rate = mean([rate for rate in rates if rate], 2000.0)

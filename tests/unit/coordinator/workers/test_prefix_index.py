@@ -15,6 +15,7 @@ from coordinator.workers.prefix_index.hits import MAX_LEVELS, PrefixHits, limite
 from coordinator.workers.prefix_index.index import PrefixIndex
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
+from splitserve.generation.kv_blocks import block_keys
 from splitserve.v1 import registry_pb2
 
 A, B = ("a", 1), ("b", 1)
@@ -110,6 +111,22 @@ def test_expected_blocks_count_until_reported_or_expired() -> None:
     assert blocks(index, A, 1, 2, now=late) == 1
     assert blocks(index, B, 1, 2, now=101.0) == 0
     index.expect([("unknown", 1)], (1,), 100.0)
+
+
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 200))
+def test_block_sizes_are_never_compared(prompt: int, by_a: int, by_b: int) -> None:
+    """Worker a has blocks of 16 tokens, b of 32: each is asked for its own, and its hits are in its own blocks."""
+    tokens = list(range(200))
+    index, keys = holding(a=(), b=()), {size: block_keys(tokens[:prompt], size, b"", 99) for size in (16, 32)}
+    index.apply(A, events(2, *block_keys(tokens[:by_a], 16, b"", 99)))
+    index.apply(B, events(2, *block_keys(tokens[: by_b // 2], 32, b"", 99)))
+    index.expect([B], block_keys(tokens[:by_b], 32, b"", 99), 0.0)
+    hits = index.hits_of(keys, 0.0)
+    assert hits.blocks(index.slot_of(A)) == min(prompt, by_a) // 16
+    assert hits.blocks(index.slot_of(B)) == min(prompt, by_b) // 32
+    only = index.hits_of({16: keys[16]}, 0.0)
+    assert only.blocks(index.slot_of(B)) == 0
+    assert not index.hits_of({}, 0.0)
 
 
 def test_an_expectation_is_not_inherited_with_the_slot() -> None:

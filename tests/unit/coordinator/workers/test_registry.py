@@ -80,6 +80,28 @@ def test_snapshots_do_not_change() -> None:
     assert not before.workers[1].draining
 
 
+def test_workers_may_have_blocks_of_sizes_that_divide_each_other() -> None:
+    registry = connected_pair()
+    registry.register(registration("d1", DECODE, block_size_tokens=64), 0.0)
+    registry.register(registration("p1", PREFILL, block_size_tokens=8), 0.0)
+    assert registry.snapshot().models()["words"].block_sizes == (8, 16, 64)
+    assert registry.known_models()["words"].block_sizes == (8, 16, 64)
+    for size in (24, 12):
+        with pytest.raises(FailedPreconditionError, match=f"{size} here, .* one must divide") as caught:
+            registry.register(registration("d2", DECODE, block_size_tokens=size), 0.0)
+        assert (caught.value.reason, caught.value.field) == ("LAYOUT_MISMATCH", "block_size_tokens")
+    registry.drop(("d1", 1), "gone")
+    assert registry.known_models()["words"].block_sizes == (8, 16)
+
+
+def test_a_transport_of_whole_blocks_needs_one_block_size() -> None:
+    registry = Registry(5.0)
+    registry.register(registration("p0", PREFILL, transport="ucx"), 0.0)
+    with pytest.raises(FailedPreconditionError, match="whole blocks only") as caught:
+        registry.register(registration("d0", DECODE, transport="ucx", block_size_tokens=32), 0.0)
+    assert (caught.value.reason, caught.value.field) == ("LAYOUT_MISMATCH", "block_size_tokens")
+
+
 def test_a_change_log_names_all_changed_workers() -> None:
     registry = connected_pair()
     tripped = CircuitStatus(state="open", tripped=True)
@@ -112,7 +134,7 @@ def test_a_change_log_names_all_changed_workers() -> None:
     [
         ("model_fingerprint", "cd" * 32),
         ("dtype", "bfloat16"),
-        ("block_size_tokens", 32),
+        ("block_size_tokens", 24),
         ("axis_order", "head,layer,kv,token,dim"),
         ("num_layers", 3),
         ("num_kv_heads", 4),

@@ -20,14 +20,15 @@ from kv_transfer.handoff.notification import (
     decode,
     encode,
 )
+from kv_transfer.wire_format import PlainWire
 from splitserve.v1 import kv_transfer_pb2 as pb
-from tests.support.engine.numpy_pool import NumpyPool
+from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
 
-EPOCH, NUMBER = 77, 5
+EPOCH, NUMBER, SIZE = 77, 5, LAYOUT.block_size_tokens
 
 
-def reader(pool: NumpyPool):  # type: ignore[no-untyped-def]
-    return lambda blocks: [memoryview(pool.data[block]) for block in blocks]
+def wire(pool: NumpyPool) -> PlainWire:
+    return PlainWire(pool.memory, lambda blocks: [memoryview(pool.data[block]) for block in blocks])
 
 
 def a_completion(pool: NumpyPool, blocks: list[int], one_in: int) -> WriteCompletion:
@@ -59,23 +60,23 @@ def test_right_bytes_match_and_a_flipped_bit_does_not(one_in: int, count: int) -
     sent.stamp(3)
     local, remote = list(range(count)), list(range(255, 255 - count, -1))
     arrived.data[remote] = sent.data[local]
-    verifier = HandoffVerifier(EPOCH, one_in, reader(arrived))
+    verifier = HandoffVerifier(EPOCH, one_in, wire(arrived))
     completion = a_completion(sent, local, one_in)
-    verifier.expect(NUMBER, remote)
+    verifier.expect(NUMBER, remote, count * SIZE)
     assert verifier.matches(completion)
     last = verified_positions(EPOCH, NUMBER, count, one_in)[-1]
     arrived.data[remote[last], 7] ^= 1
-    verifier.expect(NUMBER, remote)
+    verifier.expect(NUMBER, remote, count * SIZE)
     assert not verifier.matches(completion)
 
 
 def test_missing_or_unasked_checksums_do_not_match() -> None:
     pool = NumpyPool(8)
-    verifier = HandoffVerifier(EPOCH, 1, reader(pool))
-    verifier.expect(NUMBER, [1, 2])
+    verifier = HandoffVerifier(EPOCH, 1, wire(pool))
+    verifier.expect(NUMBER, [1, 2], 2 * SIZE)
     assert not verifier.matches(WriteCompletion(EPOCH, NUMBER, 1, 2))
-    off = HandoffVerifier(EPOCH, 0, reader(pool))
-    off.expect(NUMBER, [1, 2])
+    off = HandoffVerifier(EPOCH, 0, wire(pool))
+    off.expect(NUMBER, [1, 2], 2 * SIZE)
     assert off.matches(WriteCompletion(EPOCH, NUMBER, 1, 2))
     assert not off.matches(WriteCompletion(EPOCH, NUMBER, 1, 2, (3,)))
 
