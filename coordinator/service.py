@@ -27,9 +27,10 @@ from coordinator.metrics.prometheus import admission_metrics, coordinator_metric
 from coordinator.metrics.scaling_service import ScalingService
 from coordinator.metrics.stats import RequestStats
 from coordinator.metrics.tenant_metrics import tenant_metrics
-from coordinator.models.model_routes import ModelRoutes, checked_route
+from coordinator.models.model_routes import configured_routes
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
+from coordinator.quality.watch import QualityWatch, quality_watch
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.tenant_costs import tenant_costs
@@ -102,7 +103,7 @@ class Coordinator:
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
         self.costs = tenant_costs(self.access.tenants, config.prices)
         self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
-        self.routes = _model_routes(config, self.registry)
+        self.routes = configured_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
         self.loop_lag = LoopLag(coalescer.on_sample)
@@ -115,6 +116,7 @@ class Coordinator:
             coalescer,
             self.loops,
         )
+        self.quality = self._quality_watch()
         self.admission: CapacityAdmission | None = None
         if config.admission.mode == "queue":
             self.admission = CapacityAdmission(config, self.registry, self.stats.set_held)
@@ -176,6 +178,10 @@ class Coordinator:
             TraceSampler(self.config.tracing),
         )
 
+    def _quality_watch(self) -> QualityWatch:
+        parts = (self.registry, self.tokenizers, self.clients, self.background)
+        return quality_watch(self.config.quality, *parts)
+
     def _add_services(self) -> None:
         """Registers the servicers of all gRPC services on the server."""
         server = self.server.grpc_server
@@ -201,6 +207,7 @@ class Coordinator:
             "worker_states": self.scaling.watch_states,
             "files": self.files.follow,
             "loop_lag": self.loop_lag.watch,
+            **self.quality.loops,
         }
 
     async def expire_silent_workers(self) -> None:
@@ -225,7 +232,7 @@ class Coordinator:
             "splitserve_prefix_index_blocks", "KV blocks known by their holders", len(self.registry.prefixes)
         )
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
-        return [*requests, *queue, blocks, *process, *tenants, *costs]
+        return [*requests, *queue, blocks, *process, *tenants, *costs, *self.quality.metrics()]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""
@@ -273,13 +280,6 @@ class Coordinator:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self.api.idle.wait()
-
-
-def _model_routes(config: CoordinatorConfig, registry: Registry) -> ModelRoutes:
-    routes = [
-        checked_route(name, weights, f"model_routes.{name}") for name, weights in config.model_routes.items()
-    ]
-    return ModelRoutes(registry, routes, config.direct_model_names == "allow")
 
 
 @asynccontextmanager
