@@ -30,9 +30,10 @@ from coordinator.metrics.prometheus import admission_metrics, coordinator_metric
 from coordinator.metrics.scaling_service import ScalingService
 from coordinator.metrics.stats import RequestStats
 from coordinator.metrics.tenant_metrics import tenant_metrics
-from coordinator.models.model_routes import ModelRoutes, checked_route
+from coordinator.models.model_routes import configured_routes
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
+from coordinator.quality.watch import quality_watch
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.tenant_costs import tenant_costs
@@ -93,7 +94,7 @@ class Coordinator:
         self.costs = tenant_costs(self.access.tenants, config.prices)
         self.records = RecordKeeper(config.records, spans, self.costs.add if self.costs else None)
         self.traffic = TrafficStream(self.coordinator_id)
-        self.routes = _model_routes(config, self.registry)
+        self.routes = configured_routes(config, self.registry)
         self.files = self._followed_files()
         coalescer = OutputCoalescer(config.max_coalesce_ms / 1e3)
         self.loop_lag = LoopLag(coalescer.on_sample)
@@ -105,6 +106,9 @@ class Coordinator:
             self.access.security,
             coalescer,
             self.loops,
+        )
+        self.quality = quality_watch(
+            config.quality, self.registry, self.tokenizers, self.clients, self.background
         )
         queues = config.admission.mode == "queue"
         self.admission = CapacityAdmission(config, self.registry, self.stats.set_held) if queues else None
@@ -204,6 +208,7 @@ class Coordinator:
             "files": self.files.follow,
             "loop_lag": self.loop_lag.watch,
             **({"page": self.page.sample} if self.page is not None else {}),
+            **self.quality.loops,
         }
 
     async def expire_silent_workers(self) -> None:
@@ -228,7 +233,7 @@ class Coordinator:
             "splitserve_prefix_index_blocks", "KV blocks known by their holders", len(self.registry.prefixes)
         )
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
-        return [*requests, *queue, blocks, *process, *tenants, *costs]
+        return [*requests, *queue, blocks, *process, *tenants, *costs, *self.quality.metrics()]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""
@@ -275,13 +280,6 @@ class Coordinator:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self.api.idle.wait()
-
-
-def _model_routes(config: CoordinatorConfig, registry: Registry) -> ModelRoutes:
-    routes = [
-        checked_route(name, weights, f"model_routes.{name}") for name, weights in config.model_routes.items()
-    ]
-    return ModelRoutes(registry, routes, config.direct_model_names == "allow")
 
 
 @asynccontextmanager

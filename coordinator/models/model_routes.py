@@ -18,6 +18,7 @@ from coordinator.request.caller import Caller
 from coordinator.request.inference_request import find_model
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model
+from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
 from splitserve.logs import log_event
@@ -206,6 +207,14 @@ class ModelRoutes:
 
     def _is_direct(self, name: str) -> bool:
         return self._direct_names or all(name not in route.weights for route in self._routes.values())
+
+
+def configured_routes(config: CoordinatorConfig, registry: Registry) -> ModelRoutes:
+    """The model routes of a coordinator's settings, without those of its file. Raises InvalidArgumentError."""
+    routes = [
+        checked_route(name, weights, f"model_routes.{name}") for name, weights in config.model_routes.items()
+    ]
+    return ModelRoutes(registry, routes, config.direct_model_names == "allow")
 
 
 def checked_route(name: str, weights: Weights, field: str) -> ModelRoute:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -19,8 +19,10 @@ from coordinator.workers.rotation import NO_PLAN, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
     COUNTED_REQUESTS,
+    NOT_ISOLATED,
     ChangeLog,
     CircuitStatus,
+    Isolation,
     Model,
     PoolSnapshot,
     Worker,
@@ -175,15 +177,13 @@ class Registry:
 
     def set_circuit_statuses(self, circuits: Mapping[WorkerKey, CircuitStatus]) -> None:
         """Sets the circuit status of all workers; those that are not named are closed."""
-        changed = [
-            dataclasses.replace(worker, circuit=circuits.get(worker.key, CLOSED_CIRCUIT))
-            for worker in self._workers.values()
-            if worker.circuit != circuits.get(worker.key, CLOSED_CIRCUIT)
-        ]
-        for worker in changed:
-            self._workers[worker.worker_id] = worker
-        if changed:
-            self._bump_version()
+        wanted = ((w, circuits.get(w.key, CLOSED_CIRCUIT)) for w in self._workers.values())
+        self._replace([dataclasses.replace(w, circuit=one) for w, one in wanted if one != w.circuit])
+
+    def set_isolations(self, isolations: Mapping[WorkerKey, Isolation]) -> None:
+        """Sets what is out of rotation for wrong answers; workers that are not named are not isolated."""
+        wanted = ((w, isolations.get(w.key, NOT_ISOLATED)) for w in self._workers.values())
+        self._replace([dataclasses.replace(w, isolation=one) for w, one in wanted if one != w.isolation])
 
     def count_sent(self, key: WorkerKey, tokens: int) -> None:
         """Counts a request of `tokens` prompt tokens as sent; see `LoadLedger.count_sent`."""
@@ -243,8 +243,7 @@ class Registry:
         return worker.agent_id in self._ended
 
     def ended_writers_for(self, worker: Worker) -> list[str]:
-        """Agent ids of writers that have provably ended, the latest MAX_ENDED, for a decode worker to release their
-        blocks. Empty for a prefill worker."""
+        """Agent ids of the latest MAX_ENDED ended writers, whose blocks a decode worker releases; else empty."""
         return list(self._ended) if worker.pool == "decode" else []
 
     def get(self, key: WorkerKey) -> Worker | None:
@@ -253,7 +252,7 @@ class Registry:
         return worker if worker is not None and worker.epoch == key[1] else None
 
     def snapshot(self) -> PoolSnapshot:
-        """All workers in their current state. The same object until one of them changes."""
+        """All workers as they are now. The same object until one of them changes."""
         if self._snapshot is None:
             changes = ChangeLog(self._changes, len(self._changes))
             self._snapshot = PoolSnapshot(tuple(self._workers.values()), changes)
@@ -319,10 +318,13 @@ class Registry:
             if in_rotation(worker) != worker.in_rotation
         ]
         for worker in moved:
-            self._put(worker)
             state = "active" if worker.in_rotation else "standby"
             log_event("worker.rotated", worker_id=worker.worker_id, pool=worker.pool, state=state)
-        if moved:
+        self._replace(moved)
+
+    def _replace(self, changed: Sequence[Worker]) -> None:
+        if changed:
+            self._workers.update((worker.worker_id, worker) for worker in changed)
             self._bump_version()
 
     def _put(self, worker: Worker) -> None:

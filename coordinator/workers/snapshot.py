@@ -59,6 +59,19 @@ class CircuitStatus:
 
 
 CLOSED_CIRCUIT = CircuitStatus()
+
+
+@dataclass(frozen=True, slots=True)
+class Isolation:
+    """What is out of rotation because its answers were wrong; see `coordinator.quality`."""
+
+    worker: bool = False
+    """Whether the worker gets no requests at all."""
+    agents: frozenset[str] = frozenset()
+    """Prefill only: agent ids of decode workers that it must not be paired with."""
+
+
+NOT_ISOLATED = Isolation()
 NO_ADAPTERS: Mapping[str, Adapter] = MappingProxyType({})
 
 
@@ -98,6 +111,7 @@ class Worker:
     experimental: bool = False
     """Whether its engine is marked experimental; for people to see."""
     circuit: CircuitStatus = CLOSED_CIRCUIT
+    isolation: Isolation = NOT_ISOLATED
     prefix_slot: int = -1
     """Its slot in the prefix index; -1: no cache events yet. See `coordinator.workers.prefix_index.index`."""
     certificate: str = ""
@@ -129,12 +143,13 @@ class Worker:
     @property
     def accepts(self) -> bool:
         """Whether it takes new requests, regardless of its peers."""
-        return self.in_rotation and self.joined and self.usable and not self.circuit.tripped
+        admitted = not self.circuit.tripped and not self.isolation.worker
+        return self.in_rotation and self.joined and self.usable and admitted
 
     @property
     def reached_agents(self) -> frozenset[str]:
         """Prefill only: agent ids of the decode workers that it may be paired with."""
-        ejected = self.circuit.ejected_agents
+        ejected = self.circuit.ejected_agents | self.isolation.agents
         return self.connected_agents - ejected if ejected else self.connected_agents
 
     def reaches(self, decode: Worker) -> bool:

@@ -32,6 +32,7 @@ from splitserve.config.coordinator import (
     AdmissionConfig,
     CircuitBreakerConfig,
     CoordinatorConfig,
+    QualityConfig,
     RecordsConfig,
 )
 from splitserve.config.engine import EngineConfig
@@ -86,6 +87,7 @@ SECTIONS = [
         "Admission (section `admission` of the coordinator)", AdmissionConfig, CoordinatorConfig, "admission."
     ),
     Section("Records (section `records` of the coordinator)", RecordsConfig, CoordinatorConfig, "records."),
+    Section("Quality (section `quality` of the coordinator)", QualityConfig, CoordinatorConfig, "quality."),
     Section(
         "Tracing (section `tracing` of the coordinator)", RequestTracingConfig, CoordinatorConfig, "tracing."
     ),

@@ -152,12 +152,12 @@ SHORT: Mapping[str, str] = {
         " --json > bars.json || grep -q '\"bars\"' bars.json"
     ),
     "python -m bench.chaos": "python -m bench.chaos --minutes 0.2 --prompts 4 --json",
-    "python -m bench.coordinator.observation_cost": (
-        "python -m bench.coordinator.observation_cost --turns 1 --seconds 0.5 --json"
+    "python -m bench.observability.observation_cost": (
+        "python -m bench.observability.observation_cost --turns 1 --seconds 0.5 --json"
     ),
     "python -m bench.coordinator": "python -m bench.coordinator --parts tokens --entrypoints sse --seconds 0.3 --json",
-    "python -m bench.coordinator.page_cost": (
-        "python -m bench.coordinator.page_cost --workers 4 --requests-per-s 5 --rounds 1 --seconds 0.5 --json"
+    "python -m bench.observability.page_cost": (
+        "python -m bench.observability.page_cost --workers 4 --requests-per-s 5 --rounds 1 --seconds 0.5 --json"
     ),
     "python -m bench.engine": (
         "python -m bench.engine --threads 1 --phase decode --batch 1 --context 128 --logs engine-logs --json"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 
 from splitserve.config.base import Option, Port, Settings
 from splitserve.config.security import SecuritySettings
@@ -146,6 +146,33 @@ class RecordsConfig(Settings):
         return self.max_recent_records > 0 or self.max_notable_records > 0
 
 
+class QualityConfig(Settings):
+    """The quality watch: golden prompts that find wrong answers; see docs/observability.md."""
+
+    policy: Annotated[Literal["off", "alarm", "isolate"], Option(flag="quality")] = "off"
+    """`alarm`: golden prompts run through all pairs, and wrong answers raise metrics and name the worker or pair.
+    `isolate`: besides, what is at fault gets no requests until its answers are right again."""
+    interval_s: Annotated[float, Field(ge=0.1, le=86400), Option(flag="quality-interval")] = 60.0
+    """Pause between two rounds, in seconds."""
+    max_probes: Annotated[int, Field(ge=2, le=256), Option(flag="quality-probes")] = 16
+    """Most golden prompts of a model in a round, each of 64 tokens and an answer of 8. Where there are more pairs and
+    decode workers, rounds take turns."""
+    clean_rounds: Annotated[int, Field(ge=1, le=1000), Option(flag="quality-clean-rounds")] = 3
+    """Right answers in a row after which what was found wrong counts as right again."""
+    min_tolerance_nats: Annotated[float, Field(gt=0, le=1), Option(flag="quality-min-tolerance")] = 0.02
+    """Least tolerance: a Kullback-Leibler divergence from the reference answer up to this is never wrong."""
+    max_tolerance_nats: Annotated[float, Field(gt=0, le=10), Option(flag="quality-max-tolerance")] = 0.5
+    """Greatest tolerance, whatever clean rounds measure, and that of the first round."""
+    prompts: Annotated[Path | None, Option(flag="quality-prompts")] = None
+    """Text file of golden prompts, one a line, at most 64. Default: built-in ones."""
+
+    @model_validator(mode="after")
+    def _check_tolerances(self) -> Self:
+        if self.min_tolerance_nats > self.max_tolerance_nats:
+            raise ValueError("min_tolerance_nats must not exceed max_tolerance_nats")
+        return self
+
+
 HttpPort = Annotated[
     Port | None,
     BeforeValidator(lambda port: None if port == "off" else port),
@@ -193,6 +220,8 @@ class CoordinatorConfig(SecuritySettings):
     """Section `admission`."""
     records: Annotated[RecordsConfig, Option(panel="Records")] = RecordsConfig()
     """Section `records`."""
+    quality: Annotated[QualityConfig, Option(panel="Quality")] = QualityConfig()
+    """Section `quality`."""
     tracing: Annotated[RequestTracingConfig, Option(panel="Tracing")] = RequestTracingConfig()
     """Section `tracing`."""
     local_prefill: Literal["never", "auto", "always"] = "never"

@@ -22,9 +22,23 @@ SECTIONS = ("The coordinator's series", "A worker's series", "The autoscaler's s
 EVERYWHERE = "In every process, autoscaler and workers included:"
 POLICY = "{interval_s: 0.2, prefill: {target_ms: 500}, decode: {target_ms: 50}}"
 PRICES = "{currency: EUR, decode_second: 1}"
+QUALITY = [
+    f"splitserve_quality_{name}"
+    for name in (
+        "rounds_total",
+        "probes_total",
+        "agreement_ratio",
+        "kl_nats",
+        "tolerance_nats",
+        "at_fault",
+        "wrong_kl_nats",
+        "isolated",
+    )
+]
 NOT_SERVED_HERE = {
     "splitserve_step_read_bytes_total": "needs weights: tests/integration/monitoring/test_dashboards.py",
     "splitserve_step_matmul_flops_total": "needs weights",
+    **dict.fromkeys(QUALITY, "needs the quality watch, which is off"),
     **dict.fromkeys(READINGS, "needs a GPU: tests/unit/engine/worker/test_worker_metrics.py"),
 }
 

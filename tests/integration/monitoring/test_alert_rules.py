@@ -100,6 +100,10 @@ CASES: dict[str, tuple[Series, Series]] = {
         {'splitserve_circuits{kind="pair", state="open"}': "1x90"},
         {'splitserve_circuits{kind="pair", state="half-open"}': "1x90"},
     ),
+    "SplitserveAnswersWrong": (
+        {'splitserve_quality_at_fault{model="m", kind="pair"}': "1x90"},
+        {'splitserve_quality_at_fault{model="m", kind="pair"}': "0x90"},
+    ),
     "SplitserveGpuHot": (
         {'splitserve_gpu_temperature_celsius{gpu="0"}': "90x90"},
         {'splitserve_gpu_temperature_celsius{gpu="0"}': "70x90"},

@@ -30,11 +30,16 @@ class ServiceProcess:
         *,
         imports: Imports = "simulated",
         fresh: bool = False,
+        module: str = "splitserve",
     ) -> None:
-        """`fresh`: in a new interpreter, as users start it, instead of forked from one that has the imports."""
+        """`fresh`: in a new interpreter, as users start it, instead of forked from one that has the imports.
+
+        `module`: a program of the tests' own that is run in place of `splitserve`, always in a new interpreter.
+        """
         self.name = name
         # Libraries read some variables when they are loaded.
-        self._fresh = fresh or bool(environment) or sys.platform != "linux"
+        self._module = module
+        self._fresh = fresh or module != "splitserve" or bool(environment) or sys.platform != "linux"
         self._imports = imports
         self._environment = dict(environment or {})
         self.arguments = list(arguments)
@@ -53,7 +58,7 @@ class ServiceProcess:
             return
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "splitserve", *self.arguments],
+                [sys.executable, "-m", self._module, *self.arguments],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,

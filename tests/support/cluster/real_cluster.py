@@ -80,18 +80,24 @@ class Cluster:
         if wait_ready:
             await self.wait_ready()
 
-    def add_worker(self, pool: str, name: str, *options: str) -> ServiceProcess:
-        """Starts one more worker; does not wait for it."""
+    def add_worker(self, pool: str, name: str, *options: str, module: str = "splitserve") -> ServiceProcess:
+        """Starts one more worker; does not wait for it. `module`: see ServiceProcess."""
         arguments = [f"{pool}-worker", "--worker-id", name, "--coordinator", self.parts_target]
         arguments += [*self._common, *options]
-        worker = self._process(name, arguments)
+        worker = self._process(name, arguments, module)
         worker.start()
         return worker
 
-    def _process(self, name: str, arguments: Sequence[str]) -> ServiceProcess:
+    def _process(self, name: str, arguments: Sequence[str], module: str = "splitserve") -> ServiceProcess:
         imports: Imports = "torch" if "torch" in arguments else self._imports
         made = ServiceProcess(
-            name, arguments, self.log_dir, self._environment, imports=imports, fresh=self._fresh
+            name,
+            arguments,
+            self.log_dir,
+            self._environment,
+            imports=imports,
+            fresh=self._fresh,
+            module=module,
         )
         self.members[name] = made
         return made

@@ -1,4 +1,4 @@
-"""Cost of the page at `/`: `python -m bench.coordinator.page_cost [--json]`.
+"""Cost of the page at `/`: `python -m bench.observability.page_cost [--json]`.
 
 Scripted workers (200 by default) and a paced load of requests (100 a second); the coordinator on a core of its own
 where there are two. Windows with the page open in a real Chromium and without it take turns. A window's figure is the
@@ -162,7 +162,7 @@ def main() -> None:
     machine = this_machine()
     found = asyncio.run(measure(args))
     if args.json:
-        command = shlex.join(["python", "-m", "bench.coordinator.page_cost", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "bench.observability.page_cost", *sys.argv[1:]])
         print(json.dumps(report("page_cost", command, machine, **found)))
         return
     for name, value in found.items():

@@ -1,4 +1,4 @@
-"""What records, metrics and tracing cost the coordinator: `python -m bench.coordinator.observation_cost [--json]`.
+"""What records, metrics and tracing cost the coordinator: `python -m bench.observability.observation_cost [--json]`.
 
 Three coordinators with the same scripted workers, all on one core, the rest of the work on the other. One at a time is
 asked for answers of 64 tokens over SSE, 64 streams, for a short window; then the next, in an order that changes from
@@ -170,7 +170,7 @@ def ratios(rows: list[dict[str, float]]) -> Mapping[str, float]:
 def main() -> int:
     """Progress goes to stderr; the table, or one JSON object with `--json`, to stdout."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.coordinator.observation_cost",
+        prog="python -m bench.observability.observation_cost",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -184,7 +184,7 @@ def main() -> int:
     tell = Console(stderr=True)
     rows = asyncio.run(measure(options.turns, options.seconds, options.step_ms, options.before, tell))
     if options.json:
-        command = shlex.join(["python", "-m", "bench.coordinator.observation_cost", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "bench.observability.observation_cost", *sys.argv[1:]])
         print(json.dumps(report("observation_cost", command, machine, ratios=ratios(rows), rows=rows)))
         return 0
     table = Table("variant", "us a token", "to off")
