@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from coordinator.entrypoints.grpc_trace import TRACEPARENT, trace_headers
-from coordinator.entrypoints.inference_api import InferenceApi, require_admin
+from coordinator.entrypoints.inference_api import InferenceApi
 from coordinator.records.explanation import Explainer
 from coordinator.records.traffic_stream import TrafficStream
 from coordinator.request.request_trace import Operation
@@ -49,7 +49,7 @@ class InferenceService(InferenceServiceServicer):
         self, request: inference_pb2.GetServerInfoRequest, context: Any
     ) -> inference_pb2.GetServerInfoResponse:
         """See InferenceService.GetServerInfo in the proto."""
-        require_admin(self._access.caller(context))
+        self._access.require_reader(context)
         snapshot = self._api.snapshot()
         return inference_pb2.GetServerInfoResponse(
             version=__version__,
@@ -82,7 +82,7 @@ class InferenceService(InferenceServiceServicer):
         self, request: traffic_pb2.RecordTrafficRequest, context: RecordContext
     ) -> None:
         """See InferenceService.RecordTraffic in the proto."""
-        self._access.require_operator(context)
+        self._access.require_reader(context)
         await self._traffic.serve(request, context)
 
 

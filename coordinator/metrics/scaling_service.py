@@ -60,7 +60,7 @@ class ScalingService(ScalingServiceServicer):
         self, request: scaling_pb2.GetSignalsRequest, context: Any
     ) -> scaling_pb2.GetSignalsResponse:
         """See ScalingService.GetSignals in the proto."""
-        self._access.require_operator(context)
+        self._access.require_reader(context)
         now = time.monotonic()
         snapshot = self._registry.snapshot()
         self.states.update(snapshot, now)

@@ -63,7 +63,16 @@ class AccessControl:
         if self.guard.closed and self.tenants is None:
             if (rejection := self.guard.rejection(OPERATORS, context)) is not None:
                 raise rejection
-        elif not self.caller(context).is_admin:
+        else:
+            self.require_reader(context)
+
+    def require_reader(self, context: Context) -> None:
+        """Requires what it takes to see the whole cluster: an admin key where there are tenants, or an operator's
+        credential; nothing else does, as for generation.
+
+        Raises UnauthenticatedError or PermissionDeniedError.
+        """
+        if not self.caller(context).is_admin:
             raise PermissionDeniedError("this needs an admin key", reason="ADMIN_ONLY")
 
     def warn_if_open(self, host: str) -> None:

@@ -113,7 +113,7 @@ class InferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def RecordTraffic(self, request, context):
-        """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. For operators: an
+        """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
         admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
         Other failure: INVALID_ARGUMENT (field and bound named).
         """

@@ -52,7 +52,7 @@ class InferenceServiceStub:
     ListRequestRecords: _grpc.UnaryUnaryMultiCallable[_records_pb2.ListRequestRecordsRequest, _records_pb2.ListRequestRecordsResponse]
     """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
     RecordTraffic: _grpc.UnaryStreamMultiCallable[_traffic_pb2.RecordTrafficRequest, _traffic_pb2.RecordTrafficResponse]
-    """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. For operators: an
+    """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
     admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
     Other failure: INVALID_ARGUMENT (field and bound named).
     """
@@ -79,7 +79,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     ListRequestRecords: _aio.UnaryUnaryMultiCallable[_records_pb2.ListRequestRecordsRequest, _records_pb2.ListRequestRecordsResponse]  # type: ignore[assignment]
     """The kept records that the caller may see. Failure: INVALID_ARGUMENT."""
     RecordTraffic: _aio.UnaryStreamMultiCallable[_traffic_pb2.RecordTrafficRequest, _traffic_pb2.RecordTrafficResponse]  # type: ignore[assignment]
-    """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. For operators: an
+    """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
     admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
     Other failure: INVALID_ARGUMENT (field and bound named).
     """
@@ -139,7 +139,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _traffic_pb2.RecordTrafficRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_traffic_pb2.RecordTrafficResponse], _abc.AsyncIterator[_traffic_pb2.RecordTrafficResponse]]:
-        """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. For operators: an
+        """Lengths, times and prefix hashes of the requests that arrive from now on, as they end; no content. With tenants: an
         admin key, the cluster token or an operator's certificate. At most 4 at a time: RESOURCE_EXHAUSTED (RECORDINGS).
         Other failure: INVALID_ARGUMENT (field and bound named).
         """

@@ -242,6 +242,8 @@ async def test_a_cluster_token_keeps_strangers_out(closed: Cluster) -> None:
         async with ScalingClient(closed.target, security=stranger) as scaling:
             with pytest.raises(UnauthenticatedError):
                 await scaling.apply_plan(standby=["prefill-0"])
+    async with ScalingClient(closed.target) as anybody:
+        assert (await anybody.signals()).models
     async with ScalingClient(closed.target, security=ClusterCredentials(token=TOKEN)) as scaling:
         assert (await scaling.signals()).models
     for member in closed.members.values():
