@@ -65,9 +65,9 @@ class RequestFlow:
         self._capacity_plugins = capacity_plugins
         self._quota_plugins = quota_plugins
         self._pairs = PairSelector(config, registry, router)
-        self._records = records
+        self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, traffic, *kept)
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, *kept)
 
     async def generate(
         self,
@@ -142,7 +142,8 @@ class RequestFlow:
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
         now = time.monotonic()
         state = RequestState.of(request, self._estimates.of(request, now), now)
-        return RequestEvents(state, (StatsRecorder(self._stats), *self._observers))
+        recorded = (self._traffic,) if self._traffic.is_wanted else ()
+        return RequestEvents(state, (StatsRecorder(self._stats), *self._observers, *recorded))
 
     async def _admit(self, events: RequestEvents, quotas: Sequence[AdmissionPlugin]) -> None:
         for quota in quotas:

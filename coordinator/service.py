@@ -19,8 +19,7 @@ from coordinator.entrypoints.inference_service import InferenceService
 from coordinator.entrypoints.input_limits import InputLimits
 from coordinator.entrypoints.kserve.service import KserveService
 from coordinator.entrypoints.openai.app import make_app
-from coordinator.entrypoints.page.endpoints import PageEndpoints
-from coordinator.entrypoints.page.page_access import PageAccess
+from coordinator.entrypoints.page.endpoints import PageEndpoints, page_endpoints
 from coordinator.entrypoints.trace_sampler import TraceSampler
 from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector
@@ -33,7 +32,7 @@ from coordinator.metrics.tenant_metrics import tenant_metrics
 from coordinator.models.model_routes import configured_routes
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
-from coordinator.quality.watch import quality_watch
+from coordinator.quality.watch import QualityWatch, quality_watch
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.tenant_costs import tenant_costs
@@ -107,11 +106,8 @@ class Coordinator:
             coalescer,
             self.loops,
         )
-        self.quality = quality_watch(
-            config.quality, self.registry, self.tokenizers, self.clients, self.background
-        )
-        queues = config.admission.mode == "queue"
-        self.admission = CapacityAdmission(config, self.registry, self.stats.set_held) if queues else None
+        self.quality = self._quality_watch()
+        self.admission = self._capacity_admission()
         self.parser = ParserThread()
         self.limits = InputLimits(self.registry.known_models, config.max_message_bytes)
         self.api = self._inference_api(router or make_router(config.routing))
@@ -133,20 +129,19 @@ class Coordinator:
         self.page = self._page_endpoints()
         self._add_services()
 
-    def _page_endpoints(self) -> PageEndpoints | None:
-        """The page at `/`; None where it is off."""
-        if self.config.page == "off" or self.config.http_port is None:
+    def _quality_watch(self) -> QualityWatch:
+        parts = (self.registry, self.tokenizers, self.clients, self.background)
+        return quality_watch(self.config.quality, *parts)
+
+    def _capacity_admission(self) -> CapacityAdmission | None:
+        if self.config.admission.mode != "queue":
             return None
-        return PageEndpoints(
-            self.api,
-            PageAccess(self.config),
-            self.registry,
-            self.stats,
-            self.admission.counts if self.admission is not None else dict,
-            self.records,
-            self.explainer,
-            self.scaling,
-        )
+        return CapacityAdmission(self.config, self.registry, self.stats.set_held)
+
+    def _page_endpoints(self) -> PageEndpoints | None:
+        queues = self.admission.counts if self.admission is not None else dict
+        parts = (self.registry, self.stats, queues, self.records, self.explainer, self.scaling)
+        return page_endpoints(self.config, self.api, *parts)
 
     def _followed_files(self) -> FileWatcher:
         routes, access = self.config.model_routes_file, self.access

@@ -83,14 +83,21 @@ class Recording:
 
 
 class TrafficRecorder(RequestObserver):
-    """Observes all requests, and passes those that end to the recordings under way."""
+    """Observes requests while it is wanted, and passes those that end to the recordings under way."""
 
     def __init__(self) -> None:
         self.ended_requests = 0
-        """Requests that ended since the boot."""
+        """Observed requests that have ended."""
+        self._until_s = 0.0
         self._running: dict[int, tuple[str, float]] = {}
         """Model and arrival by the wall clock, by identity: two clients may choose the same id."""
         self._recordings: list[Recording] = []
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether requests that arrive now belong to a recording. Also while no stream is open: one that broke may be
+        opened again."""
+        return bool(self._recordings) or time.time() < self._until_s
 
     def arrived(self, state: RequestState) -> None:
         """See RequestObserver."""
@@ -111,6 +118,7 @@ class TrafficRecorder(RequestObserver):
             message = f"{MAX_RECORDINGS} recordings are under way here already"
             raise ResourceExhaustedError(message, reason="RECORDINGS")
         recording = Recording(terms)
+        self._until_s = max(self._until_s, terms.until_s)
         self._recordings.append(recording)
         return recording
 

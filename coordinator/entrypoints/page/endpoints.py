@@ -34,6 +34,7 @@ from coordinator.records.record_keeper import RecordKeeper
 from coordinator.request.caller import ANYONE
 from coordinator.workers.registry import Registry
 from splitserve import __version__
+from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import PermissionDeniedError, UnauthenticatedError
 from splitserve.rpc.documents import document
 from splitserve.v1 import records_pb2
@@ -163,6 +164,22 @@ class PageEndpoints:
     def _listed(self, *, slow: bool = False, failed: bool = False) -> list[dict[str, Any]]:
         asked = records_pb2.ListRequestRecordsRequest(slow=slow, failed=failed, limit=LISTED)
         return [document(one) for one in self._explainer.records(asked, ANYONE).requests]
+
+
+def page_endpoints(
+    config: CoordinatorConfig,
+    api: InferenceApi,
+    registry: Registry,
+    stats: RequestStats,
+    queues: Queues,
+    keeper: RecordKeeper,
+    explainer: Explainer,
+    scaling: ScalingService,
+) -> PageEndpoints | None:
+    """The page at `/`; None where it is off. Raises ConfigError for a credential that cannot be used."""
+    if config.page == "off" or config.http_port is None:
+        return None
+    return PageEndpoints(api, PageAccess(config), registry, stats, queues, keeper, explainer, scaling)
 
 
 DATA_HEADERS = [*SECURITY_HEADERS, (b"cache-control", b"no-store")]

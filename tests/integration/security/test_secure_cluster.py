@@ -165,8 +165,9 @@ async def test_roles_at_the_coordinator(secured: Cluster, certs: Path) -> None:
         with pytest.raises(PermissionDeniedError):
             await scaling.apply_plan(standby=["prefill-0"])
     async with ScalingClient(secured.target, security=part(certs, "autoscaler")) as scaling:
+        assert (await scaling.signals()).models
         with pytest.raises(PermissionDeniedError):
-            await scaling.signals()
+            await scaling.apply_plan(standby=["prefill-0"])
 
 
 async def test_an_autoscaler_with_its_certificate(secured: Cluster, certs: Path, tmp_path: Path) -> None:

@@ -49,6 +49,19 @@ def serve(clock: Clock, recorder: TrafficRecorder, *, fails: bool = False) -> No
         events.completed()
 
 
+def test_requests_are_observed_until_no_recording_can_want_them(clock: Clock) -> None:
+    recorder = TrafficRecorder()
+    assert not recorder.is_wanted
+    recording = recorder.begin(terms(clock, until_s=3600))
+    recorder.end(recording)
+    assert recorder.is_wanted, "a stream that broke may be opened again"
+    other = TrafficRecorder()
+    past = other.begin(terms(clock, until_s=-1))
+    assert other.is_wanted
+    other.end(past)
+    assert not other.is_wanted
+
+
 def test_a_request_is_recorded_at_its_end(clock: Clock) -> None:
     recorder = TrafficRecorder()
     recording = recorder.begin(terms(clock))
