@@ -28,11 +28,11 @@ def write(text: str) -> None:
 
 
 @contextmanager
-def shown_progress(name: str) -> Iterator[Progress]:
-    """Within the context, progress is a bar on a terminal, else one line for each step; a step is named by its first
-    word. Goes to standard error, without colors where NO_COLOR is set."""
+def shown_progress(name: str, *, lines: bool = True) -> Iterator[Progress]:
+    """Within the context, progress is a bar on a terminal, else with `lines` one line for each step, which is named by
+    its first word. Goes to standard error, without colors where NO_COLOR is set."""
     if not sys.stderr.isatty():
-        yield _plain(name)
+        yield _plain(name) if lines else lambda _what, _fraction: None
         return
     from rich.console import Console
     from rich.progress import Progress as Bar

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +14,7 @@ from splitserve.cli import options
 from splitserve.cli.advisor.advice_table import achieved_text, advice_text
 from splitserve.cli.advisor.record import RecordingAccess, record_to
 from splitserve.cli.client.explain import Targets
-from splitserve.cli.output import write
+from splitserve.cli.output import shown_progress, write
 from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -131,7 +128,11 @@ def _advise(
     engine = _engine(traffic, wanted)
     slo = Slo(wanted.ttft_ms / 1e3, wanted.tpot_ms / 1e3)
     scenario = _scenario(traffic, engine.model, slo, wanted.cold_start_s)
-    with _progress() as tell:
+    with shown_progress("advise", lines=False) as progress:
+
+        def tell(candidate: ClusterShape, done: int, total: int) -> None:
+            progress(f"replayed {candidate.name}", done / total)
+
         advice = find(scenario, terms, tell)
     if save is not None:
         save_advice(save, advice, scenario)
@@ -179,20 +180,3 @@ def _check(path: Path, traffic: RecordedTraffic, *, as_json: bool) -> None:
     saved = load_advice(path)
     found = achieved(saved, traffic, _scenario(traffic, saved.engine, saved.slo, 60.0))
     write(f"{json.dumps(found.to_json())}\n" if as_json else achieved_text(found))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[ClusterShape, int, int], None] | None]:
-    """A bar on a terminal, which heeds NO_COLOR; elsewhere nothing."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    def show(candidate: ClusterShape, done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total, description=f"replayed {candidate.name}")
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("replaying", total=None)
-        yield show

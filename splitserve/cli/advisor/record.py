@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +15,12 @@ import typer
 
 from splitserve.cli import options
 from splitserve.cli.client.explain import Targets, addresses
-from splitserve.cli.output import write
+from splitserve.cli.output import shown_progress, write
 from splitserve.errors import InvalidArgumentError, SplitserveError
 
 if TYPE_CHECKING:
     from splitserve.cli.advisor.recording_file import RecordingFile
-    from splitserve.client.traffic_client import RecordingPlan, RecordingTally, TrafficClient
+    from splitserve.client.traffic_client import RecordingPlan, RecordingTally
     from splitserve.rpc.credentials import ClusterCredentials
     from splitserve.v1 import scaling_pb2
 
@@ -120,7 +118,7 @@ async def _record(
 
     clients = [TrafficClient(one, security=access.security, api_key=access.api_key) for one in access.targets]
     began = time.monotonic()
-    with _progress(plan.seconds) as show:
+    with shown_progress("record", lines=False) as progress:
         recordings = [asyncio.create_task(client.record(plan, file.add)) for client in clients]
         try:
             pending = set(recordings)
@@ -130,7 +128,8 @@ async def _record(
                 )
                 for task in done:
                     task.result()
-                show(time.monotonic() - began, clients)
+                number = sum(client.tally.recorded for client in clients)
+                progress(f"{number} requests", min(1.0, (time.monotonic() - began) / plan.seconds))
         finally:
             for task in recordings:
                 task.cancel()
@@ -188,21 +187,3 @@ def _told(found: dict[str, Any]) -> str:
         ]
         lines += [f"  {target}: {problem}" for problem in problems]
     return "\n".join(lines)
-
-
-@contextmanager
-def _progress(seconds: float) -> Iterator[Any]:
-    """A bar on a terminal, which heeds NO_COLOR; elsewhere nothing."""
-    if not sys.stderr.isatty():
-        yield lambda _passed_s, _clients: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    def show(passed_s: float, clients: Sequence[TrafficClient]) -> None:
-        number = sum(client.tally.recorded for client in clients)
-        bar.update(task, completed=min(passed_s, seconds), description=f"recording: {number} requests")
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("recording", total=seconds)
-        yield show
