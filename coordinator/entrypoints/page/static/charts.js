@@ -3,7 +3,7 @@
 import { clock, el, setText, svg } from "./dom.js";
 
 const HEIGHT = 150;
-const LEFT = 58;
+const LEFT = 64;
 const BOTTOM = 18;
 const TOP = 6;
 
