@@ -189,8 +189,8 @@ class Coordinator:
             self.registry, self.coordinator_id, self.tokenizers.tokenizer, mutual=self.access.guard.mutual
         )
         inference = InferenceService(self.api, self.access, self.explainer, self.traffic)
-        kserve = KserveService(self.api, self.access)
-        add_services(self.server.grpc_server, inference, kserve, routes, registry, self.scaling)
+        self.kserve = KserveService(self.api, self.access)
+        add_services(self.server.grpc_server, inference, self.kserve, routes, registry, self.scaling)
 
     def background_loops(self) -> Mapping[str, Callable[[], Awaitable[None]]]:
         """What runs beside the servers for as long as they do, by name."""

@@ -182,7 +182,7 @@ async def test_a_missing_pool_is_named(log_dir: Path, victim: str) -> None:
 
 async def test_a_worker_with_another_block_size_is_refused_naming_the_field(log_dir: Path) -> None:
     async with running(Cluster(log_dir)) as cluster:
-        odd = cluster.add_worker("decode", "decode-odd", "--block-size", "32")
+        odd = cluster.add_worker("decode", "decode-odd", "--block-size", "24")
         assert odd.process.wait(PATIENCE_S) != 0
         assert "block_size_tokens" in odd.log_tail()
         assert "Traceback" not in odd.log_tail()

@@ -89,6 +89,9 @@ async def test_a_burst_of_equal_prompts_goes_to_one_worker_and_not_for_another_t
         assert len(homes) == 1
         assert not cluster.coordinator.registry.prefixes.hits(block_keys(TOKENS, 16, b"b" * 16, 9), 0.0)
         assert len({await served(cluster, request(), b) for _ in range(6)}) == 1
+        # What was sent counts as load until the next report.
+        loads = cluster.coordinator.registry.loads.prefill
+        await settled(lambda: not any(load.sent_tokens for load in loads.values()))
         others = {await served(cluster, request([n] * 40), a) for n in range(6)}
         assert len(others) == 3
 
