@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import jitter
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 PROFILE_VARIABLE = "SPLITSERVE_HYPOTHESIS_PROFILE"
@@ -32,6 +34,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile(os.environ.get(PROFILE_VARIABLE, "fixed"))
+
+if most_ms := os.environ.get(jitter.VARIABLE):
+    jitter.make_sockets_late(float(most_ms) / 1000, random.Random())
 
 
 def pytest_collection_finish() -> None:

@@ -213,6 +213,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         raise UnavailableError("scripted break")
 
     def let_go(self) -> None:
+        self.pause_at = None  # a sequence that has not come there yet does not pause either
         self.reserve_gate.open()
         self.token_gate.open()
         self.stream_gate.open()
