@@ -161,7 +161,7 @@ class QualityConfig(Settings):
     """Right answers in a row after which what was found wrong counts as right again."""
     min_tolerance_nats: Annotated[float, Field(gt=0, le=1), Option(flag="quality-min-tolerance")] = 0.02
     """Least tolerance: a Kullback-Leibler divergence from the reference answer up to this is never wrong."""
-    max_tolerance_nats: Annotated[float, Field(gt=0, le=10), Option(flag="quality-max-tolerance")] = 0.5
+    max_tolerance_nats: Annotated[float, Field(gt=0, le=10), Option(flag="quality-max-tolerance")] = 0.1
     """Greatest tolerance, whatever clean rounds measure, and that of the first round."""
     prompts: Annotated[Path | None, Option(flag="quality-prompts")] = None
     """Text file of golden prompts, one a line, at most 64. Default: built-in ones."""

@@ -125,6 +125,6 @@ async def test_the_only_pair_is_an_alarm_and_stays_in_rotation(smollm2: str, log
         assert samples(cluster, "splitserve_quality_at_fault")["pair",] == 1
         async with AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
             answer = await client.generate(QUESTION, temperature=0.0, max_tokens=4)
-        assert len(answer.token_ids) == 4
+        assert answer.token_ids, "the pair still serves, wrong as its answers may be"
         assert not events(cluster, "quality.isolated")
         await cluster.assert_no_leaks()

@@ -13,6 +13,7 @@ from coordinator.workers.snapshot import Worker
 from splitserve.errors import ResourceExhaustedError, UnavailableError
 from splitserve.v1 import decode_pb2, inference_pb2
 from tests.support.cluster.fake_cluster import Collected, FakeCluster, ask, expected, fake_cluster, read
+from tests.support.cluster.fake_workers import FakePrefill
 from tests.support.journal import settled
 
 pytestmark = pytest.mark.timeout(60)
@@ -48,6 +49,13 @@ async def answered(cluster: FakeCluster, requests: int) -> None:
     """So many requests, all of them whole."""
     for _ in range(requests):
         assert (await cluster.answer(ask(4))).token_ids == expected(4)
+
+
+async def tripped(cluster: FakeCluster, bad: FakePrefill) -> None:
+    """Has a worker fail until its circuit opens, and sends nothing after that, which might be its probe."""
+    bad.failures = [STOPPED] * BREAKER["consecutive_failures"]
+    while bad.failures:
+        await answered(cluster, 1)
 
 
 async def test_a_failing_prefill_worker_leaves_routing_and_nobody_else_does() -> None:
@@ -125,9 +133,7 @@ async def test_the_last_worker_stays_in_use_and_recovers_at_once() -> None:
 async def test_one_request_probes_a_worker_that_has_rested() -> None:
     async with fake_cluster(prefill=2, circuit_breaker=BREAKER | {"open_s": 3.0}) as cluster:
         bad = cluster.prefills[0]
-        bad.failures = [STOPPED, STOPPED, STOPPED]
-        await answered(cluster, 6)
-        assert len(bad.calls.entries) == 3
+        await tripped(cluster, bad)
         await settled(lambda: worker(cluster, "p0").circuit.state == "half-open")
         bad.first_token_gate.close()
         probing = [asyncio.create_task(cluster.answer(ask(4))) for _ in range(10)]
@@ -145,8 +151,7 @@ async def test_one_request_probes_a_worker_that_has_rested() -> None:
 async def test_a_probe_whose_client_leaves_makes_room_for_the_next() -> None:
     async with fake_cluster(prefill=2, circuit_breaker=BREAKER | {"open_s": 3.0}) as cluster:
         bad = cluster.prefills[0]
-        bad.failures = [STOPPED, STOPPED, STOPPED]
-        await answered(cluster, 6)
+        await tripped(cluster, bad)
         await settled(lambda: worker(cluster, "p0").circuit.state == "half-open")
         bad.first_token_gate.close()
         calls = [cluster.call(ask(4)) for _ in range(4)]
