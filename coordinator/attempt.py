@@ -55,7 +55,8 @@ class Attempt:
     """Call `reserve`, `start_prefill`, `next_delta` until it returns None, `settle`; `close` in any case.
 
     Worker failures are raised as SplitserveError; `events.state.attempt.suspect` then names the worker at fault.
-    `local_prefill_tokens` is how many prompt tokens, at most, the decode worker may compute itself.
+    `local_prefill_tokens` is how many prompt tokens, at most, the decode worker may compute itself; `targets` is what
+    it is to serve the request with.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Attempt:
         decode: WorkerClient | None,
         background: BackgroundTasks,
         local_prefill_tokens: int = 0,
+        targets: generation_pb2.ServiceTargets | None = None,
     ) -> None:
         state = events.state
         self.state = AttemptState.NEW
@@ -73,7 +75,7 @@ class Attempt:
         self._token_ids = (*state.request.prompt, *state.token_ids)
         self._prior = len(state.token_ids)
         self._prefill, self._decode, self._background = prefill, decode, background
-        self._local_prefill_tokens = local_prefill_tokens
+        self._local_prefill_tokens, self._targets = local_prefill_tokens, targets
         self._ticket: kv_transfer_pb2.KvTicket | None = None
         self._collector = OutputCollector(lambda: events.emit(RequestObserver.decoded))
         self._prefill_task: asyncio.Task[None] | None = None
@@ -109,6 +111,7 @@ class Attempt:
             adapter=self._adapter(),
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
+            targets=self._targets,
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._events.reserving(started_s)

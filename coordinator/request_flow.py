@@ -22,6 +22,7 @@ from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest, check_names, timeout_s
 from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
 from coordinator.request.request_trace import RequestTrace
+from coordinator.request.service_targets import targets_of
 from coordinator.request.state import RequestState, Send
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
@@ -160,7 +161,9 @@ class RequestFlow:
         cached_tokens, now = pair.cost.cached_tokens, time.monotonic()
         events.routed(pair.prefill, pair.decode, cached_tokens, now, pair.candidates)
         local_tokens = self._pairs.local_prefill_tokens(events.state, pair)
-        return Attempt(events, prefill, decode, self._background, local_tokens)
+        slo = self._config.admission
+        targets = targets_of(slo, events.state, now) if slo.ttft_slo_s or slo.tpot_slo_s else None
+        return Attempt(events, prefill, decode, self._background, local_tokens, targets)
 
     def _resume_or_raise(self, state: RequestState, error: SplitserveError) -> None:
         if len(state.token_ids) >= state.request.max_tokens:

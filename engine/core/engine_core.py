@@ -9,6 +9,7 @@ from engine.core.engine import Engine
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.model_runner import ModelRunner
 from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
+from engine.core.prompt_pacing import PromptPacing
 from engine.core.scheduler import Scheduler
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
@@ -60,11 +61,16 @@ class EngineCore(Engine):
         """Changes of the prefix cache; may be read on any thread."""
         pool = BlockPool(runner.num_blocks, self.kv_events)
         self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
+        self._meter = StepMeter()
+        self.step_totals = self._meter.totals
+        # On cpu steps that only decode, or compute a chunk, are captured; mixed ones are not.
+        self._pacing = PromptPacing(self._meter, separate=runner.pool_memory.memory_kind == "DRAM")
         self._scheduler = Scheduler(
             self._kv,
             max_step_tokens=self.max_step_tokens,
             max_running=config.max_running_requests,
             max_bypasses=config.max_bypasses,
+            pacing=self._pacing,
         )
         self._limits = RequestLimits.of(runner.facts, config.context_tokens, runner.num_blocks * block_size)
         self._live: dict[str, Sequence] = {}
@@ -73,8 +79,6 @@ class EngineCore(Engine):
         self._writers: dict[int, list[int]] = {}
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._arrivals = 0
-        self._meter = StepMeter()
-        self.step_totals = self._meter.totals
         self._changed = False
         """Whether the next step may do something that the last one could not."""
         self._step: BegunStep | None = None
@@ -167,6 +171,8 @@ class EngineCore(Engine):
         sequence.num_computed = len(sequence.tokens)
         self._kv.cache_computed(sequence)
         self._scheduler.run(sequence)
+        if self._pacing.active:
+            self._pacing.admitted(sequence, self._clock())
         self._changed = True
         return self._outputs.append_given(sequence, first_token_id)
 
@@ -209,7 +215,7 @@ class EngineCore(Engine):
         self._meter.begin(began_s)
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)
-        step = self._scheduler.schedule()
+        step = self._scheduler.schedule(began_s)
         batch = self._outputs.batch(step, result)
         # After an empty step the next one is empty too, until something else sets the flag.
         self._changed = bool(step.num_new or step.preempted or step.failed)
@@ -226,9 +232,12 @@ class EngineCore(Engine):
         step, self._step = self._step, None
         assert step is not None
         self._outputs.process(step)
-        step.result.duration_s = self._clock() - step.began_s
+        ended_s = self._clock()
+        step.result.duration_s = ended_s - step.began_s
         self._pending.put(step.result)
-        self._meter.end(step.began_s + step.result.duration_s, step.num_new, more=self.has_work())
+        if self._pacing.active:
+            self._pacing.stepped(ended_s, step.num_new)
+        self._meter.end(ended_s, step.num_new, more=self.has_work())
 
     @property
     def result_can_wait(self) -> bool:
@@ -259,6 +268,7 @@ class EngineCore(Engine):
             prefill_tokens_per_s=self._meter.rates.prefill_tokens_per_s,
             decode_step_s=self._meter.rates.decode_step_s,
             step_fit=self._meter.fit.latest,
+            prompt_fit=self._meter.prompt_fit.latest,
         )
 
     def close(self) -> None:
@@ -283,6 +293,7 @@ class EngineCore(Engine):
     def _register(self, sequence: Sequence) -> None:
         self._arrivals += 1
         self._live[sequence.request_id] = sequence
+        self._pacing.active |= sequence.request.targets is not None
         if sequence.request.deadline_s != float("inf"):
             self._deadlines.push(sequence.request.deadline_s, sequence)
         self._changed = True

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.precedence import Precedence, PrecedenceQueue, in_order, take_last
+from engine.core.prompt_pacing import PromptPacing
 from engine.core.sequence import Sequence, SequenceStatus
+from engine.pacing.token_clock import MIN_CHUNK_TOKENS
 from splitserve.errors import SplitserveError
 from splitserve.generation.kv_blocks import watermark_blocks
 from splitserve.queues import Offer, offer_in_order
@@ -31,6 +33,8 @@ class SchedulerOutput:
     preempted: int = 0
     budget: int = 0
     """Tokens left of the step's budget."""
+    paced: bool = False
+    """Whether the token clock bounds its prompt tokens."""
     failed: list[tuple[Sequence, SplitserveError]] = field(default_factory=list)
     """Sequences that cannot be scheduled, and why. They are in no queue any more, but not ended."""
 
@@ -55,7 +59,8 @@ class Scheduler:
     In each step the running sequences' `num_computed` catches up with their tokens, within a budget of
     `max_step_tokens`: decodes first, then running prompts in chunks, then waiting ones in order of precedence. A
     prompt that must be cut takes at most half of the remaining budget, so that short ones after it fit into the same
-    step; budget that is left over goes to the first of those that were cut.
+    step; budget that is left over goes to the first of those that were cut. Beside streams that have targets the token
+    clock says instead how many prompt tokens the step may compute, and the first prompts take them all.
 
     A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
     that is last in that order is preempted: it gives up its blocks, keeps its output and is computed again later.
@@ -66,7 +71,13 @@ class Scheduler:
     """
 
     def __init__(
-        self, kv: KVCacheManager, *, max_step_tokens: int, max_running: int, max_bypasses: int
+        self,
+        kv: KVCacheManager,
+        *,
+        max_step_tokens: int,
+        max_running: int,
+        max_bypasses: int,
+        pacing: PromptPacing | None = None,
     ) -> None:
         self.running: dict[Sequence, None] = {}
         self.waiting: PrecedenceQueue[Sequence] = PrecedenceQueue()
@@ -76,6 +87,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._max_running = max_running
         self._max_bypasses = max_bypasses
+        self._pacing = pacing
 
     def enqueue(self, sequence: Sequence) -> None:
         """Adds a sequence to the queue."""
@@ -116,22 +128,19 @@ class Scheduler:
         if head is not None:
             head.bypassed += 1
 
-    def schedule(self) -> SchedulerOutput:
-        """Chooses the next step and allocates blocks for it."""
-        step = SchedulerOutput(budget=self._max_step_tokens)
+    def schedule(self, now: float = 0.0) -> SchedulerOutput:
+        """Chooses the next step and allocates blocks for it. `now` is on the clock of the requests' targets."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
             (decodes if sequence.remaining == 1 else prefills).append(sequence)
+        prefills = in_order(prefills)
+        granted = self._granted(now, decodes, prefills)
+        if granted is not None:
+            return self._paced(decodes, prefills, granted)
+        step = SchedulerOutput(budget=self._max_step_tokens)
         self._schedule_decodes(step, decodes, others=bool(prefills or len(self.waiting)))
-        for sequence in in_order(prefills):
-            if step.budget == 0:
-                break
-            if sequence.status is SequenceStatus.RUNNING:
-                step.give(sequence, _chunk(sequence.remaining, step.budget))
-        # After a preemption blocks are short: admit nobody in this step.
-        if step.preempted == 0:
-            self._admit(step)
+        self._schedule_prompts(step, prefills)
         # What is left of the budget goes to prompts that were cut, in order.
         cut = [sequence for sequence, tokens in step.num_new.items() if tokens < sequence.remaining]
         for sequence in cut:
@@ -139,6 +148,42 @@ class Scheduler:
                 break
             step.give(sequence, min(sequence.remaining - step.num_new[sequence], step.budget))
         return step
+
+    def _granted(self, now: float, decodes: list[Sequence], prefills: list[Sequence]) -> int | None:
+        """See `PromptPacing.grant`."""
+        if self._pacing is None or not self._pacing.active:
+            return None
+        first = prefills[0] if prefills else (self.waiting.peek() if self.has_slot else None)
+        return self._pacing.grant(now, decodes, first)
+
+    def _paced(self, decodes: list[Sequence], prefills: list[Sequence], granted: int) -> SchedulerOutput:
+        """A step in which at most `granted` prompt tokens are computed."""
+        assert self._pacing is not None
+        if granted and self._pacing.separate:
+            step = SchedulerOutput(budget=min(granted, self._max_step_tokens), paced=True)
+            self._schedule_prompts(step, prefills)
+            if step.num_new:
+                return step
+            granted = 0  # none of them fits
+        else:
+            step = SchedulerOutput(paced=True)
+        step.budget = self._max_step_tokens
+        self._schedule_decodes(step, decodes, others=granted > 0)
+        if granted:
+            step.budget = min(granted, step.budget)
+            self._schedule_prompts(step, prefills)
+        return step
+
+    def _schedule_prompts(self, step: SchedulerOutput, prefills: list[Sequence]) -> None:
+        """Gives the budget to running prompts, in this order, then to waiting ones."""
+        for sequence in prefills:
+            if step.budget == 0:
+                break
+            if sequence.status is SequenceStatus.RUNNING:
+                _give_chunk(step, sequence)
+        # After a preemption blocks are short: admit nobody in this step.
+        if step.preempted == 0:
+            self._admit(step)
 
     def _schedule_decodes(self, step: SchedulerOutput, decodes: list[Sequence], *, others: bool) -> None:
         limit = max(1, int(step.budget * _DECODE_SHARE)) if others else step.budget
@@ -176,7 +221,7 @@ class Scheduler:
             max_looks=_MAX_MISFITS_A_STEP,
         ):
             self.run(sequence)
-            step.give(sequence, _chunk(sequence.remaining, step.budget))
+            _give_chunk(step, sequence)
         for sequence in misfits:
             self.waiting.push(sequence)
 
@@ -213,6 +258,16 @@ class Scheduler:
         if first is None or not first.misfit or precedence.precedes(first.precedence):
             return None
         return first
+
+
+def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
+    """Schedules the next chunk of a prompt, of at least one token."""
+    if not step.paced:
+        step.give(sequence, _chunk(sequence.remaining, step.budget))
+        return
+    step.give(sequence, min(sequence.remaining, step.budget))
+    if step.budget < MIN_CHUNK_TOKENS:
+        step.budget = 0  # too little for one more prompt
 
 
 def _chunk(remaining: int, budget: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.core.detokenizer import IncrementalDetokenizer, StopMatcher
 from engine.core.precedence import Precedence
 from engine.core.types import ChunkProgress, EngineRequest, FinishReason, OutputMatcher, ScheduledSequence
+from engine.pacing.token_clock import StreamPace
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 
@@ -83,6 +84,8 @@ class Sequence:
     reported: int = 0
     """Leading tokens whose KV has been reported as final (`prefill_only`)."""
     reservation: int | None = None
+    pace: StreamPace | None = None
+    """The times of its tokens, if it has a target for them."""
     _text: OutputText | None = None
     _matcher: OutputMatcher | None = None
     _ending: frozenset[int] = field(init=False)

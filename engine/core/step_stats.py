@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.core.sequence import Sequence
-from engine.core.step_time_fit import StepTimeFit
+from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
 from splitserve.histograms import DurationCounts
 
 _DECAY = 0.9
@@ -133,6 +133,7 @@ class StepMeter:
     def __init__(self) -> None:
         self.rates = StepRates()
         self.fit = StepTimeFit()
+        self.prompt_fit = PromptTimeFit()
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = 0.0
@@ -163,6 +164,22 @@ class StepMeter:
         self.rates.record(prefill_tokens, duration_s)
         totals = self.totals["prefill" if prefill_tokens else "decode"]
         totals.record(prefill_tokens, decoding, num_new, duration_s)
+        self._fit_parts(num_new, prefill_tokens, decoding, duration_s)
+
+    def _fit_parts(
+        self, num_new: Mapping[Sequence, int], prefill_tokens: int, decoding: int, duration_s: float
+    ) -> None:
+        context, pairs = 0, 0.0
+        for sequence, tokens in num_new.items():
+            if tokens == 1:
+                context += sequence.num_computed
+            else:
+                # What was computed before; unknown, and taken for nothing, where the request ended and gave up its KV.
+                pairs += pairs_of(tokens, max(0, sequence.num_computed - tokens))
         if not prefill_tokens:
-            context = sum(sequence.num_computed for sequence in num_new)
             self.fit.record(decoding, context, duration_s)
+        elif not decoding:
+            self.prompt_fit.record(prefill_tokens, pairs, duration_s)
+        elif (decode_fit := self.fit.latest) is not None:
+            decode_s = decode_fit.step_s(decoding, context)
+            self.prompt_fit.record_mixed(prefill_tokens, pairs, decode_s, duration_s)

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.precedence import FIRST_COME, Precedence
+from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
+from engine.pacing.token_clock import ServiceTargets
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError, SplitserveError
 from splitserve.generation.kv_blocks import Adapter
 from splitserve.tracing.context import TraceContext
@@ -134,6 +136,8 @@ class EngineRequest:
     """The span that this worker's spans are part of."""
     adapter: Adapter | None = None
     """What computes it beside the base model."""
+    targets: ServiceTargets | None = None
+    """What its client was promised; prompts beside it are paced by that, see `engine.pacing.token_clock`."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -263,15 +267,6 @@ class ReservedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeStepFit:
-    """Seconds of a step that only decodes: base_s + sequence_s * sequences + context_token_s * their KV tokens."""
-
-    base_s: float
-    sequence_s: float
-    context_token_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot of an engine's load; see `WorkerLoad` in the protos."""
 
@@ -286,6 +281,7 @@ class EngineLoad:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     step_fit: DecodeStepFit | None = None
+    prompt_fit: PromptFit | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,7 @@ class VllmEngine(Engine):
             prefill_tokens_per_s=self._meter.rates.prefill_tokens_per_s,
             decode_step_s=self._meter.rates.decode_step_s,
             step_fit=self._meter.fit.latest,
+            prompt_fit=self._meter.prompt_fit.latest,
         )
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from engine.core.precedence import Precedence
 from engine.core.types import (
-    DecodeStepFit,
     EngineLoad,
     EngineRequest,
     FinishReason,
@@ -14,6 +13,8 @@ from engine.core.types import (
     SamplingParams,
     StopParams,
 )
+from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
+from engine.pacing.token_clock import ServiceTargets
 from kv_transfer.lane import JudgedLane
 from splitserve.config.security import CeilingConfig
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
@@ -29,6 +30,7 @@ FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType]
     FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
 DEFAULT_CEILINGS = CeilingConfig()
+_MAX_TPOT_MS, _MAX_TTFT_MS = 3_600e3, 86_400e3
 
 
 def engine_request(
@@ -74,12 +76,34 @@ def engine_request(
         grammar=grammar,
         prefill_only=prefill_only,
         trace=TraceContext.from_proto(message.trace) if message.HasField("trace") else None,
+        targets=_targets(message, now),
     )
 
 
 def precedence(message: generation_pb2.Precedence) -> Precedence:
     """A request's place among others."""
     return Precedence(message.class_rank, message.tenant_key, message.within_tenant)
+
+
+def _targets(
+    message: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest, now: float
+) -> ServiceTargets | None:
+    if isinstance(message, prefill_pb2.PrefillRequest) or not message.HasField("targets"):
+        return None
+    targets = message.targets
+    for name, value, lowest, highest in (
+        ("tpot_ms", targets.tpot_ms, 0.0, _MAX_TPOT_MS),
+        ("ttft_ms", targets.ttft_ms, 0.0, _MAX_TTFT_MS),
+        ("ttft_left_ms", targets.ttft_left_ms, -_MAX_TTFT_MS, _MAX_TTFT_MS),
+    ):
+        if not lowest <= value <= highest:
+            text = f"targets.{name} must be in {lowest:.0f}..{highest:.0f}"
+            raise InvalidArgumentError(text, field=f"targets.{name}")
+    return ServiceTargets(
+        tpot_s=targets.tpot_ms / 1e3 if targets.tpot_ms else None,
+        ttft_s=targets.ttft_ms / 1e3 if targets.ttft_ms else None,
+        first_due_s=now + targets.ttft_left_ms / 1e3 if targets.ttft_ms else float("inf"),
+    )
 
 
 def _adapter(message: generation_pb2.AdapterRef, facts: ModelFacts) -> Adapter:
@@ -157,6 +181,7 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         prefill_tokens_per_second=load.prefill_tokens_per_s,
         decode_step_ms=load.decode_step_s * 1e3,
         step_fit=_step_fit(load.step_fit),
+        prompt_fit=_prompt_fit(load.prompt_fit),
     )
 
 
@@ -165,6 +190,17 @@ def _step_fit(fit: DecodeStepFit | None) -> registry_pb2.DecodeStepFit | None:
         return None
     return registry_pb2.DecodeStepFit(
         base_ms=fit.base_s * 1e3, sequence_ms=fit.sequence_s * 1e3, context_token_ms=fit.context_token_s * 1e3
+    )
+
+
+def _prompt_fit(fit: PromptFit | None) -> registry_pb2.PromptFit | None:
+    if fit is None:
+        return None
+    return registry_pb2.PromptFit(
+        base_ms=fit.base_s * 1e3,
+        token_ms=fit.token_s * 1e3,
+        pair_ms=fit.pair_s * 1e3,
+        mixing_ms=fit.mixing_s * 1e3,
     )
 
 

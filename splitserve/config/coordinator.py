@@ -117,8 +117,8 @@ class AdmissionConfig(Settings):
     """Target time to first token of interactive and standard requests; one that is predicted to miss it is refused.
     Default: none."""
     tpot_slo_s: Annotated[float, Field(gt=0, le=3600)] | None = None
-    """Target time per output token of running requests; a request that would make steps longer than that waits.
-    Default: none."""
+    """Target time per output token of running requests; a request that would make steps longer than that waits, and a
+    decode worker that computes prompts leaves its streams that time. Default: none."""
     prefill_horizon_s: Annotated[float, Field(gt=0, le=60)] = 0.3
     """Work sent to a prefill worker in advance. A lower value gives the coordinator's order more effect; below two
     steps of the worker plus its time to reserve KV it costs throughput."""

@@ -299,6 +299,38 @@ class Precedence(_message.Message):
 Global___Precedence: _TypeAlias = Precedence  # noqa: Y015
 
 @_typing.final
+class ServiceTargets(_message.Message):
+    """What a request is to be served with, so that a worker which computes prompts beside streams knows how long these can
+    wait. No promise depends on it. Made by the coordinator from its settings.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TPOT_MS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    TTFT_LEFT_MS_FIELD_NUMBER: _builtins.int
+    tpot_ms: _builtins.float
+    """Mean time a token after the first one. Milliseconds, at most 3,600,000. Default 0: no target."""
+    ttft_ms: _builtins.float
+    """Time to the first token. Milliseconds, at most 86,400,000. Default 0: no target."""
+    ttft_left_ms: _builtins.float
+    """What is left of it; below 0 where it has passed. Milliseconds, within 86,400,000 of 0. Default 0."""
+    def __init__(
+        self,
+        *,
+        tpot_ms: _builtins.float = ...,
+        ttft_ms: _builtins.float = ...,
+        ttft_left_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tpot_ms", b"tpot_ms", "ttft_left_ms", b"ttft_left_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceTargets: _TypeAlias = ServiceTargets  # noqa: Y015
+
+@_typing.final
 class TraceContext(_message.Message):
     """Where a request stands in its trace, by W3C Trace Context. What is malformed is ignored, never an error."""
 

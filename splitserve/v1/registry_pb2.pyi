@@ -342,6 +342,7 @@ class WorkerLoad(_message.Message):
     WAITING_RESERVATIONS_FIELD_NUMBER: _builtins.int
     TRANSFERS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
     STEP_FIT_FIELD_NUMBER: _builtins.int
+    PROMPT_FIT_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Sequences waiting for their first step."""
@@ -377,6 +378,10 @@ class WorkerLoad(_message.Message):
     def step_fit(self) -> Global___DecodeStepFit:
         """What a decode step costs, fitted over recent ones. Not set until there were enough."""
 
+    @_builtins.property
+    def prompt_fit(self) -> Global___PromptFit:
+        """What a prompt costs, fitted over recent steps that computed nothing else. Not set until there were enough."""
+
     def __init__(
         self,
         *,
@@ -395,11 +400,12 @@ class WorkerLoad(_message.Message):
         waiting_reservations: _builtins.int = ...,
         transfers_in_flight: _builtins.int = ...,
         step_fit: Global___DecodeStepFit | None = ...,
+        prompt_fit: Global___PromptFit | None = ...,
         rejected_handoffs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["step_fit", b"step_fit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_fit", b"prompt_fit", "step_fit", b"step_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -436,6 +442,44 @@ class DecodeStepFit(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeStepFit: _TypeAlias = DecodeStepFit  # noqa: Y015
+
+@_typing.final
+class PromptFit(_message.Message):
+    """Duration of a step that only computes prompts: base + token * tokens + pair * pairs, where a chunk of n tokens after
+    c that are computed has n * (c + n / 2) pairs. Figures that recent steps cannot tell apart are 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_MS_FIELD_NUMBER: _builtins.int
+    TOKEN_MS_FIELD_NUMBER: _builtins.int
+    PAIR_MS_FIELD_NUMBER: _builtins.int
+    MIXING_MS_FIELD_NUMBER: _builtins.int
+    base_ms: _builtins.float
+    """Of any step. Milliseconds, at least 0."""
+    token_ms: _builtins.float
+    """For each token. Milliseconds, above 0."""
+    pair_ms: _builtins.float
+    """For each pair of a token and a key that it attends to. Milliseconds, at least 0."""
+    mixing_ms: _builtins.float
+    """What a step that also decodes takes beyond both parts; negative where it is shorter. Milliseconds, at least
+    -base_ms. Default 0: not measured.
+    """
+    def __init__(
+        self,
+        *,
+        base_ms: _builtins.float = ...,
+        token_ms: _builtins.float = ...,
+        pair_ms: _builtins.float = ...,
+        mixing_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_ms", b"base_ms", "mixing_ms", b"mixing_ms", "pair_ms", b"pair_ms", "token_ms", b"token_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptFit: _TypeAlias = PromptFit  # noqa: Y015
 
 @_typing.final
 class ReportResponse(_message.Message):

@@ -47,3 +47,22 @@ async def test_auto_begins_split_and_turns_local_once_the_rates_are_measured(log
         await cluster.assert_no_leaks()
     assert first.served_by.prefill_worker == "prefill-0"
     assert list(answer.token_ids) == expected_tokens([seed % 250] * 16, 4)
+
+
+async def test_same_tokens_where_targets_pace_local_prompts(log_dir: Path) -> None:
+    """The second half of the requests comes while the first one decodes, on workers that have measured themselves."""
+    options = ["--local-prefill", "always", "--tpot-slo", "0.2"]
+    prompts = [[(seed * 31 + 7 * n) % 250 for n in range(40 * seed)] for seed in range(1, 9)]
+
+    async def asked(client: AsyncClient, prompt: list[int]) -> tuple[int, ...]:
+        answer = await client.generate(prompt, max_tokens=48, temperature=0.0, ignore_eos=True)
+        return tuple(answer.token_ids)
+
+    async with running(Cluster(log_dir, coordinator_options=options)) as cluster:
+        async with AsyncClient(cluster.target) as client, asyncio.timeout(PATIENCE_S):
+            for prompt in prompts:
+                await asked(client, prompt)
+            fresh = [[251 - token for token in prompt] for prompt in prompts]
+            answers = await asyncio.gather(*(asked(client, prompt) for prompt in fresh))
+        await cluster.assert_no_leaks()
+    assert answers == [tuple(expected_tokens(prompt, 48)) for prompt in fresh]

@@ -68,3 +68,28 @@ def test_a_step_is_expected_to_take_what_its_parts_took() -> None:
     assert [meter.expected_s(step) for step in steps] == [0.02, None, None]
     meter.rates.record(1000, 1.0)
     assert [meter.expected_s(step) for step in steps] == pytest.approx([0.02, 0.52, 0.52])
+
+
+def test_steps_that_only_compute_prompts_are_fitted_apart_from_mixed_ones() -> None:
+    meter, now = StepMeter(), 0.0
+    decodes = [Sequence(request(f"d{index}", [1] * 10), index) for index in range(2)]
+    prompt = Sequence(request("p", [1] * 1000), 9)
+
+    def step(tokens: int, duration_s: float, decoding: int) -> None:
+        nonlocal now
+        prompt.num_computed = tokens
+        work = dict.fromkeys(decodes[:decoding], 1) | ({prompt: tokens} if tokens else {})
+        meter.begin(now)
+        now += duration_s
+        meter.end(now, work, more=True)
+
+    for _ in range(16):
+        step(0, 0.02, decoding=2)
+    for _ in range(5):
+        step(100, 0.1, decoding=0)
+    for _ in range(80):
+        step(100, 0.13, decoding=2)
+    fit = meter.prompt_fit.latest
+    assert fit is not None
+    assert (fit.base_s, fit.token_s, fit.pair_s) == (0.0, pytest.approx(1e-3), 0.0)
+    assert fit.mixing_s == pytest.approx(0.01, rel=0.01)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.core.step_time_fit import StepTimeFit
+from engine.pacing.step_time_fit import StepTimeFit
 
 BASE_S, SEQUENCE_S, TOKEN_S = 8e-3, 2e-4, 1e-6
 

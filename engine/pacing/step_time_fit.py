@@ -1,0 +1,277 @@
+"""Fits the time of steps by least squares: of decode steps, and of chunks of prompts. Each is a base and two slopes.
+
+Statistics are kept by bucket of similar steps, so that a long time at one load does not displace what was measured
+at others. An input that did not vary enough, or that correlates too much with the other, gets no slope of its own: a
+line through one point does not extrapolate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MEMORY_STEPS = 64
+"""Time constant of the decay, in steps of a bucket."""
+_MIN_SPREAD = 0.1
+"""Standard deviation of an input over its mean, below which it gets no slope."""
+_ALIKE = 0.98
+"""Correlation above which the inputs count as one."""
+_OUTLIER = 3.0
+"""A step counts as at most this multiple of the mean of its bucket: the process may have been stopped."""
+
+
+class FittedLine(NamedTuple):
+    """Seconds: base_s + first_s * the first input + second_s * the second. All at least 0."""
+
+    base_s: float
+    first_s: float
+    second_s: float
+
+
+class _Moments:
+    """Decayed sums over steps: products of (1, first, second input) with each other and with the duration.
+
+    Plain numbers, because arrays of nine would cost more than the rest of the measurement of a step.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 9
+
+    def add(self, first: float, second: float, duration_s: float) -> None:
+        keep = 1 - 1 / _MEMORY_STEPS
+        squares = (first * first, first * second, second * second)
+        new = (1.0, first, second, *squares, duration_s, first * duration_s, second * duration_s)
+        self._sums = [old * keep + term for old, term in zip(self._sums, new, strict=True)]
+
+    @property
+    def mean_s(self) -> float:
+        return self._sums[6] / self._sums[0] if self._sums[0] else 0.0
+
+    @property
+    def inputs(self) -> NDArray[np.float64]:
+        one, a, b, aa, ab, bb = self._sums[:6]
+        return np.array(((one, a, b), (a, aa, ab), (b, ab, bb)))
+
+    @property
+    def outputs(self) -> NDArray[np.float64]:
+        return np.array(self._sums[6:])
+
+
+class TwoSlopeFit:
+    """Sums by bucket, and the lines through them. Without a step there is no line: ask after the first `record`."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[int, ...], _Moments] = {}
+
+    def record(self, bucket: tuple[int, ...], first: float, second: float, duration_s: float) -> None:
+        """Records a step with these inputs that took `duration_s`."""
+        moments = self._buckets.get(bucket)
+        if moments is None:
+            moments = self._buckets[bucket] = _Moments()
+        elif moments.mean_s:
+            duration_s = min(duration_s, _OUTLIER * moments.mean_s)
+        moments.add(first, second, duration_s)
+
+    def means(self) -> tuple[float, float, float]:
+        """The means of the duration and of both inputs, in this order."""
+        inputs, outputs = self._sums()
+        one, first, second = (float(value) for value in inputs[0])
+        return float(outputs[0]) / one, first / one, second / one
+
+    def line(self, allowed: Sequence[tuple[int, ...]]) -> FittedLine | None:
+        """The line with the first of these sets of inputs (1, 2) whose slopes can be told; None if no set has any.
+
+        With a negative base the line goes through the origin instead. A set with a negative slope is passed over.
+        """
+        inputs, outputs = self._sums()
+        possible = _telling(inputs)
+        for chosen in allowed:
+            solved = _solve(inputs, outputs, chosen) if chosen in possible else None
+            if solved is not None:
+                return solved
+        return None
+
+    def _sums(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        known = list(self._buckets.values())
+        inputs: NDArray[np.float64] = np.sum([moments.inputs for moments in known], axis=0)
+        outputs: NDArray[np.float64] = np.sum([moments.outputs for moments in known], axis=0)
+        return inputs, outputs
+
+
+def _telling(inputs: NDArray[np.float64]) -> set[tuple[int, ...]]:
+    """The sets of inputs that may have slopes, as columns of `inputs`."""
+    means = inputs[0] / inputs[0, 0]
+    covariance = inputs / inputs[0, 0] - np.outer(means, means)
+    spread = [
+        column
+        for column in (1, 2)
+        if means[column] > 0 and covariance[column, column] > (_MIN_SPREAD * means[column]) ** 2
+    ]
+    found: set[tuple[int, ...]] = {(column,) for column in spread}
+    if len(spread) == 2:
+        alike = covariance[1, 2] / np.sqrt(covariance[1, 1] * covariance[2, 2])
+        if abs(alike) < _ALIKE:
+            found.add((1, 2))
+    return found
+
+
+def _solve(
+    inputs: NDArray[np.float64], outputs: NDArray[np.float64], chosen: tuple[int, ...]
+) -> FittedLine | None:
+    """Base and slopes, solved for these columns; None for a negative slope or a singular system."""
+    for columns in ((0, *chosen), chosen):
+        picked = list(columns)
+        scale = np.sqrt(np.diag(inputs)[picked])
+        matrix = inputs[np.ix_(picked, picked)] / np.outer(scale, scale)
+        try:
+            found = np.linalg.solve(matrix, outputs[picked] / scale) / scale
+        except np.linalg.LinAlgError:
+            return None
+        costs = dict(zip(picked, found, strict=True))
+        if any(costs[column] < 0 for column in chosen):
+            return None
+        if costs.get(0, 0.0) >= 0:
+            return FittedLine(*(float(costs.get(column, 0.0)) for column in range(3)))
+    return None
+
+
+_FIT_EVERY_STEPS = 16
+"""Steps between fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStepFit:
+    """Seconds of a step that only decodes: base_s + sequence_s * sequences + context_token_s * their KV tokens."""
+
+    base_s: float
+    sequence_s: float
+    context_token_s: float
+
+    def step_s(self, sequences: int, context_tokens: int) -> float:
+        """Seconds of a step of so many sequences that have so many tokens together."""
+        return self.base_s + self.sequence_s * sequences + self.context_token_s * context_tokens
+
+
+class StepTimeFit:
+    """Takes decode-only steps one by one; fits every _FIT_EVERY_STEPS steps, because a fit costs more than a record.
+
+    Buckets are batch sizes, in powers of two. A larger batch usually has more context.
+    """
+
+    def __init__(self) -> None:
+        self.latest: DecodeStepFit | None = None
+        """The latest fit, all costs at least 0; None until there is one."""
+        self._sums = TwoSlopeFit()
+        self._steps = 0
+
+    def record(self, sequences: int, context_tokens: int, duration_s: float) -> None:
+        """Records a step of `sequences` sequences that have `context_tokens` tokens together."""
+        if sequences < 1 or duration_s <= 0:
+            return
+        self._sums.record((sequences.bit_length(),), sequences, context_tokens, duration_s)
+        self._steps += 1
+        if self._steps % _FIT_EVERY_STEPS == 0:
+            self.latest = self._fit()
+
+    def _fit(self) -> DecodeStepFit:
+        line = self._sums.line(((1, 2), (1,), (2,)))
+        if line is None:
+            return DecodeStepFit(self._sums.means()[0], 0.0, 0.0)
+        return DecodeStepFit(*line)
+
+
+_FIT_EVERY_CHUNKS = 4
+"""Chunks between fits: a decode worker sees few."""
+_MIXING_SHARE = 0.1
+"""Weight of a mixed step in the mean of what mixing costs."""
+_MIXING_OUTLIER = 3.0
+"""A mixed step counts as at most this multiple of its parts: the process may have been stopped."""
+
+
+def pairs_of(tokens: int, context_tokens: int) -> float:
+    """Pairs of a token and a key in a chunk of `tokens` after `context_tokens` that are computed."""
+    return tokens * (context_tokens + tokens / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFit:
+    """Seconds of a step that only computes prompts: base_s + token_s * tokens + pair_s * `pairs_of` its chunks.
+
+    `token_s` is above 0. For a whole prompt of n tokens the pairs are n^2 / 2. `mixing_s` is what a step that also
+    decodes takes beyond the sum of both parts, at least -base_s: one that reads the weights once for both is shorter.
+    """
+
+    base_s: float
+    token_s: float
+    pair_s: float
+    mixing_s: float = 0.0
+
+    def chunk_s(self, tokens: int, context_tokens: int) -> float:
+        """Seconds of a chunk of `tokens` after `context_tokens` that are computed; 0 for no tokens."""
+        if tokens == 0:
+            return 0.0
+        return self.base_s + self.token_s * tokens + self.pair_s * pairs_of(tokens, context_tokens)
+
+    def tokens_within(self, seconds: float, context_tokens: int) -> int:
+        """The longest chunk after `context_tokens` that takes at most `seconds`."""
+        left = seconds - self.base_s
+        if left <= 0:
+            return 0
+        # pair_s / 2 n^2 + each n = left, solved for n without cancellation.
+        each = self.token_s + self.pair_s * context_tokens
+        return int(2 * left / (each + math.sqrt(each * each + 2 * self.pair_s * left)))
+
+
+class PromptTimeFit:
+    """Takes steps that compute prompts one by one. Buckets are tokens and pairs, in powers of two and four."""
+
+    def __init__(self) -> None:
+        self.latest: PromptFit | None = None
+        """The latest fit; None until there is one."""
+        self._sums = TwoSlopeFit()
+        self._seen: set[tuple[int, ...]] = set()
+        self._steps = 0
+        self._mixing_s = 0.0
+
+    def record(self, tokens: int, pairs: float, duration_s: float) -> None:
+        """Records a step that only computes chunks of prompts, `tokens` and `pairs` together.
+
+        The first step of a size counts for nothing: it may have compiled kernels or captured a graph.
+        """
+        if tokens < 1 or duration_s <= 0:
+            return
+        bucket = tokens.bit_length(), int(pairs).bit_length() // 2
+        if bucket not in self._seen:
+            self._seen.add(bucket)
+            return
+        self._sums.record(bucket, tokens, pairs, duration_s)
+        self._steps += 1
+        if self._steps % _FIT_EVERY_CHUNKS == 0:
+            self.latest = self._fit()
+
+    def record_mixed(self, tokens: int, pairs: float, decode_s: float, duration_s: float) -> None:
+        """Records a step that computes chunks beside decodes, which alone take `decode_s`. Ignored without a fit."""
+        fit = self.latest
+        if fit is None or tokens < 1 or duration_s <= 0:
+            return
+        parts_s = fit.base_s + fit.token_s * tokens + fit.pair_s * pairs + decode_s
+        extra_s = min(duration_s, _MIXING_OUTLIER * parts_s) - parts_s
+        self._mixing_s += (extra_s - self._mixing_s) * _MIXING_SHARE
+        self.latest = self._with_mixing(fit.base_s, fit.token_s, fit.pair_s)
+
+    def _fit(self) -> PromptFit:
+        line = self._sums.line(((1, 2), (1,)))
+        if line is None or line.first_s <= 0:
+            # Chunks of one length tell no base: through the origin, which takes a short chunk for too cheap by at most
+            # the base, and never a long one.
+            mean_s, mean_tokens, _ = self._sums.means()
+            return self._with_mixing(0.0, mean_s / mean_tokens, 0.0)
+        return self._with_mixing(*line)
+
+    def _with_mixing(self, base_s: float, token_s: float, pair_s: float) -> PromptFit:
+        return PromptFit(base_s, token_s, pair_s, max(self._mixing_s, -base_s))

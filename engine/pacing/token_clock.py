@@ -1,0 +1,136 @@
+"""The token clock: when each stream's next token is due, and so how many prompt tokens fit before it.
+
+A stream with a target of T seconds a token is to have its k-th token after the first T (m k + (1 - m) L) after that
+one, with a margin m below 1: so its mean is at most T from its L-th token on, and later tokens gain on the target. Time
+is an argument everywhere, in seconds of one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.pacing.step_time_fit import PromptFit
+
+MAX_GAP_S = 0.5
+"""No prompt keeps a stream without a token for longer than this, whatever it is ahead of its target."""
+MIN_CHUNK_TOKENS = 32
+"""Prompt tokens are granted in at least this many, or up to the end of the prompt: a step has a price of its own."""
+TTFT_SHARE = 0.2
+"""A chunk takes at most this share of the target of its prompt's first token, so that a shorter prompt may come in."""
+HELD_S = 1.0
+"""A prompt that got nothing for so long gets `MIN_CHUNK_TOKENS`, whatever is due."""
+
+_MARGINS = 0.5, 0.9
+_WINDOW_S = 10.0
+_LATE_SHARE = 0.01
+_BACK, _FORTH = 0.05, 0.01
+"""The margin loses `_BACK` after a window with more than `_LATE_SHARE` late tokens, and gains `_FORTH` after others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTargets:
+    """What a client was promised. `tpot_s`: mean seconds a token after the first; `ttft_s`: seconds to the first one,
+    which is due at `first_due_s` on the engine's clock. None and infinity: nothing."""
+
+    tpot_s: float | None = None
+    ttft_s: float | None = None
+    first_due_s: float = float("inf")
+
+
+@dataclass(slots=True)
+class StreamPace:
+    """Times of one stream's tokens here: its first, its latest, and how many came after the first."""
+
+    tpot_s: float
+    first_s: float
+    last_s: float
+    tokens: int = 0
+
+    def emitted(self, now: float) -> None:
+        """A token came."""
+        self.last_s = now
+        self.tokens += 1
+
+
+class ClockMargin:
+    """The margin m, corrected by what comes late: fits may be wrong, and a step may take longer than any before."""
+
+    def __init__(self) -> None:
+        self.value = _MARGINS[1]
+        self._since_s: float | None = None
+        self._tokens = self._late = 0
+
+    def record(self, now: float, tokens: int, late: int) -> None:
+        """Counts tokens before which prompts were computed, and how many of them came `late`."""
+        if self._since_s is None:
+            self._since_s = now
+        self._tokens += tokens
+        self._late += late
+        if now - self._since_s < _WINDOW_S:
+            return
+        change = -_BACK if self._late > _LATE_SHARE * self._tokens else _FORTH
+        self.value = min(max(self.value + change, _MARGINS[0]), _MARGINS[1])
+        self._since_s, self._tokens, self._late = now, 0, 0
+
+
+class TokenClock:
+    """Grants prompt tokens between the tokens of streams.
+
+    As long as steps take what was predicted, no stream that decoding alone keeps in time comes late. Prompts are never
+    held for ever: where a decode step takes less than m T, the time that is left adds up until a chunk fits into it,
+    within `MAX_GAP_S`; otherwise `HELD_S` bounds the wait for the next chunk.
+    """
+
+    def __init__(self, answer_tokens: int = 0) -> None:
+        """`answer_tokens` is L: answers with fewer tokens may miss their target. 0: none may."""
+        self.margin = ClockMargin()
+        self._answer_tokens = answer_tokens
+        self._held_since_s: float | None = None
+
+    def due_s(self, stream: StreamPace, step_s: float) -> float:
+        """When a stream's next token is due, if a step that only decodes takes `step_s`.
+
+        Where decoding alone misses the target, holding prompts back saves nothing: they then get as long as a step.
+        """
+        if step_s >= stream.tpot_s:
+            return stream.last_s + min(2 * step_s, MAX_GAP_S)
+        m = self.margin.value
+        tokens = m * (stream.tokens + 1) + (1 - m) * self._answer_tokens
+        return min(stream.first_s + stream.tpot_s * tokens, stream.last_s + MAX_GAP_S)
+
+    def grant(
+        self,
+        now: float,
+        streams: Iterable[StreamPace],
+        step_s: float,
+        fit: PromptFit,
+        *,
+        remaining: int,
+        context_tokens: int,
+        ttft_s: float | None = None,
+        mixed: bool = False,
+    ) -> int:
+        """Prompt tokens that fit before the earliest token that is due, or 0: too few.
+
+        `step_s` is the decode step that follows, or is `mixed` with them. The first prompt has `remaining` tokens after
+        `context_tokens`, and the target `ttft_s`. The grant may exceed that prompt.
+        """
+        least = min(remaining, MIN_CHUNK_TOKENS)
+        due_s = min((self.due_s(stream, step_s) for stream in streams), default=float("inf"))
+        room_s = due_s - now - step_s - (fit.mixing_s if mixed else 0.0)
+        tokens = fit.tokens_within(min(room_s, MAX_GAP_S), context_tokens)
+        if ttft_s is not None and tokens > least:
+            tokens = max(least, min(tokens, fit.tokens_within(TTFT_SHARE * ttft_s, context_tokens)))
+        if tokens < least:
+            if self._held_since_s is None:
+                self._held_since_s = now
+            if now - self._held_since_s < HELD_S:
+                return 0
+            tokens = least
+        self._held_since_s = None
+        return tokens
+
+    def nothing_waits(self) -> None:
+        """No prompt is held any more."""
+        self._held_since_s = None

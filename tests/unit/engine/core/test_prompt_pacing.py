@@ -1,0 +1,219 @@
+"""Prompts beside streams that have targets: paced by the token clock, with the same tokens as ever.
+
+Time is the rig's: a step takes what the runner says it does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from engine.core.types import SampledToken, ScheduledSequence
+from engine.pacing.token_clock import HELD_S, MAX_GAP_S, MIN_CHUNK_TOKENS, ServiceTargets
+from engine.runner.simulated_runner import expected_tokens
+from kv_transfer.transports.transport import KvMemoryRegion
+from tests.support.engine.engine_rig import Clock, Rig, Script, hand_over, request
+
+STEP_S, SEQUENCE_S, TOKEN_S = 0.02, 1e-3, 1.2e-3
+TPOT_S = 0.05
+TARGETS = ServiceTargets(tpot_s=TPOT_S)
+
+
+class Timed(Script):
+    """Advances the clock by what a step takes, and keeps who computed how many tokens."""
+
+    clock = Clock()
+    slower = 1.0
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        decodes = [each for each in batch if each.num_new == 1]
+        tokens = sum(each.num_new for each in batch) - len(decodes)
+        taken_s = (STEP_S + SEQUENCE_S * len(decodes) if decodes else 0.0) + TOKEN_S * tokens
+        self.clock.now += self.slower * taken_s
+        self.steps.append((self.clock.now, {each.request_id: each.num_new for each in batch}))
+        return super().execute(batch)
+
+    steps: list[tuple[float, dict[str, int]]]
+
+
+class TimedOnDevice(Timed):
+    """The same, with blocks that are taken for a device's."""
+
+    @property
+    def pool_memory(self) -> KvMemoryRegion:
+        return replace(super().pool_memory, memory_kind="VRAM")
+
+
+def timed(kind: type[Timed] = Timed, **overrides: int | bool) -> Rig:
+    values = {"num_blocks": 2000, "max_step_tokens": 512, "prefix_cache": False, **overrides}
+    rig = Rig(kind=kind, **values)
+    assert isinstance(rig.runner, Timed)
+    rig.runner.clock, rig.runner.steps = rig.clock, []
+    return rig
+
+
+def measured(kind: type[Timed] = Timed, **overrides: int | bool) -> Rig:
+    """A rig whose engine has measured prompts and decode steps."""
+    rig = timed(kind, **overrides)
+    for index, tokens in enumerate((100, 100, 200, 200, 100, 200, 30, 30)):
+        rig.core.add_request(request(f"warm-{index}", prompt(index, tokens), max_tokens=5))
+        rig.run()
+    steps(rig).clear()
+    return rig
+
+
+def steps(rig: Rig) -> list[tuple[float, dict[str, int]]]:
+    assert isinstance(rig.runner, Timed)
+    return rig.runner.steps
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    return [random.Random(seed).randrange(97, 122) for _ in range(tokens)]
+
+
+def stream(rig: Rig, name: str, seed: int, targets: ServiceTargets | None = TARGETS) -> None:
+    """Adds a stream and runs the engine until it has its first token."""
+    rig.core.add_request(request(name, prompt(seed, 20), max_tokens=200, targets=targets))
+    while name not in rig.outputs:
+        rig.step()
+
+
+def token_times(rig: Rig, name: str) -> list[float]:
+    """When each token of a stream came, from the first step in `steps` on in which it decodes."""
+    return [now for now, work in steps(rig) if work.get(name) == 1]
+
+
+def assert_in_time(times: list[float], first_s: float) -> None:
+    for count, now in enumerate(times, start=1):
+        assert now - first_s <= TPOT_S * count + 1e-6
+    assert len(times) > 10
+    assert max(after - before for before, after in pairwise([first_s, *times])) <= MAX_GAP_S + 1e-6
+
+
+def test_a_long_prompt_comes_in_without_making_streams_late() -> None:
+    rig = measured()
+    stream(rig, "a", 1)
+    stream(rig, "b", 2)
+    steps(rig).clear()
+    began_s = rig.clock.now
+    asked = request("long", prompt(3, 900), max_tokens=3)
+    rig.core.add_request(asked)
+    outputs = rig.run()
+    assert_in_time(token_times(rig, "b"), began_s)
+    chunks = [work["long"] for _, work in steps(rig) if work.get("long", 0) > 1]
+    assert sum(chunks) == 900
+    assert min(chunks[:-1]) >= MIN_CHUNK_TOKENS
+    # Each in a step of its own.
+    assert all(len(work) == 1 for _, work in steps(rig) if max(work.values()) > 1)
+    for name, seed in (("a", 1), ("b", 2), ("long", 3)):
+        length = 900 if name == "long" else 20
+        tokens = outputs[name].token_ids
+        assert tokens == list(expected_tokens(prompt(seed, length), len(tokens)))
+    rig.assert_clean()
+
+
+def test_on_a_device_chunks_are_computed_beside_decodes() -> None:
+    rig = measured(TimedOnDevice)
+    stream(rig, "a", 1)
+    steps(rig).clear()
+    began_s = rig.clock.now
+    rig.core.add_request(request("long", prompt(3, 900), max_tokens=3))
+    rig.run()
+    assert_in_time(token_times(rig, "a"), began_s)
+    chunks = [work for _, work in steps(rig) if work.get("long", 0) > 1]
+    assert sum(work["long"] for work in chunks) == 900
+    assert all(work.get("a") == 1 for work in chunks if work["long"] != 900)
+
+
+def test_without_a_target_a_prompt_takes_what_a_step_has() -> None:
+    rig = measured()
+    stream(rig, "a", 1, targets=None)
+    steps(rig).clear()
+    rig.core.add_request(request("long", prompt(3, 900), max_tokens=3))
+    rig.run()
+    assert steps(rig)[0][1] == {"a": 1, "long": 511}
+
+
+def test_before_anything_is_measured_nothing_is_paced() -> None:
+    rig = timed()
+    stream(rig, "a", 1)
+    steps(rig).clear()
+    rig.core.add_request(request("long", prompt(3, 900), max_tokens=3))
+    rig.step()
+    assert steps(rig)[0][1] == {"a": 1, "long": 511}
+
+
+def test_a_handed_over_stream_is_paced_too() -> None:
+    rig = measured()
+    asked = request("a", prompt(1, 20), max_tokens=100, targets=TARGETS)
+    token = hand_over(Rig(num_blocks=2000), rig, asked)
+    assert token is not None
+    rig.core.release_writer(1)
+    rig.core.admit(1, token)
+    began_s = rig.clock.now
+    steps(rig).clear()
+    rig.core.add_request(request("long", prompt(3, 900), max_tokens=3))
+    rig.run()
+    assert_in_time(token_times(rig, "a"), began_s)
+    rig.assert_clean()
+
+
+def test_a_prompt_that_fits_into_no_block_does_not_stop_streams() -> None:
+    rig = measured(num_blocks=80)
+    stream(rig, "a", 1)
+    rig.core.add_request(request("long", prompt(3, 280), max_tokens=3))
+    outputs = rig.run()
+    assert len(outputs["a"].token_ids) == 200 or outputs["a"].finish_reason is not None
+    assert outputs["long"].token_ids == list(expected_tokens(prompt(3, 280), len(outputs["long"].token_ids)))
+    rig.assert_clean()
+
+
+def test_prompts_get_on_where_steps_are_far_slower_than_the_target() -> None:
+    rig = measured()
+    stream(rig, "a", 1, targets=ServiceTargets(tpot_s=STEP_S / 4))
+    steps(rig).clear()
+    rig.core.add_request(request("long", prompt(3, 300), max_tokens=3))
+    rig.run()
+    times = [now for now, work in steps(rig) if work.get("long", 0) > 1]
+    assert all(after - before <= HELD_S + 0.2 for before, after in pairwise(times))
+
+
+@pytest.mark.parametrize("slower", [1 / 1.5, 1.5])
+def test_a_stream_keeps_its_mean_when_steps_take_another_time_than_before(slower: float) -> None:
+    rig = measured()
+    assert isinstance(rig.runner, Timed)
+    rig.runner.slower = slower
+    stream(rig, "a", 1)
+    began_s = rig.clock.now
+    steps(rig).clear()
+    for index in range(3):
+        rig.core.add_request(request(f"p{index}", prompt(3 + index, 400), max_tokens=3))
+    rig.run()
+    times = token_times(rig, "a")
+    assert (times[-1] - began_s) / len(times) <= TPOT_S
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tokens_are_the_same_whatever_is_paced_and_preempted(seed: int) -> None:
+    chance = random.Random(seed)
+    rig = measured(TimedOnDevice if seed % 2 else Timed, num_blocks=120, max_running_requests=6)
+    asked = {}
+    for index in range(14):
+        targets = chance.choice(
+            (None, TARGETS, ServiceTargets(tpot_s=0.001, ttft_s=0.2, first_due_s=rig.clock.now + 0.2))
+        )
+        name, tokens = f"r{index}", chance.randint(1, 150)
+        asked[name] = prompt(seed * 100 + index, tokens)
+        rig.core.add_request(request(name, asked[name], max_tokens=chance.randint(1, 120), targets=targets))
+        for _ in range(chance.randint(0, 20)):
+            rig.step()
+    outputs = rig.run()
+    for name, tokens in asked.items():
+        assert outputs[name].finish_reason is not None
+        got = outputs[name].token_ids
+        assert got[:-1] == list(expected_tokens(tokens, len(got)))[: len(got) - 1]
+    rig.assert_clean()

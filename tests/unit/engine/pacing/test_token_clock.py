@@ -1,0 +1,205 @@
+"""The token clock: streams keep their targets while prompts are computed beside them, and prompts get on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from engine.pacing.step_time_fit import PromptFit
+from engine.pacing.token_clock import (
+    HELD_S,
+    MAX_GAP_S,
+    MIN_CHUNK_TOKENS,
+    TTFT_SHARE,
+    ClockMargin,
+    StreamPace,
+    TokenClock,
+)
+
+FIT = PromptFit(base_s=5e-3, token_s=1.2e-3, pair_s=1e-7)
+ROUNDING_S = 1e-6
+
+
+@dataclass
+class Worker:
+    """A worker that computes one endless prompt in chunks, each in a step of its own, beside streams of one target.
+
+    Real steps take `factor` times what the clock is told.
+    """
+
+    tpot_s: float
+    step_s: float
+    streams: int
+    answer_tokens: int = 0
+    factor: float = 1.0
+    now: float = 100.0
+    clock: TokenClock = field(init=False)
+    prompt_tokens: int = 0
+    longest_hold_s: float = 0.0
+    missed: int = 0
+    ended: int = 0
+
+    def __post_init__(self) -> None:
+        self.clock = TokenClock(self.answer_tokens)
+        self.running = [StreamPace(self.tpot_s, self.now, self.now) for _ in range(self.streams)]
+        self._chunk_before = False
+        self._last_chunk_s = self.now
+
+    def turn(self, *, prompts: bool = True) -> None:
+        """A chunk, if one is granted, else a decode step."""
+        if prompts:
+            granted = self.clock.grant(
+                self.now, self.running, self.step_s, FIT, remaining=10_000, context_tokens=0
+            )
+            if granted:
+                self.longest_hold_s = max(self.longest_hold_s, self.now - self._last_chunk_s)
+                self.prompt_tokens += granted
+                self.now += self.factor * FIT.chunk_s(granted, 0)
+                self._last_chunk_s, self._chunk_before = self.now, True
+                return
+        else:
+            self.clock.nothing_waits()
+            self._last_chunk_s = self.now
+        due = [self.clock.due_s(stream, self.step_s) for stream in self.running]
+        self.now += self.factor * self.step_s
+        if self._chunk_before:
+            late = sum(self.now > each + ROUNDING_S for each in due)
+            self.clock.margin.record(self.now, len(due), late)
+        self._chunk_before = False
+        for stream in self.running:
+            stream.emitted(self.now)
+
+    def mean_s(self, stream: StreamPace) -> float:
+        return (stream.last_s - stream.first_s) / stream.tokens
+
+    def replace(self, stream: StreamPace) -> None:
+        """The stream ends, and another one begins."""
+        self.ended += 1
+        self.missed += self.mean_s(stream) > self.tpot_s
+        self.running.remove(stream)
+        self.running.append(StreamPace(self.tpot_s, self.now, self.now))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tpot_s=st.floats(0.03, 0.5),
+    share=st.floats(0.1, 0.8),
+    answer_tokens=st.integers(0, 30),
+    quiet_steps=st.integers(0, 50),
+)
+def test_a_stream_keeps_its_mean_from_l_tokens_on_and_prompts_get_on(
+    tpot_s: float, share: float, answer_tokens: int, quiet_steps: int
+) -> None:
+    """Where steps take what was predicted, and a decode step and the least chunk are shorter than the longest gap."""
+    step_s = share * 0.9 * tpot_s
+    least_s = FIT.chunk_s(MIN_CHUNK_TOKENS, 0)
+    assume(step_s + least_s < MAX_GAP_S and step_s + least_s < HELD_S * (1 - share))
+    worker = Worker(tpot_s, step_s, 3, answer_tokens)
+    for _ in range(quiet_steps):
+        worker.turn(prompts=False)
+    for _ in range(400):
+        before = worker.running[0].last_s
+        worker.turn()
+        assert worker.now - before <= MAX_GAP_S + ROUNDING_S
+        for stream in worker.running:
+            if stream.tokens >= max(answer_tokens, 1):
+                assert worker.mean_s(stream) <= tpot_s * (1 + 1e-6)
+    assert worker.prompt_tokens >= MIN_CHUNK_TOKENS
+    # What a step leaves of its time adds up until a chunk fits; nothing had to be forced.
+    assert worker.longest_hold_s <= (least_s + 2 * step_s) / (1 - share)
+    assert worker.clock.margin.value == pytest.approx(0.9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(step_s=st.floats(1e-3, 2.0), tpot_s=st.floats(1e-3, 0.5), factor=st.floats(0.5, 2.0))
+def test_prompts_are_never_held_for_ever(step_s: float, tpot_s: float, factor: float) -> None:
+    """Whatever a step takes, a chunk comes after `HELD_S` and the step under way then, at the latest."""
+    worker = Worker(tpot_s, step_s, 2, factor=factor)
+    for _ in range(int(8 / (factor * step_s)) + 10):
+        worker.turn()
+    assert worker.prompt_tokens >= MIN_CHUNK_TOKENS
+    assert worker.longest_hold_s <= HELD_S + 2 * factor * step_s + ROUNDING_S
+
+
+@pytest.mark.parametrize("factor", [1 / 1.5, 1.0, 1.5])
+def test_targets_hold_with_rates_wrong_by_half_either_way(factor: float) -> None:
+    chance = random.Random(1)
+    worker = Worker(0.05, 0.018, 8, factor=factor)
+    lengths = {id(stream): chance.randint(64, 200) for stream in worker.running}
+    while worker.ended < 1000:
+        worker.turn(
+            prompts=worker.now % 4 < 3
+        )  # prompts come in bursts, so that streams get ahead in between
+        for stream in list(worker.running):
+            if stream.tokens >= lengths[id(stream)]:
+                worker.replace(stream)
+                lengths[id(worker.running[-1])] = chance.randint(64, 200)
+    assert worker.missed <= 0.01 * worker.ended
+    assert worker.prompt_tokens > 0
+
+
+def test_the_due_times() -> None:
+    clock = TokenClock(answer_tokens=20)
+    stream = StreamPace(0.1, first_s=10.0, last_s=10.0)
+    assert clock.due_s(stream, 0.02) == pytest.approx(10 + 0.1 * (0.9 + 0.1 * 20))
+    stream.tokens = 100
+    assert clock.due_s(stream, 0.02) == 10.0 + MAX_GAP_S  # it is far ahead
+    assert clock.due_s(stream, 0.1) == pytest.approx(10.2)  # decoding alone misses the target
+
+
+@pytest.mark.parametrize(
+    ("remaining", "ttft_s", "granted"),
+    [(10_000, None, 200), (10_000, 0.625, 100), (10_000, 0.1, MIN_CHUNK_TOKENS), (7, 0.001, 7)],
+)
+def test_a_chunk_takes_a_share_of_the_target_of_its_first_token(
+    remaining: int, ttft_s: float | None, granted: int
+) -> None:
+    fit, stream = PromptFit(0.0, 1.25e-3, 0.0), StreamPace(1.0, 10.0, 10.0)
+    room_s = 200.5 * fit.token_s
+    got = TokenClock().grant(
+        10 + MAX_GAP_S - 0.02 - room_s,
+        [stream],
+        0.02,
+        fit,
+        remaining=remaining,
+        context_tokens=0,
+        ttft_s=None if ttft_s is None else ttft_s * (1 + 1e-9),
+    )
+    assert got == granted
+    assert TTFT_SHARE == 0.2
+
+
+def test_too_few_tokens_are_none_unless_the_prompt_ends_with_them() -> None:
+    fit, stream = PromptFit(0.0, 1e-3, 0.0), StreamPace(1.0, 10.0, 10.0)
+    now, step_s = 10 + MAX_GAP_S - 0.02 - 0.0205, 0.02
+    grant = TokenClock().grant
+    assert grant(now, [stream], step_s, fit, remaining=21, context_tokens=0) == 0
+    assert grant(now, [stream], step_s, fit, remaining=20, context_tokens=0) == 20
+
+
+def test_mixing_costs_room() -> None:
+    fit, stream = PromptFit(0.0, 1e-3, 0.0, mixing_s=0.05), StreamPace(1.0, 10.0, 10.0)
+    now = 10 + MAX_GAP_S - 0.02 - 0.1005
+    alone = TokenClock().grant(now, [stream], 0.02, fit, remaining=500, context_tokens=0)
+    mixed = TokenClock().grant(now, [stream], 0.02, fit, remaining=500, context_tokens=0, mixed=True)
+    assert (alone, mixed) == (100, 50)
+
+
+def test_the_margin_falls_with_late_tokens_and_comes_back() -> None:
+    margin = ClockMargin()
+    margin.record(0.0, 100, 2)
+    margin.record(10.0, 0, 0)
+    assert margin.value == pytest.approx(0.85)
+    for window in range(2, 5):
+        margin.record(10.0 * window, 100, 1)
+    assert margin.value == pytest.approx(0.88)
+    for window in range(5, 40):
+        margin.record(10.0 * window, 100, 50)
+    assert margin.value == 0.5
+    for window in range(40, 140):
+        margin.record(10.0 * window, 0, 0)
+    assert margin.value == 0.9

@@ -1,0 +1,62 @@
+"""Load reports of a worker, and the targets of its requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.types import EngineLoad, EngineRequest, ModelFacts
+from engine.pacing.step_time_fit import PromptFit
+from engine.pacing.token_clock import ServiceTargets
+from engine.worker.messages import engine_request, worker_load
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
+
+STOP = generation_pb2.StopParams(max_tokens=1)
+
+
+def test_a_report_has_the_prompt_fit_in_milliseconds() -> None:
+    load = worker_load(EngineLoad(prompt_fit=PromptFit(0.25, 0.5, 0.125, -0.125)))
+    fit = load.prompt_fit
+    assert (fit.base_ms, fit.token_ms, fit.pair_ms, fit.mixing_ms) == (250, 500, 125, -125)
+
+
+def test_without_a_fit_the_report_has_none() -> None:
+    assert not worker_load(EngineLoad()).HasField("prompt_fit")
+
+
+def asked(message: decode_pb2.ReserveRequest | prefill_pb2.PrefillRequest) -> EngineRequest:
+    message.timeout.FromSeconds(1)
+    facts = ModelFacts(64, 257, frozenset({256}))
+    return engine_request(message, engine_id="e", facts=facts, now=100.0, prefill_only=False)
+
+
+def targeted(**fields: float) -> EngineRequest:
+    targets = generation_pb2.ServiceTargets(**fields)
+    return asked(decode_pb2.ReserveRequest(request_id="r", token_ids=[1], stop=STOP, targets=targets))
+
+
+def test_targets_become_times_of_the_engine_s_clock() -> None:
+    whole = targeted(tpot_ms=50, ttft_ms=1000, ttft_left_ms=-250).targets
+    assert whole == ServiceTargets(tpot_s=0.05, ttft_s=1.0, first_due_s=99.75)
+    assert targeted(tpot_ms=50, ttft_left_ms=5).targets == ServiceTargets(tpot_s=0.05)
+
+
+def test_requests_of_older_coordinators_and_of_prefill_have_none() -> None:
+    assert asked(decode_pb2.ReserveRequest(request_id="r", token_ids=[1], stop=STOP)).targets is None
+    assert asked(prefill_pb2.PrefillRequest(request_id="r", token_ids=[1], stop=STOP)).targets is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tpot_ms", -1.0),
+        ("tpot_ms", 3.7e6),
+        ("tpot_ms", float("nan")),
+        ("ttft_ms", 1e9),
+        ("ttft_left_ms", float("-inf")),
+    ],
+)
+def test_targets_out_of_range_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        targeted(**{name: value})
+    assert caught.value.field == f"targets.{name}"
