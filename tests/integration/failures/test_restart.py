@@ -91,8 +91,8 @@ def _who_served(answers: list[tuple[float, Completion]], since_s: float) -> set[
 
 @pytest.mark.alone
 async def test_new_workers_join_under_load(log_dir: Path) -> None:
-    # 0.2 s a prompt: much more than what a busy machine adds.
-    options = ["--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1"]
+    # 0.8 s a prompt: much more than what a busy machine adds.
+    options = ["--simulated-prefill-token-s", "0.004", "--heartbeat", "0.1"]
     async with (
         running(Cluster(log_dir, worker_options=options)) as cluster,
         AsyncClient(cluster.target) as client,
