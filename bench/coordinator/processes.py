@@ -46,6 +46,16 @@ def split_cores(cores: Sequence[int]) -> Cores:
     return Cores(cores[:1], cores[1:] or cores)
 
 
+def _put_on(pid: int, cores: Sequence[int]) -> None:
+    """Keeps a process that has just begun, and so has no threads yet, on these cores.
+
+    Not by `preexec_fn`: that forks, and gRPC's handlers for a fork then start its threads in the child, whose
+    descriptors are closed under them.
+    """
+    with suppress(ProcessLookupError):  # who waits for it learns that it has ended
+        os.sched_setaffinity(pid, cores)
+
+
 @asynccontextmanager
 async def program(
     command: Sequence[str],
@@ -60,8 +70,8 @@ async def program(
         stderr=subprocess.DEVNULL,
         cwd=folder,
         env={**os.environ, "SPLITSERVE_LOG_LEVEL": "warning", **(variables or {})},
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
+    _put_on(process.pid, cores)
     try:
         yield process
     finally:
@@ -122,8 +132,8 @@ async def generate_load(cores: Sequence[int], **options: Any) -> dict[str, Any]:
         *command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
+    _put_on(process.pid, cores)
     try:
         async with asyncio.timeout(GENERATOR_GRACE_S):
             out, err = await process.communicate()

@@ -1,0 +1,230 @@
+"""What the token clock does to streams and prompts: `python -m bench.engine.pacing [--json]`. About four minutes.
+
+One engine with real weights computes answers one after the other in each of `--streams` slots, and a long prompt each
+`--every` seconds besides. Turns with targets and without alternate (A B B A ...), with the same requests. Of each turn:
+
+* tpot_attained: share of the answers whose mean time a token after the first is at most the target;
+* gap_p50_ms, gap_p99_ms, gap_max_ms: between consecutive tokens of an answer;
+* ttft_p50_ms, ttft_max_ms: of the long prompts, from when they were due;
+* prompts, answers: that ended.
+
+The medians over the turns of each kind are printed. Requests of the first two seconds are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import report, this_machine
+from engine.core.engine_core import EngineCore
+from engine.core.model_runner import warm_up
+from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.pacing.token_clock import ServiceTargets
+from engine.runner.torch_runner import build_torch_runner
+from splitserve.config.engine import EngineConfig
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.sources import resolve_model
+
+GREEDY = SamplingParams(temperature=0.0)
+TOKENS = range(1000, 30_000)
+STREAM_PROMPT = 16
+UNCOUNTED_S = 2.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a turn asks for; times in seconds, lengths in tokens."""
+
+    streams: int
+    answer: int
+    prompt: int
+    every_s: float
+    tpot_s: float
+    ttft_s: float
+    seconds: float
+
+
+@dataclass
+class Request:
+    """Times of one request's tokens."""
+
+    due_s: float
+    long: bool
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between consecutive tokens."""
+        return [after - before for before, after in zip(self.token_s, self.token_s[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of turn; see the module."""
+
+    targets: bool
+    tpot_attained: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    gap_max_ms: float
+    ttft_p50_ms: float
+    ttft_max_ms: float
+    prompts: float
+    answers: float
+
+
+class Turn:
+    """One turn on an engine that is empty before and after it."""
+
+    def __init__(self, core: EngineCore, load: Load, targets: bool, name: str) -> None:
+        self._core, self._load, self._targets, self._name = core, load, targets, name
+        self._chance = random.Random(name.split("-")[0])
+        self._open: dict[str, Request] = {}
+        self._ended: list[Request] = []
+        self._count = 0
+
+    def run(self) -> Row:
+        """Runs the turn. Prompts come on time whatever the engine does; an answer begins when its slot is free."""
+        began_s = next_s = time.monotonic()
+        end_s = began_s + self._load.seconds
+        while (now := time.monotonic()) < end_s:
+            while next_s <= now:
+                self._ask(self._load.prompt, 1, next_s, long=True)
+                next_s += self._load.every_s
+            for _ in range(self._load.streams - sum(not request.long for request in self._open.values())):
+                self._ask(STREAM_PROMPT, self._load.answer, now, long=False)
+            self._step()
+        for request_id in list(self._open):
+            self._core.abort(request_id)
+        while self._core.has_work():
+            self._core.step()
+        return self._row(began_s + UNCOUNTED_S)
+
+    def _ask(self, prompt: int, answer: int, due_s: float, *, long: bool) -> None:
+        self._count += 1
+        request_id = f"{self._name}-{self._count}"
+        targets = ServiceTargets(self._load.tpot_s, self._load.ttft_s, due_s + self._load.ttft_s)
+        self._core.add_request(
+            EngineRequest(
+                request_id,
+                tuple(self._chance.choices(TOKENS, k=prompt)),
+                GREEDY,
+                StopParams(max_tokens=answer, ignore_eos=True),
+                targets=targets if self._targets else None,
+            )
+        )
+        self._open[request_id] = Request(due_s, long)
+
+    def _step(self) -> None:
+        result, now = self._core.step(), time.monotonic()
+        for output in result.outputs:
+            request = self._open[output.request_id]
+            request.token_s += [now] * len(output.token_ids)
+            if output.finish_reason is not None:
+                self._ended.append(self._open.pop(output.request_id))
+
+    def _row(self, from_s: float) -> Row:
+        counted = [request for request in self._ended if request.due_s >= from_s]
+        answers = [request for request in counted if not request.long]
+        gaps = sorted(gap for request in answers for gap in request.gaps)
+        ttfts = sorted(request.token_s[0] - request.due_s for request in counted if request.long)
+        attained = sum(sum(r.gaps) <= self._load.tpot_s * len(r.gaps) for r in answers)
+        return Row(
+            self._targets,
+            attained / len(answers),
+            median(gaps) * 1e3,
+            quantiles(gaps, n=100)[98] * 1e3,
+            gaps[-1] * 1e3,
+            median(ttfts) * 1e3,
+            ttfts[-1] * 1e3,
+            len(ttfts),
+            len(answers),
+        )
+
+
+def measure(core: EngineCore, load: Load, turns: int) -> list[Row]:
+    """The medians of each kind, with targets first."""
+    rows: list[Row] = []
+    for turn in range(turns):
+        for targets in (True, False) if turn % 2 == 0 else (False, True):
+            rows.append(Turn(core, load, targets, f"{turn}-{targets}").run())
+    return [_median([row for row in rows if row.targets is kind]) for kind in (True, False)]
+
+
+def _median(rows: Sequence[Row]) -> Row:
+    values = [asdict(row) for row in rows]
+    return Row(
+        rows[0].targets,
+        **{name: round(median(row[name] for row in values), 3) for name in values[0] if name != "targets"},
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures, and prints a table or one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.pacing")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a long prompt")
+    parser.add_argument("--every", type=float, default=2.5, help="seconds between long prompts")
+    parser.add_argument("--tpot", type=float, default=0.05, help="seconds a token")
+    parser.add_argument("--ttft", type=float, default=2.0, help="seconds to the first token of a long prompt")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of a turn")
+    parser.add_argument("--turns", type=int, default=5, help="of each kind")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    load = Load(
+        options.streams,
+        options.answer,
+        options.prompt,
+        options.every,
+        options.tpot,
+        options.ttft,
+        options.seconds,
+    )
+    machine = this_machine()
+    rows = measure(_engine(options.model, options.threads), load, options.turns)
+    command = shlex.join(["python", "-m", "bench.engine.pacing", *arguments])
+    if options.json:
+        print(
+            json.dumps(
+                report("pacing", command, machine, load=asdict(load), rows=[asdict(row) for row in rows])
+            )
+        )
+    else:
+        Console().print(_table(rows))
+
+
+def _engine(model: str, threads: int) -> EngineCore:
+    config = EngineConfig(dtype="bfloat16", threads=threads, kv_memory_bytes=2**30, prefix_cache=False)
+    source = resolve_model(model)
+    runner = build_torch_runner(config, source, lambda _fraction: None)
+    warm_up(runner, None)
+    return EngineCore(runner, config, load_tokenizer(source.tokenizer_source))
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table()
+    columns: list[dict[str, Any]] = [asdict(row) for row in rows]
+    for name in columns[0]:
+        table.add_column(name, justify="right")
+    for values in columns:
+        table.add_row(*(str(value) for value in values.values()))
+    return table
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
