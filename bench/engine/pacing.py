@@ -57,7 +57,7 @@ class Load:
 
 
 @dataclass
-class Request:
+class PacedRequest:
     """Times of one request's tokens."""
 
     due_s: float
@@ -85,14 +85,14 @@ class Row:
     answers: float
 
 
-class Turn:
+class PacedTurn:
     """One turn on an engine that is empty before and after it."""
 
     def __init__(self, core: EngineCore, load: Load, targets: bool, name: str) -> None:
         self._core, self._load, self._targets, self._name = core, load, targets, name
         self._chance = random.Random(name.split("-")[0])
-        self._open: dict[str, Request] = {}
-        self._ended: list[Request] = []
+        self._open: dict[str, PacedRequest] = {}
+        self._ended: list[PacedRequest] = []
         self._count = 0
 
     def run(self) -> Row:
@@ -125,7 +125,7 @@ class Turn:
                 targets=targets if self._targets else None,
             )
         )
-        self._open[request_id] = Request(due_s, long)
+        self._open[request_id] = PacedRequest(due_s, long)
 
     def _step(self) -> None:
         result, now = self._core.step(), time.monotonic()
@@ -159,7 +159,7 @@ def measure(core: EngineCore, load: Load, turns: int) -> list[Row]:
     rows: list[Row] = []
     for turn in range(turns):
         for targets in (True, False) if turn % 2 == 0 else (False, True):
-            rows.append(Turn(core, load, targets, f"{turn}-{targets}").run())
+            rows.append(PacedTurn(core, load, targets, f"{turn}-{targets}").run())
     return [_median([row for row in rows if row.targets is kind]) for kind in (True, False)]
 
 

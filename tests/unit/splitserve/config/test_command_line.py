@@ -59,6 +59,7 @@ ODD: dict[str, Any] = {
     "circuit_breaker": {"enabled": False, "failure_rate": 0.25, "window_s": 4.5},
     "kubernetes.prefill": "statefulset/p",
     "kubernetes.decode": "deployment/d",
+    "min_tolerance_nats": 0.05,
 }
 """Test values by path or name, for settings whose type does not suggest one."""
 CHANGEABLE = [
