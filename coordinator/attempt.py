@@ -56,7 +56,7 @@ class Attempt:
 
     Worker failures are raised as SplitserveError; `events.state.attempt.suspect` then names the worker at fault.
     `local_prefill_tokens` is how many prompt tokens, at most, the decode worker may compute itself; `targets` is what
-    it is to serve the request with.
+    both are to serve the request with, from now on.
     """
 
     def __init__(
@@ -166,7 +166,10 @@ class Attempt:
             precedence=self._precedence(),
             cache_salt=self._request.caller.cache_salt,
             adapter=self._adapter(),
+            targets=self._targets,
         )
+        if request.targets.ttft_ms:
+            request.targets.ttft_left_ms -= report.reserve_ms
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._prefill_task = self._background.start(self._prefill.prefill(request, left_s, self._collector))
 

@@ -1,18 +1,24 @@
-"""The token clock beside the scheduler: asks it for prompt tokens, and tells it when streams got theirs."""
+"""Token clock and triage beside the scheduler: how many prompt tokens a step may compute, and whose come first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
 from engine.pacing.step_time_fit import PromptFit
-from engine.pacing.token_clock import StreamPace, TokenClock
+from engine.pacing.token_clock import MIN_CHUNK_TOKENS, TTFT_SHARE, StreamPace, TokenClock
+from engine.pacing.triage import Job, OldestTurn, triage
+
+_LEAST_SHARE = 0.1
+"""Prompts count as slowed down by the streams beside them by ten times at most."""
 
 
 class PromptPacing:
-    """Paces prompts by the targets of the streams beside them. Without targets, or before steps are measured, nothing
-    is paced."""
+    """Paces prompts by the targets of the streams beside them, and orders them by those of their first tokens. Without
+    targets, or before steps are measured, nothing is paced, and the order is that of `engine.core.precedence`."""
 
     def __init__(self, meter: StepMeter, *, separate: bool) -> None:
         """`separate`: prompts get steps of their own, because a mixed step takes longer than both of its parts."""
@@ -20,6 +26,9 @@ class PromptPacing:
         self.active = False
         """Whether there was a request with targets. Until then nothing needs to be asked or told."""
         self.clock = TokenClock()
+        self.late = 0
+        """Prompts that the latest triage found late."""
+        self._turn: OldestTurn[Sequence] = OldestTurn()
         self._meter = meter
         self._step_s = 0.0
         self._chunk_before = False
@@ -55,6 +64,56 @@ class PromptPacing:
             mixed=not self.separate,
         )
 
+    def order(
+        self,
+        now: float,
+        decodes: Collection[Sequence],
+        running: Iterable[Sequence],
+        waiting: Iterable[Sequence],
+    ) -> list[Sequence] | None:
+        """Prompts in order of service: by class, then by triage. `running` and `waiting` come in order of precedence.
+
+        None where no first token has a target, or before steps are measured.
+        """
+        classes: defaultdict[int, list[Sequence]] = defaultdict(list)
+        for sequence in (*running, *waiting):
+            classes[sequence.precedence.class_rank].append(sequence)
+        fit = self._prompt_fit()
+        self.late = 0
+        if fit is None or not any(_has_due_time(each) for members in classes.values() for each in members):
+            self._turn.of(None)
+            return None
+        second_s = 1 / self._share(decodes)  # what a second's worth of prompts takes beside the streams
+        order: list[Sequence] = []
+        ahead_s, oldest = 0.0, None
+        for _, members in sorted(classes.items(), reverse=True):
+            # The client of an answer that goes on is reading already.
+            begun = [sequence for sequence in members if sequence.num_output]
+            rest = [sequence for sequence in members if not sequence.num_output]
+            works_s = {each: second_s * _work_s(fit, each) for each in members}
+            ahead_s += sum(works_s[each] for each in begun)
+            if any(_has_due_time(each) for each in rest):
+                jobs = [Job(each, works_s[each], due_s - now, each.arrival) for each, due_s in _traded(rest)]
+                found = triage(jobs, ahead_s)
+                self.late += len(found.late)
+                rest = [*found.in_time, *found.late]
+                if oldest is None and found.oldest_behind is not None:
+                    oldest = found.oldest_behind
+                    if self._turn.of(oldest, min(oldest.remaining, _chunk_tokens(fit, members, oldest))):
+                        rest.remove(oldest)
+                        rest.insert(0, oldest)
+            order += begun + rest
+            ahead_s += sum(works_s[each] for each in rest)
+        if oldest is None:
+            self._turn.of(None)
+        return order
+
+    def chunk_tokens(self, order: list[Sequence]) -> int:
+        """Prompt tokens that a step may compute, so that a more urgent prompt may come in soon; see `order`."""
+        fit = self._prompt_fit()
+        assert fit is not None
+        return _chunk_tokens(fit, order, order[0])
+
     def admitted(self, sequence: Sequence, now: float) -> None:
         """A stream goes on here whose first token another worker computed."""
         sequence.pace = _pace(sequence, now)
@@ -70,6 +129,7 @@ class PromptPacing:
             and sequence.num_output
         ]
         self._chunk_before |= any(tokens > 1 for tokens in num_new.values())
+        self._turn.computed({each: tokens for each, tokens in num_new.items() if tokens > 1})
         timed = late = 0
         for sequence, tokens in streams:
             pace = sequence.pace
@@ -84,6 +144,16 @@ class PromptPacing:
         if any(tokens == 1 for tokens in num_new.values()):
             self._chunk_before = False
 
+    def _share(self, decodes: Collection[Sequence]) -> float:
+        """The share of the time that streams with targets leave to prompts."""
+        paces = [sequence.pace for sequence in decodes if sequence.pace is not None]
+        fit = self._meter.fit.latest
+        if not paces or fit is None:
+            return 1.0
+        step_s = fit.step_s(len(paces), sum(sequence.num_computed for sequence in decodes))
+        period_s = self.clock.margin.value * min(pace.tpot_s for pace in paces)
+        return max(_LEAST_SHARE, 1 - step_s / period_s)
+
     def _prompt_fit(self) -> PromptFit | None:
         """The fit, or what the mean rate says, which counts decodes beside prompts as their time: it errs upwards."""
         rate = self._meter.rates.prefill_tokens_per_s
@@ -94,3 +164,33 @@ def _pace(sequence: Sequence, now: float) -> StreamPace | None:
     """The pace of a stream whose first token came now; None without a target."""
     targets = sequence.request.targets
     return None if targets is None or targets.tpot_s is None else StreamPace(targets.tpot_s, now, now)
+
+
+def _has_due_time(sequence: Sequence) -> bool:
+    targets = sequence.request.targets
+    return targets is not None and targets.first_due_s < math.inf and not sequence.num_output
+
+
+def _work_s(fit: PromptFit, sequence: Sequence) -> float:
+    """Seconds that a prompt still takes alone, with the cached prefix that it had or is expected to have."""
+    computed = sequence.num_computed or sequence.expected_cached
+    return fit.chunk_s(len(sequence.tokens) - computed, computed)
+
+
+def _chunk_tokens(fit: PromptFit, prompts: Iterable[Sequence], first: Sequence) -> int:
+    """Tokens of `first` that take `TTFT_SHARE` of the least target of these prompts."""
+    targets = (each.request.targets for each in prompts)
+    least_s = min(each.ttft_s for each in targets if each is not None and each.ttft_s is not None)
+    return max(MIN_CHUNK_TOKENS, fit.tokens_within(TTFT_SHARE * least_s, first.num_computed))
+
+
+def _traded(members: Iterable[Sequence]) -> Iterator[tuple[Sequence, float]]:
+    """Prompts with their due times. Those of one tenant trade them, as they trade places in the queue: the one with the
+    highest priority has the first. Other tenants see no difference."""
+    tenants: defaultdict[int, list[Sequence]] = defaultdict(list)
+    for sequence in members:
+        tenants[sequence.precedence.tenant_key].append(sequence)
+    for own in tenants.values():
+        dues = {each: math.inf if (t := each.request.targets) is None else t.first_due_s for each in own}
+        ranked = sorted(own, key=lambda each: (-each.precedence.within_tenant, dues[each], each.arrival))
+        yield from zip(ranked, sorted(dues.values()), strict=True)

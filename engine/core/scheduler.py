@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.precedence import Precedence, PrecedenceQueue, in_order, take_last
@@ -21,6 +22,8 @@ _MAX_MISFITS_A_STEP = 8
 _MAX_MISFIT_BLOCKS_A_STEP = 512
 # A prompt is not cut into chunks smaller than this.
 _MIN_CHUNK_TOKENS = 16
+# Waiting prompts that triage looks at in a step.
+_TRIAGED = 256
 # Share of the step's budget that decodes may take while prompts wait.
 _DECODE_SHARE = 7 / 8
 
@@ -33,8 +36,8 @@ class SchedulerOutput:
     preempted: int = 0
     budget: int = 0
     """Tokens left of the step's budget."""
-    paced: bool = False
-    """Whether the token clock bounds its prompt tokens."""
+    whole: bool = False
+    """Whether the first prompts take all prompt tokens, rather than half of what is left of the budget each."""
     failed: list[tuple[Sequence, SplitserveError]] = field(default_factory=list)
     """Sequences that cannot be scheduled, and why. They are in no queue any more, but not ended."""
 
@@ -60,7 +63,8 @@ class Scheduler:
     `max_step_tokens`: decodes first, then running prompts in chunks, then waiting ones in order of precedence. A
     prompt that must be cut takes at most half of the remaining budget, so that short ones after it fit into the same
     step; budget that is left over goes to the first of those that were cut. Beside streams that have targets the token
-    clock says instead how many prompt tokens the step may compute, and the first prompts take them all.
+    clock says instead how many prompt tokens the step may compute, and the first prompts take them all. Where first
+    tokens have targets, running and waiting prompts are served in the order of triage.
 
     A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
     that is last in that order is preempted: it gives up its blocks, keeps its output and is computed again later.
@@ -92,6 +96,10 @@ class Scheduler:
     def enqueue(self, sequence: Sequence) -> None:
         """Adds a sequence to the queue."""
         sequence.status = SequenceStatus.WAITING
+        targets = sequence.request.targets
+        if targets is not None and targets.ttft_s is not None:
+            wanted = len(sequence.tokens) - 1
+            sequence.expected_cached = len(self._kv.computed_prefix(sequence, wanted)) * self._kv.block_size
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
 
@@ -135,55 +143,70 @@ class Scheduler:
         for sequence in self.running:
             (decodes if sequence.remaining == 1 else prefills).append(sequence)
         prefills = in_order(prefills)
-        granted = self._granted(now, decodes, prefills)
+        order = granted = None
+        if self._pacing is not None and self._pacing.active:
+            order = self._pacing.order(now, decodes, prefills, islice(self.waiting.in_order(), _TRIAGED))
+            granted = self._pacing.grant(now, decodes, self._first(order or prefills))
         if granted is not None:
-            return self._paced(decodes, prefills, granted)
+            return self._paced(decodes, order, prefills, granted)
         step = SchedulerOutput(budget=self._max_step_tokens)
         self._schedule_decodes(step, decodes, others=bool(prefills or len(self.waiting)))
-        self._schedule_prompts(step, prefills)
+        self._schedule_prompts(step, order, prefills)
         # What is left of the budget goes to prompts that were cut, in order.
-        cut = [sequence for sequence, tokens in step.num_new.items() if tokens < sequence.remaining]
+        cut = [] if step.whole else [each for each, tokens in step.num_new.items() if tokens < each.remaining]
         for sequence in cut:
             if step.budget == 0:
                 break
             step.give(sequence, min(sequence.remaining - step.num_new[sequence], step.budget))
         return step
 
-    def _granted(self, now: float, decodes: list[Sequence], prefills: list[Sequence]) -> int | None:
-        """See `PromptPacing.grant`."""
-        if self._pacing is None or not self._pacing.active:
-            return None
-        first = prefills[0] if prefills else (self.waiting.peek() if self.has_slot else None)
-        return self._pacing.grant(now, decodes, first)
+    def _first(self, prompts: list[Sequence]) -> Sequence | None:
+        """The prompt that is computed next: the first of these, unless it waits for a slot, or else of the queue."""
+        for sequence in prompts:
+            if sequence.status is SequenceStatus.RUNNING or self.has_slot:
+                return sequence
+        return self.waiting.peek() if self.has_slot else None
 
-    def _paced(self, decodes: list[Sequence], prefills: list[Sequence], granted: int) -> SchedulerOutput:
+    def _paced(
+        self, decodes: list[Sequence], order: list[Sequence] | None, prefills: list[Sequence], granted: int
+    ) -> SchedulerOutput:
         """A step in which at most `granted` prompt tokens are computed."""
         assert self._pacing is not None
         if granted and self._pacing.separate:
-            step = SchedulerOutput(budget=min(granted, self._max_step_tokens), paced=True)
-            self._schedule_prompts(step, prefills)
+            step = SchedulerOutput(budget=min(granted, self._max_step_tokens), whole=True)
+            self._schedule_prompts(step, order, prefills)
             if step.num_new:
                 return step
             granted = 0  # none of them fits
         else:
-            step = SchedulerOutput(paced=True)
+            step = SchedulerOutput(whole=True)
         step.budget = self._max_step_tokens
         self._schedule_decodes(step, decodes, others=granted > 0)
         if granted:
             step.budget = min(granted, step.budget)
-            self._schedule_prompts(step, prefills)
+            self._schedule_prompts(step, order, prefills)
         return step
 
-    def _schedule_prompts(self, step: SchedulerOutput, prefills: list[Sequence]) -> None:
-        """Gives the budget to running prompts, in this order, then to waiting ones."""
+    def _schedule_prompts(
+        self, step: SchedulerOutput, order: list[Sequence] | None, prefills: list[Sequence]
+    ) -> None:
+        """Gives the budget to prompts in the order of triage, or else to running ones, then to waiting ones."""
+        if order is None:
+            self._give_chunks(step, prefills)
+            self._admit(step, self._queued(step))
+            return
+        assert self._pacing is not None
+        step.whole, step.budget = True, min(step.budget, self._pacing.chunk_tokens(order))
+        self._admit(step, self._by_triage(step, order))
+        self._give_chunks(step, (each for each in order if each not in step.num_new))
+
+    def _give_chunks(self, step: SchedulerOutput, prefills: Iterable[Sequence]) -> None:
+        """Gives the budget to those prompts that are running, in this order."""
         for sequence in prefills:
             if step.budget == 0:
                 break
             if sequence.status is SequenceStatus.RUNNING:
                 _give_chunk(step, sequence)
-        # After a preemption blocks are short: admit nobody in this step.
-        if step.preempted == 0:
-            self._admit(step)
 
     def _schedule_decodes(self, step: SchedulerOutput, decodes: list[Sequence], *, others: bool) -> None:
         limit = max(1, int(step.budget * _DECODE_SHARE)) if others else step.budget
@@ -209,13 +232,14 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, step: SchedulerOutput) -> None:
+    def _admit(self, step: SchedulerOutput, candidates: Iterator[Sequence]) -> None:
         """Starts waiting sequences while there are budget, slots and blocks for them."""
-        if not len(self.waiting) or not self.has_slot:
+        # After a preemption blocks are short: admit nobody in this step.
+        if step.preempted or not len(self.waiting) or not self.has_slot:
             return
         misfits: list[Sequence] = []
         for sequence in offer_in_order(
-            self._candidates(step),
+            candidates,
             lambda sequence: self._start(sequence, step, misfits),
             max_bypasses=self._max_bypasses,
             max_looks=_MAX_MISFITS_A_STEP,
@@ -225,7 +249,7 @@ class Scheduler:
         for sequence in misfits:
             self.waiting.push(sequence)
 
-    def _candidates(self, step: SchedulerOutput) -> Iterator[Sequence]:
+    def _queued(self, step: SchedulerOutput) -> Iterator[Sequence]:
         """Pops sequences off the queue for as long as one more may be tried in this step."""
         blocks_looked_up = 0
         while step.budget > 0 and self.has_slot and blocks_looked_up < _MAX_MISFIT_BLOCKS_A_STEP:
@@ -235,6 +259,20 @@ class Scheduler:
             yield sequence
             if sequence.misfit:
                 blocks_looked_up += len(sequence.block_hashes)
+
+    def _by_triage(self, step: SchedulerOutput, order: list[Sequence]) -> Iterator[Sequence]:
+        """Takes sequences off the queue in this order, like `_queued`; running prompts between them get chunks."""
+        blocks_looked_up = 0
+        for sequence in order:
+            if step.budget == 0:
+                return
+            if sequence.status is SequenceStatus.RUNNING:
+                _give_chunk(step, sequence)
+            elif self.has_slot and blocks_looked_up < _MAX_MISFIT_BLOCKS_A_STEP:
+                self.waiting.discard(sequence)
+                yield sequence
+                if sequence.misfit:
+                    blocks_looked_up += len(sequence.block_hashes)
 
     def _start(self, sequence: Sequence, step: SchedulerOutput, misfits: list[Sequence]) -> Offer:
         """Allocates blocks for a waiting sequence; appends it to `misfits` if it does not fit."""
@@ -262,7 +300,7 @@ class Scheduler:
 
 def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
     """Schedules the next chunk of a prompt, of at least one token."""
-    if not step.paced:
+    if not step.whole:
         step.give(sequence, _chunk(sequence.remaining, step.budget))
         return
     step.give(sequence, min(sequence.remaining, step.budget))

@@ -71,6 +71,8 @@ class Sequence:
     num_computed: int = 0
     cached_tokens: int = 0
     """Leading tokens whose KV was found in the prefix cache when it last started."""
+    expected_cached: int = 0
+    """Leading tokens whose KV was in the prefix cache when it began to wait, if its first token has a target."""
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     cached_blocks: int = 0

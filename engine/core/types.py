@@ -282,6 +282,7 @@ class EngineLoad:
     decode_step_s: float = 0.0
     step_fit: DecodeStepFit | None = None
     prompt_fit: PromptFit | None = None
+    late_prompts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

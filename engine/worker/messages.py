@@ -88,7 +88,7 @@ def precedence(message: generation_pb2.Precedence) -> Precedence:
 def _targets(
     message: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest, now: float
 ) -> ServiceTargets | None:
-    if isinstance(message, prefill_pb2.PrefillRequest) or not message.HasField("targets"):
+    if not message.HasField("targets"):
         return None
     targets = message.targets
     for name, value, lowest, highest in (
@@ -182,6 +182,7 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         decode_step_ms=load.decode_step_s * 1e3,
         step_fit=_step_fit(load.step_fit),
         prompt_fit=_prompt_fit(load.prompt_fit),
+        late_prompts=load.late_prompts,
     )
 
 

@@ -300,8 +300,8 @@ Global___Precedence: _TypeAlias = Precedence  # noqa: Y015
 
 @_typing.final
 class ServiceTargets(_message.Message):
-    """What a request is to be served with, so that a worker which computes prompts beside streams knows how long these can
-    wait. No promise depends on it. Made by the coordinator from its settings.
+    """What a request is to be served with, so that workers know which prompts are urgent, and how long prompts beside streams
+    can wait. No promise depends on it. Made by the coordinator from its settings.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -38,6 +38,7 @@ class PrefillRequest(_message.Message):
     PRECEDENCE_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    TARGETS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id. Required."""
     prior_output_tokens: _builtins.int
@@ -78,6 +79,10 @@ class PrefillRequest(_message.Message):
         FAILED_PRECONDITION ADAPTER_MISMATCH.
         """
 
+    @_builtins.property
+    def targets(self) -> _generation_pb2.ServiceTargets:
+        """What it is to be served with. Default: no targets. Failure: INVALID_ARGUMENT."""
+
     def __init__(
         self,
         *,
@@ -92,10 +97,11 @@ class PrefillRequest(_message.Message):
         precedence: _generation_pb2.Precedence | None = ...,
         trace: _generation_pb2.TraceContext | None = ...,
         adapter: _generation_pb2.AdapterRef | None = ...,
+        targets: _generation_pb2.ServiceTargets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "cache_salt", b"cache_salt", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "ticket", b"ticket", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,21 @@ def test_priorities_change_nothing_for_other_tenants(given_: list[Precedence]) -
         assert orders[0] == orders[1]
 
 
+@given(st.lists(precedences, max_size=12), st.sets(st.integers(0, 11)), st.integers(0, 4))
+def test_a_look_at_the_queue_is_its_order(given_: list[Precedence], gone: set[int], popped: int) -> None:
+    queue: PrecedenceQueue[Item] = PrecedenceQueue()
+    items = items_of(given_)
+    for item in items:
+        queue.push(item)
+    for number in gone & set(range(len(items))):
+        queue.discard(items[number])
+    taken = [item for _ in range(popped) if (item := queue.pop()) is not None]
+    for item in taken:
+        queue.push(item)
+    seen = list(queue.in_order())
+    assert seen == drained(queue)
+
+
 @given(st.lists(precedences, max_size=12))
 def test_class_wins_and_priority_orders_within_a_tenant(given_: list[Precedence]) -> None:
     items = items_of(given_)

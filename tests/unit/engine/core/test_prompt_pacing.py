@@ -1,4 +1,4 @@
-"""Prompts beside streams that have targets: paced by the token clock, with the same tokens as ever.
+"""Prompts beside streams with targets, and prompts with targets: paced and ordered, with the same tokens as ever.
 
 Time is the rig's: a step takes what the runner says it does.
 """
@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 
+from engine.core.precedence import Precedence
 from engine.core.types import SampledToken, ScheduledSequence
 from engine.pacing.token_clock import HELD_S, MAX_GAP_S, MIN_CHUNK_TOKENS, ServiceTargets
 from engine.runner.simulated_runner import expected_tokens
@@ -195,6 +196,127 @@ def test_a_stream_keeps_its_mean_when_steps_take_another_time_than_before(slower
     rig.run()
     times = token_times(rig, "a")
     assert (times[-1] - began_s) / len(times) <= TPOT_S
+
+
+def first_within(rig: Rig, seconds: float) -> ServiceTargets:
+    """A target for the first token, which is due so many seconds from now."""
+    return ServiceTargets(ttft_s=seconds, first_due_s=rig.clock.now + seconds)
+
+
+def ask(rig: Rig, name: str, tokens: int, within_s: float | None, **fields: object) -> None:
+    targets = None if within_s is None else first_within(rig, within_s)
+    seed = int.from_bytes(name.encode(), "big")
+    rig.core.add_request(request(name, prompt(seed, tokens), prefill_only=True, targets=targets, **fields))
+
+
+def served(rig: Rig) -> list[str]:
+    """Runs to the end and returns whose first token came in which order."""
+    rig.run()
+    ended = {name: now for now, work in steps(rig) for name in work}
+    for name in list(rig.outputs):
+        rig.core.release_held(name)
+    rig.assert_clean()
+    return sorted(ended, key=lambda name: ended[name])
+
+
+def test_a_long_prompt_gives_way_to_those_that_it_would_make_late() -> None:
+    rig = measured()
+    ask(rig, "long", 2000, 2.0)  # takes 2.4 s
+    rig.step()
+    for index in range(5):
+        ask(rig, f"short-{index}", 100, 1.0)
+    rig.step()
+    assert rig.core.load().late_prompts == 1
+    assert served(rig) == [*(f"short-{index}" for index in range(5)), "long"]
+    assert rig.core.load().late_prompts == 0
+
+
+def test_who_can_be_in_time_is_served_by_deadline() -> None:
+    rig = measured()
+    for name, within_s in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("whenever", None)):
+        ask(rig, name, 200, within_s)
+    assert served(rig) == ["a", "b", "c", "whenever"]
+
+
+def test_a_chunk_takes_a_fifth_of_the_target_at_most() -> None:
+    rig = measured()
+    ask(rig, "long", 400, 1.0)
+    served(rig)
+    took_s = [after[0] - before[0] for before, after in pairwise(steps(rig))]
+    assert max(took_s) <= 0.2 + 1e-6
+    assert len(took_s) == 2
+
+
+def test_a_class_goes_before_lower_ones_even_when_it_is_late() -> None:
+    rig = measured()
+    ask(rig, "batch", 50, 5.0, precedence=Precedence(class_rank=-1))
+    ask(rig, "late", 1000, 0.1)
+    assert served(rig) == ["late", "batch"]
+
+
+def test_priorities_trade_due_times_within_a_tenant() -> None:
+    rig = measured()
+    ask(rig, "other", 200, 1.5, precedence=Precedence(tenant_key=2))
+    ask(rig, "low", 200, 1.0, precedence=Precedence(tenant_key=1))
+    ask(rig, "high", 200, 2.0, precedence=Precedence(tenant_key=1, within_tenant=1))
+    assert served(rig) == ["high", "other", "low"]
+
+
+def test_an_answer_that_goes_on_comes_first() -> None:
+    rig = measured()
+    ask(rig, "a", 200, 0.5)
+    tokens = prompt(9, 300)
+    resumed = request(
+        "resumed", tokens + list(expected_tokens(tokens, 2)), max_tokens=9, prior_output_tokens=2
+    )
+    rig.core.add_request(replace(resumed, prefill_only=True))
+    assert served(rig) == ["resumed", "a"]
+
+
+def test_a_late_prompt_gets_its_tenth_beside_an_endless_stream_of_others() -> None:
+    rig = measured(num_blocks=20_000)
+    ask(rig, "long", 1000, 0.5)
+    for index in range(300):
+        ask(rig, f"short-{index}", 100, 0.4)
+        ask(rig, f"tiny-{index}", 20, 0.4)
+        rig.step()
+        if "long" in rig.outputs:
+            break
+    computed = sum(sum(work.values()) for _, work in steps(rig))
+    assert computed <= 10 * 1000 + 2 * 1000
+    assert len(served(rig)) > 60
+
+
+def test_a_cached_prefix_makes_a_prompt_short() -> None:
+    rig = measured(prefix_cache=True)
+    known = prompt(1, 1000)
+    rig.core.add_request(request("before", known, prefill_only=True))
+    rig.run()
+    rig.core.release_held("before")
+    steps(rig).clear()
+    ask(rig, "other", 300, 0.7)
+    targets = first_within(rig, 0.65)
+    asked = request("again", known + prompt(2, 50), prefill_only=True, targets=targets)
+    rig.core.add_request(asked)
+    assert served(rig) == ["again", "other"]
+
+
+def test_far_fewer_are_late_than_in_order_of_arrival() -> None:
+    late = {}
+    for triaged in (True, False):
+        rig, chance, due = measured(num_blocks=20_000), random.Random(5), {}
+        for index in range(60):  # 1.5 times as many as can be served
+            due[f"p{index}"] = arrives_s = 200.0 + 0.22 * index
+            while rig.clock.now < arrives_s and rig.core.has_work():
+                rig.step()
+            rig.clock.now = max(rig.clock.now, arrives_s)
+            targets = ServiceTargets(ttft_s=1.0, first_due_s=arrives_s + 1.0) if triaged else None
+            tokens = prompt(index, chance.choice((60, 100, 150, 800)))
+            rig.core.add_request(request(f"p{index}", tokens, prefill_only=True, targets=targets))
+        rig.run()
+        ended = {name: now for now, work in steps(rig) for name in work}
+        late[triaged] = sum(ended[name] > arrives_s + 1.0 for name, arrives_s in due.items())
+    assert late[True] <= 0.4 * late[False]
 
 
 @pytest.mark.parametrize("seed", range(6))
