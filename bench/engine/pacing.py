@@ -160,15 +160,14 @@ def measure(core: EngineCore, load: Load, turns: int) -> list[Row]:
     for turn in range(turns):
         for targets in (True, False) if turn % 2 == 0 else (False, True):
             rows.append(PacedTurn(core, load, targets, f"{turn}-{targets}").run())
-    return [_median([row for row in rows if row.targets is kind]) for kind in (True, False)]
+    return [
+        Row(kind, **medians([asdict(row) for row in rows if row.targets is kind])) for kind in (True, False)
+    ]
 
 
-def _median(rows: Sequence[Row]) -> Row:
-    values = [asdict(row) for row in rows]
-    return Row(
-        rows[0].targets,
-        **{name: round(median(row[name] for row in values), 3) for name in values[0] if name != "targets"},
-    )
+def medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The median of each figure of at least one row; `targets` is left out."""
+    return {name: round(median(row[name] for row in rows), 3) for name in rows[0] if name != "targets"}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -196,19 +195,16 @@ def main(arguments: Sequence[str]) -> None:
         options.seconds,
     )
     machine = this_machine()
-    rows = measure(_engine(options.model, options.threads), load, options.turns)
+    rows = [asdict(row) for row in measure(engine_of(options.model, options.threads), load, options.turns)]
     command = shlex.join(["python", "-m", "bench.engine.pacing", *arguments])
     if options.json:
-        print(
-            json.dumps(
-                report("pacing", command, machine, load=asdict(load), rows=[asdict(row) for row in rows])
-            )
-        )
+        print(json.dumps(report("pacing", command, machine, load=asdict(load), rows=rows)))
     else:
-        Console().print(_table(rows))
+        Console().print(table_of(rows))
 
 
-def _engine(model: str, threads: int) -> EngineCore:
+def engine_of(model: str, threads: int) -> EngineCore:
+    """A warm engine on this many cores, without a prefix cache."""
     config = EngineConfig(dtype="bfloat16", threads=threads, kv_memory_bytes=2**30, prefix_cache=False)
     source = resolve_model(model)
     runner = build_torch_runner(config, source, lambda _fraction: None)
@@ -216,12 +212,12 @@ def _engine(model: str, threads: int) -> EngineCore:
     return EngineCore(runner, config, load_tokenizer(source.tokenizer_source))
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows as a table."""
     table = Table()
-    columns: list[dict[str, Any]] = [asdict(row) for row in rows]
-    for name in columns[0]:
+    for name in rows[0]:
         table.add_column(name, justify="right")
-    for values in columns:
+    for values in rows:
         table.add_row(*(str(value) for value in values.values()))
     return table
 

@@ -39,6 +39,7 @@ def worker_metrics(status: WorkerStatus) -> list[Metric]:
     metrics = [
         gauges("splitserve_kv_blocks", "KV blocks by owner", "state", blocks),
         gauges("splitserve_requests", "Sequences in the engine", "state", requests),
+        gauge("splitserve_late_prompts", "Prompts predicted to miss their TTFT target", load.late_prompts),
         counter("splitserve_handoffs_completed", "Handoffs sent or admitted", status.handoffs_completed),
         counters("splitserve_handoffs_rejected", "Handoffs that failed", "reason", status.handoffs_rejected),
         counter(
