@@ -41,9 +41,19 @@ def test_targets_become_times_of_the_engine_s_clock() -> None:
     assert targeted(tpot_ms=50, ttft_left_ms=5).targets == ServiceTargets(tpot_s=0.05)
 
 
-def test_requests_of_older_coordinators_and_of_prefill_have_none() -> None:
+def test_requests_of_older_coordinators_have_none() -> None:
     assert asked(decode_pb2.ReserveRequest(request_id="r", token_ids=[1], stop=STOP)).targets is None
     assert asked(prefill_pb2.PrefillRequest(request_id="r", token_ids=[1], stop=STOP)).targets is None
+
+
+def test_prefill_has_them_too() -> None:
+    targets = generation_pb2.ServiceTargets(ttft_ms=1000, ttft_left_ms=500)
+    message = prefill_pb2.PrefillRequest(request_id="r", token_ids=[1], stop=STOP, targets=targets)
+    assert asked(message).targets == ServiceTargets(ttft_s=1.0, first_due_s=100.5)
+
+
+def test_a_report_counts_late_prompts() -> None:
+    assert worker_load(EngineLoad(late_prompts=3)).late_prompts == 3
 
 
 @pytest.mark.parametrize(
