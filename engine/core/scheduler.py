@@ -23,7 +23,7 @@ _MAX_MISFIT_BLOCKS_A_STEP = 512
 # A prompt is not cut into chunks smaller than this.
 _MIN_CHUNK_TOKENS = 16
 # Waiting prompts that triage looks at in a step.
-_TRIAGED = 256
+_TRIAGED = 128
 # Share of the step's budget that decodes may take while prompts wait.
 _DECODE_SHARE = 7 / 8
 
