@@ -7,7 +7,7 @@ from functools import partial
 
 from coordinator.models.model_routes import Found, ModelRoutes
 from coordinator.models.tokenizers import PromptTokenizers
-from coordinator.request.caller import Caller
+from coordinator.request.caller import Caller, RequestTargets
 from coordinator.request.ids import random_bits
 from coordinator.request.inference_request import (
     InferenceRequest,
@@ -20,6 +20,7 @@ from coordinator.request.inference_request import (
     resolved_stop,
 )
 from coordinator.request.request_trace import RequestTrace
+from coordinator.request.service_targets import resolved_targets
 from coordinator.routing.router import RETRY_AFTER_S
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import CoordinatorConfig
@@ -72,6 +73,7 @@ class InputProcessor:
         found = await self._find_model(request, request.session_id or request_id, caller)
         model = found.model
         check_request(request, model)
+        targets, slo_ttft_s = self._targets(request, caller)
         await self._grammars.check(request.sampling)
         block_sizes = model.block_sizes if self._config.routing == "prefix" else ()
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
@@ -107,7 +109,19 @@ class InputProcessor:
             resumed=tuple(request.resume.token_ids),
             resumed_finish=request.resume.finish_reason,
             trace=trace,
+            targets=targets,
+            slo_ttft_s=slo_ttft_s,
         )
+
+    def _targets(
+        self, request: inference_pb2.GenerateRequest, caller: Caller
+    ) -> tuple[RequestTargets | None, float | None]:
+        """See `resolved_targets`; None where nobody names any."""
+        settings = self._config.admission
+        named = caller.targets or settings.ttft_slo_s or settings.tpot_slo_s
+        if not (named or request.HasField("ttft_ms") or request.HasField("tpot_ms")):
+            return None, None
+        return resolved_targets(request, caller, settings)
 
     async def _find_model(self, request: inference_pb2.GenerateRequest, key: str, caller: Caller) -> Found:
         """Resolves a public name; `key` selects among the models of a route. Waits for the first worker if needed."""

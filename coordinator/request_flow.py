@@ -161,8 +161,7 @@ class RequestFlow:
         cached_tokens, now = pair.cost.cached_tokens, time.monotonic()
         events.routed(pair.prefill, pair.decode, cached_tokens, now, pair.candidates)
         local_tokens = self._pairs.local_prefill_tokens(events.state, pair)
-        slo = self._config.admission
-        targets = targets_of(slo, events.state, now) if slo.ttft_slo_s or slo.tpot_slo_s else None
+        targets = targets_of(events.state, now) if events.state.request.targets is not None else None
         return Attempt(events, prefill, decode, self._background, local_tokens, targets)
 
     def _resume_or_raise(self, state: RequestState, error: SplitserveError) -> None:

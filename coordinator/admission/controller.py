@@ -227,6 +227,7 @@ def _entry(state: RequestState, now: float) -> Entry:
         needs_decode=state.needs_decode,
         arrived_s=now,
         deadline_s=request.deadline_s,
+        ttft_slo_s=request.slo_ttft_s,
         resumed=resumed > 0,
     )
 

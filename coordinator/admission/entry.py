@@ -41,6 +41,8 @@ class Entry(Flight):
     arrived_s: float
     deadline_s: float
     """When the request times out."""
+    ttft_slo_s: float | None = None
+    """Where it is predicted to take longer to its first token, it is refused. None: that of the settings."""
     resumed: bool = False
     """Continues a stream that broke at another coordinator: its client already has a part of the answer."""
     number: int = 0

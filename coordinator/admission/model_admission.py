@@ -268,7 +268,7 @@ class ModelAdmission:
 
     def _slo_wait_s(self, entry: Entry, compute_s: float) -> float:
         """Seconds that a request may wait until its prompt starts. Batch and resumed requests have no TTFT target."""
-        slo_s = self._settings.ttft_slo_s
+        slo_s = entry.ttft_slo_s or self._settings.ttft_slo_s
         if slo_s is None or entry.resumed or entry.priority_class == "batch":
             return float("inf")
         return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)

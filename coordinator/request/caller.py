@@ -16,6 +16,14 @@ PriorityClass = Literal["interactive", "standard", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
+class RequestTargets:
+    """Seconds to the first token, and mean seconds a token after it; None: no target."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     """The tenant behind a request. Without configured tenants, every caller is `ANYONE`."""
 
@@ -35,6 +43,9 @@ class Caller:
     """Tokens per prompt, at most; None: limited by the context only."""
     max_output_tokens: int | None = None
     """Output tokens per request, at most, and the default; None: limited by the context only."""
+
+    targets: RequestTargets | None = None
+    """The tenant's own; what is None there, and None here, is that of the settings."""
 
     def may_use(self, model: str) -> bool:
         """Whether the caller may use this model."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.request.caller import ANYONE, Caller
+from coordinator.request.caller import ANYONE, Caller, RequestTargets
 from coordinator.request.request_trace import RequestTrace
 from coordinator.workers.snapshot import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
@@ -53,6 +53,10 @@ class InferenceRequest:
     resumed_finish: generation_pb2.FinishReason.ValueType = generation_pb2.FINISH_REASON_UNSPECIFIED
     """How the answer ended, if the client has all of it but the final message."""
     trace: RequestTrace | None = None
+    targets: RequestTargets | None = None
+    """What it is to be served with: its own targets, its tenant's or those of the settings; None: nothing."""
+    slo_ttft_s: float | None = None
+    """Time to the first token beyond which admission refuses it; None: never."""
 
     @property
     def max_tokens(self) -> int:

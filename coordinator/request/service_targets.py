@@ -1,28 +1,60 @@
-"""What a request is to be served with: the targets of the settings, by its class."""
+"""What a request is to be served with: its own targets, else its tenant's, else those of the settings."""
 
 from __future__ import annotations
 
+from coordinator.request.caller import Caller, RequestTargets
 from coordinator.request.state import RequestState
 from splitserve.config.coordinator import AdmissionConfig
-from splitserve.v1 import generation_pb2
+from splitserve.generation.bounds import above_zero, fail
+from splitserve.v1 import generation_pb2, inference_pb2
 
-_MAX_LEFT_MS = 86_400e3
+_MAX_TTFT_MS, _MAX_TPOT_MS = 86_400_000, 3_600_000
 
 
-def targets_of(
-    settings: AdmissionConfig, state: RequestState, now: float
-) -> generation_pb2.ServiceTargets | None:
+def resolved_targets(
+    request: inference_pb2.GenerateRequest, caller: Caller, settings: AdmissionConfig
+) -> tuple[RequestTargets, float | None]:
+    """The targets of a request for workers, and the time to the first token beyond which admission refuses it.
+
+    What only the request asks for is no reason to refuse it. Batch tenants have none for the first token unless they
+    or the request name one. Raises InvalidArgumentError for one that is out of range, or below that of the tenant or
+    the settings, which would put it before others.
+    """
+    own = caller.targets or RequestTargets()
+    batch = caller.priority_class == "batch"
+    ttft_s = own.ttft_s or (None if batch else settings.ttft_slo_s)
+    tpot_s = own.tpot_s or settings.tpot_slo_s
+    slo_ttft_s = None if batch else ttft_s
+    if request.HasField("ttft_ms"):
+        ttft_s = _asked_s("ttft_ms", request.ttft_ms, _MAX_TTFT_MS, ttft_s)
+        slo_ttft_s = None if slo_ttft_s is None else ttft_s
+    if request.HasField("tpot_ms"):
+        tpot_s = _asked_s("tpot_ms", request.tpot_ms, _MAX_TPOT_MS, tpot_s)
+    return RequestTargets(ttft_s, tpot_s), slo_ttft_s
+
+
+def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None) -> float:
+    above_zero(name, value_ms, most_ms)
+    if least_s is not None and value_ms / 1e3 < least_s:
+        fail(name, f"at least {least_s * 1e3:g}, the target here, not {value_ms:g}")
+    return value_ms / 1e3
+
+
+def targets_of(state: RequestState, now: float) -> generation_pb2.ServiceTargets | None:
     """The targets of a request for its next attempt, at `now` on its clock; None without any.
 
-    Batch requests have none for their first token, nor have those that have sent it.
+    Those that have begun have none for their first token.
     """
     request = state.request
-    begun = bool(state.token_ids)
-    ttft_s = None if begun or request.caller.priority_class == "batch" else settings.ttft_slo_s
-    if ttft_s is None and settings.tpot_slo_s is None:
+    if request.targets is None:
         return None
-    targets = generation_pb2.ServiceTargets(tpot_ms=(settings.tpot_slo_s or 0.0) * 1e3)
+    ttft_s, tpot_s = request.targets.ttft_s, request.targets.tpot_s
+    if state.token_ids:
+        ttft_s = None
+    if ttft_s is None and tpot_s is None:
+        return None
+    targets = generation_pb2.ServiceTargets(tpot_ms=(tpot_s or 0.0) * 1e3)
     if ttft_s is not None:
         targets.ttft_ms = ttft_s * 1e3
-        targets.ttft_left_ms = max((request.received_s + ttft_s - now) * 1e3, -_MAX_LEFT_MS)
+        targets.ttft_left_ms = max((request.received_s + ttft_s - now) * 1e3, -_MAX_TTFT_MS)
     return targets

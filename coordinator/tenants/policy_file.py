@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from coordinator.request.caller import Caller, PriorityClass
+from coordinator.request.caller import Caller, PriorityClass, RequestTargets
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 
@@ -58,6 +58,11 @@ class TenantPolicy(_Section):
     """Order of service when requests have to wait."""
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
     """Share of a saturated cluster, relative to the other tenants of the same class."""
+    ttft_slo_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Target time to first token, in seconds; requests may ask for a longer one. Default: that of the settings (section
+    `admission`)."""
+    tpot_slo_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    """Target time per output token, in seconds; requests may ask for a longer one. Default: that of the settings."""
     shared_cache_group: Name | None = None
     """Tenants of one group share cached KV of equal prompts, and can infer each other's prompts from timing.
     Default: no sharing."""
@@ -111,6 +116,9 @@ class TenantsConfig:
             models=policy.models,
             max_prompt_tokens=policy.max_prompt_tokens,
             max_output_tokens=policy.max_output_tokens,
+            targets=RequestTargets(policy.ttft_slo_s, policy.tpot_slo_s)
+            if policy.ttft_slo_s or policy.tpot_slo_s
+            else None,
         )
 
 

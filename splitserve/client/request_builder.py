@@ -31,6 +31,7 @@ _ABOVE_ZERO = frozenset({"top_p", "repetition_penalty"})
 _STOP: Mapping[str, tuple[float, float]] = {"max_tokens": (1, _UINT32[1]), "min_tokens": _UINT32}
 _GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 _MAX_PRIORITY = 100
+_TARGETS: Mapping[str, float] = {"ttft_ms": 86_400_000, "tpot_ms": 3_600_000}
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -48,6 +49,9 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
             request.sampling.logit_bias.add(token_id=token_id, bias=bias)
         _set_grammar(request, given)
         _set_stop(request, given)
+        for name, most in _TARGETS.items():
+            if name in given:
+                _set_target(request, name, given[name], most)
         request.priority = _checked("priority", given.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY)
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"request: text is not valid Unicode ({error.reason})") from None
@@ -115,6 +119,13 @@ def _set_scalars(
         if name in _ABOVE_ZERO and given[name] == 0:
             raise InvalidArgumentError(f"{field} must be above 0 and at most {high}, not 0", field=field)
         setattr(message, name, given[name])
+
+
+def _set_target(request: inference_pb2.GenerateRequest, name: str, value_ms: float, most_ms: float) -> None:
+    if not 0 < value_ms <= most_ms:  # NaN, too
+        message = f"{name} must be above 0 and at most {most_ms:.0f} ms, not {value_ms}"
+        raise InvalidArgumentError(message, field=name)
+    setattr(request, name, value_ms)
 
 
 def _check(field: str, value: float, low: float, high: float) -> None:

@@ -79,6 +79,8 @@ OTHERS: Mapping[str, Reader] = {
     "exclude_input_in_output": as_bool,
     "sampling_parameters": as_text,
     "priority": as_int,
+    "ttft_ms": as_float,
+    "tpot_ms": as_float,
     "timeout": as_int,
     "sequence_id": lambda name, value: str(value),
     "sequence_start": as_bool,
@@ -133,6 +135,10 @@ def read_request(request: pb.ModelInferRequest) -> Asked:
             options[name] = given[name]  # type: ignore[literal-required]
     if "priority" in given:
         options["priority"] = _priority(given["priority"])
+    if "ttft_ms" in given:
+        options["ttft_ms"] = given["ttft_ms"]
+    if "tpot_ms" in given:
+        options["tpot_ms"] = given["tpot_ms"]
     if REQUEST_ID.match(request.id):
         options["request_id"] = request.id
     generate = build_request(prompt if isinstance(prompt, str) else prompt[:1], options)

@@ -167,6 +167,8 @@ class ChatRequest(GenerationFields):
                     sampling=sampling,
                     stop=stop,
                     priority=self.priority or 0,
+                    ttft_ms=self.ttft_ms,
+                    tpot_ms=self.tpot_ms,
                     session_id=self.session_id,
                 )
             )

@@ -102,6 +102,8 @@ class CompletionRequest(GenerationFields):
                     sampling=sampling,
                     stop=stop,
                     priority=self.priority or 0,
+                    ttft_ms=self.ttft_ms,
+                    tpot_ms=self.tpot_ms,
                     session_id=self.session_id,
                 )
                 if isinstance(prompt, str):

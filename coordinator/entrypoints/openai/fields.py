@@ -100,6 +100,9 @@ class GenerationFields(Fields):
     min_tokens: UInt32 | None = None
     stop_token_ids: Annotated[list[UInt32], Field(fail_fast=True)] | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    ttft_ms: float | None = None
+    """See GenerateRequest.ttft_ms, and tpot_ms."""
+    tpot_ms: float | None = None
 
     @property
     def choices(self) -> int:

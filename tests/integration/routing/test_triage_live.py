@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.v1 import generation_pb2
-from tests.support.cluster.fake_cluster import fake_cluster
+from tests.support.cluster.fake_cluster import ask, fake_cluster
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -39,6 +39,19 @@ async def test_without_settings_there_are_none() -> None:
     assert not reserve.HasField("targets")
     assert prefill.targets == generation_pb2.ServiceTargets()
     assert not prefill.HasField("targets")
+
+
+async def test_a_request_s_own_targets_reach_the_workers_and_tighter_ones_are_refused() -> None:
+    async with fake_cluster(admission={"ttft_slo_s": 30.0}) as cluster:
+        await cluster.answer(ask(ttft_ms=60_000, tpot_ms=400))
+        prefill = await cluster.prefills[0].calls.wait()
+        error = await cluster.error(ask(ttft_ms=29_000))
+        await cluster.answer()
+    assert (prefill.targets.ttft_ms, prefill.targets.tpot_ms) == (60_000, 400)
+    assert (error.field, error.message) == (
+        "ttft_ms",
+        "ttft_ms must be at least 30000, the target here, not 29000",
+    )
 
 
 async def test_a_prompt_that_would_be_late_anyway_makes_no_short_one_late(log_dir: Path) -> None:

@@ -84,6 +84,14 @@ def test_a_request_that_would_miss_the_ttft_target_is_refused_and_batch_is_not()
     assert model.arrive(entry(1000, 2, priority_class="interactive"), 0.0).refused is None
 
 
+def test_a_request_s_or_tenant_s_own_target_goes_before_that_of_the_settings() -> None:
+    model = small(slots=100, ttft_slo_s=0.5, prefill_horizon_s=0.1)
+    while model.arrive(entry(1000, 2), 0.0).refused is None:
+        pass
+    assert model.arrive(entry(1000, 2, ttft_slo_s=60.0), 0.0).refused is None
+    assert model.arrive(entry(1000, 2, ttft_slo_s=0.4), 0.0).refused is not None
+
+
 def test_an_answer_that_has_begun_goes_before_its_tenants_others_and_no_forecast_refuses_it() -> None:
     model = small(slots=1, ttft_slo_s=0.5)
     running = entry()

@@ -207,9 +207,17 @@ def test_priority_levels(level: int, priority: int) -> None:
     assert read(PROMPT, priority=level).generate.priority == priority
 
 
+def test_targets() -> None:
+    generate = read(PROMPT, ttft_ms=500, tpot_ms=62.5).generate
+    assert (generate.ttft_ms, generate.tpot_ms) == (500.0, 62.5)
+    assert not read(PROMPT).generate.HasField("tpot_ms")
+
+
 @pytest.mark.parametrize(
     ("tensors", "parameters", "field"),
     [
+        ([PROMPT], {"ttft_ms": 0}, "ttft_ms"),
+        ([PROMPT], {"tpot_ms": "fast"}, "tpot_ms"),
         ([], {}, "text_input"),
         ([PROMPT, tensor("prompt", "BYTES", b"x")], {}, "text_input"),
         ([tensor("text_input", "BYTES", b"a", b"b")], {}, "text_input"),

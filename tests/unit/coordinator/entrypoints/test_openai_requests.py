@@ -83,6 +83,8 @@ def test_every_sampling_field() -> None:
         "min_tokens": 2,
         "max_tokens": 9,
         "priority": -3,
+        "ttft_ms": 500,
+        "tpot_ms": 62.5,
         "n": 2,
     }
     for requests in (chat(**fields).generate_requests(), completion(**fields).generate_requests()):
@@ -96,6 +98,8 @@ def test_every_sampling_field() -> None:
         assert (list(stop.stop_strings), list(stop.stop_token_ids)) == (["a", "b"], [3])
         assert (stop.ignore_eos, stop.min_tokens, stop.max_tokens) == (True, 2, 9)
         assert (request.model, request.priority) == ("m", -3)
+        assert (request.ttft_ms, request.tpot_ms) == (500.0, 62.5)
+    assert not chat().generate_requests()[0].HasField("ttft_ms")
 
 
 def test_small_differences_in_form() -> None:
@@ -179,6 +183,8 @@ def test_all_forms_of_a_prompt() -> None:
         ({"priority": 1.5}, "priority"),
         ({"priority": "5"}, "priority"),
         ({"priority": True}, "priority"),
+        ({"ttft_ms": "fast"}, "ttft_ms"),
+        ({"tpot_ms": True}, "tpot_ms"),
     ],
 )
 def test_refusals_of_both(fields: dict[str, Any], param: str) -> None:

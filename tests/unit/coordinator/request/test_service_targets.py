@@ -1,28 +1,88 @@
-"""What workers are told of a request's targets."""
+"""What a request is to be served with, and what workers are told of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from coordinator.request.caller import ANYONE, PriorityClass
+from coordinator.request.caller import ANYONE, PriorityClass, RequestTargets
 from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.service_targets import targets_of
+from coordinator.request.service_targets import resolved_targets, targets_of
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.workers.snapshot import Model
 from splitserve.config.coordinator import AdmissionConfig
-from splitserve.v1 import generation_pb2
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import generation_pb2, inference_pb2
 
 BOTH = AdmissionConfig(ttft_slo_s=1.0, tpot_slo_s=0.05)
+NONE = AdmissionConfig()
 
 
-def state(priority_class: PriorityClass = "standard", sent: int = 0) -> RequestState:
+def resolved(
+    settings: AdmissionConfig,
+    priority_class: PriorityClass = "standard",
+    tenant: RequestTargets | None = None,
+    **asked: Any,
+) -> tuple[tuple[float | None, float | None], float | None]:
+    """Both targets, and what admission refuses by."""
+    caller = replace(ANYONE, priority_class=priority_class, targets=tenant)
+    targets, slo_ttft_s = resolved_targets(inference_pb2.GenerateRequest(**asked), caller, settings)
+    return (targets.ttft_s, targets.tpot_s), slo_ttft_s
+
+
+def test_the_settings_hold_for_who_names_nothing() -> None:
+    assert resolved(BOTH) == ((1.0, 0.05), 1.0)
+    assert resolved(BOTH, "batch") == ((None, 0.05), None)
+
+
+def test_a_tenant_s_own_go_before_them() -> None:
+    assert resolved(BOTH, tenant=RequestTargets(0.5, None)) == ((0.5, 0.05), 0.5)
+    assert resolved(BOTH, tenant=RequestTargets(None, 0.2)) == ((1.0, 0.2), 1.0)
+    assert resolved(BOTH, "batch", tenant=RequestTargets(9.0, None)) == ((9.0, 0.05), None)
+
+
+def test_a_request_may_ask_for_less() -> None:
+    assert resolved(BOTH, ttft_ms=3000, tpot_ms=100) == ((3.0, 0.1), 3.0)
+    assert resolved(BOTH, "batch", ttft_ms=60_000) == ((60.0, 0.05), None)
+    assert resolved(BOTH, ttft_ms=1000.0, tpot_ms=50.0) == ((1.0, 0.05), 1.0)
+
+
+def test_what_only_a_request_asks_for_is_no_reason_to_refuse_it() -> None:
+    assert resolved(NONE, ttft_ms=300) == ((0.3, None), None)
+
+
+@pytest.mark.parametrize("slo_s", [0.07, 0.29, 0.57, 1.1, 2.3])
+def test_the_target_itself_may_be_asked_for(slo_s: float) -> None:
+    asked = resolved(AdmissionConfig(ttft_slo_s=slo_s), ttft_ms=round(slo_s * 1e3))
+    assert asked[0][0] == pytest.approx(slo_s)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tenant", "asked", "text"),
+    [
+        (BOTH, None, {"ttft_ms": 999}, "ttft_ms must be at least 1000"),
+        (BOTH, None, {"tpot_ms": 49.9}, "tpot_ms must be at least 50"),
+        (NONE, RequestTargets(2.0, None), {"ttft_ms": 1000}, "ttft_ms must be at least 2000"),
+        (NONE, None, {"ttft_ms": 0}, "ttft_ms must be above 0"),
+        (NONE, None, {"ttft_ms": float("nan")}, "ttft_ms must be above 0"),
+        (NONE, None, {"tpot_ms": 3.7e6}, "at most 3600000"),
+    ],
+)
+def test_more_than_that_is_refused_by_name(
+    settings: AdmissionConfig, tenant: RequestTargets | None, asked: dict[str, float], text: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=text) as caught:
+        resolved(settings, tenant=tenant, **asked)
+    assert caught.value.field in asked
+
+
+def state(targets: RequestTargets | None = RequestTargets(1.0, 0.05), sent: int = 0) -> RequestState:  # noqa: B008
     """A request that was received at 100 s."""
     request = InferenceRequest(
         "r", Model("words", "words", 64, 100), (1, 2, 3), generation_pb2.SamplingParams(),
-        generation_pb2.StopParams(max_tokens=8), 0, 160.0, 100.0,
-        replace(ANYONE, priority_class=priority_class),
+        generation_pb2.StopParams(max_tokens=8), 0, 160.0, 100.0, targets=targets,
     )  # fmt: skip
     made = RequestState(request, RequestEstimate(8.0, 3.0))
     made.token_ids.extend([7] * sent)
@@ -31,15 +91,15 @@ def state(priority_class: PriorityClass = "standard", sent: int = 0) -> RequestS
 
 @pytest.mark.parametrize(("now", "left_ms"), [(100.25, 750.0), (103.0, -2000.0), (1e9, -86_400e3)])
 def test_the_time_to_the_first_token_counts_from_when_it_was_received(now: float, left_ms: float) -> None:
-    targets = targets_of(BOTH, state(), now)
+    targets = targets_of(state(), now)
     assert targets == generation_pb2.ServiceTargets(tpot_ms=50, ttft_ms=1000, ttft_left_ms=left_ms)
 
 
-@pytest.mark.parametrize("which", [state("batch"), state(sent=2)])
-def test_batch_and_begun_requests_have_no_target_for_the_first_token(which: RequestState) -> None:
-    assert targets_of(BOTH, which, 100.0) == generation_pb2.ServiceTargets(tpot_ms=50)
-    assert targets_of(AdmissionConfig(ttft_slo_s=1.0), which, 100.0) is None
+def test_begun_requests_have_no_target_for_the_first_token() -> None:
+    assert targets_of(state(sent=2), 100.0) == generation_pb2.ServiceTargets(tpot_ms=50)
+    assert targets_of(state(RequestTargets(1.0, None), sent=2), 100.0) is None
 
 
 def test_without_targets_nothing_is_said() -> None:
-    assert targets_of(AdmissionConfig(), state(), 100.0) is None
+    assert targets_of(state(None), 100.0) is None
+    assert targets_of(state(RequestTargets()), 100.0) is None

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from coordinator.metrics.tenant_metrics import tenant_metrics
-from coordinator.request.caller import ANYONE, Caller
+from coordinator.request.caller import ANYONE, Caller, RequestTargets
 from coordinator.request.inference_request import InferenceRequest, check_length, resolved_stop
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
@@ -46,7 +46,13 @@ def test_a_file_becomes_callers(tmp_path: Path) -> None:
         write(
             tmp_path,
             {"name": "alice", "admin": True, "weight": 3, "priority_class": "interactive"},
-            {"name": "bob", "models": ["small-*"], "max_prompt_tokens": 7, "max_output_tokens": 9},
+            {
+                "name": "bob",
+                "models": ["small-*"],
+                "max_prompt_tokens": 7,
+                "max_output_tokens": 9,
+                "ttft_slo_s": 0.5,
+            },
         )
     )
     alice, bob = tenants.caller(KEYS["alice"]), tenants.caller(KEYS["bob"])
@@ -56,6 +62,7 @@ def test_a_file_becomes_callers(tmp_path: Path) -> None:
         3,
         "interactive",
     )
+    assert bob.targets == RequestTargets(ttft_s=0.5)
     assert (bob.is_admin, bob.max_prompt_tokens, bob.max_output_tokens) == (False, 7, 9)
     assert bob.may_use("small-1b")
     assert not bob.may_use("large")

@@ -193,6 +193,9 @@ async def test_waiting_for_readiness(fake: FakeInference, client: AsyncClient) -
         ("x", {"stop_token_ids": [-1]}, "stop.stop_token_ids"),
         ("x", {"logit_bias": {1: 101.0}}, "sampling.logit_bias.bias"),
         ("x", {"priority": 101}, "priority"),
+        ("x", {"ttft_ms": 0}, "ttft_ms"),
+        ("x", {"tpot_ms": math.nan}, "tpot_ms"),
+        ("x", {"tpot_ms": 3.7e6}, "tpot_ms"),
     ],
 )
 def test_bad_values_name_their_field(prompt: Any, options: GenerateOptions, field: str) -> None:
@@ -218,6 +221,8 @@ def test_all_options_reach_the_request() -> None:
             "min_tokens": 2,
             "logit_bias": {7: 1.5},
             "priority": -3,
+            "ttft_ms": 500,
+            "tpot_ms": None,
             "request_id": "r",
             "seed": 0,
             "logprobs": 0,
@@ -231,6 +236,7 @@ def test_all_options_reach_the_request() -> None:
     assert request.sampling.HasField("logprobs")
     assert request.sampling.logit_bias[0].token_id == 7
     assert request.priority == -3
+    assert (request.ttft_ms, request.HasField("tpot_ms")) == (500, False)
 
 
 @pytest.mark.parametrize("target", ["", "host", "host:", ":1", "host:0", "host:70000", "a b:1", "::1:5"])
