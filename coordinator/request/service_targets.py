@@ -5,10 +5,10 @@ from __future__ import annotations
 from coordinator.request.caller import Caller, RequestTargets
 from coordinator.request.state import RequestState
 from splitserve.config.coordinator import AdmissionConfig
-from splitserve.generation.bounds import above_zero, fail
+from splitserve.generation.bounds import between, fail
 from splitserve.v1 import generation_pb2, inference_pb2
 
-_MAX_TTFT_MS, _MAX_TPOT_MS = 86_400_000, 3_600_000
+_LEAST_MS, _MAX_TTFT_MS, _MAX_TPOT_MS = 0.001, 86_400_000, 3_600_000
 
 
 def resolved_targets(
@@ -34,7 +34,7 @@ def resolved_targets(
 
 
 def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None) -> float:
-    above_zero(name, value_ms, most_ms)
+    between(name, value_ms, _LEAST_MS, most_ms)
     if least_s is not None and value_ms / 1e3 < least_s:
         fail(name, f"at least {least_s * 1e3:g}, the target here, not {value_ms:g}")
     return value_ms / 1e3

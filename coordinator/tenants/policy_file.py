@@ -58,10 +58,10 @@ class TenantPolicy(_Section):
     """Order of service when requests have to wait."""
     weight: Annotated[float, Field(ge=0.01, le=1000)] = 1.0
     """Share of a saturated cluster, relative to the other tenants of the same class."""
-    ttft_slo_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    ttft_slo_s: Annotated[float, Field(ge=1e-6, le=86400)] | None = None
     """Target time to first token, in seconds; requests may ask for a longer one. Default: that of the settings (section
     `admission`)."""
-    tpot_slo_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    tpot_slo_s: Annotated[float, Field(ge=1e-6, le=3600)] | None = None
     """Target time per output token, in seconds; requests may ask for a longer one. Default: that of the settings."""
     shared_cache_group: Name | None = None
     """Tenants of one group share cached KV of equal prompts, and can infer each other's prompts from timing.

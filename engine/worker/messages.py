@@ -30,7 +30,7 @@ FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType]
     FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
 DEFAULT_CEILINGS = CeilingConfig()
-_MAX_TPOT_MS, _MAX_TTFT_MS = 3_600e3, 86_400e3
+_LEAST_MS, _MAX_TPOT_MS, _MAX_TTFT_MS = 1e-3, 3_600e3, 86_400e3
 
 
 def engine_request(
@@ -92,12 +92,12 @@ def _targets(
         return None
     targets = message.targets
     for name, value, lowest, highest in (
-        ("tpot_ms", targets.tpot_ms, 0.0, _MAX_TPOT_MS),
-        ("ttft_ms", targets.ttft_ms, 0.0, _MAX_TTFT_MS),
+        ("tpot_ms", targets.tpot_ms, _LEAST_MS, _MAX_TPOT_MS),
+        ("ttft_ms", targets.ttft_ms, _LEAST_MS, _MAX_TTFT_MS),
         ("ttft_left_ms", targets.ttft_left_ms, -_MAX_TTFT_MS, _MAX_TTFT_MS),
     ):
-        if not lowest <= value <= highest:
-            text = f"targets.{name} must be in {lowest:.0f}..{highest:.0f}"
+        if value and not lowest <= value <= highest:  # 0 is the default of all
+            text = f"targets.{name} must be in {lowest:g}..{highest:.0f}"
             raise InvalidArgumentError(text, field=f"targets.{name}")
     return ServiceTargets(
         tpot_s=targets.tpot_ms / 1e3 if targets.tpot_ms else None,

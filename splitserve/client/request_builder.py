@@ -51,7 +51,8 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
         _set_stop(request, given)
         for name, most in _TARGETS.items():
             if name in given:
-                _set_target(request, name, given[name], most)
+                _check(name, given[name], 0.001, most)
+                setattr(request, name, given[name])
         request.priority = _checked("priority", given.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY)
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"request: text is not valid Unicode ({error.reason})") from None
@@ -119,13 +120,6 @@ def _set_scalars(
         if name in _ABOVE_ZERO and given[name] == 0:
             raise InvalidArgumentError(f"{field} must be above 0 and at most {high}, not 0", field=field)
         setattr(message, name, given[name])
-
-
-def _set_target(request: inference_pb2.GenerateRequest, name: str, value_ms: float, most_ms: float) -> None:
-    if not 0 < value_ms <= most_ms:  # NaN, too
-        message = f"{name} must be above 0 and at most {most_ms:.0f} ms, not {value_ms}"
-        raise InvalidArgumentError(message, field=name)
-    setattr(request, name, value_ms)
 
 
 def _check(field: str, value: float, low: float, high: float) -> None:

@@ -113,10 +113,10 @@ class AdmissionConfig(Settings):
     """Most queued prompt tokens of a model; each takes about 36 bytes of memory."""
     max_queue_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """Longest time in the queue. A request that is predicted to wait longer is refused on arrival."""
-    ttft_slo_s: Annotated[float, Field(gt=0, le=86400)] | None = None
+    ttft_slo_s: Annotated[float, Field(ge=1e-6, le=86400)] | None = None
     """Target time to first token of interactive and standard requests; one that is predicted to miss it is refused.
     Default: none."""
-    tpot_slo_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    tpot_slo_s: Annotated[float, Field(ge=1e-6, le=3600)] | None = None
     """Target time per output token of running requests; a request that would make steps longer than that waits, and a
     decode worker that computes prompts leaves its streams that time. Default: none."""
     prefill_horizon_s: Annotated[float, Field(gt=0, le=60)] = 0.3

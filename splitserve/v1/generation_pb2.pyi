@@ -310,9 +310,9 @@ class ServiceTargets(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TTFT_LEFT_MS_FIELD_NUMBER: _builtins.int
     tpot_ms: _builtins.float
-    """Mean time a token after the first one. Milliseconds, at most 3,600,000. Default 0: no target."""
+    """Mean time a token after the first one. Milliseconds, 0.001..3,600,000. Default 0: no target."""
     ttft_ms: _builtins.float
-    """Time to the first token. Milliseconds, at most 86,400,000. Default 0: no target."""
+    """Time to the first token. Milliseconds, 0.001..86,400,000. Default 0: no target."""
     ttft_left_ms: _builtins.float
     """What is left of it; below 0 where it has passed. Milliseconds, within 86,400,000 of 0. Default 0."""
     def __init__(

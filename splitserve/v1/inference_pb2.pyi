@@ -55,11 +55,11 @@ class GenerateRequest(_message.Message):
     """
     ttft_ms: _builtins.float
     """Target for the time to the first token, by which prompts that wait are ordered; no promise. Default: the server's for
-    the tenant and its class. Milliseconds, above 0, at most 86,400,000, and not below the server's where it has one.
+    the tenant and its class. Milliseconds, 0.001..86,400,000, and not below the server's where it has one.
     """
     tpot_ms: _builtins.float
     """Target for the mean time a token after the first one, which prompts beside this stream leave it. Default: the server's.
-    Milliseconds, above 0, at most 3,600,000, and not below the server's where it has one.
+    Milliseconds, 0.001..3,600,000, and not below the server's where it has one.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:

@@ -65,9 +65,10 @@ def test_the_target_itself_may_be_asked_for(slo_s: float) -> None:
         (BOTH, None, {"ttft_ms": 999}, "ttft_ms must be at least 1000"),
         (BOTH, None, {"tpot_ms": 49.9}, "tpot_ms must be at least 50"),
         (NONE, RequestTargets(2.0, None), {"ttft_ms": 1000}, "ttft_ms must be at least 2000"),
-        (NONE, None, {"ttft_ms": 0}, "ttft_ms must be above 0"),
-        (NONE, None, {"ttft_ms": float("nan")}, "ttft_ms must be above 0"),
-        (NONE, None, {"tpot_ms": 3.7e6}, "at most 3600000"),
+        (NONE, None, {"ttft_ms": 0}, "ttft_ms must be 0.001..86400000"),
+        (NONE, None, {"ttft_ms": float("nan")}, "ttft_ms must be 0.001..86400000"),
+        (NONE, None, {"tpot_ms": 5e-324}, "tpot_ms must be 0.001"),
+        (NONE, None, {"tpot_ms": 3.7e6}, "tpot_ms must be 0.001..3600000"),
     ],
 )
 def test_more_than_that_is_refused_by_name(

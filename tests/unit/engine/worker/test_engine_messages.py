@@ -60,6 +60,8 @@ def test_a_report_counts_late_prompts() -> None:
     ("name", "value"),
     [
         ("tpot_ms", -1.0),
+        ("tpot_ms", 5e-324),
+        ("ttft_ms", 1e-320),
         ("tpot_ms", 3.7e6),
         ("tpot_ms", float("nan")),
         ("ttft_ms", 1e9),
