@@ -43,18 +43,15 @@ def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None) ->
 def targets_of(state: RequestState, now: float) -> generation_pb2.ServiceTargets | None:
     """The targets of a request for its next attempt, at `now` on its clock; None without any.
 
-    Those that have begun have none for their first token.
+    The first token is due so long after the request came. An answer that goes on is due so long after now: before the
+    requests of others it has no right to be, since any client may say that it resumes one.
     """
-    request = state.request
-    if request.targets is None:
+    targets, received_s = state.request.targets, state.request.received_s
+    if targets is None or (targets.ttft_s is None and targets.tpot_s is None):
         return None
-    ttft_s, tpot_s = request.targets.ttft_s, request.targets.tpot_s
-    if state.token_ids:
-        ttft_s = None
-    if ttft_s is None and tpot_s is None:
-        return None
-    targets = generation_pb2.ServiceTargets(tpot_ms=(tpot_s or 0.0) * 1e3)
-    if ttft_s is not None:
-        targets.ttft_ms = ttft_s * 1e3
-        targets.ttft_left_ms = max((request.received_s + ttft_s - now) * 1e3, -_MAX_TTFT_MS)
-    return targets
+    told = generation_pb2.ServiceTargets(tpot_ms=(targets.tpot_s or 0.0) * 1e3)
+    if targets.ttft_s is not None:
+        due_s = (now if state.token_ids else received_s) + targets.ttft_s
+        told.ttft_ms = targets.ttft_s * 1e3
+        told.ttft_left_ms = max((due_s - now) * 1e3, -_MAX_TTFT_MS)
+    return told

@@ -9,11 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
 from engine.pacing.step_time_fit import PromptFit
-from engine.pacing.token_clock import MIN_CHUNK_TOKENS, TTFT_SHARE, StreamPace, TokenClock
+from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, TTFT_SHARE, StreamPace, TokenClock
 from engine.pacing.triage import Job, OldestTurn, triage
 
 _LEAST_SHARE = 0.1
 """Prompts count as slowed down by the streams beside them by ten times at most."""
+_LEAST_CHUNK_S = 0.02
+"""A tighter target makes chunks no shorter than this: each step has a price of its own."""
 
 
 class PromptPacing:
@@ -29,6 +31,8 @@ class PromptPacing:
         self.late = 0
         """Prompts that the latest triage found late."""
         self._turn: OldestTurn[Sequence] = OldestTurn()
+        self._urgent_s = math.inf
+        """The least TTFT target of those that can be in time."""
         self._meter = meter
         self._step_s = 0.0
         self._chunk_before = False
@@ -80,39 +84,41 @@ class PromptPacing:
             classes[sequence.precedence.class_rank].append(sequence)
         fit = self._prompt_fit()
         self.late = 0
-        if fit is None or not any(_has_due_time(each) for members in classes.values() for each in members):
+        if fit is None or not any(_has_due_time(members) for members in classes.values()):
             self._turn.of(None)
             return None
         second_s = 1 / self._share(decodes)  # what a second's worth of prompts takes beside the streams
         order: list[Sequence] = []
-        ahead_s, oldest = 0.0, None
+        ahead_s, oldest, self._urgent_s = 0.0, None, math.inf
         for _, members in sorted(classes.items(), reverse=True):
-            # The client of an answer that goes on is reading already.
-            begun = [sequence for sequence in members if sequence.num_output]
-            rest = [sequence for sequence in members if not sequence.num_output]
             works_s = {each: second_s * _work_s(fit, each) for each in members}
-            ahead_s += sum(works_s[each] for each in begun)
-            if any(_has_due_time(each) for each in rest):
-                jobs = [Job(each, works_s[each], due_s - now, each.arrival) for each, due_s in _traded(rest)]
+            served = members
+            if _has_due_time(members):
+                jobs = [
+                    Job(each, works_s[each], due_s - now, each.arrival) for each, due_s in _traded(members)
+                ]
                 found = triage(jobs, ahead_s)
                 self.late += len(found.late)
-                rest = [*found.in_time, *found.late]
+                self._urgent_s = min(self._urgent_s, _least_ttft_s(found.in_time))
+                served = [*found.in_time, *found.late]
                 if oldest is None and found.oldest_behind is not None:
                     oldest = found.oldest_behind
-                    if self._turn.of(oldest, min(oldest.remaining, _chunk_tokens(fit, members, oldest))):
-                        rest.remove(oldest)
-                        rest.insert(0, oldest)
-            order += begun + rest
-            ahead_s += sum(works_s[each] for each in rest)
+                    if self._turn.of(oldest, min(oldest.remaining, self.chunk_tokens(oldest))):
+                        served.remove(oldest)
+                        served.insert(0, oldest)
+            order += served
+            ahead_s += sum(works_s.values())
         if oldest is None:
             self._turn.of(None)
         return order
 
-    def chunk_tokens(self, order: list[Sequence]) -> int:
-        """Prompt tokens that a step may compute, so that a more urgent prompt may come in soon; see `order`."""
+    def chunk_tokens(self, first: Sequence) -> int:
+        """Prompt tokens that a step may compute, beginning with those of `first`, so that a more urgent prompt may come
+        in soon. Prompts that are late anyway have no say in it. Valid after `order` returned one."""
         fit = self._prompt_fit()
         assert fit is not None
-        return _chunk_tokens(fit, order, order[0])
+        seconds = max(TTFT_SHARE * self._urgent_s, _LEAST_CHUNK_S)
+        return max(MIN_CHUNK_TOKENS, fit.tokens_within(min(seconds, MAX_GAP_S), first.num_computed))
 
     def admitted(self, sequence: Sequence, now: float) -> None:
         """A stream goes on here whose first token another worker computed."""
@@ -166,9 +172,8 @@ def _pace(sequence: Sequence, now: float) -> StreamPace | None:
     return None if targets is None or targets.tpot_s is None else StreamPace(targets.tpot_s, now, now)
 
 
-def _has_due_time(sequence: Sequence) -> bool:
-    targets = sequence.request.targets
-    return targets is not None and targets.first_due_s < math.inf and not sequence.num_output
+def _has_due_time(members: Iterable[Sequence]) -> bool:
+    return any(sequence.first_due_s < math.inf for sequence in members)
 
 
 def _work_s(fit: PromptFit, sequence: Sequence) -> float:
@@ -177,11 +182,9 @@ def _work_s(fit: PromptFit, sequence: Sequence) -> float:
     return fit.chunk_s(len(sequence.tokens) - computed, computed)
 
 
-def _chunk_tokens(fit: PromptFit, prompts: Iterable[Sequence], first: Sequence) -> int:
-    """Tokens of `first` that take `TTFT_SHARE` of the least target of these prompts."""
-    targets = (each.request.targets for each in prompts)
-    least_s = min(each.ttft_s for each in targets if each is not None and each.ttft_s is not None)
-    return max(MIN_CHUNK_TOKENS, fit.tokens_within(TTFT_SHARE * least_s, first.num_computed))
+def _least_ttft_s(prompts: Iterable[Sequence]) -> float:
+    targets = (sequence.request.targets for sequence in prompts)
+    return min((each.ttft_s for each in targets if each is not None and each.ttft_s), default=math.inf)
 
 
 def _traded(members: Iterable[Sequence]) -> Iterator[tuple[Sequence, float]]:
@@ -191,6 +194,7 @@ def _traded(members: Iterable[Sequence]) -> Iterator[tuple[Sequence, float]]:
     for sequence in members:
         tenants[sequence.precedence.tenant_key].append(sequence)
     for own in tenants.values():
-        dues = {each: math.inf if (t := each.request.targets) is None else t.first_due_s for each in own}
-        ranked = sorted(own, key=lambda each: (-each.precedence.within_tenant, dues[each], each.arrival))
-        yield from zip(ranked, sorted(dues.values()), strict=True)
+        ranked = sorted(
+            own, key=lambda each: (-each.precedence.within_tenant, each.first_due_s, each.arrival)
+        )
+        yield from zip(ranked, sorted(each.first_due_s for each in own), strict=True)

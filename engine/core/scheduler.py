@@ -33,6 +33,8 @@ class SchedulerOutput:
     """The next step: tokens to compute for each sequence in it, at least one."""
 
     num_new: dict[Sequence, int] = field(default_factory=dict)
+    now: float = 0.0
+    """When it was chosen."""
     preempted: int = 0
     budget: int = 0
     """Tokens left of the step's budget."""
@@ -148,8 +150,10 @@ class Scheduler:
             order = self._pacing.order(now, decodes, prefills, islice(self.waiting.in_order(), _TRIAGED))
             granted = self._pacing.grant(now, decodes, self._first(order or prefills))
         if granted is not None:
-            return self._paced(decodes, order, prefills, granted)
-        step = SchedulerOutput(budget=self._max_step_tokens)
+            step = SchedulerOutput(now=now, whole=True)
+            self._pace(step, decodes, order, prefills, granted)
+            return step
+        step = SchedulerOutput(now=now, budget=self._max_step_tokens)
         self._schedule_decodes(step, decodes, others=bool(prefills or len(self.waiting)))
         self._schedule_prompts(step, order, prefills)
         # What is left of the budget goes to prompts that were cut, in order.
@@ -167,25 +171,27 @@ class Scheduler:
                 return sequence
         return self.waiting.peek() if self.has_slot else None
 
-    def _paced(
-        self, decodes: list[Sequence], order: list[Sequence] | None, prefills: list[Sequence], granted: int
-    ) -> SchedulerOutput:
-        """A step in which at most `granted` prompt tokens are computed."""
+    def _pace(
+        self,
+        step: SchedulerOutput,
+        decodes: list[Sequence],
+        order: list[Sequence] | None,
+        prefills: list[Sequence],
+        granted: int,
+    ) -> None:
+        """Fills a step in which at most `granted` prompt tokens are computed."""
         assert self._pacing is not None
         if granted and self._pacing.separate:
-            step = SchedulerOutput(budget=min(granted, self._max_step_tokens), whole=True)
+            step.budget = min(granted, self._max_step_tokens)
             self._schedule_prompts(step, order, prefills)
             if step.num_new:
-                return step
+                return
             granted = 0  # none of them fits
-        else:
-            step = SchedulerOutput(whole=True)
         step.budget = self._max_step_tokens
         self._schedule_decodes(step, decodes, others=granted > 0)
         if granted:
             step.budget = min(granted, step.budget)
             self._schedule_prompts(step, order, prefills)
-        return step
 
     def _schedule_prompts(
         self, step: SchedulerOutput, order: list[Sequence] | None, prefills: list[Sequence]
@@ -196,7 +202,7 @@ class Scheduler:
             self._admit(step, self._queued(step))
             return
         assert self._pacing is not None
-        step.whole, step.budget = True, min(step.budget, self._pacing.chunk_tokens(order))
+        step.whole, step.budget = True, min(step.budget, self._pacing.chunk_tokens(order[0]))
         self._admit(step, self._by_triage(step, order))
         self._give_chunks(step, (each for each in order if each not in step.num_new))
 
@@ -227,6 +233,9 @@ class Scheduler:
             step.preempted += 1
             self._kv.free(victim)
             del self.running[victim]
+            targets = victim.request.targets
+            if targets is not None and targets.ttft_s is not None:
+                victim.first_due_s = step.now + targets.ttft_s
             self.enqueue(victim)
             if victim is sequence:
                 return False

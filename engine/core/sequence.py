@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from engine.core.detokenizer import IncrementalDetokenizer, StopMatcher
@@ -71,6 +72,8 @@ class Sequence:
     num_computed: int = 0
     cached_tokens: int = 0
     """Leading tokens whose KV was found in the prefix cache when it last started."""
+    first_due_s: float = field(init=False)
+    """When its prompt is due, on the engine's clock: that of its targets, anew when it was preempted."""
     expected_cached: int = 0
     """Leading tokens whose KV was in the prefix cache when it began to wait, if its first token has a target."""
     block_ids: list[int] = field(default_factory=list)
@@ -96,6 +99,8 @@ class Sequence:
         self.place = self.arrival
         self.tokens = list(self.request.token_ids)
         self.prompt_tokens = self.request.prompt_tokens
+        targets = self.request.targets
+        self.first_due_s = math.inf if targets is None else targets.first_due_s
         stop = self.request.stop
         self._ending = stop.stop_token_ids if stop.ignore_eos else stop.stop_token_ids | stop.eos_token_ids
 

@@ -96,9 +96,9 @@ def test_the_time_to_the_first_token_counts_from_when_it_was_received(now: float
     assert targets == generation_pb2.ServiceTargets(tpot_ms=50, ttft_ms=1000, ttft_left_ms=left_ms)
 
 
-def test_begun_requests_have_no_target_for_the_first_token() -> None:
-    assert targets_of(state(sent=2), 100.0) == generation_pb2.ServiceTargets(tpot_ms=50)
-    assert targets_of(state(RequestTargets(1.0, None), sent=2), 100.0) is None
+def test_an_answer_that_goes_on_is_due_anew() -> None:
+    targets = targets_of(state(sent=2), 103.0)
+    assert targets == generation_pb2.ServiceTargets(tpot_ms=50, ttft_ms=1000, ttft_left_ms=1000)
 
 
 def test_without_targets_nothing_is_said() -> None:
