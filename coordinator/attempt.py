@@ -37,11 +37,12 @@ from splitserve.errors import (
 )
 from splitserve.generation.output_delta import take_merged
 from splitserve.logs import log_event
+from splitserve.runtime.own_clock import wait_own_time
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2
 
 ADMIT_WAIT_S = 5.0
-"""How long the decode worker may take to acknowledge the completion after the last write. The completion arrives with
-that write, so the limit covers many decode steps."""
+"""How long the decode worker may take to acknowledge the completion after the last write, while this process runs. The
+completion arrives with that write, so the limit covers many decode steps."""
 HANDOFF_REPORT_WAIT_S = 0.5
 """How long a finished answer waits for the prefill worker's transfer report."""
 MAX_MERGED_TOKENS = 1024
@@ -80,8 +81,8 @@ class Attempt:
         self._collector = OutputCollector(lambda: events.emit(RequestObserver.decoded))
         self._prefill_task: asyncio.Task[None] | None = None
         self._pending: deque[generation_pb2.OutputDelta] = deque()
-        self._written_s: float | None = None
-        """When the transfer report arrived, on the monotonic clock."""
+        self._written = False
+        """Whether the transfer report has come."""
         self._failure: WorkerFailed | None = None
         """Raised once all output that arrived before it has been taken."""
         self._attached = ExitStack()
@@ -211,8 +212,7 @@ class Attempt:
         self._attached.close()
         if self._prefill_task is not None:
             self._prefill_task.cancel()
-        called, written = self._prefill_task is not None, self._written_s is not None
-        release = release_of(self.state, prefill_called=called, written=written)
+        release = release_of(self.state, prefill_called=self._prefill_task is not None, written=self._written)
         if self._decode is not None and release is not DecodeRelease.NOTHING:
             no_writer, deadline_s = release is DecodeRelease.NO_WRITER, self._request.deadline_s
             self._background.start(self._decode.abort(self.attempt_id, no_writer, deadline_s))
@@ -244,13 +244,10 @@ class Attempt:
 
     async def _wait(self) -> None:
         """Waits for an event. A completion that the decode worker does not acknowledge in time is a failure."""
-        if self.state is not AttemptState.WRITTEN or self._decode is None or self._written_s is None:
+        if self.state is not AttemptState.WRITTEN or self._decode is None:
             await self._collector.wait()
             return
-        try:
-            async with asyncio.timeout(self._written_s + ADMIT_WAIT_S - time.monotonic()):
-                await self._collector.wait()
-        except TimeoutError:
+        if not await wait_own_time(self._collector.wait, ADMIT_WAIT_S):
             name = self._decode.worker.worker_id
             message = f"decode worker {name} did not get the completion of a handoff in {ADMIT_WAIT_S:g} s"
             error = UnavailableError(message, reason="COMPLETION_LOST")
@@ -267,7 +264,7 @@ class Attempt:
                     self._events.prefilled(event)
                 case prefill_pb2.HandoffDone():
                     self._enter(AttemptEvent.PREFILL_OVER)
-                    self._written_s = time.monotonic()
+                    self._written = True
                     self._events.transferred(event)
                 case WorkerFailed():
                     self._accept_failure(event)

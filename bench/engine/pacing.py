@@ -14,31 +14,19 @@ The medians over the turns of each kind are printed. Requests of the first two s
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.machine import report, this_machine
+from bench.engine.turns import GREEDY, TOKENS, engine_of, medians_of_turns, show
+from bench.machine import this_machine
 from engine.core.engine_core import EngineCore
-from engine.core.model_runner import warm_up
-from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.core.types import EngineRequest, StopParams
 from engine.pacing.token_clock import ServiceTargets
-from engine.runner.torch_runner import build_torch_runner
-from splitserve.config.engine import EngineConfig
-from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import resolve_model
 
-GREEDY = SamplingParams(temperature=0.0)
-TOKENS = range(1000, 30_000)
 STREAM_PROMPT = 16
 UNCOUNTED_S = 2.0
 
@@ -74,7 +62,6 @@ class PacedRequest:
 class Row:
     """One kind of turn; see the module."""
 
-    targets: bool
     tpot_attained: float
     gap_p50_ms: float
     gap_p99_ms: float
@@ -88,9 +75,9 @@ class Row:
 class PacedTurn:
     """One turn on an engine that is empty before and after it."""
 
-    def __init__(self, core: EngineCore, load: Load, targets: bool, name: str) -> None:
-        self._core, self._load, self._targets, self._name = core, load, targets, name
-        self._chance = random.Random(name.split("-")[0])
+    def __init__(self, core: EngineCore, load: Load, targets: bool, turn: int) -> None:
+        self._core, self._load, self._targets, self._turn = core, load, targets, turn
+        self._chance = random.Random(turn)
         self._open: dict[str, PacedRequest] = {}
         self._ended: list[PacedRequest] = []
         self._count = 0
@@ -114,7 +101,7 @@ class PacedTurn:
 
     def _ask(self, prompt: int, answer: int, due_s: float, *, long: bool) -> None:
         self._count += 1
-        request_id = f"{self._name}-{self._count}"
+        request_id = f"{self._turn}-{self._targets}-{self._count}"
         targets = ServiceTargets(self._load.tpot_s, self._load.ttft_s, due_s + self._load.ttft_s)
         self._core.add_request(
             EngineRequest(
@@ -140,9 +127,10 @@ class PacedTurn:
         answers = [request for request in counted if not request.long]
         gaps = sorted(gap for request in answers for gap in request.gaps)
         ttfts = sorted(request.token_s[0] - request.due_s for request in counted if request.long)
+        if len(gaps) < 2 or not ttfts:
+            raise SystemExit(f"pacing: too few answers ended in {self._load.seconds:g} s; raise --seconds")
         attained = sum(sum(r.gaps) <= self._load.tpot_s * len(r.gaps) for r in answers)
         return Row(
-            self._targets,
             attained / len(answers),
             median(gaps) * 1e3,
             quantiles(gaps, n=100)[98] * 1e3,
@@ -152,22 +140,6 @@ class PacedTurn:
             len(ttfts),
             len(answers),
         )
-
-
-def measure(core: EngineCore, load: Load, turns: int) -> list[Row]:
-    """The medians of each kind, with targets first."""
-    rows: list[Row] = []
-    for turn in range(turns):
-        for targets in (True, False) if turn % 2 == 0 else (False, True):
-            rows.append(PacedTurn(core, load, targets, f"{turn}-{targets}").run())
-    return [
-        Row(kind, **medians([asdict(row) for row in rows if row.targets is kind])) for kind in (True, False)
-    ]
-
-
-def medians(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The median of each figure of at least one row; `targets` is left out."""
-    return {name: round(median(row[name] for row in rows), 3) for name in rows[0] if name != "targets"}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -195,31 +167,9 @@ def main(arguments: Sequence[str]) -> None:
         options.seconds,
     )
     machine = this_machine()
-    rows = [asdict(row) for row in measure(engine_of(options.model, options.threads), load, options.turns)]
-    command = shlex.join(["python", "-m", "bench.engine.pacing", *arguments])
-    if options.json:
-        print(json.dumps(report("pacing", command, machine, load=asdict(load), rows=rows)))
-    else:
-        Console().print(table_of(rows))
-
-
-def engine_of(model: str, threads: int) -> EngineCore:
-    """A warm engine on this many cores, without a prefix cache."""
-    config = EngineConfig(dtype="bfloat16", threads=threads, kv_memory_bytes=2**30, prefix_cache=False)
-    source = resolve_model(model)
-    runner = build_torch_runner(config, source, lambda _fraction: None)
-    warm_up(runner, None)
-    return EngineCore(runner, config, load_tokenizer(source.tokenizer_source))
-
-
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """The rows as a table."""
-    table = Table()
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for values in rows:
-        table.add_row(*(str(value) for value in values.values()))
-    return table
+    core = engine_of(options.model, options.threads)
+    rows = medians_of_turns(options.turns, lambda turn, targets: PacedTurn(core, load, targets, turn).run())
+    show("pacing", arguments, machine, rows, as_json=options.json, load=asdict(load))
 
 
 if __name__ == "__main__":

@@ -15,19 +15,15 @@ The medians over the turns of each kind are printed.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from rich.console import Console
-
-from bench.engine.pacing import GREEDY, TOKENS, engine_of, medians, table_of
-from bench.machine import report, this_machine
+from bench.engine.turns import GREEDY, TOKENS, engine_of, medians_of_turns, show
+from bench.machine import this_machine
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, StopParams
 from engine.pacing.token_clock import ServiceTargets
@@ -49,7 +45,6 @@ class PromptMix:
 class TriageRow:
     """One kind of turn; see the module."""
 
-    targets: bool
     attained: float
     attained_short: float
     attained_long: float
@@ -112,7 +107,6 @@ class TriagedTurn:
             by_length[tokens == self._mix.long].append(self._ttft_s[request_id])
         both = [*by_length[True], *by_length[False]]
         return TriageRow(
-            self._targets,
             self._attained(both),
             self._attained(by_length[False]),
             self._attained(by_length[True]),
@@ -124,19 +118,6 @@ class TriagedTurn:
 
     def _attained(self, ttfts: Sequence[float]) -> float:
         return sum(ttft_s <= self._mix.ttft_s for ttft_s in ttfts) / len(ttfts) if ttfts else 1.0
-
-
-def measure(core: EngineCore, mix: PromptMix, turns: int) -> list[TriageRow]:
-    """The medians of each kind, with targets first."""
-    TriagedTurn(core, mix, True, -1).run()  # measures the steps, and makes what is made when first needed
-    rows = []
-    for turn in range(turns):
-        for targets in (True, False) if turn % 2 == 0 else (False, True):
-            rows.append(TriagedTurn(core, mix, targets, turn).run())
-    return [
-        TriageRow(kind, **medians([asdict(row) for row in rows if row.targets is kind]))
-        for kind in (True, False)
-    ]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -157,12 +138,10 @@ def main(arguments: Sequence[str]) -> None:
         options.rate, options.short, options.long, options.long_share, options.ttft, options.prompts
     )
     machine = this_machine()
-    rows = [asdict(row) for row in measure(engine_of(options.model, options.threads), mix, options.turns)]
-    command = shlex.join(["python", "-m", "bench.engine.triage", *arguments])
-    if options.json:
-        print(json.dumps(report("triage", command, machine, mix=asdict(mix), rows=rows)))
-    else:
-        Console().print(table_of(rows))
+    core = engine_of(options.model, options.threads)
+    TriagedTurn(core, mix, True, -1).run()  # measures the steps, and makes what is made when first needed
+    rows = medians_of_turns(options.turns, lambda turn, targets: TriagedTurn(core, mix, targets, turn).run())
+    show("triage", arguments, machine, rows, as_json=options.json, mix=asdict(mix))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,8 @@ from __future__ import annotations
 from coordinator.request.caller import Caller, RequestTargets
 from coordinator.request.state import RequestState
 from splitserve.config.coordinator import AdmissionConfig
-from splitserve.generation.bounds import between, fail
+from splitserve.generation.bounds import LEAST_TARGET_MS, MAX_TPOT_MS, MAX_TTFT_MS, between, fail
 from splitserve.v1 import generation_pb2, inference_pb2
-
-_LEAST_MS, _MAX_TTFT_MS, _MAX_TPOT_MS = 0.001, 86_400_000, 3_600_000
 
 
 def resolved_targets(
@@ -26,15 +24,15 @@ def resolved_targets(
     tpot_s = own.tpot_s or settings.tpot_slo_s
     slo_ttft_s = None if batch else ttft_s
     if request.HasField("ttft_ms"):
-        ttft_s = _asked_s("ttft_ms", request.ttft_ms, _MAX_TTFT_MS, ttft_s)
+        ttft_s = _asked_s("ttft_ms", request.ttft_ms, MAX_TTFT_MS, ttft_s)
         slo_ttft_s = None if slo_ttft_s is None else ttft_s
     if request.HasField("tpot_ms"):
-        tpot_s = _asked_s("tpot_ms", request.tpot_ms, _MAX_TPOT_MS, tpot_s)
+        tpot_s = _asked_s("tpot_ms", request.tpot_ms, MAX_TPOT_MS, tpot_s)
     return RequestTargets(ttft_s, tpot_s), slo_ttft_s
 
 
 def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None) -> float:
-    between(name, value_ms, _LEAST_MS, most_ms)
+    between(name, value_ms, LEAST_TARGET_MS, most_ms)
     if least_s is not None and value_ms / 1e3 < least_s:
         fail(name, f"at least {least_s * 1e3:g}, the target here, not {value_ms:g}")
     return value_ms / 1e3
@@ -53,5 +51,5 @@ def targets_of(state: RequestState, now: float) -> generation_pb2.ServiceTargets
     if targets.ttft_s is not None:
         due_s = (now if state.token_ids else received_s) + targets.ttft_s
         told.ttft_ms = targets.ttft_s * 1e3
-        told.ttft_left_ms = max((due_s - now) * 1e3, -_MAX_TTFT_MS)
+        told.ttft_left_ms = max((due_s - now) * 1e3, -MAX_TTFT_MS)
     return told

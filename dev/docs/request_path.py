@@ -10,9 +10,10 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from splitserve.addresses import claim_port
@@ -25,6 +26,9 @@ HOST = "127.0.0.1"
 WAIT_S = 180.0
 MODEL = "simulated"
 TRACES = 3
+IDLE_S = 7.0
+"""How long the idle cluster is watched: longer than its timers' intervals, the longest of which is the five seconds
+after which a coordinator sends a worker its peers again."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,15 @@ class RequestPath:
 
 
 def traced() -> RequestPath:
-    """Serves requests and traces all but the first one: lazy initialization is done by then. What a timer enters
-    meanwhile is not on the way of each of them."""
+    """Serves requests and traces all but the first one: lazy initialization is done by then. What timers do is not on
+    the way: neither what they do in the idle cluster, nor what happens in one of the traces only."""
     with tempfile.TemporaryDirectory() as folder, _cluster(Path(folder)) as (processes, http_port):
         _ask(http_port, "The first question makes what is made once.")
+        _traced_once(Path(folder), processes, partial(time.sleep, IDLE_S))
         traces = [
-            _traced_once(Path(folder), processes, http_port, f"Question {number}, which no cache knows.")
+            _traced_once(
+                Path(folder), processes, partial(_ask, http_port, f"Question {number}, which no cache knows.")
+            )
             for number in range(TRACES)
         ]
     first, *others = traces
@@ -59,13 +66,13 @@ def traced() -> RequestPath:
 
 
 def _traced_once(
-    folder: Path, processes: Mapping[str, subprocess.Popen[bytes]], http_port: int, question: str
+    folder: Path, processes: Mapping[str, subprocess.Popen[bytes]], act: Callable[[], None]
 ) -> dict[str, dict[str, list[str]]]:
     outs = {name: folder / f"{name}.json" for name in SERVICES}
     for name, process in processes.items():
         process.send_signal(signal.SIGUSR1)
         _wait_for(outs[name].with_suffix(".on"), process)
-    _ask(http_port, question)
+    act()
     found = {}
     for name, process in processes.items():
         process.send_signal(signal.SIGUSR1)
@@ -152,7 +159,8 @@ def section(path: RequestPath) -> str:
         BEGIN,
         f"A streamed chat request enters {path.different_files} files: "
         + ", ".join(f"{len(path.files[name])} in the {name.replace('-', ' ')}" for name in SERVICES)
-        + f". In the coordinator it is handed on {len(path.handed_on)} times:",
+        + ". What an idle process does too, such as polling and answering health checks, is left out. "
+        + f"In the coordinator the request is handed on {len(path.handed_on)} times:",
         "",
         *(f"{number}. `{name}`" for number, name in enumerate(path.handed_on, 1)),
         "",

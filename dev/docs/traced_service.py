@@ -2,9 +2,9 @@
 COMMAND ...`.
 
 SIGUSR1 begins a recording, and `OUT.on` says that it has begun. The next SIGUSR1 ends it and writes OUT: a JSON
-object of
-`files`, those whose functions were called, in order of the first call, and `handed_on`, those of them that were
-given the request or a part of it by another file.
+object of `files`, those whose functions were called, in order of the first call, and `handed_on`, those of them that
+were given the request or a part of it by another file. The first recording is of the idle process: the ways by which
+its timers call functions do not count in those that follow, however long these take.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +31,10 @@ REQUEST_MODULES = (
 )
 
 
+CallChain = tuple[tuple[str, str], ...]
+"""File and name of the functions of this repository on the stack, the called one first."""
+
+
 class Recorder:
     """A profile function for all threads of the process."""
 
@@ -37,7 +42,22 @@ class Recorder:
         self.on = False
         self.files: dict[str, None] = {}
         self.handed_on: dict[str, None] = {}
+        self._idle: set[CallChain] | None = None
+        self._chains: set[CallChain] = set()
         self._names: dict[str, str | None] = {}
+
+    def begin(self) -> None:
+        """Begins a recording."""
+        self.files.clear()
+        self.handed_on.clear()
+        self._chains.clear()
+        self.on = True
+
+    def end(self) -> None:
+        """Ends it. The first one says what an idle process does."""
+        self.on = False
+        if self._idle is None:
+            self._idle = set(self._chains)
 
     def __call__(self, frame: FrameType, event: str, _argument: object) -> None:
         """See `sys.setprofile`."""
@@ -46,11 +66,13 @@ class Recorder:
         name = self._name(frame)
         if name is None:
             return
+        chain = tuple((own, each.f_code.co_qualname) for each in _stack(frame) if (own := self._name(each)))
+        self._chains.add(chain)
+        if self._idle is not None and chain in self._idle:
+            return
         self.files[name] = None
-        caller = frame.f_back
-        while caller is not None and self._name(caller) is None:
-            caller = caller.f_back  # through the event loop, decorators and libraries
-        if (caller is None or self._name(caller) != name) and carries_request(frame):
+        # The caller through the event loop, decorators and libraries.
+        if (len(chain) == 1 or chain[1][0] != name) and carries_request(frame):
             self.handed_on[name] = None
 
     def _name(self, frame: FrameType) -> str | None:
@@ -60,6 +82,12 @@ class Recorder:
             ours = short != path and short.startswith(PACKAGES) and not short.startswith(GENERATED)
             self._names[path] = short if ours else None
         return self._names[path]
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def carries_request(frame: FrameType) -> bool:
@@ -80,12 +108,11 @@ def main() -> None:
     out, recorder = Path(sys.argv[1]), Recorder()
 
     def toggle(_number: int, _frame: FrameType | None) -> None:
-        recorder.on = not recorder.on
-        if recorder.on:
-            recorder.files.clear()
-            recorder.handed_on.clear()
+        if not recorder.on:
+            recorder.begin()
             out.with_suffix(".on").touch()
         else:
+            recorder.end()
             found = {"files": list(recorder.files), "handed_on": list(recorder.handed_on)}
             part = out.with_suffix(".part")
             part.write_text(json.dumps(found), encoding="utf-8")

@@ -156,8 +156,7 @@ class EngineCore(Engine):
 
     def cached_tokens(self, request: EngineRequest) -> int:
         """See `Engine`."""
-        wanted = len(request.token_ids) - 1
-        return len(self._kv.computed_prefix(Sequence(request, 0), wanted)) * self._kv.block_size
+        return self._kv.cached_tokens(Sequence(request, 0))
 
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
         """See `Engine`."""

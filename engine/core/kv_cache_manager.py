@@ -33,6 +33,10 @@ class KVCacheManager:
             hits.append(block)
         return hits
 
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens whose KV is cached now. The last token does not count: its logits are needed."""
+        return len(self.computed_prefix(sequence, len(sequence.tokens) - 1)) * self.block_size
+
     def start(self, sequence: Sequence, *, watermark: int, writer: bool = False) -> list[int] | None:
         """Allocates blocks for all of a sequence's tokens, sharing cached ones; returns the new ones.
 

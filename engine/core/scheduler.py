@@ -100,8 +100,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         targets = sequence.request.targets
         if targets is not None and targets.ttft_s is not None:
-            wanted = len(sequence.tokens) - 1
-            sequence.expected_cached = len(self._kv.computed_prefix(sequence, wanted)) * self._kv.block_size
+            sequence.expected_cached = self._kv.cached_tokens(sequence)
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
 
@@ -199,7 +198,7 @@ class Scheduler:
         """Gives the budget to prompts in the order of triage, or else to running ones, then to waiting ones."""
         if order is None:
             self._give_chunks(step, prefills)
-            self._admit(step, self._queued(step))
+            self._admit(step, iter(self.waiting.pop, None))
             return
         assert self._pacing is not None
         step.whole, step.budget = True, min(step.budget, self._pacing.chunk_tokens(order[0]))
@@ -241,14 +240,14 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, step: SchedulerOutput, candidates: Iterator[Sequence]) -> None:
-        """Starts waiting sequences while there are budget, slots and blocks for them."""
+    def _admit(self, step: SchedulerOutput, queued: Iterator[Sequence]) -> None:
+        """Starts waiting sequences, as `queued` takes them off the queue, while there are budget, slots and blocks."""
         # After a preemption blocks are short: admit nobody in this step.
         if step.preempted or not len(self.waiting) or not self.has_slot:
             return
         misfits: list[Sequence] = []
         for sequence in offer_in_order(
-            candidates,
+            self._candidates(step, queued),
             lambda sequence: self._start(sequence, step, misfits),
             max_bypasses=self._max_bypasses,
             max_looks=_MAX_MISFITS_A_STEP,
@@ -258,11 +257,11 @@ class Scheduler:
         for sequence in misfits:
             self.waiting.push(sequence)
 
-    def _queued(self, step: SchedulerOutput) -> Iterator[Sequence]:
-        """Pops sequences off the queue for as long as one more may be tried in this step."""
+    def _candidates(self, step: SchedulerOutput, queued: Iterator[Sequence]) -> Iterator[Sequence]:
+        """Takes sequences off the queue for as long as one more may be tried in this step."""
         blocks_looked_up = 0
         while step.budget > 0 and self.has_slot and blocks_looked_up < _MAX_MISFIT_BLOCKS_A_STEP:
-            sequence = self.waiting.pop()
+            sequence = next(queued, None)
             if sequence is None:
                 return
             yield sequence
@@ -270,18 +269,15 @@ class Scheduler:
                 blocks_looked_up += len(sequence.block_hashes)
 
     def _by_triage(self, step: SchedulerOutput, order: list[Sequence]) -> Iterator[Sequence]:
-        """Takes sequences off the queue in this order, like `_queued`; running prompts between them get chunks."""
-        blocks_looked_up = 0
+        """Takes sequences off the queue in this order; running prompts between them get their chunks."""
         for sequence in order:
             if step.budget == 0:
                 return
             if sequence.status is SequenceStatus.RUNNING:
                 _give_chunk(step, sequence)
-            elif self.has_slot and blocks_looked_up < _MAX_MISFIT_BLOCKS_A_STEP:
+            else:
                 self.waiting.discard(sequence)
                 yield sequence
-                if sequence.misfit:
-                    blocks_looked_up += len(sequence.block_hashes)
 
     def _start(self, sequence: Sequence, step: SchedulerOutput, misfits: list[Sequence]) -> Offer:
         """Allocates blocks for a waiting sequence; appends it to `misfits` if it does not fit."""

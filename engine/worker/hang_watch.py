@@ -1,7 +1,6 @@
 """Notices an engine thread that hangs, in a step on the device or between two steps, from outside that thread.
 
-The watcher's own clock decides: it adds up the time between its looks, of which no single one counts for more than
-`MAX_TICK_S`. A process or a machine that was stopped therefore has not hung, however long it took.
+The watcher's own clock decides: a process or a machine that was stopped has not hung, however long it took.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from engine.worker.engine_thread import Activity
 from splitserve.logs import log_event
+from splitserve.runtime.own_clock import OwnClock
 
 CHECK_S = 0.25
 MAX_TICK_S = 2 * CHECK_S
@@ -29,15 +29,14 @@ class HangClock:
     """Adds up how long one activity has lasted, in the watcher's time. Pure."""
 
     def __init__(self, now: float, max_tick_s: float = MAX_TICK_S) -> None:
-        self._max_tick_s = max_tick_s
-        self._looked_s = now
+        self._clock = OwnClock(now, max_tick_s)
         self._activity: Activity | None = None
         self.seconds = 0.0
         """How long the activity of the last look has lasted."""
 
     def look(self, activity: Activity | None, now: float) -> bool:
         """Whether the thread hangs. None: it sleeps. Call it again and again."""
-        tick_s, self._looked_s = min(now - self._looked_s, self._max_tick_s), now
+        tick_s = self._clock.tick(now)
         if activity is None or activity is not self._activity:
             self._activity, self.seconds = activity, 0.0
             return False

@@ -18,7 +18,13 @@ from engine.pacing.token_clock import ServiceTargets
 from kv_transfer.lane import JudgedLane
 from splitserve.config.security import CeilingConfig
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
-from splitserve.generation.bounds import check_sampling, check_stop
+from splitserve.generation.bounds import (
+    LEAST_TARGET_MS,
+    MAX_TPOT_MS,
+    MAX_TTFT_MS,
+    check_sampling,
+    check_stop,
+)
 from splitserve.generation.kv_blocks import Adapter, chain_salt
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
@@ -30,7 +36,6 @@ FINISH_REASONS: dict[FinishReason | None, generation_pb2.FinishReason.ValueType]
     FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
 DEFAULT_CEILINGS = CeilingConfig()
-_LEAST_MS, _MAX_TPOT_MS, _MAX_TTFT_MS = 1e-3, 3_600e3, 86_400e3
 
 
 def engine_request(
@@ -92,9 +97,9 @@ def _targets(
         return None
     targets = message.targets
     for name, value, lowest, highest in (
-        ("tpot_ms", targets.tpot_ms, _LEAST_MS, _MAX_TPOT_MS),
-        ("ttft_ms", targets.ttft_ms, _LEAST_MS, _MAX_TTFT_MS),
-        ("ttft_left_ms", targets.ttft_left_ms, -_MAX_TTFT_MS, _MAX_TTFT_MS),
+        ("tpot_ms", targets.tpot_ms, LEAST_TARGET_MS, MAX_TPOT_MS),
+        ("ttft_ms", targets.ttft_ms, LEAST_TARGET_MS, MAX_TTFT_MS),
+        ("ttft_left_ms", targets.ttft_left_ms, -MAX_TTFT_MS, MAX_TTFT_MS),
     ):
         if value and not lowest <= value <= highest:  # 0 is the default of all
             text = f"targets.{name} must be in {lowest:g}..{highest:.0f}"

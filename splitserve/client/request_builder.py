@@ -12,6 +12,7 @@ from typing import Any
 
 from splitserve.client.types import ChatMessage, GenerateOptions, Prompt
 from splitserve.errors import InvalidArgumentError
+from splitserve.generation.bounds import LEAST_TARGET_MS, MAX_TPOT_MS, MAX_TTFT_MS
 from splitserve.generation.grammar import check_grammar
 from splitserve.v1 import inference_pb2
 
@@ -31,7 +32,7 @@ _ABOVE_ZERO = frozenset({"top_p", "repetition_penalty"})
 _STOP: Mapping[str, tuple[float, float]] = {"max_tokens": (1, _UINT32[1]), "min_tokens": _UINT32}
 _GRAMMARS = ("json_schema", "json_object", "regex", "lark")
 _MAX_PRIORITY = 100
-_TARGETS: Mapping[str, float] = {"ttft_ms": 86_400_000, "tpot_ms": 3_600_000}
+_TARGETS: Mapping[str, float] = {"ttft_ms": MAX_TTFT_MS, "tpot_ms": MAX_TPOT_MS}
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
@@ -51,7 +52,7 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
         _set_stop(request, given)
         for name, most in _TARGETS.items():
             if name in given:
-                _check(name, given[name], 0.001, most)
+                _check(name, given[name], LEAST_TARGET_MS, most)
                 setattr(request, name, given[name])
         request.priority = _checked("priority", given.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY)
     except UnicodeEncodeError as error:

@@ -15,6 +15,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
+LEAST_TARGET_MS, MAX_TTFT_MS, MAX_TPOT_MS = 0.001, 86_400_000, 3_600_000
+"""Of targets of requests."""
 
 
 def check_sampling(sampling: generation_pb2.SamplingParams, vocabulary_size: int) -> None:

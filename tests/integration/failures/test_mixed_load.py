@@ -11,13 +11,11 @@ import pytest
 from splitserve.client import AsyncClient
 from splitserve.v1 import generation_pb2, inference_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.support.clients.traffic import Shape, Traffic, offer, rss_mb
+from tests.support.clients.traffic import REPEATS, Shape, Traffic, offer, rss_mb
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens, until
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.alone]
-REPEATS = 3
-"""What a cluster does it does again; what the machine did beside it, it does not."""
 LONG, SHORT = Shape(30_000, 8), Shape(60, 16)
 ENGINE = [
     "--simulated-step-s", "0.005", "--simulated-sequence-s", "0.0002", "--simulated-prefill-token-s", "0.00008",

@@ -11,7 +11,7 @@ import yaml
 from splitserve.client import AsyncClient
 from splitserve.errors import ResourceExhaustedError
 from splitserve.security.api_keys import key_hash, new_key
-from tests.support.clients.traffic import Shape, Traffic, offer, rss_mb
+from tests.support.clients.traffic import REPEATS, Shape, Traffic, offer, rss_mb
 from tests.support.cluster.real_cluster import Cluster, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.alone]
@@ -22,8 +22,6 @@ ENGINE = [
 TTFT_SLO_S, TPOT_SLO_S = 1.5, 0.022
 LATE = 1.15
 """By how much a percentile may miss its target, for the tests' machines are shared."""
-REPEATS = 3
-"""What a cluster does it does again; what the machine did beside it, it does not."""
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,10 @@ from splitserve.errors import SplitserveError
 from tests.support.cluster.real_cluster import Cluster
 from tests.support.cluster.streams import tokens
 
+REPEATS = 3
+"""How often a load is offered where times were missed. What a cluster does it does again; what the machine did beside
+it, it does not."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

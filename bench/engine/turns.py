@@ -1,0 +1,71 @@
+"""What the benches of targets share: an engine, turns with and without targets in alternation, and their table."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import Machine, report
+from engine.core.engine_core import EngineCore
+from engine.core.model_runner import warm_up
+from engine.core.types import SamplingParams
+from engine.runner.torch_runner import build_torch_runner
+from splitserve.config.engine import EngineConfig
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.sources import resolve_model
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+GREEDY = SamplingParams(temperature=0.0)
+TOKENS = range(1000, 30_000)
+
+
+def engine_of(model: str, threads: int) -> EngineCore:
+    """A warm engine on this many cores, without a prefix cache."""
+    config = EngineConfig(dtype="bfloat16", threads=threads, kv_memory_bytes=2**30, prefix_cache=False)
+    source = resolve_model(model)
+    runner = build_torch_runner(config, source, lambda _fraction: None)
+    warm_up(runner, None)
+    return EngineCore(runner, config, load_tokenizer(source.tokenizer_source))
+
+
+def medians_of_turns(turns: int, run: Callable[[int, bool], DataclassInstance]) -> list[dict[str, Any]]:
+    """Runs so many turns of each kind, A B B A ..., by number and whether with targets; a row of medians of each."""
+    rows: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for turn in range(turns):
+        for targets in (True, False) if turn % 2 == 0 else (False, True):
+            rows[targets].append(asdict(run(turn, targets)))
+    return [
+        {"targets": kind, **{name: round(median(row[name] for row in own), 3) for name in own[0]}}
+        for kind, own in rows.items()
+    ]
+
+
+def show(
+    bench: str,
+    arguments: Sequence[str],
+    machine: Machine,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    as_json: bool,
+    **load: Any,
+) -> None:
+    """Prints the rows as a table, or one JSON object; `load` says what was asked for."""
+    if as_json:
+        command = shlex.join(["python", "-m", f"bench.engine.{bench}", *arguments])
+        print(json.dumps(report(bench, command, machine, **load, rows=rows)))
+        return
+    table = Table()
+    for name in rows[0]:
+        table.add_column(name, justify="right")
+    for values in rows:
+        table.add_row(*(str(value) for value in values.values()))
+    Console().print(table)
