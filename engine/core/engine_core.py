@@ -268,7 +268,7 @@ class EngineCore(Engine):
             decode_step_s=self._meter.rates.decode_step_s,
             step_fit=self._meter.fit.latest,
             prompt_fit=self._meter.prompt_fit.latest,
-            late_prompts=self._pacing.late if prompts or self._scheduler.waiting_tokens else 0,
+            late_prompts=len(self._pacing.late) if prompts or self._scheduler.waiting_tokens else 0,
         )
 
     def close(self) -> None:

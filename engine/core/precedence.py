@@ -88,6 +88,43 @@ def take_last(items: Iterable[R]) -> R:
     return victim
 
 
+class Turns(Generic[R]):
+    """Whose turn it is, and who is served then: the owner of a turn and a request of the same tenant and class."""
+
+    def __init__(self, turns: Iterable[tuple[R, R]]) -> None:
+        """`turns`: owner and who is served, in order."""
+        self._owner = {served: owner for owner, served in turns}
+        self._holder: dict[R, R] = {}
+        self._holds: dict[R, R] = {}
+
+    @property
+    def order(self) -> list[R]:
+        """Who is served, in order."""
+        return list(self._owner)
+
+    def take(self, served: R) -> R:
+        """Gives a request the turn in which it is served. Returns who held that turn, and now has its one."""
+        turn, own = self._owner[served], self._holds.get(served, served)
+        holder = self._holder.get(turn, turn)
+        self._holds[served], self._holds[holder] = turn, own
+        self._holder[turn], self._holder[own] = served, holder
+        return holder
+
+
+def turns_by_urgency(owners: Iterable[R]) -> list[tuple[R, R]]:
+    """The turns of these owners, of one class: in each, the owner's tenant has its most urgent request served. Among
+    equally urgent ones the order stays."""
+    owners = list(owners)
+    tenants: defaultdict[tuple[int, int], list[R]] = defaultdict(list)
+    for owner in owners:
+        tenants[owner.precedence.group].append(owner)
+    served = {
+        group: iter(sorted(own, key=lambda item: -item.precedence.within_tenant))
+        for group, own in tenants.items()
+    }
+    return [(owner, next(served[owner.precedence.group])) for owner in owners]
+
+
 @dataclass(slots=True)
 class _Group(Generic[R]):
     """The waiting requests of one tenant and class."""
@@ -162,6 +199,22 @@ class PrecedenceQueue(Generic[R]):
             group.at[place] = item
         self.discard(item)
         return item
+
+    def trade(self, item: R, other: R) -> None:
+        """Two items of one group, here or not, trade places."""
+        item.place, other.place = other.place, item.place
+        key = item.precedence.group
+        group = self._groups.get(key)
+        if group is None:
+            return
+        here = [each for each in (item, other) if each in group.items]
+        for each in here:
+            group.at.pop(other.place if each is item else item.place, None)
+        for each in here:
+            group.at[each.place] = each
+            heapq.heappush(group.places, each.place)
+        if here:
+            self._changed(key, group)
 
     def in_order(self) -> Iterator[R]:
         """The items in order of service; places stay as they are. Not to be changed meanwhile. Takes O(groups), and

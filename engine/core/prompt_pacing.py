@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
+from engine.core.precedence import Turns, turns_by_urgency
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
 from engine.pacing.step_time_fit import PromptFit
-from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, TTFT_SHARE, StreamPace, TokenClock
+from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, StreamPace, TokenClock
 from engine.pacing.triage import Job, OldestTurn, triage
 
 _LEAST_SHARE = 0.1
 """Prompts count as slowed down by the streams beside them by ten times at most."""
+_TTFT_SHARE = 0.2
+"""A chunk takes at most this share of the least target that can be kept, so that a more urgent prompt may come in."""
 _LEAST_CHUNK_S = 0.02
 """A tighter target makes chunks no shorter than this: each step has a price of its own."""
+_KEPT = 2.0
+"""Prompts that have this multiple of the least target to spare let those behind go first."""
+_SHARE_OF_LATE_STREAMS = 0.5
+"""What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.due_s`."""
 
 
 class PromptPacing:
@@ -28,11 +35,11 @@ class PromptPacing:
         self.active = False
         """Whether there was a request with targets. Until then nothing needs to be asked or told."""
         self.clock = TokenClock()
-        self.late = 0
+        self.late: frozenset[Sequence] = frozenset()
         """Prompts that the latest triage found late."""
         self._turn: OldestTurn[Sequence] = OldestTurn()
         self._urgent_s = math.inf
-        """The least TTFT target of those that can be in time."""
+        """The least TTFT target that its prompt could keep, were it alone."""
         self._meter = meter
         self._step_s = 0.0
         self._chunk_before = False
@@ -56,7 +63,6 @@ class PromptPacing:
         if not streams or decode_fit is None or prompt_fit is None:
             return None
         self._step_s = decode_fit.step_s(running, context)
-        targets = first.request.targets
         return self.clock.grant(
             now,
             streams,
@@ -64,7 +70,6 @@ class PromptPacing:
             prompt_fit,
             remaining=first.remaining,
             context_tokens=first.num_computed,
-            ttft_s=None if targets is None else targets.ttft_s,
             mixed=not self.separate,
         )
 
@@ -74,51 +79,62 @@ class PromptPacing:
         decodes: Collection[Sequence],
         running: Iterable[Sequence],
         waiting: Iterable[Sequence],
-    ) -> list[Sequence] | None:
-        """Prompts in order of service: by class, then by triage. `running` and `waiting` come in order of precedence.
+    ) -> Turns[Sequence] | None:
+        """The turns of prompts: by class, then those that were interrupted after a token, then by triage. `running` and
+        `waiting` come in order of precedence.
 
-        None where no first token has a target, or before steps are measured.
+        Triage takes each prompt with its own due time. In the turn of a tenant's prompt its most urgent one is served,
+        and both trade places and due times then, so that other tenants see no difference. None where no first token
+        has a target, or before steps are measured.
         """
         classes: defaultdict[int, list[Sequence]] = defaultdict(list)
         for sequence in (*running, *waiting):
             classes[sequence.precedence.class_rank].append(sequence)
         fit = self._prompt_fit()
-        self.late = 0
+        self.late = frozenset()
         if fit is None or not any(_has_due_time(members) for members in classes.values()):
             self._turn.of(None)
             return None
         second_s = 1 / self._share(decodes)  # what a second's worth of prompts takes beside the streams
-        order: list[Sequence] = []
+        chunk_s = self._chunk_s
+        turns: list[tuple[Sequence, Sequence]] = []
         ahead_s, oldest, self._urgent_s = 0.0, None, math.inf
         for _, members in sorted(classes.items(), reverse=True):
-            works_s = {each: second_s * _work_s(fit, each) for each in members}
-            served = members
-            if _has_due_time(members):
-                jobs = [
-                    Job(each, works_s[each], due_s - now, each.arrival) for each, due_s in _traded(members)
-                ]
-                found = triage(jobs, ahead_s)
-                self.late += len(found.late)
-                self._urgent_s = min(self._urgent_s, _least_ttft_s(found.in_time))
-                served = [*found.in_time, *found.late]
+            works_s = {each: second_s * _work_s(fit, each, chunk_s) for each in members}
+            # A client reads those; they were interrupted here.
+            interrupted = [each for each in members if each.has_own_output]
+            prompts = [each for each in members if not each.has_own_output]
+            ahead_s += sum(works_s[each] for each in interrupted)
+            turns += ((each, each) for each in interrupted)
+            if not _has_due_time(prompts):
+                turns += ((each, each) for each in prompts)
+            else:
+                jobs = [Job(each, works_s[each], each.first_due_s - now, each.arrival) for each in prompts]
+                least_s = _least_ttft_s(each for each in prompts if each.due_after_s >= _alone_s(fit, each))
+                found = triage(jobs, ahead_s, _KEPT * least_s)
+                self.late |= found.late
+                self._urgent_s = min(self._urgent_s, least_s)
+                served = turns_by_urgency(found.order)
                 if oldest is None and found.oldest_behind is not None:
                     oldest = found.oldest_behind
                     if self._turn.of(oldest, min(oldest.remaining, self.chunk_tokens(oldest))):
-                        served.remove(oldest)
-                        served.insert(0, oldest)
-            order += served
-            ahead_s += sum(works_s.values())
+                        served = _first_itself(served, oldest)
+                turns += served
+            ahead_s += sum(works_s[each] for each in prompts)
         if oldest is None:
             self._turn.of(None)
-        return order
+        return Turns(turns)
 
     def chunk_tokens(self, first: Sequence) -> int:
         """Prompt tokens that a step may compute, beginning with those of `first`, so that a more urgent prompt may come
-        in soon. Prompts that are late anyway have no say in it. Valid after `order` returned one."""
+        in soon. Targets that nobody can keep have no say in it. Valid after `order` returned turns."""
         fit = self._prompt_fit()
         assert fit is not None
-        seconds = max(TTFT_SHARE * self._urgent_s, _LEAST_CHUNK_S)
-        return max(MIN_CHUNK_TOKENS, fit.tokens_within(min(seconds, MAX_GAP_S), first.num_computed))
+        return max(MIN_CHUNK_TOKENS, fit.tokens_within(self._chunk_s, first.num_computed))
+
+    @property
+    def _chunk_s(self) -> float:
+        return min(max(_TTFT_SHARE * self._urgent_s, _LEAST_CHUNK_S), MAX_GAP_S)
 
     def admitted(self, sequence: Sequence, now: float) -> None:
         """A stream goes on here whose first token another worker computed."""
@@ -157,8 +173,10 @@ class PromptPacing:
         if not paces or fit is None:
             return 1.0
         step_s = fit.step_s(len(paces), sum(sequence.num_computed for sequence in decodes))
-        period_s = self.clock.margin.value * min(pace.tpot_s for pace in paces)
-        return max(_LEAST_SHARE, 1 - step_s / period_s)
+        tpot_s = min(pace.tpot_s for pace in paces)
+        if step_s >= tpot_s:
+            return _SHARE_OF_LATE_STREAMS
+        return max(_LEAST_SHARE, 1 - step_s / (self.clock.margin.value * tpot_s))
 
     def _prompt_fit(self) -> PromptFit | None:
         """The fit, or what the mean rate says, which counts decodes beside prompts as their time: it errs upwards."""
@@ -176,25 +194,28 @@ def _has_due_time(members: Iterable[Sequence]) -> bool:
     return any(sequence.first_due_s < math.inf for sequence in members)
 
 
-def _work_s(fit: PromptFit, sequence: Sequence) -> float:
-    """Seconds that a prompt still takes alone, with the cached prefix that it had or is expected to have."""
+def _work_s(fit: PromptFit, sequence: Sequence, chunk_s: float) -> float:
+    """Seconds that a prompt still takes alone, in chunks of so many seconds, with the cached prefix that it had or is
+    expected to have."""
     computed = sequence.num_computed or sequence.expected_cached
-    return fit.chunk_s(len(sequence.tokens) - computed, computed)
+    work_s = fit.chunk_s(len(sequence.tokens) - computed, computed)
+    return work_s + fit.base_s * int(work_s / chunk_s)
+
+
+def _alone_s(fit: PromptFit, sequence: Sequence) -> float:
+    """Seconds that the whole prompt takes at least, in one chunk."""
+    return fit.chunk_s(len(sequence.tokens) - sequence.expected_cached, sequence.expected_cached)
 
 
 def _least_ttft_s(prompts: Iterable[Sequence]) -> float:
-    targets = (sequence.request.targets for sequence in prompts)
-    return min((each.ttft_s for each in targets if each is not None and each.ttft_s), default=math.inf)
+    return min((sequence.due_after_s for sequence in prompts), default=math.inf)
 
 
-def _traded(members: Iterable[Sequence]) -> Iterator[tuple[Sequence, float]]:
-    """Prompts with their due times. Those of one tenant trade them, as they trade places in the queue: the one with the
-    highest priority has the first. Other tenants see no difference."""
-    tenants: defaultdict[int, list[Sequence]] = defaultdict(list)
-    for sequence in members:
-        tenants[sequence.precedence.tenant_key].append(sequence)
-    for own in tenants.values():
-        ranked = sorted(
-            own, key=lambda each: (-each.precedence.within_tenant, each.first_due_s, each.arrival)
-        )
-        yield from zip(ranked, sorted(each.first_due_s for each in own), strict=True)
+def _first_itself(
+    turns: Iterable[tuple[Sequence, Sequence]], one: Sequence
+) -> list[tuple[Sequence, Sequence]]:
+    """The turns with that of `one` first and served by itself: its share is not another one's to take."""
+    turns = list(turns)
+    instead = next(served for owner, served in turns if owner is one)
+    others = [(owner, instead if served is one else served) for owner, served in turns if owner is not one]
+    return [(one, one), *others]

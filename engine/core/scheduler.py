@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.precedence import Precedence, PrecedenceQueue, in_order, take_last
+from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, take_last
 from engine.core.prompt_pacing import PromptPacing
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.pacing.token_clock import MIN_CHUNK_TOKENS
@@ -94,12 +95,13 @@ class Scheduler:
         self._max_running = max_running
         self._max_bypasses = max_bypasses
         self._pacing = pacing
+        self._head: Sequence | None = None
+        """The waiting sequence whose turn was first when triage last decided; None where it did not."""
 
     def enqueue(self, sequence: Sequence) -> None:
         """Adds a sequence to the queue."""
         sequence.status = SequenceStatus.WAITING
-        targets = sequence.request.targets
-        if targets is not None and targets.ttft_s is not None:
+        if sequence.due_after_s < math.inf:
             sequence.expected_cached = self._kv.cached_tokens(sequence)
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
@@ -146,8 +148,10 @@ class Scheduler:
         prefills = in_order(prefills)
         order = granted = None
         if self._pacing is not None and self._pacing.active:
-            order = self._pacing.order(now, decodes, prefills, islice(self.waiting.in_order(), _TRIAGED))
-            granted = self._pacing.grant(now, decodes, self._first(order or prefills))
+            waiting = list(islice(self.waiting.in_order(), _TRIAGED))
+            order = self._pacing.order(now, decodes, prefills, waiting)
+            self._head = _first_waiting(order)
+            granted = self._pacing.grant(now, decodes, self._first(order.order if order else prefills))
         if granted is not None:
             step = SchedulerOutput(now=now, whole=True)
             self._pace(step, decodes, order, prefills, granted)
@@ -174,7 +178,7 @@ class Scheduler:
         self,
         step: SchedulerOutput,
         decodes: list[Sequence],
-        order: list[Sequence] | None,
+        order: Turns[Sequence] | None,
         prefills: list[Sequence],
         granted: int,
     ) -> None:
@@ -193,24 +197,25 @@ class Scheduler:
             self._schedule_prompts(step, order, prefills)
 
     def _schedule_prompts(
-        self, step: SchedulerOutput, order: list[Sequence] | None, prefills: list[Sequence]
+        self, step: SchedulerOutput, order: Turns[Sequence] | None, prefills: list[Sequence]
     ) -> None:
         """Gives the budget to prompts in the order of triage, or else to running ones, then to waiting ones."""
         if order is None:
-            self._give_chunks(step, prefills)
+            for sequence in prefills:
+                if step.budget == 0:
+                    break
+                if sequence.status is SequenceStatus.RUNNING:
+                    _give_chunk(step, sequence)
             self._admit(step, iter(self.waiting.pop, None))
             return
         assert self._pacing is not None
-        step.whole, step.budget = True, min(step.budget, self._pacing.chunk_tokens(order[0]))
+        step.whole, step.budget = True, min(step.budget, self._pacing.chunk_tokens(order.order[0]))
         self._admit(step, self._by_triage(step, order))
-        self._give_chunks(step, (each for each in order if each not in step.num_new))
-
-    def _give_chunks(self, step: SchedulerOutput, prefills: Iterable[Sequence]) -> None:
-        """Gives the budget to those prompts that are running, in this order."""
-        for sequence in prefills:
+        for sequence in order.order:
             if step.budget == 0:
                 break
-            if sequence.status is SequenceStatus.RUNNING:
+            if sequence.status is SequenceStatus.RUNNING and sequence not in step.num_new:
+                self._take_turn(sequence, order)
                 _give_chunk(step, sequence)
 
     def _schedule_decodes(self, step: SchedulerOutput, decodes: list[Sequence], *, others: bool) -> None:
@@ -226,19 +231,29 @@ class Scheduler:
     def _grow(self, step: SchedulerOutput, sequence: Sequence) -> bool:
         """Allocates a block for a decode if it needs one, preempting as needed; False if it was preempted itself."""
         while not self._kv.grow(sequence):
-            candidates = [other for other in self.running if not other.request.prefill_only]
-            victim = take_last(candidates)
+            victim = self._victim()
             step.take_back(victim)
             step.preempted += 1
             self._kv.free(victim)
             del self.running[victim]
-            targets = victim.request.targets
-            if targets is not None and targets.ttft_s is not None:
-                victim.first_due_s = step.now + targets.ttft_s
             self.enqueue(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _victim(self) -> Sequence:
+        """Whom to preempt: the last in order of precedence, but in its class a late prompt before any other."""
+        candidates = [other for other in self.running if not other.request.prefill_only]
+        late = self._pacing.late if self._pacing is not None else frozenset()
+        if late:
+            lowest = min(other.precedence.class_rank for other in candidates)
+            paused = [
+                other
+                for other in candidates
+                if other in late and other.remaining > 1 and other.precedence.class_rank == lowest
+            ]
+            candidates = paused or candidates
+        return take_last(candidates)
 
     def _admit(self, step: SchedulerOutput, queued: Iterator[Sequence]) -> None:
         """Starts waiting sequences, as `queued` takes them off the queue, while there are budget, slots and blocks."""
@@ -268,16 +283,24 @@ class Scheduler:
             if sequence.misfit:
                 blocks_looked_up += len(sequence.block_hashes)
 
-    def _by_triage(self, step: SchedulerOutput, order: list[Sequence]) -> Iterator[Sequence]:
+    def _by_triage(self, step: SchedulerOutput, order: Turns[Sequence]) -> Iterator[Sequence]:
         """Takes sequences off the queue in this order; running prompts between them get their chunks."""
-        for sequence in order:
+        for sequence in order.order:
             if step.budget == 0:
                 return
+            self._take_turn(sequence, order)
             if sequence.status is SequenceStatus.RUNNING:
                 _give_chunk(step, sequence)
             else:
                 self.waiting.discard(sequence)
                 yield sequence
+
+    def _take_turn(self, sequence: Sequence, order: Turns[Sequence]) -> None:
+        """Gives a sequence that is served now the place and the due time of its turn."""
+        holder = order.take(sequence)
+        if holder is not sequence:
+            self.waiting.trade(sequence, holder)
+            sequence.first_due_s, holder.first_due_s = holder.first_due_s, sequence.first_due_s
 
     def _start(self, sequence: Sequence, step: SchedulerOutput, misfits: list[Sequence]) -> Offer:
         """Allocates blocks for a waiting sequence; appends it to `misfits` if it does not fit."""
@@ -297,10 +320,15 @@ class Scheduler:
 
     def _blocked_head(self, precedence: Precedence) -> Sequence | None:
         """The first waiting sequence, if it does not fit and a request with this precedence comes after it."""
-        first = self.waiting.peek()
+        first = self._head if self._head is not None and self._head in self.waiting else self.waiting.peek()
         if first is None or not first.misfit or precedence.precedes(first.precedence):
             return None
         return first
+
+
+def _first_waiting(order: Turns[Sequence] | None) -> Sequence | None:
+    waiting = (each for each in order.order if each.status is SequenceStatus.WAITING) if order else ()
+    return next(iter(waiting), None)
 
 
 def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:

@@ -73,7 +73,7 @@ class Sequence:
     cached_tokens: int = 0
     """Leading tokens whose KV was found in the prefix cache when it last started."""
     first_due_s: float = field(init=False)
-    """When its prompt is due, on the engine's clock: that of its targets, anew when it was preempted."""
+    """When its prompt is due, on the engine's clock: that of its targets, or of whom it traded places with."""
     expected_cached: int = 0
     """Leading tokens whose KV was in the prefix cache when it began to wait, if its first token has a target."""
     block_ids: list[int] = field(default_factory=list)
@@ -118,6 +118,17 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens so far, those of earlier attempts included."""
         return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def due_after_s(self) -> float:
+        """The target for its first token, in seconds; infinity without one."""
+        targets = self.request.targets
+        return math.inf if targets is None or targets.ttft_s is None else targets.ttft_s
+
+    @property
+    def has_own_output(self) -> bool:
+        """Whether it has output of this attempt, which its client has or gets."""
+        return len(self.tokens) > len(self.request.token_ids)
 
     @property
     def precedence(self) -> Precedence:

@@ -16,8 +16,6 @@ MAX_GAP_S = 0.5
 """No prompt keeps a stream without a token for longer than this, whatever it is ahead of its target."""
 MIN_CHUNK_TOKENS = 32
 """Prompt tokens are granted in at least this many, or up to the end of the prompt: a step has a price of its own."""
-TTFT_SHARE = 0.2
-"""A chunk takes at most this share of the target of its prompt's first token, so that a shorter prompt may come in."""
 HELD_S = 1.0
 """A prompt that got nothing for so long gets `MIN_CHUNK_TOKENS`, whatever is due."""
 
@@ -108,20 +106,17 @@ class TokenClock:
         *,
         remaining: int,
         context_tokens: int,
-        ttft_s: float | None = None,
         mixed: bool = False,
     ) -> int:
         """Prompt tokens that fit before the earliest token that is due, or 0: too few.
 
         `step_s` is the decode step that follows, or is `mixed` with them. The first prompt has `remaining` tokens after
-        `context_tokens`, and the target `ttft_s`. The grant may exceed that prompt.
+        `context_tokens`. The grant may exceed that prompt.
         """
         least = min(remaining, MIN_CHUNK_TOKENS)
         due_s = min((self.due_s(stream, step_s) for stream in streams), default=float("inf"))
         room_s = due_s - now - step_s - (fit.mixing_s if mixed else 0.0)
         tokens = fit.tokens_within(min(room_s, MAX_GAP_S), context_tokens)
-        if ttft_s is not None and tokens > least:
-            tokens = max(least, min(tokens, fit.tokens_within(TTFT_SHARE * ttft_s, context_tokens)))
         if tokens < least:
             if self._held_since_s is None:
                 self._held_since_s = now

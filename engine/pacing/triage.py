@@ -1,4 +1,4 @@
-"""Triage: who is served first when not all can be in time. As few are late as possible, and the late ones go by size.
+"""Triage: who is served first when not all can be in time. As few are late as possible, and the others go by size.
 
 Pure: jobs in, an order out. Each step decides anew, so nobody is given up for good.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -32,21 +34,26 @@ class Job(Generic[K]):
 
 @dataclass(frozen=True, slots=True)
 class Triage(Generic[K]):
-    """`in_time` by deadline, then `late` by size: the order of service."""
+    """`order` is that of service: `in_time` by deadline, and `behind` by size where they keep nobody from that."""
 
+    order: tuple[K, ...]
     in_time: tuple[K, ...]
-    late: tuple[K, ...]
+    behind: tuple[K, ...]
+    """Those that end late and those without a due time."""
+    late: frozenset[K]
     oldest_behind: K | None
-    """The first to arrive of those that are late or have no due time. Gets `OLDEST_SHARE` of the work."""
+    """The first of them to arrive. Gets `OLDEST_SHARE` of the work."""
 
 
-def triage(jobs: Iterable[Job[K]], ahead_s: float = 0.0) -> Triage[K]:
-    """Splits jobs that one worker computes one after the other so that as few as possible end late.
+def triage(jobs: Iterable[Job[K]], ahead_s: float = 0.0, keep_s: float = math.inf) -> Triage[K]:
+    """Orders jobs that one worker computes one after the other so that as few as possible end late.
 
-    `ahead_s`: seconds of other work that goes before all of them. Moore and Hodgson (1968): by deadline; when one ends
-    late, the longest so far goes last. O(n log n).
+    `ahead_s`: seconds of other work that goes before all of them. Those behind go before one that still has time if
+    all from that one on keep `keep_s` seconds to spare: whoever asks for a very late due time gains nothing by it.
+    Moore and Hodgson (1968): by deadline; when one ends late, the longest so far goes last. O(n log n).
     """
-    by_deadline = sorted(jobs, key=lambda job: (job.due_s, job.arrival))
+    jobs = sorted(jobs, key=lambda job: (job.due_s, job.arrival))
+    by_deadline = [job for job in jobs if job.due_s < math.inf]
     longest: list[tuple[float, int, Job[K]]] = []
     late: set[int] = set()
     ends_s = ahead_s
@@ -57,16 +64,36 @@ def triage(jobs: Iterable[Job[K]], ahead_s: float = 0.0) -> Triage[K]:
             _, _, given_up = heapq.heappop(longest)
             late.add(given_up.arrival)
             ends_s -= given_up.work_s
-    by_size = sorted(
-        (job for job in by_deadline if job.arrival in late), key=lambda job: (job.work_s, job.arrival)
+    in_time = [job for job in by_deadline if job.arrival not in late]
+    behind = sorted(
+        (job for job in jobs if job.arrival in late or job.due_s == math.inf),
+        key=lambda job: (job.work_s, job.arrival),
     )
-    behind = (job for job in by_deadline if job.arrival in late or job.due_s == math.inf)
     oldest = min(behind, key=lambda job: job.arrival, default=None)
     return Triage(
-        tuple(job.key for job in by_deadline if job.arrival not in late),
-        tuple(job.key for job in by_size),
+        tuple(job.key for job in _merged(in_time, behind, ahead_s, keep_s)),
+        tuple(job.key for job in in_time),
+        tuple(job.key for job in behind),
+        frozenset(job.key for job in behind if job.due_s < math.inf),
         None if oldest is None else oldest.key,
     )
+
+
+def _merged(
+    in_time: Sequence[Job[K]], behind: Sequence[Job[K]], ahead_s: float, keep_s: float
+) -> Iterator[Job[K]]:
+    """Both in their orders; one behind goes first where all the others in time keep `keep_s`."""
+    ends_s = accumulate((job.work_s for job in in_time), initial=ahead_s)
+    next(ends_s)
+    spare_s = [job.due_s - end_s for job, end_s in zip(in_time, ends_s, strict=True)]
+    least_s = [*accumulate(reversed(spare_s), min)][::-1]  # of each and all after it
+    waiting, delayed_s = deque(behind), 0.0
+    for job, left_s in zip(in_time, least_s, strict=True):
+        while waiting and delayed_s + waiting[0].work_s + keep_s <= left_s:
+            delayed_s += waiting[0].work_s
+            yield waiting.popleft()
+        yield job
+    yield from waiting
 
 
 class OldestTurn(Generic[K]):

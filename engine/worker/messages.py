@@ -107,7 +107,9 @@ def _targets(
     return ServiceTargets(
         tpot_s=targets.tpot_ms / 1e3 if targets.tpot_ms else None,
         ttft_s=targets.ttft_ms / 1e3 if targets.ttft_ms else None,
-        first_due_s=now + targets.ttft_left_ms / 1e3 if targets.ttft_ms else float("inf"),
+        first_due_s=now + min(targets.ttft_left_ms, targets.ttft_ms) / 1e3
+        if targets.ttft_ms
+        else float("inf"),
     )
 
 

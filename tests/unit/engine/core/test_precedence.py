@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from engine.core.precedence import Precedence, PrecedenceQueue, in_order, take_last
+from engine.core.precedence import (
+    Precedence,
+    PrecedenceQueue,
+    Turns,
+    in_order,
+    take_last,
+    turns_by_urgency,
+)
 from splitserve.errors import BrokenInvariantError
 
 
@@ -53,6 +61,38 @@ def test_priorities_change_nothing_for_other_tenants(given_: list[Precedence]) -
             turns = [item.precedence for item in drained(queue)]
             orders.append([turn for turn, p in enumerate(turns) if p.tenant_key == tenant])
         assert orders[0] == orders[1]
+
+
+@given(st.lists(precedences, max_size=12), st.randoms(use_true_random=False), st.data())
+def test_turns(given_: list[Precedence], chance: random.Random, data: st.DataObject) -> None:
+    """Who is served has the place of the turn, whoever was served before; the others keep the places that are left."""
+    items = items_of([replace(each, class_rank=0) for each in given_])
+    queue: PrecedenceQueue[Item] = PrecedenceQueue()
+    waiting = [item for item in items if chance.random() < 0.7]
+    for item in waiting:
+        queue.push(item)
+    owners = list(items)
+    chance.shuffle(owners)
+    pairs = turns_by_urgency(owners)
+    places = {owner: owner.place for owner in owners}
+    assert [(o.precedence.tenant_key) for o, _ in pairs] == [s.precedence.tenant_key for _, s in pairs]
+    turns = Turns(pairs)
+    assert turns.order == [served for _, served in pairs]
+    for owner, served in pairs[: data.draw(st.integers(0, len(pairs)))]:
+        holder = turns.take(served)
+        if holder is not served:
+            queue.trade(served, holder)
+        assert served.place == places[owner]
+        if served in queue:
+            queue.discard(served)
+            waiting.remove(served)
+    assert sorted(item.place for item in items) == list(range(len(items)))
+    left = drained(queue)
+    assert sorted(left, key=id) == sorted(waiting, key=id)
+    for tenant in range(3):
+        own = [served for _, served in pairs if served.precedence.tenant_key == tenant]
+        urgencies = [served.precedence.within_tenant for served in own]
+        assert urgencies == sorted(urgencies, reverse=True)
 
 
 @given(st.lists(precedences, max_size=12), st.sets(st.integers(0, 11)), st.integers(0, 4))

@@ -262,16 +262,78 @@ def test_priorities_trade_due_times_within_a_tenant() -> None:
     assert served(rig) == ["high", "other", "low"]
 
 
-def test_a_preempted_answer_is_due_anew() -> None:
-    rig = measured(num_blocks=150, max_running_requests=4)
-    targets = replace(first_within(rig, 1.0), tpot_s=TPOT_S)
+def test_an_expired_prompt_of_low_priority_makes_no_urgent_one_late() -> None:
+    rig = measured()
+    mine = Precedence(tenant_key=1)
+    ask(rig, "low", 500, -1.0, precedence=mine)
+    ask(rig, "other", 200, 0.6, precedence=Precedence(tenant_key=2))
+    ask(rig, "high", 200, 0.5, precedence=replace(mine, within_tenant=1))
+    assert served(rig) == ["high", "other", "low"]
+
+
+def test_a_tenant_gains_no_turns_by_leaving_one_that_it_does_not_want() -> None:
+    """Its first prompt waits with a low priority, while more urgent ones come and go in its turn."""
+    turns = {}
+    for priority in (0, 1):
+        rig = measured(num_blocks=20_000)
+        mine = Precedence(tenant_key=1)
+        ask(rig, "mine", 200, 3.0, precedence=mine)
+        for index in range(8):
+            ask(rig, f"other-{index}", 200, 3.1 + index, precedence=Precedence(tenant_key=2))
+            wanted = replace(mine, within_tenant=priority)
+            ask(rig, f"mine-{index}", 200, 3.2 + index, precedence=wanted)
+            rig.step()
+        turns[priority] = [name.startswith("mine") for name in served(rig)]
+    assert turns[0] == turns[1]
+
+
+@pytest.mark.parametrize("tpot_s", [TPOT_S, None])
+def test_an_interrupted_answer_goes_before_prompts(tpot_s: float | None) -> None:
+    rig = measured(num_blocks=150, max_running_requests=4, max_bypasses=0)
+    targets = replace(first_within(rig, 1.0), tpot_s=tpot_s)
     for index in range(3):
         rig.core.add_request(request(f"r{index}", prompt(index, 100), max_tokens=120, targets=targets))
     while not (again := [each for each in rig.core._scheduler.waiting.in_order() if each.num_output]):
         rig.step()
-    assert rig.clock.now - 0.5 <= again[0].first_due_s - 1.0 <= rig.clock.now
-    assert all(output.finish_reason is not None for output in rig.run().values())
+    for index in range(6):
+        ask(rig, f"short-{index}", 20, 0.5)
+    began = len(steps(rig))
+    outputs = rig.run()
+    computed = [name for _, work in steps(rig)[began:] for name, tokens in work.items() if tokens > 1]
+    assert computed[0] == again[0].request_id
+    assert all(outputs[f"r{index}"].finish_reason is not None for index in range(3))
+    for index in range(6):
+        rig.core.release_held(f"short-{index}")
     rig.assert_clean()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_late_prompt_gives_up_its_blocks_before_a_later_one_does(late: bool) -> None:
+    rig = measured()
+    within = first_within(rig, 0.2 if late else 5.0)
+    rig.core.add_request(request("first", prompt(1, 700), max_tokens=3, targets=within))
+    rig.step()
+    rig.clock.now += 0.15
+    rig.core.add_request(request("second", prompt(2, 100), max_tokens=3, targets=first_within(rig, 0.5)))
+    rig.step()
+    victim = rig.core._scheduler._victim()
+    assert victim.remaining > 1
+    assert victim.request_id == ("first" if late else "second")
+    rig.run()
+    rig.assert_clean()
+
+
+def test_chunks_stay_short_where_all_are_late() -> None:
+    rig = measured()
+    for index in range(4):
+        ask(rig, f"p{index}", 400, 0.5)
+    for index in range(4):  # late, and could have been in time
+        ask(rig, f"q{index}", 300, 0.45)
+    rig.clock.now += 0.5
+    rig.step()
+    assert rig.core.load().late_prompts == 8
+    assert max(sum(work.values()) for _, work in steps(rig)) * TOKEN_S <= 0.1 + 1e-6
+    served(rig)
 
 
 def test_a_target_that_nobody_can_keep_makes_no_chunk_shorter() -> None:

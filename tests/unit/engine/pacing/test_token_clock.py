@@ -14,7 +14,6 @@ from engine.pacing.token_clock import (
     HELD_S,
     MAX_GAP_S,
     MIN_CHUNK_TOKENS,
-    TTFT_SHARE,
     ClockMargin,
     StreamPace,
     TokenClock,
@@ -149,28 +148,6 @@ def test_the_due_times() -> None:
     stream.tokens = 100
     assert clock.due_s(stream, 0.02) == 10.0 + MAX_GAP_S  # it is far ahead
     assert clock.due_s(stream, 0.1) == pytest.approx(10.2)  # decoding alone misses the target
-
-
-@pytest.mark.parametrize(
-    ("remaining", "ttft_s", "granted"),
-    [(10_000, None, 200), (10_000, 0.625, 100), (10_000, 0.1, MIN_CHUNK_TOKENS), (7, 0.001, 7)],
-)
-def test_a_chunk_takes_a_share_of_the_target_of_its_first_token(
-    remaining: int, ttft_s: float | None, granted: int
-) -> None:
-    fit, stream = PromptFit(0.0, 1.25e-3, 0.0), StreamPace(1.0, 10.0, 10.0)
-    room_s = 200.5 * fit.token_s
-    got = TokenClock().grant(
-        10 + MAX_GAP_S - 0.02 - room_s,
-        [stream],
-        0.02,
-        fit,
-        remaining=remaining,
-        context_tokens=0,
-        ttft_s=None if ttft_s is None else ttft_s * (1 + 1e-9),
-    )
-    assert got == granted
-    assert TTFT_SHARE == 0.2
 
 
 def test_too_few_tokens_are_none_unless_the_prompt_ends_with_them() -> None:
