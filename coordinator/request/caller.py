@@ -46,13 +46,16 @@ class Caller:
 
     targets: RequestTargets | None = None
     """The tenant's own; what is None there, and None here, is that of the settings."""
+    any_target: bool = False
+    """Whether a request may name a target where neither tenant nor settings have one. It would go before other
+    tenants' requests by it."""
 
     def may_use(self, model: str) -> bool:
         """Whether the caller may use this model."""
         return "*" in self.models or any(fnmatchcase(model, pattern) for pattern in self.models)
 
 
-ANYONE = Caller("default", is_admin=True)
+ANYONE = Caller("default", is_admin=True, any_target=True)
 
 
 CLASS_RANKS: Mapping[PriorityClass, int] = MappingProxyType({"interactive": 1, "standard": 0, "batch": -1})

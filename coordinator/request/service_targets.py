@@ -16,23 +16,26 @@ def resolved_targets(
 
     What only the request asks for is no reason to refuse it. Batch tenants have none for the first token unless they
     or the request name one. Raises InvalidArgumentError for one that is out of range, or below that of the tenant or
-    the settings, which would put it before others.
+    the settings, or is named by a tenant where these have none: it would put the request before others.
     """
     own = caller.targets or RequestTargets()
     batch = caller.priority_class == "batch"
-    ttft_s = own.ttft_s or (None if batch else settings.ttft_slo_s)
+    least_ttft_s = own.ttft_s or settings.ttft_slo_s
+    ttft_s = own.ttft_s if batch else least_ttft_s
     tpot_s = own.tpot_s or settings.tpot_slo_s
     slo_ttft_s = None if batch else ttft_s
     if request.HasField("ttft_ms"):
-        ttft_s = _asked_s("ttft_ms", request.ttft_ms, MAX_TTFT_MS, ttft_s)
+        ttft_s = _asked_s("ttft_ms", request.ttft_ms, MAX_TTFT_MS, least_ttft_s, caller)
         slo_ttft_s = None if slo_ttft_s is None else ttft_s
     if request.HasField("tpot_ms"):
-        tpot_s = _asked_s("tpot_ms", request.tpot_ms, MAX_TPOT_MS, tpot_s)
+        tpot_s = _asked_s("tpot_ms", request.tpot_ms, MAX_TPOT_MS, tpot_s, caller)
     return RequestTargets(ttft_s, tpot_s), slo_ttft_s
 
 
-def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None) -> float:
+def _asked_s(name: str, value_ms: float, most_ms: int, least_s: float | None, caller: Caller) -> float:
     between(name, value_ms, LEAST_TARGET_MS, most_ms)
+    if least_s is None and not caller.any_target:
+        fail(name, "left out: this tenant has no such target here that could be exceeded")
     if least_s is not None and value_ms / 1e3 < least_s:
         fail(name, f"at least {least_s * 1e3:g}, the target here, not {value_ms:g}")
     return value_ms / 1e3

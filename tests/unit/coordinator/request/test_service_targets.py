@@ -24,10 +24,11 @@ def resolved(
     settings: AdmissionConfig,
     priority_class: PriorityClass = "standard",
     tenant: RequestTargets | None = None,
+    any_target: bool = True,
     **asked: Any,
 ) -> tuple[tuple[float | None, float | None], float | None]:
     """Both targets, and what admission refuses by."""
-    caller = replace(ANYONE, priority_class=priority_class, targets=tenant)
+    caller = replace(ANYONE, priority_class=priority_class, targets=tenant, any_target=any_target)
     targets, slo_ttft_s = resolved_targets(inference_pb2.GenerateRequest(**asked), caller, settings)
     return (targets.ttft_s, targets.tpot_s), slo_ttft_s
 
@@ -77,6 +78,20 @@ def test_more_than_that_is_refused_by_name(
     with pytest.raises(InvalidArgumentError, match=text) as caught:
         resolved(settings, tenant=tenant, **asked)
     assert caught.value.field in asked
+
+
+def test_a_batch_request_asks_for_no_less_than_the_settings_either() -> None:
+    with pytest.raises(InvalidArgumentError, match="ttft_ms must be at least 1000"):
+        resolved(BOTH, "batch", ttft_ms=500)
+
+
+@pytest.mark.parametrize("asked", [{"ttft_ms": 100.0}, {"tpot_ms": 100.0}])
+def test_a_tenant_s_request_cannot_name_what_nobody_else_has(asked: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgumentError, match="_ms must be left out") as caught:
+        resolved(NONE, any_target=False, **asked)
+    assert caught.value.field in asked
+    assert resolved(BOTH, any_target=False, ttft_ms=2000) == ((2.0, 0.05), 2.0)
+    assert resolved(NONE, tenant=RequestTargets(1.0), any_target=False, ttft_ms=2000)[0] == (2.0, None)
 
 
 def state(targets: RequestTargets | None = RequestTargets(1.0, 0.05), sent: int = 0) -> RequestState:  # noqa: B008
