@@ -15,7 +15,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=computed
 PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine autoscaler bench
 
-.PHONY: setup setup-vllm model demo test test-all test-vllm e2e-docker wheels check proto docs docs-check peer-vllm peer-dynamo clean help
+.PHONY: setup setup-vllm model demo test test-all test-vllm test-vllm-all e2e-docker wheels check proto docs docs-check peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -48,7 +48,10 @@ test-all: setup model ## All tests that need neither Docker nor a GPU, with sear
 	$(SEARCHING) $(PYTEST) $(SIDE_BY_SIDE) -m 'not docker and not vllm and not short and not alone'
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 
-test-vllm: setup-vllm model ## The tests of `--engine vllm`; VLLM_VERSION=0.30: with the oldest one
+test-vllm: setup-vllm model ## The tests of `--engine vllm`, without the long ones; VLLM_VERSION=0.30: with the oldest one
+	$(VLLM)/bin/python -m pytest -m 'vllm and not slow' tests/integration/vllm
+
+test-vllm-all: setup-vllm model ## All tests of `--engine vllm`
 	$(VLLM)/bin/python -m pytest -m vllm tests/integration/vllm
 
 e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)

@@ -33,7 +33,13 @@ def worst_share(reference: Path, prompt: Sequence[int], answer: Sequence[int]) -
     return float(((best - chosen) / (best - least)).max())
 
 
-@pytest.mark.parametrize("method", METHODS)
+IN_SHORT = {"gptq", "int8"}
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(method, marks=() if method in IN_SHORT else pytest.mark.slow) for method in METHODS],
+)
 async def test_answers_follow_the_quantized_weights(method: str, tmp_path: Path) -> None:
     checkpoint, reference = make_quantized_model(method, tmp_path)
     options = ["--context-tokens", "512", "--max-step-tokens", "64", "--kv-memory-bytes", "30000000"]

@@ -257,9 +257,14 @@ def test_kinds_that_vllm_does_not_compute_are_refused(models: Models, tmp_path: 
         assert caught.value.field == f"engine.adapters.{files.adapter.name}"
 
 
-@pytest.fixture
-async def cluster(models: Models, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """Both adapters on the prefill worker and on `decode-0`, one of them on `decode-1`."""
+TWO_RANKS = "--engine-args=--tensor-parallel-size 2"
+
+
+@pytest.fixture(
+    params=[(), pytest.param((TWO_RANKS,), marks=pytest.mark.slow)], ids=["one rank", "two ranks"]
+)
+async def cluster(models: Models, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """Both adapters on the prefill worker and on `decode-0`, one of them on `decode-1`; `decode-0` has the ranks."""
     options = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", str(CHUNK)]
     options += [
         "--served-model-name",
@@ -285,7 +290,7 @@ async def cluster(models: Models, tmp_path: Path) -> AsyncIterator[Cluster]:
     async with running(setup) as cluster:
         red, blue = (["--adapter", f"{name}={models.adapters[name]}"] for name in ("red", "blue"))
         cluster.add_worker("prefill", "prefill-0", *red, *blue)
-        cluster.add_worker("decode", "decode-0", *red, *blue)
+        cluster.add_worker("decode", "decode-0", *red, *blue, *request.param)
         cluster.add_worker("decode", "decode-1", *red)
         await cluster.wait_ready(prefill=1, decode=2)
         yield cluster
