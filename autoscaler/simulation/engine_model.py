@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from splitserve.config.engine import EngineConfig
@@ -40,6 +41,8 @@ class EngineModel:
     """From the arrival of the last byte to the first decode step: completion, admission."""
     prefill_step_s: float | None = None
     """Fixed part of a step with prompt tokens. Default: `step_s`, as for a decode step."""
+    separate_steps: bool = False
+    """Whether prompts with targets have steps of their own beside decodes that have targets, as on cpu."""
     request_s: float = 0.0
     """From a request's arrival until its prompt is queued: validation, tokenization, routing, reservation."""
 
@@ -57,6 +60,7 @@ class EngineModel:
             max_running_requests=config.max_running_requests,
             kv_capacity_tokens=blocks * config.block_size_tokens,
             context_tokens=config.context_tokens or DEFAULT_CONTEXT_TOKENS,
+            separate_steps=True,
         )
 
     def prefill_s(self, start: int, end: int) -> float:
@@ -75,6 +79,12 @@ class EngineModel:
     def decode_step_s(self, sequences: float, context_tokens: float) -> float:
         """Duration of a decode step."""
         return self.step_s + self.sequence_s * sequences + self.context_token_s * context_tokens
+
+    def step_of(self, chunks: Sequence[tuple[int, int]], contexts: Sequence[int]) -> float:
+        """Duration of a step of these chunks [start, end) of prompts, and of decodes with so many tokens each."""
+        base_s = self.prefill_base_s if chunks else self.step_s
+        decodes_s = self.sequence_s * len(contexts) + self.context_token_s * sum(contexts)
+        return base_s + decodes_s + sum(self.prefill_s(start, end) for start, end in chunks)
 
     def transfer_s(self, tokens: int) -> float:
         """Time to write the KV of `tokens` tokens over one lane."""

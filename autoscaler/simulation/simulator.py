@@ -17,7 +17,9 @@ from autoscaler.simulation.outcome import Moment, Outcome, Slo, moment_of, repli
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.simulation.traces.trace import Trace
 from autoscaler.snapshot import POOLS, PoolName
+from engine.pacing.token_clock import ServiceTargets
 from splitserve.config.coordinator import AdmissionConfig
+from splitserve.errors import InvalidArgumentError
 
 NO_BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 10_000), "decode": Bounds(1, 10_000)}
 _MINUTE_S = 60.0
@@ -46,6 +48,12 @@ class Scenario:
     """See `ClusterSettings`."""
     colocated: bool = False
     """See `ClusterSettings`."""
+    steps: bool = False
+    """Whether replicas are computed step by step; the SLO is then each request's own target."""
+
+    def __post_init__(self) -> None:
+        if self.steps:
+            _check_steps(self)
 
     @property
     def settings(self) -> ClusterSettings:
@@ -57,6 +65,8 @@ class Scenario:
             no_worker_wait_s=self.no_worker_wait_s,
             admission=self.admission,
             colocated=self.colocated,
+            steps=self.steps,
+            targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
         )
 
     def first_replicas(self) -> Mapping[PoolName, int]:
@@ -73,6 +83,23 @@ class Scenario:
             work["decode"][minute] += share * busy_s
         length_s = min(_MINUTE_S, max(1.0, self.trace.duration_s)) * _FIRST_UTILIZATION
         return {pool: max(1, math.ceil(max(work[pool]) / length_s)) for pool in POOLS}
+
+
+def _check_steps(scenario: Scenario) -> None:
+    """Raises InvalidArgumentError for what the engine's own core refuses."""
+    if scenario.prefix_cache == "pool":
+        raise InvalidArgumentError(
+            "prefix_cache: an engine has a cache of its own: worker or off", field="prefix_cache"
+        )
+    engine = scenario.engine
+    most = min(engine.context_tokens, engine.kv_capacity_tokens)
+    for number, request in enumerate(scenario.trace.requests):
+        if request.prompt_tokens + request.output_tokens > most:
+            raise InvalidArgumentError(
+                f"trace: request {number} has {request.prompt_tokens} + {request.output_tokens} tokens;"
+                f" a replica holds {most}",
+                field="trace",
+            )
 
 
 @dataclass(slots=True)

@@ -141,6 +141,9 @@ SHORT: Mapping[str, str] = {
         "splitserve simulate --trace azure_2023_conv.csv --policy policy.yaml --engine-preset h100x4-70b"
         " --cold-start 60 --baseline static-peak --no-bound --plot run.png"
     ),
+    "splitserve simulate --trace constant": (
+        "splitserve simulate --trace constant --rate 2 --duration 120 --steps --no-bound"
+    ),
     "splitserve up --help": "splitserve up --help",
     "splitserve health --tls DIR": "splitserve health --help",
     "python -m bench.advisor": (

@@ -74,6 +74,12 @@ AdmissionMode = Annotated[
     str,
     typer.Option(help="queue: the coordinator's admission, with its defaults; off: requests go on at once."),
 ]
+Steps = Annotated[
+    bool,
+    typer.Option(
+        "--steps", help="Compute replicas step by step with the engine's own scheduler, for short traces."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Rate = Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)]
 PeakRate = Annotated[
@@ -119,6 +125,7 @@ def simulate(
     engine_preset: EnginePreset = "simulated",
     prefix_cache: PrefixCacheKind = "worker",
     admission: AdmissionMode = "off",
+    steps: Steps = False,
     seed: Seed = 0,
     rate: Rate = 2.0,
     peak_rate: PeakRate = 8.0,
@@ -144,8 +151,9 @@ def simulate(
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
     scaling = _TraceScaling(peak_replicas, scale, jitter, seed)
     replayed = _scaled(_load(shape), engine, slo, scaling)
+    rule = _admission(admission)
     scenario = Scenario(
-        replayed, engine, slo, cold_start, prefix_cache=prefix_cache, admission=_admission(admission)
+        replayed, engine, slo, cold_start, prefix_cache=prefix_cache, admission=rule, steps=steps
     )
     with shown_progress("simulate") as progress:
         found = compare(scenario, rules, names, attainment_bar if bound else None, progress)

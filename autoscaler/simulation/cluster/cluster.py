@@ -11,14 +11,22 @@ from dataclasses import dataclass
 
 from autoscaler.reconcile import Action, Activate, Drain, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import AdmittedRequests
-from autoscaler.simulation.cluster.decode_replica import DecodeReplica
-from autoscaler.simulation.cluster.prefill_replica import PrefillReplica, PrefixCache
-from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
+from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill, PrefixCache
+from autoscaler.simulation.cluster.replica import (
+    DecodeReplica,
+    EventQueue,
+    PrefillReplica,
+    SimulatedReplica,
+    SimulatedRequest,
+)
 from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
+from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.snapshot import PoolName, ReplicaState
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.routing.router import Router
+from engine.pacing.token_clock import ServiceTargets
 from splitserve.config.coordinator import AdmissionConfig
 
 
@@ -39,6 +47,10 @@ class ClusterSettings:
     colocated: bool = False
     """Decode replicas compute all prompts, as with `local_prefill: always`; prefill replicas only those of answers of
     one token."""
+    steps: bool = False
+    """Whether replicas are computed step by step, with the engine's own scheduler."""
+    targets: ServiceTargets | None = None
+    """Of every request, where replicas are computed step by step."""
 
 
 class Cluster:
@@ -202,18 +214,31 @@ class Cluster:
         self._on_end(request, now_s)
 
     def _make(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
-        engine, events = self._settings.engine, self._events
         if pool == "prefill":
-            own = self._settings.prefix_cache == "worker"
-            cache = self._new_cache(own) if own else self._shared_cache
-            prefill = PrefillReplica(name, now_s, engine, events, cache, self._computed)
+            prefill = self._make_prefill(name, now_s)
             self.prefill.append(prefill)
             return prefill
-        has_cache = self._settings.colocated and self._settings.prefix_cache == "worker"
-        own_cache = self._new_cache(own=False) if has_cache else None
-        decode = DecodeReplica(name, now_s, engine, events, self._reserved, self._decoded, own_cache)
+        decode = self._make_decode(name, now_s)
         self.decode.append(decode)
         return decode
+
+    def _make_prefill(self, name: str, now_s: float) -> PrefillReplica:
+        settings, events = self._settings, self._events
+        own = settings.prefix_cache == "worker"
+        if settings.steps:
+            targets = settings.targets
+            return SteppedPrefill(name, now_s, settings.engine, events, targets, own, self._computed)
+        cache = self._new_cache(own) if own else self._shared_cache
+        return ChunkedPrefill(name, now_s, settings.engine, events, cache, self._computed)
+
+    def _make_decode(self, name: str, now_s: float) -> DecodeReplica:
+        settings, events = self._settings, self._events
+        has_cache = settings.colocated and settings.prefix_cache == "worker"
+        if settings.steps:
+            targets, reserved, decoded = settings.targets, self._reserved, self._decoded
+            return SteppedDecode(name, now_s, settings.engine, events, targets, has_cache, reserved, decoded)
+        cache = self._new_cache(own=False) if has_cache else None
+        return ClosedFormDecode(name, now_s, settings.engine, events, self._reserved, self._decoded, cache)
 
     def _new_cache(self, own: bool) -> PrefixCache:
         tokens = self._settings.cache_tokens or self._settings.engine.kv_capacity_tokens

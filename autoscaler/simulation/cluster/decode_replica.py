@@ -21,7 +21,7 @@ from heapq import heapify, heappop, heappush
 
 from autoscaler.simulation.cluster.local_prompts import LocalPrompt, LocalPrompts
 from autoscaler.simulation.cluster.prefill_replica import PrefixCache
-from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.cluster.replica import DecodeReplica, EventQueue, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 
 _SAME_STEP = 1e-6
@@ -29,7 +29,7 @@ _SPARE = 0.01
 """Share of the KV capacity that new requests leave free for running sequences to grow."""
 
 
-class DecodeReplica(SimulatedReplica):
+class ClosedFormDecode(DecodeReplica):
     """Decodes sequences. Calls `reserved` when a request has its KV, `done` when it has ended."""
 
     def __init__(

@@ -6,13 +6,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from autoscaler.simulation.cluster.local_prompts import chunk
-from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.cluster.replica import CacheChanges, EventQueue, PrefillReplica, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 from engine.core.step_stats import StepRates
 
 
-class PrefillReplica(SimulatedReplica):
+class ChunkedPrefill(PrefillReplica):
     """Computes prompts. Calls `done` with each complete prompt, the time, and the time when its KV is on decode."""
 
     def __init__(
@@ -27,23 +27,60 @@ class PrefillReplica(SimulatedReplica):
         super().__init__(name, ordered_s)
         self._engine = engine
         self._events = events
-        self.cache = cache
+        self._cache = cache
         self._done = done
         self._waiting: deque[SimulatedRequest] = deque()
         self._running: list[SimulatedRequest] = []
         self._step: list[tuple[SimulatedRequest, int]] | None = None
         self._lane_free_s = 0.0
         self._began_s = 0.0
-        self.rates = StepRates()
-        self.queued_tokens = 0
-        """Prompt tokens to compute, of waiting and running prompts."""
-        self.computed_tokens = 0
-        self.busy_s = 0.0
+        self._rates = StepRates()
+        self._queued_tokens = 0
+        self._computed_tokens = 0
+        self._busy_s = 0.0
 
     @property
     def waiting(self) -> int:
         """Prompts not started yet."""
         return len(self._waiting)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens to compute, of waiting and running prompts."""
+        return self._queued_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens computed so far."""
+        return self._computed_tokens
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent computing so far."""
+        return self._busy_s
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As workers report it; 0 until measured."""
+        return self._rates.prefill_tokens_per_s
+
+    @property
+    def tells_cache(self) -> bool:
+        """Whether this replica has a prefix cache of its own, whose changes the router learns."""
+        return self._cache is not None and self._cache.changes is not None
+
+    @property
+    def cache_has_changed(self) -> bool:
+        """Whether `take_cache_changes` has something to tell."""
+        return self._cache is not None and bool(self._cache.changes)
+
+    def take_cache_changes(self) -> CacheChanges:
+        """What has changed since the last call."""
+        assert self._cache is not None
+        changes, self._cache.changes = self._cache.changes or {}, {}
+        # Parents first: the cache inserts a prompt's blocks from its end.
+        stored = [block for block, is_stored in reversed(changes.items()) if is_stored]
+        return CacheChanges(stored, [block for block, is_stored in changes.items() if not is_stored])
 
     @property
     def load(self) -> int:
@@ -52,11 +89,11 @@ class PrefillReplica(SimulatedReplica):
 
     def enqueue(self, request: SimulatedRequest, now_s: float) -> None:
         """Queues a prompt for which decode has reserved KV."""
-        if self.cache is not None:
-            request.cached = request.computed = self.cache.cached_tokens(
+        if self._cache is not None:
+            request.cached = request.computed = self._cache.cached_tokens(
                 request.block_ids, request.prompt_tokens
             )
-        self.queued_tokens += request.remaining
+        self._queued_tokens += request.remaining
         self._waiting.append(request)
         if self._step is None:
             self._begin(now_s)
@@ -97,10 +134,10 @@ class PrefillReplica(SimulatedReplica):
             total += tokens
             if request.computed == request.prompt_tokens:
                 complete.append(request)
-        self.queued_tokens -= total
-        self.computed_tokens += total
-        self.busy_s += now_s - self._began_s
-        self.rates.record(total, now_s - self._began_s)
+        self._queued_tokens -= total
+        self._computed_tokens += total
+        self._busy_s += now_s - self._began_s
+        self._rates.record(total, now_s - self._began_s)
         # Writes overlap with the next step; the lane carries one chunk after the other.
         self._lane_free_s = max(self._lane_free_s, now_s) + self._engine.transfer_s(total)
         if complete:
@@ -109,8 +146,8 @@ class PrefillReplica(SimulatedReplica):
         if self._running or self._waiting:
             self._begin(now_s)
         for request in complete:
-            if self.cache is not None:
-                self.cache.keep(request.block_ids)
+            if self._cache is not None:
+                self._cache.keep(request.block_ids)
             self._done(request, now_s, self._lane_free_s)
 
 

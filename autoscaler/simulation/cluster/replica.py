@@ -1,9 +1,15 @@
-"""What replicas of both pools have in common: identity, life cycle, and the event queue of the virtual clock."""
+"""What replicas of both pools have in common: identity, life cycle, and the event queue of the virtual clock.
+
+A replica is computed in closed form (`prefill_replica.py`, `decode_replica.py`), or step by step by the engine's own
+core (`stepped_replicas.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.snapshot import ReplicaState
@@ -35,7 +41,7 @@ class EventQueue:
         return when_s, event
 
 
-class SimulatedReplica:
+class SimulatedReplica(ABC):
     """A replica from the order to start it until it ended."""
 
     def __init__(self, name: str, ordered_s: float) -> None:
@@ -48,9 +54,9 @@ class SimulatedReplica:
         """Requests routed to it that have not ended."""
 
     @property
+    @abstractmethod
     def load(self) -> int:
         """Requests that run or wait here. The least loaded replica is drained first."""
-        return self.assigned
 
     def enter(self, state: ReplicaState, now_s: float) -> None:
         """Enters a state."""
@@ -125,3 +131,108 @@ class SimulatedRequest:
         if self.finished_s is None or self.first_token_s is None or self.output_tokens < 2:
             return None
         return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
+
+
+class CacheChanges(NamedTuple):
+    """Names of trace blocks that a prefix cache took in, parents first, and of those that it gave up."""
+
+    stored: list[int]
+    removed: list[int]
+
+
+class PrefillReplica(SimulatedReplica):
+    """Computes prompts for which decode has reserved KV."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Prompts not started yet."""
+
+    @property
+    @abstractmethod
+    def queued_tokens(self) -> int:
+        """Prompt tokens to compute, of waiting and running prompts."""
+
+    @property
+    @abstractmethod
+    def prefill_tokens_per_s(self) -> float:
+        """As workers report it; 0 until measured."""
+
+    @property
+    @abstractmethod
+    def computed_tokens(self) -> int:
+        """Prompt tokens computed so far."""
+
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds spent computing so far."""
+
+    @abstractmethod
+    def enqueue(self, request: SimulatedRequest, now_s: float) -> None:
+        """Queues a prompt for which decode has reserved KV."""
+
+    @property
+    @abstractmethod
+    def tells_cache(self) -> bool:
+        """Whether this replica has a prefix cache of its own, whose changes the router learns."""
+
+    @property
+    @abstractmethod
+    def cache_has_changed(self) -> bool:
+        """Whether `take_cache_changes` has something to tell."""
+
+    @abstractmethod
+    def take_cache_changes(self) -> CacheChanges:
+        """What has changed since the last call."""
+
+
+class DecodeReplica(SimulatedReplica):
+    """Decodes sequences, and computes prompts that are left to it."""
+
+    @property
+    @abstractmethod
+    def running(self) -> int:
+        """Sequences in the batch."""
+
+    @property
+    @abstractmethod
+    def waiting_reservations(self) -> int:
+        """Requests that wait for a reservation."""
+
+    @property
+    @abstractmethod
+    def context_tokens(self) -> float:
+        """KV tokens of the running batch and of reservations."""
+
+    @property
+    @abstractmethod
+    def local_tokens(self) -> int:
+        """Prompt tokens to be computed here."""
+
+    @property
+    @abstractmethod
+    def step_s(self) -> float:
+        """Duration of the current step, seconds; 0 when idle."""
+
+    @abstractmethod
+    def produced(self, now_s: float) -> Iterator[tuple[SimulatedRequest, int]]:
+        """Running sequences with their output tokens so far."""
+
+    @abstractmethod
+    def reserve(self, request: SimulatedRequest, now_s: float) -> None:
+        """Reserves KV and a batch slot for a request, now or when they are free, in order of arrival."""
+
+    @abstractmethod
+    def prefill_here(
+        self, request: SimulatedRequest, now_s: float, computed: Callable[[float], None]
+    ) -> None:
+        """Computes the prompt of a request that has its reservation. Calls `computed` with the time when it is."""
+
+    @abstractmethod
+    def join(self, request: SimulatedRequest, now_s: float) -> None:
+        """Adds a sequence to the batch: its KV is here and its first token is known."""
+
+    @abstractmethod
+    def leave(self, request: SimulatedRequest, now_s: float) -> None:
+        """Releases the reservation of a request that never ran here."""

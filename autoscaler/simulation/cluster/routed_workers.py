@@ -11,9 +11,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 
-from autoscaler.simulation.cluster.decode_replica import DecodeReplica
-from autoscaler.simulation.cluster.prefill_replica import PrefillReplica
-from autoscaler.simulation.cluster.replica import SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.cluster.replica import (
+    DecodeReplica,
+    PrefillReplica,
+    SimulatedReplica,
+    SimulatedRequest,
+)
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
@@ -193,11 +196,7 @@ class RoutedWorkers:
     def _take_cache_changes(self, now_s: float) -> None:
         """Processes the reports that changes of the prefix caches cause."""
         for prefill in self._prefill.values():
-            if (
-                prefill.cache is not None
-                and prefill.cache.changes
-                and now_s >= self._reported_s[prefill.name] + SOON_S
-            ):
+            if prefill.cache_has_changed and now_s >= self._reported_s[prefill.name] + SOON_S:
                 self._report(prefill, now_s)
 
     def _replica(self, name: str) -> PrefillReplica | DecodeReplica | None:
@@ -240,16 +239,13 @@ class RoutedWorkers:
         heappush(self._due, (now_s + REPORT_S, replica.name))
 
     def _tell_cache(self, replica: PrefillReplica, worker: Worker) -> None:
-        if replica.cache is None or replica.cache.changes is None:
+        if not replica.tells_cache:
             return
         sequence = self._sequence.get(worker.worker_id, 0) + 1
-        if not replica.cache.changes and sequence > 1:
+        if not replica.cache_has_changed and sequence > 1:
             return
         self._sequence[worker.worker_id] = sequence
-        changes, replica.cache.changes = replica.cache.changes, {}
-        # Parents first: the simulated cache inserts a prompt's blocks from its end.
-        stored = [block for block, is_stored in reversed(changes.items()) if is_stored]
-        removed = [block for block, is_stored in changes.items() if not is_stored]
+        stored, removed = replica.take_cache_changes()
         events = registry_pb2.CacheEvents(
             sequence=sequence, cleared=sequence == 1, removed=_names(removed), stored=_names(stored)
         )
@@ -261,7 +257,7 @@ def _prefill_load(replica: PrefillReplica) -> registry_pb2.WorkerLoad:
         waiting_requests=replica.waiting,
         running_requests=replica.load - replica.waiting,
         waiting_tokens=replica.queued_tokens,
-        prefill_tokens_per_second=replica.rates.prefill_tokens_per_s,
+        prefill_tokens_per_second=replica.prefill_tokens_per_s,
     )
 
 
