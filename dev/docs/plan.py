@@ -102,6 +102,12 @@ SCENES = (
         {},
     ),
     Scene(
+        "engine.md: workers that lend each other cores",
+        {},
+        {"splitserve up --core-exchange /dev/shm/splitserve-cores": "{} " + PORTS},
+        {},
+    ),
+    Scene(
         "README: each service by itself, with model-routes.md",
         {},
         {

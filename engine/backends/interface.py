@@ -38,12 +38,23 @@ class StepLogits(NamedTuple):
 class Forward(ABC):
     """Runs the model on scheduled sequences."""
 
+    speedup: float = 1.0
+    """How many times as much compute as this worker's own the last step had: neighbours may have lent cores."""
+
     @abstractmethod
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """Writes the new positions' KV; returns the logits of the sampled ones. May return before both are done."""
 
     def finish(self) -> None:
         """Waits until the step is computed. After that peers may read the KV written and overwrite the KV read."""
+        return
+
+    def rest(self) -> None:
+        """There is nothing to do until the next `logits`."""
+        return
+
+    def close(self) -> None:
+        """Gives back what is not memory."""
         return
 
     def poll_while_computing(self, poll: Callable[[], None]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import torch
 
 from engine.backends.cpu.attention import attends
+from engine.backends.cpu.core_exchange import CoreExchange
 from engine.backends.cpu.forward import CpuForward
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cuda.forward import CudaForward, PagedAttention
@@ -38,7 +40,10 @@ def make_forward(
     log_event("engine.attention", backend="kernels" if kernels else chosen, device=str(model.device))
     if chosen == "torch":
         if kernels is not None:
-            return CpuForward(model, pool, kernels, config.max_running_requests, context_tokens)
+            exchange = None
+            if config.core_exchange is not None:
+                exchange = CoreExchange(config.core_exchange, os.sched_getaffinity(0))
+            return CpuForward(model, pool, kernels, config.max_running_requests, context_tokens, exchange)
         contiguous_kv_bytes = config.contiguous_kv_bytes
         if contiguous_kv_bytes is None:
             contiguous_kv_bytes = pool.num_blocks * pool.layout.block_bytes // 4

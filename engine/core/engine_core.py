@@ -236,7 +236,10 @@ class EngineCore(Engine):
         self._pending.put(step.result)
         if self._pacing.active:
             self._pacing.stepped(ended_s, step.num_new)
-        self._meter.end(ended_s, step.num_new, more=self.has_work())
+        more = self.has_work()
+        self._meter.end(ended_s, step.num_new, more=more, speedup=self._runner.speedup)
+        if not more:
+            self._runner.rest()
 
     @property
     def result_can_wait(self) -> bool:

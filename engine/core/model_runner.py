@@ -72,6 +72,15 @@ class ModelRunner(ABC):
         runners whose thread computes itself."""
         return
 
+    @property
+    def speedup(self) -> float:
+        """How many times as much compute as this worker's own the last step had; 1 where nobody lends any."""
+        return 1.0
+
+    def rest(self) -> None:
+        """There is nothing to do until the next step. Ignored where nobody can use the device meanwhile."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Releases the KV blocks and the weights."""
@@ -103,6 +112,7 @@ def warm_up(runner: ModelRunner, max_step_tokens: int | None, prompt_tokens: int
                 sampling=SamplingParams(temperature=0.0),
             )
             runner.execute([sequence])
+        runner.rest()
     except RowsFailedError as error:
         # The model may fail on this prompt (NaN logits) and still work on others; the code has run.
         log_event("worker.warm_up_failed", error=error.message)

@@ -83,6 +83,8 @@ class StepTotals:
     output_tokens: int = 0
     context_tokens: int = 0
     """Tokens of which KV was read, added up over the sequences of each step."""
+    lent_steps: int = 0
+    """Steps that neighbours lent cores to."""
 
     def record(
         self, prompt_tokens: int, output_tokens: int, num_new: Mapping[Sequence, int], s: float
@@ -153,8 +155,12 @@ class StepMeter:
         """A step begins."""
         self._began_s = now if self._busy_since_s is None else self._busy_since_s
 
-    def end(self, now: float, num_new: Mapping[Sequence, int], more: bool) -> None:
-        """A step ends that computed `num_new` tokens of each sequence; `more`: another can follow at once."""
+    def end(self, now: float, num_new: Mapping[Sequence, int], more: bool, speedup: float = 1.0) -> None:
+        """A step ends that computed `num_new` tokens of each sequence; `more`: another can follow at once.
+
+        The fit of prompt times is of what the worker can do alone: a step that had `speedup` times as much compute
+        counts for as much longer there.
+        """
         self._busy_since_s = now if more else None
         if not num_new:
             return
@@ -164,7 +170,8 @@ class StepMeter:
         self.rates.record(prefill_tokens, duration_s)
         totals = self.totals["prefill" if prefill_tokens else "decode"]
         totals.record(prefill_tokens, decoding, num_new, duration_s)
-        self._fit_parts(num_new, prefill_tokens, decoding, duration_s)
+        totals.lent_steps += speedup > 1
+        self._fit_parts(num_new, prefill_tokens, decoding, duration_s * speedup)
 
     def _fit_parts(
         self, num_new: Mapping[Sequence, int], prefill_tokens: int, decoding: int, duration_s: float

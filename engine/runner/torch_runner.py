@@ -124,8 +124,18 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.poll_while_computing`."""
         self._forward.poll_while_computing(poll)
 
+    @property
+    def speedup(self) -> float:
+        """See `ModelRunner.speedup`."""
+        return self._forward.speedup
+
+    def rest(self) -> None:
+        """See `ModelRunner.rest`."""
+        self._forward.rest()
+
     def close(self) -> None:
         """Releases the pool and the weights."""
+        self._forward.close()
         del self._forward, self._wire, self._pool
         if self._device.type == "cuda":
             del self._context.backend  # it has views of the pool

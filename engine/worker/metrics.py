@@ -97,7 +97,9 @@ def step_metrics(totals: TotalsByKind) -> list[Metric]:
         batches.add_metric([kind], buckets, sum_value=total.sequences)
         tokens.add_metric([kind, "prompt"], total.prompt_tokens)
         tokens.add_metric([kind, "output"], total.output_tokens)
-    return [durations, batches, tokens]
+    lent = {str(kind): float(total.lent_steps) for kind, total in totals.items()}
+    text = "Steps that neighbours lent cores to"
+    return [durations, batches, tokens, counters("splitserve_steps_with_lent_cores", text, "kind", lent)]
 
 
 def work_metrics(totals: TotalsByKind, work: StepWork | None, config: EngineConfig) -> list[Metric]:

@@ -66,6 +66,7 @@ SHOWN = (
     "engine.max_step_tokens",
     "engine.context_tokens",
     "engine.threads",
+    "engine.core_exchange",
 )
 """Settings with an option; the others are set in the file or by environment variables."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.backends.cpu.attention import CpuAttention, DecodeInputs, Part, chunk_parts
+from engine.backends.cpu.core_exchange import CoreExchange
 from engine.backends.cpu.graphs.decode_graphs import CpuDecodeGraphs
 from engine.backends.cpu.graphs.memory_planner import MemoryPlanner
 from engine.backends.cpu.graphs.prefill_graphs import ChunkStep, CpuPrefillGraphs
@@ -21,6 +22,10 @@ from engine.core.types import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
 from splitserve.generation.kv_blocks import blocks_for
+from splitserve.logs import log_event
+
+MIN_LENT_TOKENS = 64
+"""A shorter chunk is over before another core is of use."""
 
 
 class CpuForward(Forward):
@@ -33,9 +38,12 @@ class CpuForward(Forward):
         kernels: CpuKernels,
         max_rows: int,
         context_tokens: int,
+        exchange: CoreExchange | None = None,
     ) -> None:
-        """`max_rows` sequences in a step at most, of up to `context_tokens` tokens each."""
+        """`max_rows` sequences in a step at most, of up to `context_tokens` tokens each. `exchange`: with neighbours on
+        this host that lend their cores while they rest."""
         self._module, self._kernels = model.module, kernels
+        self._exchange = exchange
         self._block_size = pool.layout.block_size_tokens
         self._columns = blocks_for(context_tokens, self._block_size)
         self._backend = CpuAttention(pool, kernels)
@@ -49,16 +57,48 @@ class CpuForward(Forward):
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """See `Forward.logits`."""
+        self.speedup = 1.0
+        if self._exchange is not None:
+            self._exchange.work()
         order = [index for index, sequence in enumerate(batch) if sequence.sample]
         logits = None
         if all(sequence.num_new == 1 for sequence in batch):
             logits = self.decode_graphs.logits(batch)
         elif len(batch) == 1 and self.decode_graphs.graphs:
             # A decode graph exists, so this model can be captured: the first one was compared with it.
-            logits = self.prefill_graphs.logits(batch)
+            logits = self._chunk_logits(batch)
         if logits is None:
             return self._run_uncaptured(batch)
         return self._step_logits(logits if len(order) == len(batch) else logits[order], order)
+
+    def rest(self) -> None:
+        """See `Forward.rest`."""
+        if self._exchange is not None:
+            self._exchange.rest()
+
+    def close(self) -> None:
+        """See `Forward.close`."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def _chunk_logits(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor | None:
+        """Of one chunk, with the cores of neighbours that rest."""
+        exchange, kernels = self._exchange, self._kernels
+        if exchange is None or batch[0].num_new < MIN_LENT_TOKENS or not (lent := exchange.borrow()).cores:
+            return self.prefill_graphs.logits(batch)
+        try:
+            if not kernels.use(lent):
+                log_event("engine.core_exchange_off", why="this process may not run on its neighbours' cores")
+                self._exchange = None
+                return self.prefill_graphs.logits(batch)
+            logits = self.prefill_graphs.logits(batch)
+            shared = kernels.ops_shared / max(1, kernels.ops_run)
+            self.speedup = 1.0 + shared * len(lent.cores) / kernels.threads
+            return logits
+        finally:
+            kernels.use_own()
+            exchange.give_back(lent)
 
     def _eager(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor:
         self._decode_inputs.fill(batch)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.backends.cpu.build import load_library
+from engine.backends.cpu.core_exchange import BorrowedCores
 from engine.backends.cpu.ops import (
     OP,
     NormKind,
@@ -44,6 +45,10 @@ class CpuKernels:
         """Raises UnavailableError as `load_library`."""
         self.recorder: OpRecorder | None = None
         self._threads = threads
+        self._borrowed: BorrowedCores | None = None
+        self._placed: tuple[int, ...] = ()
+        self.ops_run = self.ops_shared = 0
+        """Operations that `run` computed since the latest `use`, and those that borrowed cores had a part in."""
         self._weights = WeightMemory()
         library = load_library()
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -53,6 +58,11 @@ class CpuKernels:
         self._pack.argtypes = [pointer, number, number, pointer]
         self._run = library.splitserve_run
         self._run.argtypes = [pointer, number, ctypes.c_int]
+        self._run_lent = library.splitserve_run_lent
+        self._run_lent.argtypes = [pointer, number, ctypes.c_int, ctypes.c_int, pointer, ctypes.c_int]
+        self._run_lent.restype = number
+        self._place = library.splitserve_place
+        self._place.argtypes = [ctypes.c_int, ctypes.c_int, pointer]
         self._linear = library.splitserve_linear
         self._linear.argtypes = [ctypes.c_int, *[pointer] * 4, *[number] * 4]
         self._rms_norm = library.splitserve_rms_norm
@@ -62,9 +72,39 @@ class CpuKernels:
         for function in (self._argmax, self._pack, self._run, self._linear, self._rms_norm):
             function.restype = None
 
+    @property
+    def threads(self) -> int:
+        """On cores of this worker's own."""
+        return self._threads
+
     def run(self, ops: Ops) -> None:
         """Computes operations `[n]` of dtype `OP`, one after the other; does not record them."""
-        self._run(ops.ctypes.data, len(ops), self._threads)
+        if self._borrowed is None:
+            self._run(ops.ctypes.data, len(ops), self._threads)
+            return
+        lent = self._borrowed
+        owners = (ctypes.c_void_p * len(lent.addresses))(*lent.addresses)
+        more = len(lent.cores)
+        self.ops_run += len(ops)
+        self.ops_shared += self._run_lent(
+            ops.ctypes.data, len(ops), self._threads, more, owners, len(lent.addresses)
+        )
+
+    def use(self, borrowed: BorrowedCores) -> bool:
+        """Lets `run` use these cores too, until `use_own`; returns whether the system lets it."""
+        if borrowed.cores != self._placed:
+            cores = (ctypes.c_int * len(borrowed.cores))(*borrowed.cores)
+            if not self._place(self._threads, len(borrowed.cores), cores):
+                self._placed = ()
+                return False
+            self._placed = borrowed.cores
+        self._borrowed = borrowed
+        self.ops_run = self.ops_shared = 0
+        return True
+
+    def use_own(self) -> None:
+        """Ends `use`."""
+        self._borrowed = None
 
     def compute(self, op: Ops) -> None:
         """Computes one operation, and records it if there is a recorder."""

@@ -5,6 +5,7 @@
 // rest of the batch.
 
 #include <omp.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <vector>
@@ -31,13 +32,30 @@ void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   }
 }
 
+// Bytes that are 1 while the neighbours rest whose cores some of the threads run on.
+struct Lent {
+  const volatile uint8_t* const* rests;
+  int count;
+
+  bool wanted_back() const {
+    for (int i = 0; i < count; i++)
+      if (!*rests[i]) return true;
+    return false;
+  }
+};
+
 // Every thread walks the whole list. Parallel operations are shared by all threads, with a barrier before and after;
-// thread 0 computes runs of serial operations alone, without barriers between them.
-void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<bf16>& shared) {
+// thread 0 computes runs of serial operations alone, without barriers between them. Once cores are wanted back, it ends
+// before the next operation that has a barrier; `*end` says which.
+void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<bf16>& shared, const Lent& lent,
+             int64_t* end) {
   bool parallel = false;  // whether the previous operation was parallel
   for (int64_t i = 0; i < count; i++) {
     if (!ops[i].serial || parallel) {
+      // Only a thread that has passed the barrier writes again, and then another number: so all see the same.
+      if (lent.count && thread == 0 && lent.wanted_back()) __atomic_store_n(end, i, __ATOMIC_RELAXED);
 #pragma omp barrier
+      if (lent.count && __atomic_load_n(end, __ATOMIC_RELAXED) == i) return;
     }
     parallel = !ops[i].serial;
     if (parallel)
@@ -47,16 +65,19 @@ void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<
   }
 }
 
-void run(const Op* ops, int64_t count, int threads) {
+// Returns how many operations were computed: all, unless cores were lent and wanted back.
+int64_t run(const Op* ops, int64_t count, int threads, const Lent& lent = {nullptr, 0}) {
   static thread_local std::vector<bf16> memory;  // the calling thread's; all OpenMP threads use it
   std::vector<bf16>& shared = memory;
   if (threads == 1 || (count == 1 && ops->serial)) {
     for (int64_t i = 0; i < count; i++) perform(ops[i], 0, 1, shared);
-    return;
+    return count;
   }
+  int64_t end = count;
   // OpenMP's threads, because torch's operations before and after use them too: other threads would compete for cores.
 #pragma omp parallel num_threads(threads)
-  execute(ops, count, omp_get_thread_num(), omp_get_num_threads(), shared);
+  execute(ops, count, omp_get_thread_num(), omp_get_num_threads(), shared, lent, &end);
+  return end;
 }
 
 }  // namespace
@@ -66,6 +87,30 @@ extern "C" {
 int64_t splitserve_op_bytes() { return sizeof(Op); }
 
 void splitserve_run(const void* ops, int64_t count, int threads) { run((const Op*)ops, count, threads); }
+
+// The same on `own` threads and on `more` whose cores are lent, until one of `owners` bytes `rests` is 0: from then on
+// with its own threads alone. Returns how many operations the lent cores had a part in.
+int64_t splitserve_run_lent(const void* ops, int64_t count, int own, int more, const uint8_t* const* rests, int owners) {
+  int64_t done = run((const Op*)ops, count, own + more, Lent{rests, owners});
+  run((const Op*)ops + done, count - done, own);
+  return done;
+}
+
+// Moves OpenMP's threads behind the first `own` to a core each. Returns whether the system let it.
+int splitserve_place(int own, int more, const int* cores) {
+  int failed = 0;
+#pragma omp parallel num_threads(own + more) reduction(+ : failed)
+  {
+    int thread = omp_get_thread_num();
+    if (thread >= own) {
+      cpu_set_t set;
+      CPU_ZERO(&set);
+      CPU_SET(cores[thread - own], &set);
+      failed = sched_setaffinity(0, sizeof(set), &set) != 0;
+    }
+  }
+  return !failed;
+}
 
 // Packs `weights` [N, row_bytes], bfloat16 or int8, N a multiple of 16, into panels (panels.hpp); `packed` is as large.
 // Four bytes move together: a pair of bfloat16 or four int8 inputs of one output.

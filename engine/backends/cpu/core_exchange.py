@@ -1,0 +1,145 @@
+"""Lends the cores of workers that have nothing to do to their neighbours on one host.
+
+Workers share a file. Each claims a slot of it, and writes there which cores it has and whether it rests. A worker
+that computes a prompt takes resting neighbours' cores for it, and the kernels look at the slots before each operation:
+as soon as a neighbour has work again, they go on without its cores. Locks on ranges of the file say who has claimed a
+slot and who has borrowed its cores; the system releases them when their owner ends, so that nothing has to be cleaned
+up after a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from splitserve.errors import ConfigError
+
+MAX_SLOTS = 64
+SLOT_BYTES = 256
+"""Of several cache lines: a neighbour that looks at a slot does not slow its owner's other data down."""
+MAX_CORES = 62
+_FIELD = "engine.core_exchange"
+_RESTS = 0
+"""Offset of the byte that is 1 while the slot's owner rests."""
+_CORES = 4
+"""Offset of the number of cores, and of the cores, 16 bits each."""
+FILE_BYTES = MAX_SLOTS * SLOT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedCores:
+    """Cores of neighbours that rest. `addresses`: of the bytes that become 0 when their owners want them back."""
+
+    cores: tuple[int, ...]
+    addresses: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+NOTHING = BorrowedCores((), (), ())
+
+
+class CoreExchange:
+    """One worker's view of the shared file. Used on one thread."""
+
+    def __init__(self, path: Path, cores: Iterable[int]) -> None:
+        """`cores`: this worker's own. Raises ConfigError if the file cannot be used, or all its slots are taken."""
+        self._own = tuple(sorted(cores))[:MAX_CORES]
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{_FIELD}: cannot open {path}: {error.strerror}", field=_FIELD) from error
+        try:
+            self._memory = self._map(path)
+            self._address = _address_of(self._memory)
+            self._slot = self._claim(path)
+        except BaseException:
+            os.close(self._file)
+            raise
+        struct.pack_into(
+            f"<{len(self._own) + 1}H", self._memory, self._at(_CORES), len(self._own), *self._own
+        )
+
+    def _map(self, path: Path) -> mmap.mmap:
+        size = os.fstat(self._file).st_size
+        if size not in (0, FILE_BYTES):
+            raise ConfigError(f"{_FIELD}: {path} has {size} bytes instead of {FILE_BYTES}", field=_FIELD)
+        os.ftruncate(self._file, FILE_BYTES)
+        return mmap.mmap(self._file, FILE_BYTES)
+
+    def _claim(self, path: Path) -> int:
+        for slot in range(MAX_SLOTS):
+            if self._lock(slot):
+                self._memory[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
+                return slot
+        raise ConfigError(f"{_FIELD}: {MAX_SLOTS} workers share {path} already", field=_FIELD)
+
+    def rest(self) -> None:
+        """This worker has nothing to do until `work`."""
+        self._memory[self._at(_RESTS)] = 1
+
+    def work(self) -> None:
+        """This worker wants its cores for itself."""
+        self._memory[self._at(_RESTS)] = 0
+
+    def borrow(self) -> BorrowedCores:
+        """The cores of all neighbours that rest now and that nobody else has borrowed. End it by `give_back`."""
+        cores: list[int] = []
+        addresses: list[int] = []
+        slots: list[int] = []
+        taken = {*self._own}
+        for slot in range(MAX_SLOTS):
+            if slot == self._slot or not self._memory[slot * SLOT_BYTES + _RESTS]:
+                continue
+            theirs = self._cores_of(slot)
+            if not theirs or not taken.isdisjoint(theirs) or not self._lock(MAX_SLOTS + slot):
+                continue
+            taken.update(theirs)
+            cores += theirs
+            addresses.append(self._address + slot * SLOT_BYTES + _RESTS)
+            slots.append(slot)
+        return BorrowedCores(tuple(cores), tuple(addresses), tuple(slots)) if slots else NOTHING
+
+    def give_back(self, borrowed: BorrowedCores) -> None:
+        """Ends a `borrow`."""
+        for slot in borrowed.slots:
+            self._set_lock(fcntl.F_UNLCK, MAX_SLOTS + slot)
+
+    def close(self) -> None:
+        """Gives up the slot."""
+        self.work()
+        self._memory.close()  # it refers to the open file, too, and so to its locks
+        os.close(self._file)
+
+    def _at(self, offset: int) -> int:
+        return self._slot * SLOT_BYTES + offset
+
+    def _cores_of(self, slot: int) -> Sequence[int]:
+        """What a neighbour says it has; nothing if that cannot be."""
+        begin = slot * SLOT_BYTES + _CORES
+        (count,) = struct.unpack_from("<H", self._memory, begin)
+        if not 1 <= count <= MAX_CORES:
+            return ()
+        cores = struct.unpack_from(f"<{count}H", self._memory, begin + 2)
+        return cores if len(set(cores)) == count and max(cores) < (os.cpu_count() or 1) else ()
+
+    def _lock(self, at: int) -> bool:
+        """Locks a byte of the file if nobody else has."""
+        with suppress(BlockingIOError, PermissionError):
+            self._set_lock(fcntl.F_WRLCK, at)
+            return True
+        return False
+
+    def _set_lock(self, kind: int, at: int) -> None:
+        """Of the open file, not of the process; `struct flock` of fcntl(2)."""
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", kind, os.SEEK_SET, at, 1, 0))
+
+
+def _address_of(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
