@@ -68,7 +68,7 @@ class RequestFlow:
         self._pairs = PairSelector(config, registry, router)
         self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, self._pairs, *kept)
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, *self._pairs.observers, *kept)
 
     async def generate(
         self,

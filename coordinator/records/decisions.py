@@ -53,9 +53,7 @@ def decisions_of(record: RequestRecord, routing: str) -> list[Decision]:
         if attempt.decode_worker:
             found.append(_choice("decode", attempt.decode_worker, attempt, prompt, routing))
         if attempt.is_local:
-            reason = (
-                "its cache lacked so little of the prompt that computing it there was sooner than a handoff"
-            )
+            reason = "computing the prompt there was expected to be sooner than a handoff, or in time as well"
             found.append(Decision("local_prefill", attempt.decode_worker, (), reason, attempt.number))
     return found
 

@@ -64,6 +64,8 @@ class Pair:
     """Prompt tokens ahead of the request on the prefill worker."""
     candidates: tuple[Candidate, ...] = ()
     """If wanted, and the policy predicts costs: of each pool the chosen worker, then the next best ones."""
+    local_tokens: int | None = None
+    """Prompt tokens that the decode worker may compute itself; None: that was not decided with the pair."""
 
 
 class Router(Protocol):

@@ -226,7 +226,8 @@ class CoordinatorConfig(SecuritySettings):
     """Section `tracing`."""
     local_prefill: Literal["never", "auto", "always"] = "never"
     """Whether decode workers compute prompts themselves. `auto`: if measured rates predict that it is faster than a
-    handoff, with the running batch taken into account."""
+    handoff, with the running batch taken into account; with a target for the first token, if that is then in time
+    where the prefill worker is not soon ready."""
     routing: Routing = "prefix"
     """How workers are chosen. `prefix`: lowest predicted time to first token, cached prefixes included; `least-wait`:
     by load alone; `round-robin`: in turn, as a baseline."""

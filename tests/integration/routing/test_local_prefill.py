@@ -10,7 +10,10 @@ import pytest
 
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.reference import Reference
 from tests.support.waiting import PATIENCE_S
 
 MAX_TOKENS = 8
@@ -66,3 +69,65 @@ async def test_same_tokens_where_targets_pace_local_prompts(log_dir: Path) -> No
             answers = await asyncio.gather(*(asked(client, prompt) for prompt in fresh))
         await cluster.assert_no_leaks()
     assert answers == [tuple(expected_tokens(prompt, 48)) for prompt in fresh]
+
+
+@pytest.mark.timeout(180)
+async def test_prompts_with_a_target_go_to_the_worker_that_is_not_busy(log_dir: Path) -> None:
+    """Two prompts at a time, of 2 s and of 0.2 s, are computed by different workers, and a short one alone by the
+    prefill worker, once the coordinator knows what prompts take; before, the rule without targets holds."""
+    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "3", "--tpot-slo", "1"]
+    engine = ["--simulated-prefill-token-s", "0.002", "--heartbeat", "0.1", "--no-prefix-cache"]
+    greedy = {"max_tokens": 4, "ignore_eos": True, "temperature": 0.0}
+    setup = Cluster(log_dir, worker_options=engine, coordinator_options=options)
+    async with running(setup) as cluster:
+        async with AsyncClient(cluster.target) as client, asyncio.timeout(PATIENCE_S):
+
+            async def round_of(seed: int) -> bool:
+                """Whether it was so."""
+                tokens = [[seed] * 100, [seed + 50] * 1000, [seed + 100] * 100]
+                alone = await client.generate(tokens[0], **greedy)
+                began = asyncio.create_task(client.generate(tokens[1], **greedy))
+                while True:
+                    if any(worker.running_requests for worker in (await client.server_info()).workers):
+                        break
+                short = await client.generate(tokens[2], **greedy)
+                long = await began
+                for prompt, answer in zip(tokens, (alone, long, short), strict=True):
+                    assert list(answer.token_ids) == expected_tokens(prompt, 4)
+                split = {answer.served_by.prefill_worker for answer in (long, short)} == {"", "prefill-0"}
+                return alone.served_by.prefill_worker == "prefill-0" and split
+
+            in_a_row = 0
+            for seed in itertools.count():
+                in_a_row = in_a_row + 1 if await round_of(seed % 50) else 0
+                if in_a_row == 3:
+                    break
+        await cluster.assert_no_leaks()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_real_answers_do_not_depend_on_who_computes_the_prompt(log_dir: Path, smollm2: str) -> None:
+    """Rounds of prompts at once, until both workers have computed some of a round."""
+    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "4", "--tpot-slo", "0.5"]
+    engine = ["--dtype", "float32", "--kv-memory-bytes", "100000000", "--heartbeat", "0.1"]
+    setup = Cluster(
+        log_dir, model=smollm2, engine="torch", worker_options=engine, coordinator_options=options
+    )
+    tokens, reference = load_tokenizer(smollm2).encode(sentences(120, seed=8)), Reference(smollm2)
+    async with running(setup) as cluster:
+        async with AsyncClient(cluster.target, timeout_s=120) as client:
+
+            async def ask(start: int, length: int) -> bool:
+                """Whether the prefill worker computed the prompt."""
+                prompt = tokens[start : start + length]
+                answer = await client.generate(prompt, max_tokens=6, temperature=0.0, ignore_eos=True)
+                assert list(answer.token_ids) == reference.greedy(prompt, 6)
+                return bool(answer.served_by.prefill_worker)
+
+            for number in itertools.count():
+                lengths = (40 + number, 160 + number, 90 + number, 200 + number)
+                by_prefill = await asyncio.gather(*(ask(7 * number + n, n) for n in lengths))
+                if number >= 3 and set(by_prefill) == {True, False}:
+                    break
+        await cluster.assert_no_leaks()

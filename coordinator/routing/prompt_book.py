@@ -1,0 +1,128 @@
+"""The coordinator's own book of prompts without a first token: what each worker has to compute, and by when.
+
+Reports are up to half a second old, in which a coordinator sends several prompts. The book knows its own at once; it
+does not know those of other coordinators.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+from coordinator.request.caller import CLASS_RANKS
+from coordinator.request.observer import RequestObserver
+from coordinator.request.state import RequestState
+from coordinator.workers.snapshot import WorkerKey
+from engine.pacing.step_time_fit import PromptFit
+from splitserve.v1 import decode_pb2, prefill_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class BookedPrompt:
+    """A prompt at a worker. `due_s` is on the coordinator's monotonic clock; infinity: no target."""
+
+    tokens: int
+    cached_tokens: int
+    due_s: float
+    class_rank: int
+
+    def goes_before(self, due_s: float, class_rank: int, now: float) -> bool:
+        """Whether a worker serves it before one of that class that is due then: as triage does, late ones after those
+        that can be in time."""
+        if self.class_rank != class_rank:
+            return self.class_rank > class_rank
+        return now <= self.due_s <= due_s
+
+
+class _Page:
+    """The prompts of one worker."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, BookedPrompt] = {}
+        self.since_s = 0.0
+        """When it began with the prompt that it computes now, as far as seen from here."""
+
+
+class PromptBook(RequestObserver):
+    """Prompts by worker boot. A page ends with its last prompt, so workers that have left leave nothing behind."""
+
+    def __init__(self) -> None:
+        self._pages: dict[WorkerKey, _Page] = defaultdict(_Page)
+        self._places: dict[str, WorkerKey] = {}
+        """By attempt."""
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def ahead_s(self, worker: WorkerKey, due_s: float, class_rank: int, fit: PromptFit, now: float) -> float:
+        """Seconds of work at a worker before a prompt of that class that is due then."""
+        page = self._pages.get(worker)
+        if page is None:
+            return 0.0
+        work = [
+            fit.chunk_s(prompt.tokens, prompt.cached_tokens)
+            for prompt in page.prompts.values()
+            if prompt.goes_before(due_s, class_rank, now)
+        ]
+        # One of them is under way; the longest bounds how far it can have come.
+        return sum(work) - min(now - page.since_s, max(work)) if work else 0.0
+
+    def routed(self, state: RequestState) -> None:
+        """See RequestObserver. The prefill worker is to compute the prompt, until something else is known."""
+        self._book(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
+
+    def expected_locally(self, state: RequestState, cached_tokens: int) -> None:
+        """The decode worker, which has so many tokens cached, may compute the prompt of the latest attempt itself."""
+        if state.attempt.decode is not None:
+            self._book(state, state.attempt.decode.key, cached_tokens)
+
+    def prefilling(self, state: RequestState) -> None:
+        """See RequestObserver. It is the prefill worker after all."""
+        if self._places.get(state.attempt.attempt_id) != state.attempt.prefill.key:
+            self._book(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
+
+    def prefilled(self, state: RequestState, first: prefill_pb2.FirstToken) -> None:
+        """See RequestObserver."""
+        self._remove(state)
+
+    def prefilled_locally(self, state: RequestState, local: decode_pb2.LocalPrefill) -> None:
+        """See RequestObserver."""
+        self._remove(state)
+
+    def attempt_ended(self, state: RequestState) -> None:
+        """See RequestObserver. However it has ended, its prompt is nobody's work any more."""
+        self._remove(state)
+
+    def _book(self, state: RequestState, worker: WorkerKey, cached_tokens: int) -> None:
+        self._remove(state)
+        request, now = state.request, time.monotonic()
+        tokens = len(request.prompt) + len(state.token_ids)
+        page = self._pages[worker]
+        if not page.prompts:
+            page.since_s = now
+        page.prompts[state.attempt.attempt_id] = BookedPrompt(
+            max(1, tokens - cached_tokens),
+            cached_tokens,
+            due_of(state, now),
+            CLASS_RANKS[request.caller.priority_class],
+        )
+        self._places[state.attempt.attempt_id] = worker
+
+    def _remove(self, state: RequestState) -> None:
+        worker = self._places.pop(state.attempt.attempt_id, None)
+        if worker is None:
+            return
+        page = self._pages[worker]
+        del page.prompts[state.attempt.attempt_id]
+        page.since_s = time.monotonic()
+        if not page.prompts:
+            del self._pages[worker]
+
+
+def due_of(state: RequestState, now: float) -> float:
+    """When a request's first token is due, or the next one of an answer that goes on; infinity without a target."""
+    targets = state.request.targets
+    if targets is None or targets.ttft_s is None:
+        return float("inf")
+    return (now if state.token_ids else state.request.received_s) + targets.ttft_s

@@ -1,0 +1,110 @@
+"""Applies `pair_choice` to the registered workers: their fits and streams as reported, their prompts as booked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from coordinator.request.caller import CLASS_RANKS
+from coordinator.request.state import RequestState
+from coordinator.routing.local_prefill import NO_LIMIT
+from coordinator.routing.pair_choice import PromptPlace, choose_place, granted_tokens, share_left
+from coordinator.routing.prompt_book import PromptBook, due_of
+from coordinator.routing.router import Pair, RoutingRequest, cached_tokens
+from coordinator.routing.scores import needed_blocks
+from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.snapshot import PoolSnapshot, Worker
+from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
+from splitserve.v1 import registry_pb2
+
+MAX_DECODES = 64
+"""Decode workers that are looked at; of larger pools only the one that the router has chosen."""
+
+
+class PromptPlacement:
+    """Decides with the pair who computes the prompt, where the request has a target and the workers are measured."""
+
+    def __init__(self, loads: LoadLedger, book: PromptBook) -> None:
+        self._loads, self._book = loads, book
+
+    def placed(
+        self, pair: Pair, request: RoutingRequest, state: RequestState, snapshot: PoolSnapshot, now: float
+    ) -> Pair:
+        """The pair with `local_tokens`, and with another decode worker if that one computes the prompt; unchanged if
+        there is nothing to decide by."""
+        due_s, fit = due_of(state, now), self._prompt_fit(pair.prefill)
+        if pair.decode is None or fit is None or due_s == float("inf"):
+            return pair
+        rank = CLASS_RANKS[state.request.caller.priority_class]
+
+        def ahead_s(worker: Worker, own: PromptFit) -> float:
+            return self._book.ahead_s(worker.key, due_s, rank, own, now)
+
+        tokens, cached = request.prompt_tokens, pair.cost.cached_tokens
+        prefill = PromptPlace(ahead_s(pair.prefill, fit), fit.chunk_s(tokens - cached, cached))
+        decodes = self._decodes(pair, pair.decode, request, snapshot)
+        places = [self._place(worker, request, state, fit, ahead_s) for worker in decodes]
+        left_s = due_s - now
+        chosen = choose_place(prefill, places, left_s)
+        if chosen is None:
+            return replace(pair, local_tokens=0)
+        worker, place = decodes[chosen], places[chosen]
+        held = cached_tokens(worker, request)
+        own_fit = self._prompt_fit(worker) or fit
+        granted = granted_tokens(place, own_fit, tokens - held, held, left_s)
+        cost = replace(pair.cost, decode_cached_tokens=held)
+        return replace(pair, decode=worker, cost=cost, local_tokens=min(granted, NO_LIMIT))
+
+    def _place(
+        self,
+        worker: Worker,
+        request: RoutingRequest,
+        state: RequestState,
+        prefill_fit: PromptFit,
+        ahead_s: Callable[[Worker, PromptFit], float],
+    ) -> PromptPlace:
+        """A decode worker that has not computed prompts yet is taken for as fast as the prefill worker."""
+        fit, held = self._prompt_fit(worker) or prefill_fit, cached_tokens(worker, request)
+        load, targets = self._loads.decode[worker.key], state.request.targets
+        share = share_left(
+            _step_fit(load.fit),
+            load.batch_requests,
+            load.held_blocks * worker.block_size_tokens,
+            targets.tpot_s if targets is not None else None,
+        )
+        return PromptPlace(ahead_s(worker, fit), fit.chunk_s(request.prompt_tokens - held, held), share)
+
+    def _decodes(
+        self, pair: Pair, decode: Worker, request: RoutingRequest, snapshot: PoolSnapshot
+    ) -> list[Worker]:
+        """Decode workers that could compute the prompt: the chosen one, and others that have room for it and that the
+        prefill worker reaches, should one of them send the prompt back."""
+        if len(snapshot.workers) > MAX_DECODES:
+            return [decode]
+        others = (
+            worker
+            for worker in snapshot.accepting(request.model, "decode")
+            if worker.key != decode.key and worker.key not in request.exclude and pair.prefill.reaches(worker)
+        )
+        with_room = [worker for worker in others if self._has_room(worker, request)]
+        return [decode, *with_room]
+
+    def _has_room(self, worker: Worker, request: RoutingRequest) -> bool:
+        load = self._loads.decode[worker.key]
+        has_slot = load.batch_requests < worker.max_running_requests
+        return has_slot and load.free_blocks >= needed_blocks(request, float(worker.block_size_tokens))
+
+    def _prompt_fit(self, worker: Worker) -> PromptFit | None:
+        pool = self._loads.prefill if worker.pool == "prefill" else self._loads.decode
+        report = pool[worker.key].report
+        return _fit_of(report.prompt_fit) if report.HasField("prompt_fit") else None
+
+
+def _fit_of(told: registry_pb2.PromptFit) -> PromptFit:
+    return PromptFit(told.base_ms / 1e3, told.token_ms / 1e3, told.pair_ms / 1e3, told.mixing_ms / 1e3)
+
+
+def _step_fit(told: registry_pb2.DecodeStepFit | None) -> DecodeStepFit | None:
+    if told is None:
+        return None
+    return DecodeStepFit(told.base_ms / 1e3, told.sequence_ms / 1e3, told.context_token_ms / 1e3)

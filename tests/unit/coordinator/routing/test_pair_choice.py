@@ -1,0 +1,85 @@
+"""Who computes a prompt with a target: the rules, and what must hold whatever the figures are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.routing.pair_choice import (
+    LEAST_SHARE,
+    MARGIN,
+    PromptPlace,
+    choose_place,
+    granted_tokens,
+    share_left,
+)
+from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
+
+LEFT_S = 1.0 / MARGIN
+"""Plans have a second."""
+seconds = st.floats(0, 10)
+shares = st.floats(LEAST_SHARE, 1)
+places = st.builds(PromptPlace, seconds, st.floats(0.001, 5), shares)
+
+
+def ready(ready_s: float) -> PromptPlace:
+    return PromptPlace(ready_s / 2, ready_s / 2)
+
+
+@pytest.mark.parametrize(
+    ("prefill_s", "decodes_s", "chosen"),
+    [
+        (0.3, [0.01], None),  # soon: streams are left alone
+        (0.31, [0.9, 0.4], 1),  # in time on decode, though prefill be sooner
+        (0.31, [1.01], None),
+        (1.0, [1.01], None),  # prefill alone is in time
+        (2.0, [1.5], None),  # both are late: 25% is not worth a stream's time
+        (2.0, [1.4, 1.39], 1),
+        (2.0, [0.99], 0),
+        (2.0, [], None),
+    ],
+)
+def test_rules(prefill_s: float, decodes_s: list[float], chosen: int | None) -> None:
+    assert choose_place(ready(prefill_s), [ready(each) for each in decodes_s], LEFT_S) == chosen
+
+
+def test_a_late_prompt_goes_where_it_takes_a_third_less() -> None:
+    for left_s in (0.0, -3.0):
+        assert choose_place(ready(1.0), [ready(0.71)], left_s) is None
+        assert choose_place(ready(1.0), [ready(0.7)], left_s) == 0
+
+
+@given(places, st.lists(places, max_size=5), st.floats(-5, 10))
+def test_nobody_in_time_is_passed_over_for_one_who_is_late(
+    prefill: PromptPlace, decodes: list[PromptPlace], left_s: float
+) -> None:
+    chosen = choose_place(prefill, decodes, left_s)
+    taken = prefill if chosen is None else decodes[chosen]
+    if any(each.ready_s <= MARGIN * left_s for each in (prefill, *decodes)):
+        assert taken.ready_s <= MARGIN * left_s
+    else:
+        assert taken.ready_s <= prefill.ready_s
+
+
+@given(places, st.lists(places, min_size=1, max_size=5), st.floats(-5, 10), st.floats(0, 5))
+def test_more_work_elsewhere_never_draws_a_prompt_there(
+    prefill: PromptPlace, decodes: list[PromptPlace], left_s: float, more_s: float
+) -> None:
+    if choose_place(prefill, decodes, left_s) is None:
+        busier = [PromptPlace(each.ahead_s + more_s, each.work_s, each.share) for each in decodes]
+        assert choose_place(prefill, busier, left_s) is None
+
+
+def test_streams_take_their_share() -> None:
+    fit = DecodeStepFit(0.01, 0.001, 1e-6)
+    assert share_left(fit, 5, 1000, 0.05) == pytest.approx(1 - 0.016 / 0.045)
+    assert share_left(fit, 100, 100_000, 0.05) == LEAST_SHARE
+    for unknown in ((None, 5, 1000, 0.05), (fit, 0, 0, 0.05), (fit, 5, 1000, None)):
+        assert share_left(*unknown) == 1
+
+
+def test_a_grant_is_what_fits_and_never_less_than_what_is_lacking() -> None:
+    fit = PromptFit(0.0, 1e-3, 0.0)
+    assert granted_tokens(PromptPlace(0.2, 0.1, 0.5), fit, 100, 0, LEFT_S) == 300
+    assert granted_tokens(PromptPlace(2.0, 0.1, 0.5), fit, 100, 0, LEFT_S) == 100

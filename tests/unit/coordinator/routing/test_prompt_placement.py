@@ -1,0 +1,225 @@
+"""The pair policy on registered workers: what it reads of them, and the book of prompts behind it."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.request.caller import ANYONE, Caller, RequestTargets
+from coordinator.request.inference_request import InferenceRequest
+from coordinator.request.observer import RequestEvents
+from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.routing.prompt_book import PromptBook
+from coordinator.routing.prompt_placement import PromptPlacement
+from coordinator.routing.router import Pair, RoutingRequest
+from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
+from engine.pacing.step_time_fit import PromptFit
+from splitserve.errors import UnavailableError
+from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
+
+MODEL = Model("m", "m", 100_000, 100)
+FIT = registry_pb2.PromptFit(token_ms=1.0)
+SECONDS = PromptFit(0.0, 1e-3, 0.0)
+STEP = registry_pb2.DecodeStepFit(base_ms=20, sequence_ms=1)
+TARGETS = RequestTargets(1.0, 0.05)
+
+
+class Clock:
+    now_s = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    return clock
+
+
+def worker(name: str, pool: PoolName, *, fit: bool = True, **load: Any) -> Worker:
+    report = registry_pb2.WorkerLoad(**({"total_blocks": 1000, "free_blocks": 1000} | load))
+    if fit:
+        report.prompt_fit.CopyFrom(FIT)
+    return Worker(
+        worker_id=name,
+        epoch=1,
+        pool=pool,
+        address="h:1",
+        model=MODEL,
+        agent_id=f"agent-{name}",
+        transport="memory",
+        block_size_tokens=16,
+        max_running_requests=8,
+        load=report,
+        reported=True,
+        output_open=pool == "decode",
+        connected_agents=frozenset({"agent-d0", "agent-d1"}) if pool == "prefill" else frozenset(),
+    )
+
+
+P0, D0, D1 = worker("p0", "prefill"), worker("d0", "decode"), worker("d1", "decode")
+
+
+class Bench:
+    """A coordinator's account of some workers, on a clock that stands still."""
+
+    def __init__(self, clock: Clock, *workers: Worker) -> None:
+        self.clock, self.workers = clock, workers
+        self.book = PromptBook()
+        self.placement = PromptPlacement(LoadLedger.of(workers), self.book)
+
+    def request(
+        self, tokens: int, targets: RequestTargets | None = TARGETS, caller: Caller = ANYONE
+    ) -> RequestEvents:
+        request = InferenceRequest(
+            "r",
+            MODEL,
+            (1,) * tokens,
+            generation_pb2.SamplingParams(),
+            generation_pb2.StopParams(max_tokens=8),
+            0,
+            self.clock.now_s + 60,
+            self.clock.now_s,
+            caller,
+            targets=targets,
+        )
+        return RequestEvents(RequestState(request, RequestEstimate(8.0, float(tokens))), (self.book,))
+
+    def pair(self, events: RequestEvents, **changed: Any) -> Pair:
+        prefill, *decodes = self.workers
+        state = events.state
+        pair = Pair(prefill, decodes[0], 0.0)
+        request = replace(RoutingRequest("m", len(state.request.prompt)), **changed)
+        return self.placement.placed(pair, request, state, PoolSnapshot(self.workers), self.clock.now_s)
+
+    def queue(self, where: Worker, tokens: int, **fields: Any) -> RequestEvents:
+        """A request whose prompt is at a worker."""
+        events = self.request(tokens, **fields)
+        local = where.pool == "decode"
+        events.routed(self.workers[0], where if local else self.workers[1], 0, self.clock.now_s)
+        if local:
+            self.book.expected_locally(events.state, 0)
+        return events
+
+
+def test_an_idle_prefill_worker_computes(clock: Clock) -> None:
+    bench = Bench(clock, P0, D0)
+    pair = bench.pair(bench.request(250))
+    assert (pair.decode, pair.local_tokens) == (D0, 0)
+
+
+def test_a_busy_one_leaves_the_prompt_to_the_decode_worker_that_is_ready_first(clock: Clock) -> None:
+    bench = Bench(clock, P0, D0, D1)
+    bench.queue(P0, 300)
+    bench.queue(D0, 100)
+    pair = bench.pair(bench.request(100))
+    assert pair.decode == D1
+    assert pair.local_tokens == pytest.approx(900, abs=1)
+    assert pair.prefill == P0
+
+
+def test_what_is_urgent_elsewhere_counts_and_what_is_not_does_not(clock: Clock) -> None:
+    bench = Bench(clock, P0, D0)
+    bench.queue(P0, 900, targets=RequestTargets(30.0, None))  # due long after
+    bench.queue(P0, 900, targets=None)
+    bench.queue(P0, 900, caller=replace(ANYONE, priority_class="batch"))
+    assert bench.pair(bench.request(250)).local_tokens == 0
+    bench.queue(P0, 900, targets=None, caller=replace(ANYONE, priority_class="interactive"))
+    assert bench.pair(bench.request(250)).local_tokens
+
+
+def test_a_decode_worker_whose_streams_leave_no_time_is_spared(clock: Clock) -> None:
+    busy = worker("d0", "decode", running_requests=20)
+    busy.load.step_fit.CopyFrom(STEP)
+    bench = Bench(clock, P0, busy)
+    bench.queue(P0, 500)
+    assert bench.pair(bench.request(250)).local_tokens == 0
+    # Without a target for tokens nothing is lost.
+    events = bench.request(250, targets=RequestTargets(1.0, None))
+    assert bench.pair(events).local_tokens
+
+
+def test_workers_without_room_or_excluded_ones_are_no_places(clock: Clock) -> None:
+    full = worker("d1", "decode", free_blocks=3)
+    bench = Bench(clock, P0, D0, full)
+    bench.queue(P0, 400)
+    bench.queue(D0, 400)
+    assert bench.pair(bench.request(200)).decode == D0
+    bench = Bench(clock, P0, D0, D1)
+    bench.queue(P0, 400)
+    bench.queue(D0, 400)
+    assert bench.pair(bench.request(200), exclude=frozenset({D1.key})).decode == D0
+    unreached = replace(P0, connected_agents=frozenset({"agent-d0"}))
+    bench = Bench(clock, unreached, D0, D1)
+    bench.queue(unreached, 400)
+    bench.queue(D0, 400)
+    assert bench.pair(bench.request(200)).decode == D0
+
+
+def test_nothing_is_decided_without_target_or_fit(clock: Clock) -> None:
+    bench = Bench(clock, P0, D0)
+    assert bench.pair(bench.request(250, targets=None)).local_tokens is None
+    assert bench.pair(bench.request(250, targets=RequestTargets(None, 0.05))).local_tokens is None
+    bench = Bench(clock, worker("p0", "prefill", fit=False), D0)
+    assert bench.pair(bench.request(250)).local_tokens is None
+    unmeasured = worker("d0", "decode", fit=False)
+    bench = Bench(clock, P0, unmeasured)
+    bench.queue(P0, 400)
+    assert bench.pair(bench.request(250)).local_tokens  # taken for as fast as the prefill worker
+
+
+def test_time_that_has_passed_is_work_that_is_done(clock: Clock) -> None:
+    bench = Bench(clock, P0, D0)
+    first = bench.queue(P0, 400)
+    bench.queue(P0, 200)
+
+    def ahead_s() -> float:
+        return bench.book.ahead_s(P0.key, clock.now_s + 1, 0, SECONDS, clock.now_s)
+
+    assert ahead_s() == pytest.approx(0.6)
+    clock.now_s += 0.3
+    assert ahead_s() == pytest.approx(0.3)
+    clock.now_s += 0.3  # the long one is overdue by now, and takes as long as it takes
+    assert ahead_s() == pytest.approx(0.2)
+    first.prefilled(prefill_pb2.FirstToken())
+    assert ahead_s() == pytest.approx(0.2)
+    clock.now_s += 0.1
+    assert ahead_s() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_book_is_empty_when_all_attempts_have_ended(clock: Clock, seed: int) -> None:
+    """However they end, in whatever order."""
+    chance = random.Random(seed)
+    bench = Bench(clock, P0, D0)
+    live: list[RequestEvents] = []
+    for _ in range(200):
+        clock.now_s += chance.random() / 10
+        if len(live) < 5 or chance.random() < 0.3:
+            live.append(bench.queue(chance.choice((P0, D0)), chance.randint(1, 500)))
+            continue
+        events = chance.choice(live)
+        match chance.randrange(6):
+            case 0:
+                events.prefilling(clock.now_s)
+            case 1:
+                events.prefilling_locally()
+            case 2:
+                events.prefilled(prefill_pb2.FirstToken())
+            case 3:
+                events.prefilled_locally(decode_pb2.LocalPrefill())
+            case _:
+                if chance.random() < 0.5:
+                    events.attempt_failed(UnavailableError("gone"))
+                events.attempt_ended()
+                live.remove(events)
+        for key in (P0.key, D0.key):
+            assert bench.book.ahead_s(key, clock.now_s + 9, 0, SECONDS, clock.now_s) >= 0
+    for events in live:
+        events.attempt_ended()
+    assert len(bench.book) == 0
+    assert not bench.book._pages
