@@ -50,10 +50,18 @@ class Scenario:
     """See `ClusterSettings`."""
     steps: bool = False
     """Whether replicas are computed step by step; the SLO is then each request's own target."""
+    adaptive: bool = False
+    """Whether the coordinator's pair policy says who computes a prompt, as with `local_prefill: auto`; with `steps`
+    only."""
 
     def __post_init__(self) -> None:
         if self.steps:
             _check_steps(self)
+        elif self.adaptive:
+            raise InvalidArgumentError(
+                "local_prefill auto needs replicas that are computed step by step (--steps)",
+                field="local_prefill",
+            )
 
     @property
     def settings(self) -> ClusterSettings:
@@ -66,6 +74,7 @@ class Scenario:
             admission=self.admission,
             colocated=self.colocated,
             steps=self.steps,
+            adaptive=self.adaptive,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
         )
 

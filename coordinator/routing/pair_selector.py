@@ -14,7 +14,7 @@ from coordinator.request.state import NO_WAITS, RequestState
 from coordinator.routing.baseline_routers import LeastWaitRouter, RoundRobinRouter
 from coordinator.routing.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, local_prefill_tokens
 from coordinator.routing.prefix_router import PrefixRouter
-from coordinator.routing.prompt_book import PromptBook
+from coordinator.routing.prompt_book import PromptBook, PromptBookkeeper, due_of
 from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import RETRY_AFTER_S, Pair, Router, RoutingRequest, no_pair
 from coordinator.workers.load_ledger import ExpectedPrompt
@@ -46,8 +46,9 @@ class PairSelector(RequestObserver):
         self._wants_candidates = config.records.enabled
         self._registry = registry
         self._router = router
-        self._book = PromptBook() if config.local_prefill == "auto" else None
-        self._placement = PromptPlacement(registry.loads, self._book) if self._book is not None else None
+        book = PromptBook()
+        self._bookkeeper = PromptBookkeeper(book) if config.local_prefill == "auto" else None
+        self._placement = PromptPlacement(registry.loads, book)
         self._meter = HandoffMeter()
         self._turns = itertools.count()
         self._expected: dict[str, ExpectedPrompt] = {}
@@ -56,7 +57,7 @@ class PairSelector(RequestObserver):
     @property
     def observers(self) -> Sequence[RequestObserver]:
         """This selector, and what it keeps beside its own account."""
-        return (self,) if self._book is None else (self, self._book)
+        return (self,) if self._bookkeeper is None else (self, self._bookkeeper)
 
     async def select(self, state: RequestState) -> Pair:
         """A pair for the next attempt, if possible without workers that have failed this request.
@@ -73,9 +74,11 @@ class PairSelector(RequestObserver):
         pair = pair or await self._registry.wait_until(lambda: self._choose(request), wait_s)
         if pair is None:
             raise no_pair(self._registry.snapshot(), request, RETRY_AFTER_S)
-        if self._placement is not None:
-            now = time.monotonic()
-            pair = self._placement.placed(pair, request, state, self._registry.snapshot(), now)
+        if self._bookkeeper is not None:
+            now, targets = time.monotonic(), state.request.targets
+            tpot_s = None if targets is None else targets.tpot_s
+            snapshot = self._registry.snapshot()
+            pair = self._placement.placed(pair, request, snapshot, due_of(state, now), tpot_s, now)
         _log_chosen(pair, request)
         return pair
 
@@ -126,8 +129,8 @@ class PairSelector(RequestObserver):
         if mode == "always":
             return NO_LIMIT
         if pair.local_tokens is not None:
-            if pair.local_tokens and self._book is not None:
-                self._book.expected_locally(state, pair.cost.decode_cached_tokens)
+            if pair.local_tokens and self._bookkeeper is not None:
+                self._bookkeeper.expected_locally(state, pair.cost.decode_cached_tokens)
             return pair.local_tokens
         tokens = len(state.request.prompt) + len(state.token_ids) - pair.cost.cached_tokens
         return local_prefill_tokens(facts_of_pair(pair, pair.decode, tokens, self._meter, now))

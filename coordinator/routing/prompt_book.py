@@ -44,16 +44,20 @@ class _Page:
         """When it began with the prompt that it computes now, as far as seen from here."""
 
 
-class PromptBook(RequestObserver):
-    """Prompts by worker boot. A page ends with its last prompt, so workers that have left leave nothing behind."""
+class PromptBook:
+    """Prompts by worker boot, each under a name of its own. A page ends with its last prompt, so workers that have left
+    leave nothing behind. Times are seconds of one clock."""
 
     def __init__(self) -> None:
         self._pages: dict[WorkerKey, _Page] = defaultdict(_Page)
         self._places: dict[str, WorkerKey] = {}
-        """By attempt."""
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def place_of(self, name: str) -> WorkerKey | None:
+        """Where a prompt is booked."""
+        return self._places.get(name)
 
     def ahead_s(self, worker: WorkerKey, due_s: float, class_rank: int, fit: PromptFit, now: float) -> float:
         """Seconds of work at a worker before a prompt of that class that is due then."""
@@ -68,19 +72,46 @@ class PromptBook(RequestObserver):
         # One of them is under way; the longest bounds how far it can have come.
         return sum(work) - min(now - page.since_s, max(work)) if work else 0.0
 
+    def place(self, name: str, worker: WorkerKey, prompt: BookedPrompt, now: float) -> None:
+        """Books a prompt at a worker, and nowhere else any more."""
+        self.remove(name, now)
+        page = self._pages[worker]
+        if not page.prompts:
+            page.since_s = now
+        page.prompts[name] = prompt
+        self._places[name] = worker
+
+    def remove(self, name: str, now: float) -> None:
+        """A prompt has been computed, or is nobody's work any more. Idempotent."""
+        worker = self._places.pop(name, None)
+        if worker is None:
+            return
+        page = self._pages[worker]
+        del page.prompts[name]
+        page.since_s = now
+        if not page.prompts:
+            del self._pages[worker]
+
+
+class PromptBookkeeper(RequestObserver):
+    """Keeps a book from the events of requests."""
+
+    def __init__(self, book: PromptBook) -> None:
+        self._book = book
+
     def routed(self, state: RequestState) -> None:
         """See RequestObserver. The prefill worker is to compute the prompt, until something else is known."""
-        self._book(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
+        self._place(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
 
     def expected_locally(self, state: RequestState, cached_tokens: int) -> None:
         """The decode worker, which has so many tokens cached, may compute the prompt of the latest attempt itself."""
         if state.attempt.decode is not None:
-            self._book(state, state.attempt.decode.key, cached_tokens)
+            self._place(state, state.attempt.decode.key, cached_tokens)
 
     def prefilling(self, state: RequestState) -> None:
         """See RequestObserver. It is the prefill worker after all."""
-        if self._places.get(state.attempt.attempt_id) != state.attempt.prefill.key:
-            self._book(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
+        if self._book.place_of(state.attempt.attempt_id) != state.attempt.prefill.key:
+            self._place(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
 
     def prefilled(self, state: RequestState, first: prefill_pb2.FirstToken) -> None:
         """See RequestObserver."""
@@ -94,30 +125,15 @@ class PromptBook(RequestObserver):
         """See RequestObserver. However it has ended, its prompt is nobody's work any more."""
         self._remove(state)
 
-    def _book(self, state: RequestState, worker: WorkerKey, cached_tokens: int) -> None:
-        self._remove(state)
+    def _place(self, state: RequestState, worker: WorkerKey, cached_tokens: int) -> None:
         request, now = state.request, time.monotonic()
-        tokens = len(request.prompt) + len(state.token_ids)
-        page = self._pages[worker]
-        if not page.prompts:
-            page.since_s = now
-        page.prompts[state.attempt.attempt_id] = BookedPrompt(
-            max(1, tokens - cached_tokens),
-            cached_tokens,
-            due_of(state, now),
-            CLASS_RANKS[request.caller.priority_class],
-        )
-        self._places[state.attempt.attempt_id] = worker
+        tokens = max(1, len(request.prompt) + len(state.token_ids) - cached_tokens)
+        rank = CLASS_RANKS[request.caller.priority_class]
+        prompt = BookedPrompt(tokens, cached_tokens, due_of(state, now), rank)
+        self._book.place(state.attempt.attempt_id, worker, prompt, now)
 
     def _remove(self, state: RequestState) -> None:
-        worker = self._places.pop(state.attempt.attempt_id, None)
-        if worker is None:
-            return
-        page = self._pages[worker]
-        del page.prompts[state.attempt.attempt_id]
-        page.since_s = time.monotonic()
-        if not page.prompts:
-            del self._pages[worker]
+        self._book.remove(state.attempt.attempt_id, time.monotonic())
 
 
 def due_of(state: RequestState, now: float) -> float:

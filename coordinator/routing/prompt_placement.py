@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from coordinator.request.caller import CLASS_RANKS
-from coordinator.request.state import RequestState
 from coordinator.routing.local_prefill import NO_LIMIT
 from coordinator.routing.pair_choice import PromptPlace, choose_place, granted_tokens, share_left
-from coordinator.routing.prompt_book import PromptBook, due_of
+from coordinator.routing.prompt_book import PromptBook
 from coordinator.routing.router import Pair, RoutingRequest, cached_tokens
 from coordinator.routing.scores import needed_blocks
 from coordinator.workers.load_ledger import LoadLedger
@@ -28,22 +26,28 @@ class PromptPlacement:
         self._loads, self._book = loads, book
 
     def placed(
-        self, pair: Pair, request: RoutingRequest, state: RequestState, snapshot: PoolSnapshot, now: float
+        self,
+        pair: Pair,
+        request: RoutingRequest,
+        snapshot: PoolSnapshot,
+        due_s: float,
+        tpot_s: float | None,
+        now: float,
     ) -> Pair:
         """The pair with `local_tokens`, and with another decode worker if that one computes the prompt; unchanged if
-        there is nothing to decide by."""
-        due_s, fit = due_of(state, now), self._prompt_fit(pair.prefill)
+        there is nothing to decide by. `due_s`: when the first token is due, infinity for never; `tpot_s`: what streams
+        are promised."""
+        fit = self._prompt_fit(pair.prefill)
         if pair.decode is None or fit is None or due_s == float("inf"):
             return pair
-        rank = CLASS_RANKS[state.request.caller.priority_class]
 
         def ahead_s(worker: Worker, own: PromptFit) -> float:
-            return self._book.ahead_s(worker.key, due_s, rank, own, now)
+            return self._book.ahead_s(worker.key, due_s, request.class_rank, own, now)
 
         tokens, cached = request.prompt_tokens, pair.cost.cached_tokens
         prefill = PromptPlace(ahead_s(pair.prefill, fit), fit.chunk_s(tokens - cached, cached))
         decodes = self._decodes(pair, pair.decode, request, snapshot)
-        places = [self._place(worker, request, state, fit, ahead_s) for worker in decodes]
+        places = [self._place(worker, request, tpot_s, fit, ahead_s) for worker in decodes]
         left_s = due_s - now
         chosen = choose_place(prefill, places, left_s)
         if chosen is None:
@@ -59,19 +63,15 @@ class PromptPlacement:
         self,
         worker: Worker,
         request: RoutingRequest,
-        state: RequestState,
+        tpot_s: float | None,
         prefill_fit: PromptFit,
         ahead_s: Callable[[Worker, PromptFit], float],
     ) -> PromptPlace:
         """A decode worker that has not computed prompts yet is taken for as fast as the prefill worker."""
         fit, held = self._prompt_fit(worker) or prefill_fit, cached_tokens(worker, request)
-        load, targets = self._loads.decode[worker.key], state.request.targets
-        share = share_left(
-            _step_fit(load.fit),
-            load.batch_requests,
-            load.held_blocks * worker.block_size_tokens,
-            targets.tpot_s if targets is not None else None,
-        )
+        load = self._loads.decode[worker.key]
+        context_tokens = load.held_blocks * worker.block_size_tokens
+        share = share_left(_step_fit(load.fit), load.batch_requests, context_tokens, tpot_s)
         return PromptPlace(ahead_s(worker, fit), fit.chunk_s(request.prompt_tokens - held, held), share)
 
     def _decodes(

@@ -187,13 +187,14 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         referenced_blocks=load.referenced_blocks,
         prefill_tokens_per_second=load.prefill_tokens_per_s,
         decode_step_ms=load.decode_step_s * 1e3,
-        step_fit=_step_fit(load.step_fit),
-        prompt_fit=_prompt_fit(load.prompt_fit),
+        step_fit=step_fit_message(load.step_fit),
+        prompt_fit=prompt_fit_message(load.prompt_fit),
         late_prompts=load.late_prompts,
     )
 
 
-def _step_fit(fit: DecodeStepFit | None) -> registry_pb2.DecodeStepFit | None:
+def step_fit_message(fit: DecodeStepFit | None) -> registry_pb2.DecodeStepFit | None:
+    """As a load report has it."""
     if fit is None:
         return None
     return registry_pb2.DecodeStepFit(
@@ -201,7 +202,8 @@ def _step_fit(fit: DecodeStepFit | None) -> registry_pb2.DecodeStepFit | None:
     )
 
 
-def _prompt_fit(fit: PromptFit | None) -> registry_pb2.PromptFit | None:
+def prompt_fit_message(fit: PromptFit | None) -> registry_pb2.PromptFit | None:
+    """As a load report has it."""
     if fit is None:
         return None
     return registry_pb2.PromptFit(

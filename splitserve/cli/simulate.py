@@ -29,6 +29,7 @@ SYNTHETIC_PANEL = "Synthetic traces"
 PIPED_WIDTH = 160
 DEFAULT_TTFT_MS = 2000.0
 DEFAULT_TPOT_MS = 100.0
+LOCAL_PREFILLS = ("never", "auto")
 PREFIX_CACHES = ("worker", "pool", "off")
 BASELINE_HELP = (
     "Compare with static-peak, hpa-p95-latency, token-backlog, dynamo-thresholds or all. Repeatable."
@@ -80,6 +81,12 @@ Steps = Annotated[
         "--steps", help="Compute replicas step by step with the engine's own scheduler, for short traces."
     ),
 ]
+LocalPrefill = Annotated[
+    str,
+    typer.Option(
+        help="never, or with --steps auto: the coordinator's pair policy says who computes a prompt."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Rate = Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)]
 PeakRate = Annotated[
@@ -126,6 +133,7 @@ def simulate(
     prefix_cache: PrefixCacheKind = "worker",
     admission: AdmissionMode = "off",
     steps: Steps = False,
+    local_prefill: LocalPrefill = "never",
     seed: Seed = 0,
     rate: Rate = 2.0,
     peak_rate: PeakRate = 8.0,
@@ -151,9 +159,15 @@ def simulate(
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
     scaling = _TraceScaling(peak_replicas, scale, jitter, seed)
     replayed = _scaled(_load(shape), engine, slo, scaling)
-    rule = _admission(admission)
     scenario = Scenario(
-        replayed, engine, slo, cold_start, prefix_cache=prefix_cache, admission=rule, steps=steps
+        replayed,
+        engine,
+        slo,
+        cold_start,
+        prefix_cache=prefix_cache,
+        admission=_admission(admission),
+        steps=steps,
+        adaptive=_adaptive(local_prefill),
     )
     with shown_progress("simulate") as progress:
         found = compare(scenario, rules, names, attainment_bar if bound else None, progress)
@@ -173,6 +187,15 @@ def _check_options(cold_start: float, jitter: float, attainment_bar: float, pref
         raise InvalidArgumentError(
             f"prefix_cache must be {', '.join(PREFIX_CACHES)}, not {prefix_cache!r}", field="prefix_cache"
         )
+
+
+def _adaptive(local_prefill: str) -> bool:
+    if local_prefill not in LOCAL_PREFILLS:
+        raise InvalidArgumentError(
+            f"local_prefill must be {' or '.join(LOCAL_PREFILLS)}, not {local_prefill!r}",
+            field="local_prefill",
+        )
+    return local_prefill == "auto"
 
 
 def _admission(mode: str) -> AdmissionConfig:

@@ -51,6 +51,8 @@ class ClusterSettings:
     """Whether replicas are computed step by step, with the engine's own scheduler."""
     targets: ServiceTargets | None = None
     """Of every request, where replicas are computed step by step."""
+    adaptive: bool = False
+    """Whether the pair policy says who computes a prompt; step by step only."""
 
 
 class Cluster:
@@ -74,7 +76,8 @@ class Cluster:
         self.prefill: list[PrefillReplica] = []
         self.decode: list[DecodeReplica] = []
         self.ended: list[SimulatedReplica] = []
-        self._routed = RoutedWorkers(settings.engine, router, settings.colocated)
+        adaptive = settings.targets if settings.adaptive else None
+        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, adaptive)
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             self._admitted = AdmittedRequests(
@@ -183,6 +186,7 @@ class Cluster:
         request.first_token_s = now_s
         request.computed = request.prompt_tokens
         self._on_first_token(request, now_s)
+        self._routed.first_token(request, now_s)
         if self._admitted is not None:
             self._admitted.first_token(request, now_s)
         prefill = request.prefill

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.snapshot import ReplicaState
+from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 
 Event = Callable[[float], None]
 """Callback of an event; its argument is the time, seconds."""
@@ -159,6 +160,11 @@ class PrefillReplica(SimulatedReplica):
         """As workers report it; 0 until measured."""
 
     @property
+    def prompt_fit(self) -> PromptFit | None:
+        """As workers report it; None until measured, and in closed form."""
+        return None
+
+    @property
     @abstractmethod
     def computed_tokens(self) -> int:
         """Prompt tokens computed so far."""
@@ -214,6 +220,16 @@ class DecodeReplica(SimulatedReplica):
     @abstractmethod
     def step_s(self) -> float:
         """Duration of the current step, seconds; 0 when idle."""
+
+    @property
+    def prompt_fit(self) -> PromptFit | None:
+        """As workers report it; None until measured, and in closed form."""
+        return None
+
+    @property
+    def step_fit(self) -> DecodeStepFit | None:
+        """The same for decode steps."""
+        return None
 
     @abstractmethod
     def produced(self, now_s: float) -> Iterator[tuple[SimulatedRequest, int]]:

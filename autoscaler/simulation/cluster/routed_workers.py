@@ -23,12 +23,16 @@ from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
 from coordinator.request.state import RequestEstimate
 from coordinator.routing.local_prefill import HandoffMeter, LocalPrefillFacts, local_prefill_tokens
 from coordinator.routing.prefix_router import PrefixRouter
+from coordinator.routing.prompt_book import BookedPrompt, PromptBook
+from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, Router, RoutingRequest
 from coordinator.routing.scores import prefill_score_s
 from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
 from coordinator.workers.prefix_index.hits import NO_HITS
 from coordinator.workers.prefix_index.index import PrefixIndex
 from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker, WorkerKey
+from engine.pacing.token_clock import ServiceTargets
+from engine.worker.messages import prompt_fit_message, step_fit_message
 from splitserve.v1 import registry_pb2
 
 REPORT_S = 0.5
@@ -49,14 +53,23 @@ class RoutedWorkers:
     KV blocks are those of the trace, 512 tokens each.
     """
 
-    def __init__(self, engine: EngineModel, router: Router | None = None, colocated: bool = False) -> None:
-        """`colocated`: decode replicas compute all prompts."""
+    def __init__(
+        self,
+        engine: EngineModel,
+        router: Router | None = None,
+        colocated: bool = False,
+        adaptive: ServiceTargets | None = None,
+    ) -> None:
+        """`colocated`: decode replicas compute all prompts. `adaptive`: requests have these targets, and the pair
+        policy says who computes their prompts."""
         self._engine = engine
         self._colocated = colocated
         self._router = PrefixRouter() if router is None else router
         self.loads = LoadLedger()
         self.snapshot = PoolSnapshot()
         self._index = PrefixIndex()
+        self._adaptive, self._book = adaptive, PromptBook()
+        self._placement = PromptPlacement(self.loads, self._book)
         self._meter = HandoffMeter()
         self._turn = -1
         self._expected_output, self._answers = float(DEFAULT_OUTPUT_TOKENS), 0
@@ -128,6 +141,8 @@ class RoutedWorkers:
         pair = self._router.choose_pair(self.snapshot, self.loads, routing_request, now_s)
         if pair is None:
             return None
+        if self._adaptive is not None:
+            pair = self._placed(pair, routing_request, request, now_s)
         uncached_tokens = request.prompt_tokens - pair.cost.cached_tokens
         if request.block_ids:
             self._index.expect([pair.prefill.key], request.block_ids, now_s)
@@ -140,14 +155,34 @@ class RoutedWorkers:
             self._expected[request] = expected
         self.loads.count_sent(pair.decode.key, request.prompt_tokens)
         decode = self._decode[pair.decode.worker_id]
-        is_local = self._colocated or (
-            lending and uncached_tokens <= self._local_tokens(pair, pair.decode, uncached_tokens, now_s)
+        is_local = (
+            self._colocated
+            or bool(pair.local_tokens)
+            or (lending and uncached_tokens <= self._local_tokens(pair, pair.decode, uncached_tokens, now_s))
         )
         if is_local:
             if expected is not None:
                 self._expected.pop(request).withdraw()
             return None, decode
         return prefill, decode
+
+    def _placed(
+        self, pair: Pair, routing_request: RoutingRequest, request: SimulatedRequest, now_s: float
+    ) -> Pair:
+        """The pair by the policy, with its prompt in the book until `first_token`."""
+        targets = self._adaptive
+        assert targets is not None
+        due_s = request.arrival_s + (targets.ttft_s if targets.ttft_s is not None else float("inf"))
+        pair = self._placement.placed(pair, routing_request, self.snapshot, due_s, targets.tpot_s, now_s)
+        worker = pair.decode if pair.local_tokens and pair.decode is not None else pair.prefill
+        cached = pair.cost.decode_cached_tokens if pair.local_tokens else pair.cost.cached_tokens
+        prompt = BookedPrompt(max(1, request.prompt_tokens - cached), cached, due_s, 0)
+        self._book.place(_name_of(request), worker.key, prompt, now_s)
+        return pair
+
+    def first_token(self, request: SimulatedRequest, now_s: float) -> None:
+        """The prompt is computed."""
+        self._book.remove(_name_of(request), now_s)
 
     def _local_tokens(self, pair: Pair, decode: Worker, tokens: int, now_s: float) -> int:
         """As `coordinator.routing.local_prefill.facts_of_pair`, with the handoff cost of the engine model."""
@@ -252,12 +287,17 @@ class RoutedWorkers:
         self._index.apply(worker.key, events)
 
 
+def _name_of(request: SimulatedRequest) -> str:
+    return str(id(request))
+
+
 def _prefill_load(replica: PrefillReplica) -> registry_pb2.WorkerLoad:
     return registry_pb2.WorkerLoad(
         waiting_requests=replica.waiting,
         running_requests=replica.load - replica.waiting,
         waiting_tokens=replica.queued_tokens,
         prefill_tokens_per_second=replica.prefill_tokens_per_s,
+        prompt_fit=prompt_fit_message(replica.prompt_fit),
     )
 
 
@@ -272,6 +312,8 @@ def _decode_load(replica: DecodeReplica, engine: EngineModel, step_s: float) -> 
         waiting_reservations=replica.waiting_reservations,
         waiting_tokens=replica.local_tokens,
         decode_step_ms=step_s * 1e3,
+        prompt_fit=prompt_fit_message(replica.prompt_fit),
+        step_fit=step_fit_message(replica.step_fit),
     )
 
 

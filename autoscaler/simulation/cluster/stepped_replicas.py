@@ -22,6 +22,7 @@ from autoscaler.simulation.cluster.virtual_engine import KV_BLOCK_TOKENS, TOKEN,
 from autoscaler.simulation.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, SamplingParams, StepResult, StopParams
+from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from engine.pacing.token_clock import ServiceTargets
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -86,6 +87,11 @@ class SteppedPrefill(PrefillReplica):
     def prefill_tokens_per_s(self) -> float:
         """See PrefillReplica."""
         return self._engine.core.load().prefill_tokens_per_s
+
+    @property
+    def prompt_fit(self) -> PromptFit | None:
+        """See PrefillReplica."""
+        return self._engine.core.load().prompt_fit
 
     @property
     def computed_tokens(self) -> int:
@@ -205,6 +211,16 @@ class SteppedDecode(DecodeReplica):
     def step_s(self) -> float:
         """See DecodeReplica."""
         return self._engine.core.load().decode_step_s if self.running else 0.0
+
+    @property
+    def prompt_fit(self) -> PromptFit | None:
+        """See DecodeReplica."""
+        return self._engine.core.load().prompt_fit
+
+    @property
+    def step_fit(self) -> DecodeStepFit | None:
+        """See DecodeReplica."""
+        return self._engine.core.load().step_fit
 
     def produced(self, now_s: float) -> Iterator[tuple[SimulatedRequest, int]]:
         """See DecodeReplica."""

@@ -121,6 +121,24 @@ def test_triage_serves_those_who_can_be_in_time() -> None:
     assert exact > closed + 0.3
 
 
+@pytest.mark.parametrize("rate", [1.0, 3.0])
+def test_the_pair_policy_uses_what_a_fixed_split_leaves_idle(rate: float) -> None:
+    """Half of the prompts are long: prefill is the narrow pool. No stream pays for it."""
+    chance = random.Random(1)
+    at, requests = 0.0, []
+    for _ in range(150):
+        at += chance.expovariate(rate)
+        long = chance.random() < 0.5
+        requests.append(
+            (at, chance.randint(400, 768) if long else chance.randint(32, 160), chance.randint(24, 64))
+        )
+    slo, trace = Slo(1.0, 0.05), trace_of(*requests)
+    engine = replace(CPU, prefill_token_s=1.21e-3)
+    adaptive, fixed = (run(trace, engine, slo=slo, adaptive=each) for each in (True, False))
+    assert adaptive.attainment > fixed.attainment + 0.02
+    assert adaptive.attainment_tpot >= 0.99
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10_000))
 def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
@@ -131,7 +149,7 @@ def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
     )
     engine = replace(engine, separate_steps=bool(seed % 2))
     cluster = Cluster(
-        ClusterSettings(engine, 5.0, steps=True, targets=ServiceTargets(0.02, 0.5)),
+        ClusterSettings(engine, 5.0, steps=True, targets=ServiceTargets(0.02, 0.5), adaptive=seed % 3 > 0),
         events,
         lambda *_: None,
         lambda request, _: ended.append(request),
@@ -156,6 +174,7 @@ def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
         assert request.arrival_s <= request.first_token_s <= request.finished_s
     for decode in cluster.decode:
         assert (decode.load, decode.running, decode.local_tokens, decode.context_tokens) == (0, 0, 0, 0)
+    assert len(cluster._routed._book) == 0
     for prefill in cluster.prefill:
         assert (prefill.load, prefill.queued_tokens) == (0, 0)
 

@@ -13,7 +13,7 @@ from coordinator.request.caller import ANYONE, Caller, RequestTargets
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.routing.prompt_book import PromptBook
+from coordinator.routing.prompt_book import PromptBook, PromptBookkeeper, due_of
 from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, RoutingRequest
 from coordinator.workers.load_ledger import LoadLedger
@@ -70,6 +70,7 @@ class Bench:
     def __init__(self, clock: Clock, *workers: Worker) -> None:
         self.clock, self.workers = clock, workers
         self.book = PromptBook()
+        self.keeper = PromptBookkeeper(self.book)
         self.placement = PromptPlacement(LoadLedger.of(workers), self.book)
 
     def request(
@@ -87,14 +88,17 @@ class Bench:
             caller,
             targets=targets,
         )
-        return RequestEvents(RequestState(request, RequestEstimate(8.0, float(tokens))), (self.book,))
+        return RequestEvents(RequestState(request, RequestEstimate(8.0, float(tokens))), (self.keeper,))
 
     def pair(self, events: RequestEvents, **changed: Any) -> Pair:
         prefill, *decodes = self.workers
         state = events.state
         pair = Pair(prefill, decodes[0], 0.0)
         request = replace(RoutingRequest("m", len(state.request.prompt)), **changed)
-        return self.placement.placed(pair, request, state, PoolSnapshot(self.workers), self.clock.now_s)
+        now, targets = self.clock.now_s, state.request.targets
+        tpot_s = targets.tpot_s if targets is not None else None
+        due_s = due_of(state, now)
+        return self.placement.placed(pair, request, PoolSnapshot(self.workers), due_s, tpot_s, now)
 
     def queue(self, where: Worker, tokens: int, **fields: Any) -> RequestEvents:
         """A request whose prompt is at a worker."""
@@ -102,7 +106,7 @@ class Bench:
         local = where.pool == "decode"
         events.routed(self.workers[0], where if local else self.workers[1], 0, self.clock.now_s)
         if local:
-            self.book.expected_locally(events.state, 0)
+            self.keeper.expected_locally(events.state, 0)
         return events
 
 
