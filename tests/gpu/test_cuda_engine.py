@@ -87,11 +87,11 @@ def test_logits_are_close_to_those_in_torch(folder: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_replayed_steps_equal_eager_ones(folder: Path, family: str) -> None:
-    """Batches of every size up to the largest graph and beyond, each with rows to fill up."""
+    """Batches of every size up to the largest, with and without rows to fill up."""
     eager = cuda_runner(folder, family, cuda_graphs="off")
     replayed = cuda_runner(folder, family, max_running_requests=18)
     assert graph_sizes(replayed) == [1, 2, 4, 8, 16, 32]
-    for rows in (1, 2, 3, 7, 16, 18, 33):
+    for rows in (1, 2, 3, 7, 16, 18):
         prompts = [prompt_of(5 + index, seed=rows) for index in range(rows)]
         answers = [
             tokens_of(drive(runner, make_sequences(prompts, 4, stagger=0), 4, CONTEXT))
