@@ -11,6 +11,7 @@ import torch
 
 from engine.backends.cuda.forward import CudaForward
 from engine.core.types import SamplingParams
+from engine.model.sibling_linears import PackedSlice
 from engine.runner.torch_runner import TorchRunner
 from tests.support.engine.runner_driver import (
     BLOCK,
@@ -98,6 +99,14 @@ def test_replayed_steps_equal_eager_ones(folder: Path, family: str) -> None:
             for runner in (eager, replayed)
         ]
         assert answers[0] == answers[1], f"{rows} rows"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_siblings_share_a_product(folder: Path, dtype: str) -> None:
+    runner = cuda_runner(folder, "llama", dtype)
+    assert isinstance(runner._forward, CudaForward)
+    packed = [module for module in runner._forward._module.modules() if isinstance(module, PackedSlice)]
+    assert len(packed) == 2 * 5, "of two layers: query, key, value; gate, up"
 
 
 def test_padded_rows_touch_no_block(folder: Path) -> None:

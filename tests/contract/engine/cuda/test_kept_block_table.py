@@ -90,7 +90,7 @@ def made(index: int, pick: random.Random) -> EngineRequest:
 def test_answers_are_those_of_the_engine_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for backend in ("torch", "triton"):
-        runner = runner_of(tmp_path, "mistral", attention_backend=backend, cuda_graphs="off", **SETTINGS)
+        runner = runner_of(tmp_path, "mistral", attention_backend=backend, cuda_graphs="auto", **SETTINGS)
         runner._pool.tensor.fill_(float("nan"))
         served = Served(runner, monkeypatch)
         served.run()
