@@ -64,7 +64,8 @@ class CudaDecodeGraphs:
         return sorted(self._graphs)
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
-        """Logits `[rows, vocabulary]` of a decode-only step, overwritten by the next one. They may still be computed.
+        """Logits `[samples, vocabulary]` of a decode-only step, overwritten by the next one. They may still be
+        computed.
 
         None if no graph is large enough.
         """
@@ -73,9 +74,10 @@ class CudaDecodeGraphs:
         if not self._graphs or index == len(self._sizes):
             return None
         graph, logits = self._graphs[self._sizes[index]]
-        self._staging.stage(step.padded(self._sizes[index]))
+        inputs = self._staging.stage(step.padded(self._sizes[index]))
         graph.replay()
-        return logits[:rows]
+        # By indices that are on the device: those of the host would be copied there, and the device waited for.
+        return logits[:rows] if len(step.flat.sample_order) == rows else logits[inputs.sample_rows]
 
     def _capture_all(self, device: torch.device) -> None:
         why = self._why_not(device)

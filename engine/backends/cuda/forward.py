@@ -70,8 +70,6 @@ class CudaForward(Forward):
         if logits is None:
             inputs = self._staging.stage(step)
             logits = self._compute(inputs, inputs.sample_rows)
-        elif len(flat.sample_order) < len(logits):
-            logits = logits[flat.sample_rows.tolist()]
         argmax = AsyncArgmax(logits, self._poll) if flat.sample_order else None
         return StepLogits(logits, flat.sample_order, argmax)
 

@@ -32,7 +32,7 @@ class ReplayedSteps(Protocol):
         """Sizes that have a graph."""
 
     def logits(self, step: PlacedStep) -> torch.Tensor | None:
-        """Logits of a decode-only step."""
+        """Logits of the sampled rows of a decode-only step."""
 
 
 Compute = Callable[[StepInputs], torch.Tensor]

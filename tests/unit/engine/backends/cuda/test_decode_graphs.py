@@ -131,6 +131,16 @@ def test_every_size_computes_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> No
         ]
 
 
+def test_rows_that_are_not_sampled_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = DeviceBlockTable(8, 8, BLOCK, CPU)
+    graphs = CudaDecodeGraphs(Computed(FakeDevice(monkeypatch)), CPU, max_rows=4, table=table)
+    for sampled in ([1, 2], [], [0, 1, 2]):
+        batch = [each._replace(sample=row in sampled) for row, each in enumerate(step(3))]
+        logits = graphs.logits(table.place(flatten(batch)))
+        assert logits is not None
+        assert logits[:, 0].tolist() == sampled
+
+
 def test_larger_steps_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     table = DeviceBlockTable(8, 8, BLOCK, CPU)
     graphs = CudaDecodeGraphs(Computed(FakeDevice(monkeypatch)), CPU, max_rows=4, table=table)
