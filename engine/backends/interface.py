@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -82,10 +81,12 @@ def flatten(batch: Sequence[ScheduledSequence]) -> FlatStep:
     counts = np.array([sequence.num_new for sequence in sequences], np.int64)
     query_starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
     tokens = int(query_starts[-1])
-    parts = (s.token_ids[s.num_computed : s.num_computed + s.num_new] for s in sequences)
+    token_ids = [sequence.token_ids[sequence.num_computed] for sequence in sequences[:num_decode]]
+    for sequence in sequences[num_decode:]:
+        token_ids += sequence.token_ids[sequence.num_computed : sequence.num_computed + sequence.num_new]
     return FlatStep(
         sequences=sequences,
-        token_ids=np.fromiter(chain.from_iterable(parts), np.int64, tokens),
+        token_ids=np.array(token_ids, np.int64),
         positions=np.arange(tokens) + np.repeat(computed - query_starts[:-1], counts),
         contexts=computed + counts,
         query_starts=query_starts,
