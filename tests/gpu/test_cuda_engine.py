@@ -192,8 +192,8 @@ def test_kv_is_there_when_a_step_returns(folder: Path) -> None:
 def test_the_first_half_of_a_step_does_not_wait(folder: Path, graphs: str) -> None:
     runner = cuda_runner(folder, "llama", cuda_graphs=graphs)
     check_halves(runner)
-    sequence = make_sequences([prompt_of(9)], 3)[0]
-    drive(runner, [sequence], 2, CONTEXT)
+    sequence = make_sequences([prompt_of(BLOCK - 1)], 3)[0]
+    drive(runner, [sequence], 2, CONTEXT)  # the next token begins a block, so the table changes too
     torch.cuda._sleep(1 << 30)  # half a second of the device's time
     finish = runner.begin([sequence.scheduled(1)])
     assert runner.overlaps
