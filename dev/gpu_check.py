@@ -88,7 +88,8 @@ def parts(device: Mapping[str, Any]) -> list[CheckPart]:
     """What is run, in this order, on a device as `find_device` describes it."""
     pytest = [PYTHON, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider"]
     contract = [
-        f"tests/contract/engine/{name}.py" for name in ("test_triton_attention", "test_triton_compiles")
+        f"tests/contract/engine/{name}"
+        for name in ("test_triton_attention.py", "test_triton_compiles.py", "cuda")
     ]
     shapes = "llama-3.1-8b" if device["memory_bytes"] >= LARGE_DEVICE_BYTES else "smollm2-135m"
     bench = [PYTHON, "-m", "bench.engine", "--device", "cuda", "--random-weights", shapes, "--json"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 from engine.core.sequence import Sequence
 from engine.kv_cache.block_pool import BlockPool
 from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
+
+_table_ids = count(1)
+"""Of the process: a runner may outlive the engine that it computed for."""
 
 
 class KVCacheManager:
@@ -54,6 +59,7 @@ class KVCacheManager:
         self.pool.share(hits)
         fresh = self.pool.allocate(fresh_count, after=hits[-1] if hits else None, writer=writer)
         sequence.block_ids = hits + fresh
+        sequence.table_id = next(_table_ids)
         sequence.cached_blocks = len(hits)
         sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
         return fresh
@@ -83,6 +89,7 @@ class KVCacheManager:
         """Releases all of a sequence's blocks."""
         self.pool.release(sequence.block_ids)
         sequence.block_ids = []
+        sequence.table_id = 0
         sequence.num_computed = sequence.cached_blocks = 0
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:

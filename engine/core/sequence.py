@@ -77,6 +77,8 @@ class Sequence:
     expected_cached: int = 0
     """Leading tokens whose KV was in the prefix cache when it began to wait, if its first token has a target."""
     block_ids: list[int] = field(default_factory=list)
+    table_id: int = 0
+    """Names its block table; see `ScheduledSequence`. 0 while it has none."""
     block_hashes: list[bytes] = field(default_factory=list)
     cached_blocks: int = 0
     """Leading blocks that are in the prefix cache, put there or found there."""
@@ -195,6 +197,7 @@ class Sequence:
             sampling=self.request.sampling,
             banned_token_ids=self.banned_token_ids,
             matcher=self.matcher,
+            table_id=self.table_id,
         )
 
     def take_progress(self, block_size: int) -> ChunkProgress:

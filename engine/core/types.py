@@ -171,6 +171,9 @@ class ScheduledSequence(NamedTuple):
     """Tokens that must not be sampled now (end of sequence before `min_tokens`)."""
     matcher: OutputMatcher | None = None
     """For structured output: the state of the output within its grammar."""
+    table_id: int = 0
+    """Names the block table in this process: as long as it is the same, `block_ids` only grows. 0: a table without a
+    name, which may be another one in each step."""
 
 
 class RowsFailedError(SplitserveError):

@@ -24,6 +24,7 @@ from engine.model.loaded_model import (
     step_work,
 )
 from engine.model.probe import probe_logits, probe_model
+from engine.model.sibling_linears import pack_siblings
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
 from splitserve.errors import NotFoundError, UnsupportedModelError
 from splitserve.models.progress import report_progress
@@ -62,6 +63,9 @@ def load_model(
         quantize_linears(
             module, module.get_output_embeddings(), lambda: probe_logits(module, context), kernels
         )
+    if device.type == "cuda":
+        pack_siblings(module, lambda: probe_logits(module, context))
+        torch.cuda.empty_cache()  # what packing needed for itself
     if device.type == "cpu" and DTYPES[dtype] is torch.bfloat16:
         if kernels is not None:
             replace_norms(module, kernels)

@@ -117,7 +117,7 @@ class CpuForward(Forward):
         return self._compute(step.token_ids, step.positions, step.last)
 
     def _run_uncaptured(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
-        flat = flatten(batch, self._block_size)
+        flat = flatten(batch)
         self._decode_inputs.fill([sequence for sequence in batch if sequence.num_new == 1])
         parts = [Part(Code.ATTEND, 0, flat.num_decode, self._decode_inputs)] if flat.num_decode else []
         chunks = [sequence for sequence in batch if sequence.num_new != 1]

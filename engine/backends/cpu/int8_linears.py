@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from engine.backends.cpu.kernels import CpuKernels
-from engine.backends.cpu.linears import relative_difference, replacements
+from engine.backends.cpu.linears import replacements
+from engine.model.sibling_linears import relative_difference
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, UnsupportedModelError
 from splitserve.logs import log_event

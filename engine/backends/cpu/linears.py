@@ -2,10 +2,8 @@
 
 Int8 layers are in `engine.backends.cpu.int8_linears`.
 
-Siblings with known names in one parent (query, key, value; gate, up) share one product. The model's own code does not
-change: each sibling stays a module and returns its slice. A parent that calls its children in another order still gets
-correct results, only slower. The whole model is compared before and after; if it differs or fails, every layer is put
-back.
+Siblings share one product; see `engine.model.sibling_linears`. The whole model is compared before and after; if it
+differs or fails, every layer is put back.
 """
 
 from __future__ import annotations
@@ -18,12 +16,17 @@ from torch import nn
 
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import NormKind
+from engine.model.sibling_linears import (
+    LinearSlice,
+    SharedProduct,
+    joined,
+    relative_difference,
+    sibling_groups,
+)
 from splitserve.logs import log_event
 
 MakeLayer = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
 """Makes a layer from a weight `[outputs, inputs]` and a bias `[outputs]`, both in bfloat16."""
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
-"""Names of children that get the same input in one forward pass, in the order in which they are called."""
 MAX_DIFFERENCE = 0.02
 """Of the whole model's logits, relative norm: another order of summation may change bfloat16 rounding."""
 
@@ -41,40 +44,6 @@ class PackedLinear(nn.Module):
         """See the class."""
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         return y
-
-
-class _SharedProduct:
-    """One product for several siblings, computed when the first of them is called."""
-
-    def __init__(self, layers: list[nn.Linear], make: MakeLayer) -> None:
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        bias = torch.cat([b.detach() for b in biases]) if biases else None
-        self._linear = make(torch.cat([layer.weight.detach() for layer in layers]), bias)
-        self._sizes = [layer.out_features for layer in layers]
-        self._input: torch.Tensor | None = None
-        self._slices: list[torch.Tensor] = []
-
-    def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if x is not self._input:
-            self._input = x
-            self._slices = list(self._linear(x).split(self._sizes, dim=-1))
-        part = self._slices[index]
-        if index == len(self._sizes) - 1:
-            self._input, self._slices = None, []  # the last sibling: keep nothing of a step alive after it
-        return part
-
-
-class LinearSlice(nn.Module):
-    """One sibling's part of a `_SharedProduct`."""
-
-    def __init__(self, shared: _SharedProduct, index: int, layer: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._shared, self._index = shared, index
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., inputs]` to this sibling's `[..., outputs]`, a view into the shared result."""
-        return self._shared.take(self._index, x)
 
 
 def pack_linears(
@@ -112,11 +81,6 @@ def pack_linears(
     return False
 
 
-def relative_difference(after: torch.Tensor, before: torch.Tensor) -> float:
-    """Norm of the difference over the norm of `before`; NaN if either is not finite."""
-    return float(torch.linalg.vector_norm(after - before) / torch.linalg.vector_norm(before))
-
-
 def replacements(
     model: nn.Module, make: MakeLayer, kept: nn.Module | None = None
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -129,12 +93,11 @@ def replacements(
         children = {
             name: child for name, child in parent.named_children() if _fits(child) and child is not kept
         }
-        for names in SIBLINGS:
-            layers = [children[name] for name in names if name in children]
-            if len(layers) == len(names) and _alike(layers):
-                shared = _SharedProduct(layers, make)
-                for index, name in enumerate(names):
-                    yield parent, name, LinearSlice(shared, index, children.pop(name))
+        for names, layers in sibling_groups(children):
+            shared = SharedProduct(make(*joined(layers)), [layer.out_features for layer in layers])
+            del layers
+            for index, name in enumerate(names):
+                yield parent, name, LinearSlice(shared, index, children.pop(name))
         for name, layer in children.items():
             yield (
                 parent,
@@ -146,11 +109,6 @@ def replacements(
 def _fits(module: nn.Module) -> Any:
     # Subclasses may compute something else.
     return type(module) is nn.Linear and module.weight.dtype is torch.bfloat16
-
-
-def _alike(layers: list[nn.Linear]) -> bool:
-    inputs = {layer.in_features for layer in layers}
-    return len(inputs) == 1 and len({layer.bias is None for layer in layers}) == 1
 
 
 _NORM_WIDTH = 16

@@ -23,9 +23,7 @@ MIN_TOKENS = 256
 """Minimum keys in a part; combining smaller ones costs more than it saves."""
 PROGRAMS_PER_PROCESSOR = 2
 KEYS = 64
-"""Keys in a tile."""
-WIDE_KEYS = 32
-"""Keys in a tile for heads of more than 128 elements and for float32."""
+"""Keys in a tile, at most."""
 
 
 @triton.jit
@@ -150,6 +148,12 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(output + target + dims, joined.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
+def tile_keys(dtype: torch.dtype, padded_dim: int) -> int:
+    """Keys in a tile: fewer for heads of more than 128 elements, and for float32; more would spill registers."""
+    wide = (padded_dim > 128) + (dtype is not torch.bfloat16)
+    return KEYS >> wide
+
+
 def split_count(rows: int, kv_heads: int, processors: int) -> int:
     """The number of parts that keys are split into: a power of two that gives every multiprocessor work.
 
@@ -180,8 +184,8 @@ def decode_attention(
     parts = torch.empty((rows, heads, splits, shape.head_dim), dtype=torch.float32, device=query.device)
     highests = torch.empty((rows, heads, splits), dtype=torch.float32, device=query.device)
     totals = torch.empty_like(highests)
-    tile_keys = KEYS if query.dtype is torch.bfloat16 and shape.padded_dim <= 128 else WIDE_KEYS
-    split = {"SPLITS": splits, "MIN_SIZE": min_tokens, "KEYS": tile_keys}
+    keys_at_once = tile_keys(query.dtype, shape.padded_dim)
+    split = {"SPLITS": splits, "MIN_SIZE": min_tokens, "KEYS": keys_at_once}
     common = {**split, "DIM": shape.padded_dim, "HEAD_DIM": shape.head_dim, "WINDOW": window or 0}
     _decode[(rows, kv_heads, splits)](
         query,

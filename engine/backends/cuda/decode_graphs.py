@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from engine.backends.cuda.staging import Staging, StepInputs
-from engine.backends.interface import ALIGNED, FlatStep, no_sequences
+from engine.backends.cuda.block_table import DeviceBlockTable
+from engine.backends.cuda.staging import ALIGNED, PlacedStep, Staging, StepInputs
 from splitserve.logs import log_event
 
 MAX_ROWS = 256
 """Larger batches keep the GPU busy without graphs."""
 FINE = 16
 """From here on sizes grow by this much instead of doubling: in the linear layers padded rows cost as much as others."""
-ARRAYS = 8
+ARRAYS = 7
 """Arrays of a staged step."""
 
 
@@ -46,13 +46,12 @@ class CudaDecodeGraphs:
         compute: Callable[[StepInputs], torch.Tensor],
         device: torch.device,
         max_rows: int,
-        max_blocks: int,
+        table: DeviceBlockTable,
     ) -> None:
-        """`max_rows` sequences in a step at most, of up to `max_blocks` blocks each."""
+        """`max_rows` sequences in a step at most; `table` has their blocks."""
         self._sizes = bucket_sizes(max_rows)
-        rows = self._sizes[-1]
-        self._max_table_entries = rows * max_blocks
-        self._staging = Staging((rows + ALIGNED) * (ARRAYS + max_blocks), device)
+        self._nothing = table.nothing()
+        self._staging = Staging((self._sizes[-1] + ALIGNED) * ARRAYS, device)
         self._compute = compute
         self._graphs: dict[int, tuple[Any, torch.Tensor]] = {}
         self._memory: Any = None
@@ -64,18 +63,21 @@ class CudaDecodeGraphs:
         """Sizes that have a graph, ascending."""
         return sorted(self._graphs)
 
-    def logits(self, flat: FlatStep) -> torch.Tensor | None:
-        """Logits `[rows, vocabulary]` of a decode-only step, overwritten by the next one. They may still be computed.
+    def logits(self, step: PlacedStep) -> torch.Tensor | None:
+        """Logits `[samples, vocabulary]` of a decode-only step, overwritten by the next one. They may still be
+        computed.
 
         None if no graph is large enough.
         """
-        index = bisect.bisect_left(self._sizes, flat.num_decode)
-        if not self._graphs or index == len(self._sizes) or flat.tables.size > self._max_table_entries:
+        rows = step.flat.num_decode
+        index = bisect.bisect_left(self._sizes, rows)
+        if not self._graphs or index == len(self._sizes):
             return None
         graph, logits = self._graphs[self._sizes[index]]
-        self._staging.stage(flat.padded(self._sizes[index]))
+        inputs = self._staging.stage(step.padded(self._sizes[index]))
         graph.replay()
-        return logits[: flat.num_decode]
+        # By indices that are on the device: those of the host would be copied there, and the device waited for.
+        return logits[:rows] if len(step.flat.sample_order) == rows else logits[inputs.sample_rows]
 
     def _capture_all(self, device: torch.device) -> None:
         why = self._why_not(device)
@@ -94,9 +96,9 @@ class CudaDecodeGraphs:
     def _why_not(self, device: torch.device) -> str | None:
         """Why a capture would fail, None if it would not. Also compiles all kernels, which a capture must not do."""
         for size in self._sizes:
-            self._compute(self._staging.stage(no_sequences().padded(size)))
+            self._compute(self._staging.stage(self._nothing.padded(size)))
         torch.cuda.synchronize(device)
-        inputs = self._staging.stage(no_sequences().padded(1))
+        inputs = self._staging.stage(self._nothing.padded(1))
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -108,7 +110,7 @@ class CudaDecodeGraphs:
         return None
 
     def _capture(self, size: int) -> None:
-        inputs = self._staging.stage(no_sequences().padded(size))
+        inputs = self._staging.stage(self._nothing.padded(size))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Captures only this thread's work: transports may use the device on theirs.

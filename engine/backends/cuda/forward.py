@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.decode_graphs import CudaDecodeGraphs
 from engine.backends.cuda.staging import Staging, StepInputs
 from engine.backends.cuda.waiting import DeviceEvent, wait_for
@@ -41,15 +42,17 @@ class CudaForward(Forward):
         self._module = model.module
         self._backend = backend
         self._device = model.device
-        self._block_size = config.block_size_tokens
+        columns = blocks_for(context_tokens, config.block_size_tokens)
+        self._table = DeviceBlockTable(
+            config.max_running_requests, columns, config.block_size_tokens, model.device
+        )
         self._staging = Staging(FIRST_CAPACITY, model.device)
         self._poll: Callable[[], None] | None = None
         self._graphs: CudaDecodeGraphs | None = None
         model.context.backend = backend
         if config.cuda_graphs == "auto" and model.device.type == "cuda":
-            max_blocks = blocks_for(context_tokens, config.block_size_tokens)
             self._graphs = CudaDecodeGraphs(
-                self._every_row, model.device, config.max_running_requests, max_blocks
+                self._every_row, model.device, config.max_running_requests, self._table
             )
 
     @property
@@ -59,15 +62,14 @@ class CudaForward(Forward):
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """See `Forward.logits`."""
-        flat = flatten(batch, self._block_size)
+        flat = flatten(batch)
+        step = self._table.place(flat)
         logits = None
         if self._graphs is not None and flat.decode_only:
-            logits = self._graphs.logits(flat)
+            logits = self._graphs.logits(step)
         if logits is None:
-            inputs = self._staging.stage(flat)
+            inputs = self._staging.stage(step)
             logits = self._compute(inputs, inputs.sample_rows)
-        elif len(flat.sample_order) < len(logits):
-            logits = logits[flat.sample_rows.tolist()]
         argmax = AsyncArgmax(logits, self._poll) if flat.sample_order else None
         return StepLogits(logits, flat.sample_order, argmax)
 

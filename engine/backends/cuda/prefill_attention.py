@@ -29,8 +29,8 @@ def _tile(dtype: torch.dtype, padded_dim: int) -> _Tile:
     if dtype is torch.bfloat16:
         if padded_dim <= 128:
             return _Tile(128, 64, 8)
-        return _Tile(64, 32, 4) if padded_dim <= 256 else _Tile(32, 16, 4)
-    return _Tile(32, 32, 4) if padded_dim <= 128 else _Tile(16, 16, 4)
+        return _Tile(64, 32, 8) if padded_dim <= 256 else _Tile(32, 16, 4)
+    return _Tile(32, 16, 4) if padded_dim <= 128 else _Tile(16, 16, 4)
 
 
 @triton.jit(do_not_specialize=["first_sequence"])

@@ -1,32 +1,70 @@
-"""Sends a step, flattened on the host, to the device in one copy.
+"""Sends a step, laid out on the host, to the device in one copy.
 
 The tokens of all sequences are concatenated: first the sequences that compute a single token (decode rows), then the
-others (prompt chunks). So are the block tables, each from its first block on.
+others (prompt chunks). Block tables stay on the device; see `block_table`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+import numpy as np
 import torch
 
-from engine.backends.interface import ALIGNED, FlatStep, Ints
+from engine.backends.interface import FlatStep, Ints
+
+ALIGNED = 2
+"""Each array begins at a multiple of this many numbers (16 bytes): Triton compiles kernels anew for any other."""
+NOWHERE = -1
+"""The slot of a padded row: its KV is not written, so no block is needed for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedStep:
+    """A step whose sequences have rows in a block table.
+
+    `slots` int64 `[tokens]`: block * block_size + offset; `table_starts` int64 `[sequences]`: index in `tables` of the
+    sequence's first block; `tables` int64 `[entries]`, on the device, at one address for its life.
+    """
+
+    flat: FlatStep
+    slots: Ints
+    table_starts: Ints
+    tables: torch.Tensor
+
+    def padded(self, rows: int) -> PlacedStep:
+        """A decode-only step extended to `rows` rows; the new ones read no KV and write none."""
+        flat, more = self.flat, rows - self.flat.num_decode
+
+        def pad(array: Ints, value: int = 0) -> Ints:
+            return np.concatenate([array, np.full(more, value, np.int64)])
+
+        longer = replace(
+            flat,
+            token_ids=pad(flat.token_ids),
+            positions=pad(flat.positions),
+            contexts=pad(flat.contexts),
+            query_starts=np.arange(rows + 1),
+            num_decode=rows,
+        )
+        return PlacedStep(longer, pad(self.slots, NOWHERE), pad(self.table_starts), self.tables)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step on the device: the arrays of `flat` as int64 tensors, `token_ids` and `positions` with a batch dimension
-    of 1."""
+    """A step on the device: the arrays of `FlatStep` and `PlacedStep` as int64 tensors, `token_ids` and `positions`
+    with a batch dimension of 1."""
 
     flat: FlatStep
+    tables: torch.Tensor
     token_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     contexts: torch.Tensor
     query_starts: torch.Tensor
     table_starts: torch.Tensor
-    tables: torch.Tensor
     sample_rows: torch.Tensor
 
     @property
@@ -45,26 +83,23 @@ class StepInputs:
         return self.flat.longest_chunk
 
 
-class Staging:
-    """Copies steps to the device through one pinned buffer, so that the host need not wait for the copy.
-
-    Steps whose arrays, `tables` and `sample_rows` excepted, have the same sizes have the same addresses on the device.
-    """
+class Upload:
+    """Copies int64 arrays to the device through one pinned buffer, so that the host need not wait for the copy."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._device = device
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._allocate(capacity)
 
-    def stage(self, flat: FlatStep) -> StepInputs:
-        """Sends a step; the result is valid until the next call."""
-        # Arrays whose size changes from step to step come last, so that the others keep their addresses.
-        arrays = [flat.token_ids, flat.positions, flat.slots, flat.contexts, flat.query_starts]
-        arrays += [flat.table_starts, flat.tables, flat.sample_rows]
+    def send(self, arrays: Sequence[Ints]) -> list[torch.Tensor]:
+        """Sends the arrays in one copy; the tensors are valid until the next call.
+
+        Arrays of the same sizes have the same addresses on the device, as long as `capacity` stays.
+        """
         sizes = [array.size for array in arrays]
         begins = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
         if self._copied is not None:
-            self._copied.synchronize()  # the previous step's copy may still read the host buffer
+            self._copied.synchronize()  # the previous copy may still read the host buffer
         if begins[-1] > self.capacity:
             self._allocate(2 * begins[-1])
         for array, begin in zip(arrays, begins, strict=False):
@@ -72,9 +107,7 @@ class Staging:
         self._on_device[: begins[-1]].copy_(self._host[: begins[-1]], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        tensors = [self._on_device[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
-        token_ids, positions, *rest = tensors
-        return StepInputs(flat, token_ids.unsqueeze(0), positions.unsqueeze(0), *rest)
+        return [self._on_device[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
@@ -82,3 +115,26 @@ class Staging:
         self._host = torch.empty(capacity, dtype=torch.int64, pin_memory=self._copied is not None)
         self._numbers: Ints = self._host.numpy()
         self._on_device = torch.empty(capacity, dtype=torch.int64, device=self._device)
+
+
+class Staging:
+    """Sends steps to the device. Those of as many tokens and sequences have the same addresses there, `sample_rows`
+    excepted, as long as `capacity` numbers hold them."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._upload = Upload(capacity, device)
+
+    def stage(self, step: PlacedStep) -> StepInputs:
+        """Sends a step; the result is valid until the next call."""
+        flat = step.flat
+        arrays = [
+            flat.token_ids,
+            flat.positions,
+            step.slots,
+            flat.contexts,
+            flat.query_starts,
+            step.table_starts,
+        ]
+        # The array whose size changes from step to step comes last, so that the others keep their addresses.
+        token_ids, positions, *rest = self._upload.send([*arrays, flat.sample_rows])
+        return StepInputs(flat, step.tables, token_ids.unsqueeze(0), positions.unsqueeze(0), *rest)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.forward import PagedAttention
 from engine.backends.cuda.staging import Staging
 from engine.backends.interface import flatten
@@ -99,7 +100,8 @@ class _Sample:
             )
         )
         backend = self._make(pool)
-        backend.inputs = Staging(8, self._device).stage(flatten(batch, size))
+        table = DeviceBlockTable(len(batch), max(counts), size, self._device)
+        backend.inputs = Staging(8, self._device).stage(table.place(flatten(batch)))
         layer = LayerState(1, AttentionContext(), kind.window, True)
         found = backend.attend(layer, query, key, value, shape.head_dim**-0.5, kind.softcap)
         require_close(found, torch.cat(expected), shape.dtype, _shown(kind))

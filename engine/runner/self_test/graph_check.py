@@ -7,9 +7,10 @@ from typing import Protocol
 
 import torch
 
+from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.forward import PagedAttention
-from engine.backends.cuda.staging import Staging, StepInputs
-from engine.backends.interface import FlatStep, flatten
+from engine.backends.cuda.staging import PlacedStep, Staging, StepInputs
+from engine.backends.interface import flatten
 from engine.core.types import SamplingParams, ScheduledSequence
 from engine.kv_cache.memory import DTYPES, KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState
@@ -18,7 +19,7 @@ from engine.runner.self_test.attention_check import LAYERS, KvShape, MakeAttenti
 from engine.runner.self_test.verdict import WrongResultError
 
 MAX_ROWS = 4
-MAX_BLOCKS = 4
+MAX_BLOCKS = 5
 STEPS = 6
 VOCABULARY = 64
 
@@ -30,13 +31,13 @@ class ReplayedSteps(Protocol):
     def captured(self) -> list[int]:
         """Sizes that have a graph."""
 
-    def logits(self, flat: FlatStep) -> torch.Tensor | None:
-        """Logits of a decode-only step."""
+    def logits(self, step: PlacedStep) -> torch.Tensor | None:
+        """Logits of the sampled rows of a decode-only step."""
 
 
 Compute = Callable[[StepInputs], torch.Tensor]
-Capture = Callable[[Compute, torch.device, int, int], ReplayedSteps]
-"""From a computation, device, most rows and most blocks of a sequence to its captured steps."""
+Capture = Callable[[Compute, torch.device, int, DeviceBlockTable], ReplayedSteps]
+"""From a computation, device, most rows and the block table to its captured steps."""
 
 
 def check_graphs(
@@ -44,35 +45,39 @@ def check_graphs(
 ) -> None:
     """Sequences of different lengths decode a few tokens, in batches that do and do not fill a graph.
 
-    Logits must be close, and the KV written exactly that of the eager steps: padded rows write nothing. Raises
-    WrongResultError.
+    Logits must be close, and the KV written exactly that of the eager steps, whose block tables are sent anew each
+    time: padded rows write nothing. Raises WrongResultError.
     """
     pools = [shape.pool(MAX_ROWS * MAX_BLOCKS, device) for _ in range(2)]
     model = _OneLayer(shape, kind, device)
-    replayed = capture(model.over(make(pools[0]), pools[0]), device, MAX_ROWS, MAX_BLOCKS)
+    kept, anew = (DeviceBlockTable(MAX_ROWS, MAX_BLOCKS, shape.block_size, device) for _ in range(2))
+    replayed = capture(model.over(make(pools[0]), pools[0]), device, MAX_ROWS, kept)
     if not replayed.captured:
         raise WrongResultError("nothing could be captured; engine.cuda_graphs_off in the log says why")
     eager, staging = model.over(make(pools[1]), pools[1]), Staging(8, device)
     for step in range(STEPS):
-        flat = flatten(_decoding(step, shape.block_size), shape.block_size)
-        found = replayed.logits(flat)
+        flat = flatten(_decoding(step, shape.block_size))
+        found = replayed.logits(kept.place(flat))
         if found is None:
             raise WrongResultError(f"no graph for {flat.num_decode} rows")
-        expected = eager(staging.stage(flat))
+        nameless = [sequence._replace(table_id=0) for sequence in flat.sequences]
+        expected = eager(staging.stage(anew.place(flatten(nameless))))
         require_close(found, expected.cpu(), shape.dtype, f"step {step} of {flat.num_decode} rows")
     if not torch.equal(pools[0].bytes, pools[1].bytes):
         raise WrongResultError("replayed steps wrote other KV than eager ones")
 
 
 def _decoding(step: int, block_size: int) -> list[ScheduledSequence]:
-    """1 to 4 sequences, each further by one token with every step."""
+    """1 to 4 sequences, each further by one token with every step, and so across the end of a block."""
     rows = 1 + step % MAX_ROWS
     batch = []
     for row in range(rows):
-        computed = row * block_size + step
+        computed = row * block_size + block_size - STEPS // 2 + step
         tokens = [(1 + 7 * place + row + step) % VOCABULARY for place in range(computed + 1)]
         blocks = [MAX_BLOCKS * row + number for number in range(MAX_BLOCKS)]
-        batch.append(ScheduledSequence("", tokens, 1, computed, 1, blocks, True, SamplingParams()))
+        batch.append(
+            ScheduledSequence("", tokens, 1, computed, 1, blocks, True, SamplingParams(), table_id=row + 1)
+        )
     return batch
 
 

@@ -36,7 +36,7 @@ def attend(
 ) -> torch.Tensor:
     """Through the backend; between decode rows and chunks there are `padding` unused rows."""
     block = rig.pool.layout.block_size_tokens
-    flat = flatten(rig.batch, block)
+    flat = flatten(rig.batch)
     count = flat.num_decode
     decoding = DecodeInputs(count + padding, CONTEXT, block)
     decoding.fill(rig.order()[:count])

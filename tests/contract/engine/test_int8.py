@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.backends.cpu import int8_linears
 from engine.backends.cpu.int8_linears import Int8Linear, check_quantization, quantize_linears
-from engine.backends.cpu.linears import LinearSlice, PackedLinear, pack_linears
+from engine.backends.cpu.linears import PackedLinear, pack_linears
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.model.sibling_linears import LinearSlice
 from engine.runner.model_loader import load_model
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from engine.backends.cpu.linears import LinearSlice, PackedLinear, pack_linears
+from engine.backends.cpu.linears import PackedLinear, pack_linears
+from engine.model.sibling_linears import LinearSlice
 from tests.support.engine.tiny_models import FAMILIES, make_tiny_model
 
 needs_packing = pytest.mark.skipif(

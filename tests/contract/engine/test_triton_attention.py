@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.model.attention_interface import LayerState
-from tests.support.engine.attention_rig import BLOCK, TOLERANCES, Rig
+from tests.support.engine.attention_rig import BLOCK, NUM_BLOCKS, TOLERANCES, Rig
 from tests.support.engine.runner_driver import (
     check_halves,
     drive,
@@ -35,14 +36,21 @@ def kernels() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def placed(rig: Rig) -> Any:
+    """The rig's step in a table on the device."""
+    from engine.backends.cuda.block_table import DeviceBlockTable
+    from engine.backends.interface import flatten
+
+    return DeviceBlockTable(len(rig.batch) + 1, NUM_BLOCKS, BLOCK, DEVICE).place(flatten(rig.batch))
+
+
 def attend(rig: Rig, layer: LayerState, scale: float, softcap: float | None) -> torch.Tensor:
     """By the kernels, through the backend."""
     from engine.backends.cuda.staging import Staging
     from engine.backends.cuda.triton_attention import TritonAttention
-    from engine.backends.interface import flatten
 
     backend = TritonAttention(rig.pool)
-    backend.inputs = Staging(8, DEVICE).stage(flatten(rig.batch, BLOCK))
+    backend.inputs = Staging(8, DEVICE).stage(placed(rig))
     return backend.attend(layer, rig.query, rig.key, rig.value, scale, softcap)
 
 
@@ -77,10 +85,9 @@ def test_split_contexts(splits: int, window: int | None) -> None:
     from engine.backends.cuda.decode_attention import KEYS, decode_attention
     from engine.backends.cuda.kv_write import write_kv
     from engine.backends.cuda.staging import Staging
-    from engine.backends.interface import flatten
 
     rig = make_rig([(230, 1), (KEYS - 1, 1), (KEYS, 1), (0, 1)], 4, 2, 16, torch.float32)
-    inputs = Staging(8, DEVICE).stage(flatten(rig.batch, BLOCK).padded(6))
+    inputs = Staging(8, DEVICE).stage(placed(rig).padded(6))
     padding = torch.full((2, 2, 16), float("nan"), device=DEVICE)
     rig.key, rig.value = (torch.cat([part, padding], 1) for part in (rig.key, rig.value))
     keys, values = rig.pool.view(1).unbind(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ class Sequence_:
     sampling: SamplingParams
     computed: int = 0
     banned: frozenset[int] = field(default_factory=frozenset)
+    table_id: int = field(default_factory=count(1).__next__)
 
     def scheduled(self, chunk: int) -> ScheduledSequence:
         new = min(chunk, len(self.tokens) - self.computed)
@@ -76,6 +78,7 @@ class Sequence_:
             sample,
             self.sampling,
             self.banned,
+            table_id=self.table_id,
         )
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
 
+from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.decode_graphs import bucket_sizes
-from engine.backends.cuda.staging import Staging, StepInputs
-from engine.backends.interface import NOWHERE, FlatStep
+from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging, StepInputs
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import LayerState
 from engine.model.probe import AttentionKind
 from engine.runner.self_test.attention_check import reference
 
 KernelFault = Literal["none", "no window", "no soft cap", "next slot", "nan", "one key too many", "raises"]
-GraphFault = Literal["none", "nothing captured", "stale", "padded rows write", "too small"]
+GraphFault = Literal["none", "nothing captured", "stale", "padded rows write", "too small", "old table"]
 UNUSED_SLOT = 20
 """In a block that the check's sequences have and never reach."""
 
@@ -42,7 +43,7 @@ class PlainAttention:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
         flat, size = self.inputs.flat, self._pool.layout.block_size_tokens
         kv = torch.stack((key, value))
-        slots = [slot for slot in flat.slots.tolist() if slot != NOWHERE]
+        slots = [slot for slot in self.inputs.slots.tolist() if slot != NOWHERE]
         for row, slot in enumerate(slots):
             place = (slot + (self._fault == "next slot")) % (size * self._pool.num_blocks)
             self._pool.tensor[place // size, layer.index, :, :, place % size] = kv[:, :, row]
@@ -54,8 +55,8 @@ class PlainAttention:
             if keys == 0:
                 continue  # a padded row
             context = keys + (self._fault == "one key too many")
-            first = int(flat.table_starts[index])
-            table = flat.tables[first : first + -(-context // size)].tolist()
+            first = int(self.inputs.table_starts[index])
+            table = self.inputs.tables[first : first + -(-context // size)].tolist()
             mine = self._pool.tensor[table, layer.index].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
             kind = AttentionKind(query.shape[0], window, cap)
             output[begin:end] = reference(query[:, begin:end], mine, kind).to(query.dtype)
@@ -72,25 +73,30 @@ class PlainGraphs:
         compute: Callable[[StepInputs], torch.Tensor],
         device: torch.device,
         max_rows: int,
-        max_blocks: int,
+        table: DeviceBlockTable,
         fault: GraphFault = "none",
     ) -> None:
         self._compute, self._fault = compute, fault
         self._staging = Staging(8, device)
         self._sizes = bucket_sizes(max_rows)
         self._last: torch.Tensor | None = None
+        self._old: torch.Tensor | None = None
 
     @property
     def captured(self) -> list[int]:
         return [] if self._fault == "nothing captured" else self._sizes
 
-    def logits(self, flat: FlatStep) -> torch.Tensor | None:
-        if self._fault == "too small" and flat.num_decode > 2:
+    def logits(self, step: PlacedStep) -> torch.Tensor | None:
+        rows = step.flat.num_decode
+        if self._fault == "too small" and rows > 2:
             return None
-        padded = flat.padded(next(size for size in self._sizes if size >= flat.num_decode))
+        if self._fault == "old table":
+            self._old = step.tables.clone() if self._old is None else self._old
+            step = replace(step, tables=self._old)
+        padded = step.padded(next(size for size in self._sizes if size >= rows))
         if self._fault == "padded rows write":
-            padded.slots[flat.num_decode :] = UNUSED_SLOT
+            padded.slots[rows:] = UNUSED_SLOT
         logits = self._compute(self._staging.stage(padded))
         if self._fault == "stale":
             logits, self._last = (logits if self._last is None else self._last), logits
-        return logits[: flat.num_decode]
+        return logits[:rows]

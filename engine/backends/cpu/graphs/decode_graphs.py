@@ -15,8 +15,8 @@ from engine.backends.cpu.attention import DecodeInputs
 from engine.backends.cpu.graphs.capture import CAPTURE_ERRORS, CpuGraph, GraphCapture
 from engine.backends.cpu.graphs.memory_planner import MemoryPlanner
 from engine.backends.cpu.kernels import CpuKernels
-from engine.backends.cpu.linears import relative_difference
 from engine.core.types import ScheduledSequence
+from engine.model.sibling_linears import relative_difference
 from splitserve.logs import log_event
 
 MAX_ROWS = 256

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.decode_graphs import CudaDecodeGraphs
-from engine.backends.cuda.staging import StepInputs
-from engine.backends.interface import NOWHERE, flatten
+from engine.backends.cuda.staging import NOWHERE, StepInputs
+from engine.backends.interface import flatten
 from engine.core.types import SamplingParams, ScheduledSequence
 
 CPU = torch.device("cpu")
@@ -65,9 +66,7 @@ class FakeGraph:
 
 def model(inputs: StepInputs) -> torch.Tensor:
     """All inputs of each row, in one row."""
-    # A kernel knows where tables begin, not how long they were when it was captured.
-    entries = inputs.tables.untyped_storage().nbytes() // 8 - inputs.tables.storage_offset()
-    first_blocks = inputs.tables.as_strided((entries,), (1,))[inputs.table_starts]
+    first_blocks = inputs.tables[inputs.table_starts]
     columns = (inputs.token_ids[0], inputs.positions[0], inputs.slots, inputs.contexts, first_blocks)
     return torch.stack(columns, 1).float()
 
@@ -97,7 +96,15 @@ def step(rows: int) -> list[ScheduledSequence]:
         blocks = list(range(100 + 10 * row, 100 + 10 * row + -(-context // BLOCK)))
         sequences.append(
             ScheduledSequence(
-                "r", [row] * context, 1, context - 1, 1, blocks, True, SamplingParams(temperature=0.0)
+                "r",
+                [row] * context,
+                1,
+                context - 1,
+                1,
+                blocks,
+                True,
+                SamplingParams(temperature=0.0),
+                table_id=row + 1,
             )
         )
     return sequences
@@ -105,11 +112,12 @@ def step(rows: int) -> list[ScheduledSequence]:
 
 def test_every_size_computes_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = Computed(FakeDevice(monkeypatch))
-    graphs = CudaDecodeGraphs(compute, CPU, max_rows=7, max_blocks=8)
+    table = DeviceBlockTable(8, 8, BLOCK, CPU)
+    graphs = CudaDecodeGraphs(compute, CPU, max_rows=7, table=table)
     assert graphs.captured == [1, 2, 4, 8]
     assert compute.rows == [8, 4, 2, 1], "the largest first"
     for rows in (7, 1, 2, 5, 8, 3):
-        logits = graphs.logits(flatten(step(rows), BLOCK))
+        logits = graphs.logits(table.place(flatten(step(rows))))
         assert logits is not None
         assert logits.tolist() == [
             [
@@ -123,20 +131,29 @@ def test_every_size_computes_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> No
         ]
 
 
+def test_rows_that_are_not_sampled_have_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = DeviceBlockTable(8, 8, BLOCK, CPU)
+    graphs = CudaDecodeGraphs(Computed(FakeDevice(monkeypatch)), CPU, max_rows=4, table=table)
+    for sampled in ([1, 2], [], [0, 1, 2]):
+        batch = [each._replace(sample=row in sampled) for row, each in enumerate(step(3))]
+        logits = graphs.logits(table.place(flatten(batch)))
+        assert logits is not None
+        assert logits[:, 0].tolist() == sampled
+
+
 def test_larger_steps_have_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = CudaDecodeGraphs(Computed(FakeDevice(monkeypatch)), CPU, max_rows=4, max_blocks=2)
-    assert graphs.logits(flatten(step(5), BLOCK)) is None
-    assert graphs.logits(flatten(step(4), BLOCK)) is not None
-    assert graphs.logits(flatten([step(8)[7]] * 4, BLOCK)) is None, (
-        "tables with more entries than the buffer holds"
-    )
+    table = DeviceBlockTable(8, 8, BLOCK, CPU)
+    graphs = CudaDecodeGraphs(Computed(FakeDevice(monkeypatch)), CPU, max_rows=4, table=table)
+    assert graphs.logits(table.place(flatten(step(5)))) is None
+    assert graphs.logits(table.place(flatten(step(4)))) is not None
 
 
 def test_a_model_that_waits_for_the_device_gets_no_graphs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     device = FakeDevice(monkeypatch)
-    graphs = CudaDecodeGraphs(Computed(device, "called a synchronizing CUDA operation"), CPU, 4, 2)
+    table = DeviceBlockTable(4, 2, BLOCK, CPU)
+    graphs = CudaDecodeGraphs(Computed(device, "called a synchronizing CUDA operation"), CPU, 4, table)
     assert graphs.captured == []
-    assert graphs.logits(flatten(step(1), BLOCK)) is None
+    assert graphs.logits(table.place(flatten(step(1)))) is None
     assert device.sync_debug == 0, "put back"

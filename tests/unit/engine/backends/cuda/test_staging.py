@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from engine.backends.cuda.block_table import DeviceBlockTable
 from engine.backends.cuda.decode_graphs import MAX_ROWS, bucket_sizes
 from engine.backends.cuda.forward import AsyncArgmax
-from engine.backends.cuda.staging import Staging
-from engine.backends.interface import NOWHERE, flatten, no_sequences
+from engine.backends.cuda.staging import NOWHERE, PlacedStep, Staging
+from engine.backends.interface import flatten
 from engine.core.types import SamplingParams, ScheduledSequence
 
 CPU = torch.device("cpu")
@@ -29,15 +30,20 @@ MIXED = [
 ]
 
 
+def placed(batch: list[ScheduledSequence]) -> PlacedStep:
+    return DeviceBlockTable(8, 4, BLOCK, CPU).place(flatten(batch))
+
+
 def test_decode_rows_come_first_and_tables_end_with_the_context() -> None:
-    flat = flatten(MIXED, BLOCK)
+    step = placed(MIXED)
+    flat = step.flat
     assert flat.token_ids.tolist() == [24, 40, 13, 14, 15, 30, 31]
     assert flat.positions.tolist() == [4, 0, 3, 4, 5, 0, 1]
-    assert flat.slots.tolist() == [4, 12, 31, 8, 9, 32, 33]
+    assert step.slots.tolist() == [4, 12, 31, 8, 9, 32, 33]
     assert flat.contexts.tolist() == [5, 1, 6, 2]
     assert flat.query_starts.tolist() == [0, 1, 2, 5, 7]
-    assert flat.tables.tolist() == [5, 1, 3, 7, 2, 8]
-    assert flat.table_starts.tolist() == [0, 2, 3, 5]
+    assert step.table_starts.tolist() == [0, 4, 8, 12]
+    assert step.tables[:16].tolist() == [5, 1, 0, 0, 3, 0, 0, 0, 7, 2, 0, 0, 8, 0, 0, 0]
     assert flat.sample_rows.tolist() == [0, 1, 4]
     assert flat.sample_order == [1, 3, 0]
     assert (flat.num_decode, flat.num_prefill, flat.longest_chunk) == (2, 2, 3)
@@ -45,35 +51,41 @@ def test_decode_rows_come_first_and_tables_end_with_the_context() -> None:
 
 
 def test_padded_rows_read_and_write_no_kv() -> None:
-    flat = flatten([MIXED[1], MIXED[3]], BLOCK).padded(4)
-    assert flat.decode_only
-    assert flat.num_decode == 4
-    assert flat.slots.tolist() == [4, 12, NOWHERE, NOWHERE]
-    assert flat.contexts.tolist() == [5, 1, 0, 0]
-    assert flat.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert flat.sample_rows.tolist() == [0, 1]
-    assert no_sequences().padded(2).contexts.tolist() == [0, 0]
+    step = placed([MIXED[1], MIXED[3]]).padded(4)
+    assert step.flat.decode_only
+    assert step.flat.num_decode == 4
+    assert step.slots.tolist() == [4, 12, NOWHERE, NOWHERE]
+    assert step.flat.contexts.tolist() == [5, 1, 0, 0]
+    assert step.flat.query_starts.tolist() == [0, 1, 2, 3, 4]
+    assert step.flat.sample_rows.tolist() == [0, 1]
+    nothing = DeviceBlockTable(8, 4, BLOCK, CPU).nothing()
+    assert nothing.padded(2).flat.contexts.tolist() == [0, 0]
 
 
-def test_staged_arrays_are_the_flat_ones() -> None:
+def test_staged_arrays_are_those_of_the_step() -> None:
     staging = Staging(4, CPU)  # grows
     for batch in (MIXED, MIXED[:1], MIXED[1:]):
-        flat = flatten(batch, BLOCK)
-        inputs = staging.stage(flat)
-        assert inputs.token_ids.tolist() == [flat.token_ids.tolist()]
-        assert inputs.positions.tolist() == [flat.positions.tolist()]
-        for name in ("slots", "contexts", "query_starts", "table_starts", "tables", "sample_rows"):
-            array, tensor = getattr(flat, name), getattr(inputs, name)
+        step = placed(batch)
+        inputs = staging.stage(step)
+        assert inputs.token_ids.tolist() == [step.flat.token_ids.tolist()]
+        assert inputs.positions.tolist() == [step.flat.positions.tolist()]
+        assert inputs.tables is step.tables
+        for name in ("slots", "contexts", "query_starts", "table_starts", "sample_rows"):
+            array = getattr(step if name in ("slots", "table_starts") else step.flat, name)
+            tensor = getattr(inputs, name)
             assert np.array_equal(array, tensor.numpy()), name
-            assert tensor.numel() == 0 or tensor.data_ptr() % 16 == staging._on_device.data_ptr() % 16
+            assert tensor.numel() == 0 or tensor.data_ptr() % 16 == inputs.token_ids.data_ptr() % 16
 
 
 def test_steps_of_one_size_have_the_same_addresses() -> None:
     """A captured graph contains addresses."""
-    staging = Staging(256, CPU)
+    staging, table = Staging(256, CPU), DeviceBlockTable(8, 4, BLOCK, CPU)
     addresses = []
-    for flat in (no_sequences(), flatten(MIXED[1:2], BLOCK), flatten([MIXED[3], MIXED[1]], BLOCK)):
-        inputs = staging.stage(flat.padded(4))
+    for step in (
+        table.nothing(),
+        *(table.place(flatten(part)) for part in (MIXED[1:2], [MIXED[3], MIXED[1]])),
+    ):
+        inputs = staging.stage(step.padded(4))
         read = (inputs.token_ids, inputs.positions, inputs.slots, inputs.contexts, inputs.table_starts)
         addresses.append([tensor.data_ptr() for tensor in (*read, inputs.tables)])
     assert addresses[0] == addresses[1] == addresses[2]

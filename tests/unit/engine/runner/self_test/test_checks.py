@@ -68,6 +68,7 @@ def test_replayed_steps() -> None:
         "stale": "rows: off by",
         "padded rows write": "wrote other KV",
         "too small": "no graph for 3 rows",
+        "old table": "rows: off by",
     }.items():
         with pytest.raises((WrongResultError, RuntimeError), match=why):
             check(fault)  # type: ignore[arg-type]
