@@ -81,9 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         targets = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s}
         print(json.dumps(report("goodput", command, machine, targets=targets, **found), indent=2))
     else:
-        shown = Console()
+        shown = Console(width=max(WIDTH, Console().width))
         for table in tables(found):
-            shown.print(table, width=max(WIDTH, shown.width))
+            shown.print(table)
     return 0
 
 
