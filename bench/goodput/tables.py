@@ -11,7 +11,7 @@ WIDTH = 118
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Rows, differences and goodput."""
+    """Rows, differences (if there are any) and goodput."""
     rows = Table(title="attained, with its 95% interval over seeds")
     for column in ("mix", "rate", "system", "attained"):
         rows.add_column(column, no_wrap=True)
@@ -49,7 +49,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     for mix, by_system in found["goodput"].items():
         for system, one in by_system.items():
             good.add_row(mix, system, f"{words[one['bound']]}{one['rate']:.2f}")
-    return [rows, against, good]
+    return [table for table in (rows, against, good) if table.row_count]
 
 
 def _interval(row: dict[str, Any]) -> str:
