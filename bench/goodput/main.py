@@ -12,8 +12,8 @@ requests; no two runs of a system share prompts. Order of systems: forward for e
   next one; `tried` is without interpolation.
 * of each row also: short and long prompts (512 tokens and more) apart, by class, weighted by tokens, TPOT attained of
   complete ones, TTFT and TPOT, the longest gap between two events, lateness of misses, what others used of the cores,
-  the cores' speed, and how late the generator sent; where that was too late the row is marked (`late_generator`, * in
-  the table) and says less.
+  the cores' speed, and how late the generator sent. A row is marked where that was too late (`late_generator`, * in the
+  table) or where others used more than a tenth of the cores (`busy_machine`, !): it says less.
 
 Systems: default, split, adaptive, colocated, colocated-plain (without targets) are splitserve's (`systems.py`); vllm is
 one server on all cores, vllm-pair its NixlConnector pair. All are asked over HTTP, by the same client. A full verdict

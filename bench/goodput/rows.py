@@ -16,6 +16,8 @@ from bench.goodput.turns import FinishedTurn
 
 LATE_SHARE = 0.05
 """A run is marked where the generator sent more than 1% of the requests later than this share of the TTFT target."""
+BUSY_SHARE = 0.1
+"""A row is marked where other processes used more than this share of the cores, in the mean over its runs."""
 OWN = "default"
 
 
@@ -51,6 +53,7 @@ def row_of(cell: Cell, slo: Slo) -> dict[str, Any]:
     shares = cell.shares(slo)
     attained = mean_over_seeds(list(shares.values()))
     lateness_s = max(run.lateness_p99_s for run in runs)
+    other_load = fmean(run.other_load for run in runs)
     return {
         "mix": cell.mix,
         "system": cell.system,
@@ -63,7 +66,8 @@ def row_of(cell: Cell, slo: Slo) -> dict[str, Any]:
         "generator_lateness_p99_s": lateness_s,
         "generator_cores": round(fmean(run.generator_cores for run in runs), 3),
         "late_generator": lateness_s > LATE_SHARE * slo.ttft_s,
-        "other_load": round(fmean(run.other_load for run in runs), 3),
+        "other_load": round(other_load, 3),
+        "busy_machine": other_load > BUSY_SHARE,
         "core_speed_mb_per_s": round(median(speed for run in runs for speed in run.core_speed), 1),
     }
 

@@ -28,7 +28,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     rows.add_column("others", justify="right")
     for row in found["rows"]:
         rows.add_row(
-            *(row["mix"], f"{row['rate']:g}", row["system"] + ("*" if row["late_generator"] else "")),
+            *(row["mix"], f"{row['rate']:g}", row["system"] + _marks(row)),
             f"{row['attained']:.3f}{_interval(row)}",
             *(_number(row[name]) for name in ("attained_short", "attained_long", "tpot_attained")),
             f"{_number(row['ttft_p50_s'])} / {_number(row['ttft_p95_s'])}",
@@ -50,6 +50,10 @@ def tables(found: dict[str, Any]) -> list[Table]:
         for system, one in by_system.items():
             good.add_row(mix, system, f"{words[one['bound']]}{one['rate']:.2f}")
     return [table for table in (rows, against, good) if table.row_count]
+
+
+def _marks(row: dict[str, Any]) -> str:
+    return ("*" if row["late_generator"] else "") + ("!" if row["busy_machine"] else "")
 
 
 def _interval(row: dict[str, Any]) -> str:

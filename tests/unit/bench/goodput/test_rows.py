@@ -104,6 +104,16 @@ def test_a_late_generator_is_marked() -> None:
     assert not row_of(cells_of([turn("default", [sent()])])[0], SLO)["late_generator"]
 
 
+def test_a_busy_machine_is_marked() -> None:
+    busy = replace(turn("default", [sent()]), other_load=0.4)
+    row = row_of(cells_of([busy])[0], SLO)
+    assert row["busy_machine"]
+    quiet = row_of(cells_of([turn("default", [sent()])])[0], SLO)
+    assert not quiet["busy_machine"]
+    cells = list(tables({"rows": [row, quiet], "differences": [], "goodput": {}})[0].columns[2].cells)
+    assert cells == ["default!", "default"]
+
+
 def test_report_of_several_systems() -> None:
     good, bad = [sent()] * 10, [sent()] * 6 + [sent(ttft_s=3.0)] * 4
     turns = [
