@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 TIMEOUT_S = 120.0
-HEALTH_TIMEOUT_S = 2.0
 HANDSHAKE_TRIES = 4
 PATH = "/v1/completions"
 HEADERS = {"Content-Type": "application/json"}
@@ -85,18 +84,6 @@ class VllmPair:
         """Closes both connections."""
         self._prefill.close()
         self._decode.close()
-
-
-def is_healthy(host: str, port: int) -> bool:
-    """Whether a vLLM server answers there."""
-    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
 
 
 def _post(connection: http.client.HTTPConnection, body: dict[str, Any]) -> http.client.HTTPResponse:

@@ -192,7 +192,7 @@ async def compare(arguments: argparse.Namespace, tell: Console) -> dict[str, Any
             environment=arguments.environment.resolve(),
             model=model.path,
             log_dir=arguments.log_dir or Path(logs),
-            cores=(cores[0], cores[1 % len(cores)]),
+            cores=(cores[:1], cores[1:2] or cores),
             eager=arguments.vllm_eager,
             whole_server=arguments.vllm_whole_server,
         )

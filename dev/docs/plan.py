@@ -176,6 +176,9 @@ SHORT: Mapping[str, str] = {
     "python -m bench.engine.triage": "python -m bench.engine.triage --turns 1 --prompts 6 --json",
     "python -m bench.engine.step_layout": "python -m bench.engine.step_layout --steps 17 --json",
     "python -m bench.engine.grammar": "python -m bench.engine.grammar --batches 1 --json",
+    "python -m bench.goodput": (
+        "python -m bench.goodput --quick --systems default --requests 4 --runs goodput-runs.jsonl --json"
+    ),
     "python -m bench.handoff": "python -m bench.handoff --repeats 1 --lengths 16 --json",
     "python -m bench.handoff.narrow_kv": "python -m bench.handoff.narrow_kv --prompts 1 --repeats 0 --json",
     "python -m bench.engine.quantization": "python -m bench.engine.quantization --prompts 1 --threads --json",

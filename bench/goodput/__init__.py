@@ -1,0 +1,1 @@
+"""Goodput under open load, beside other systems on the same cores. Read `main.py` first."""

@@ -1,0 +1,150 @@
+"""One turn: a system is started, asked by the generator and ended. Runs are kept in a file, so that they add up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.asking import random_prompt
+from bench.goodput.generator import LoadJob, LoadResult, requests_from, result_from_json
+from bench.goodput.mixes import PlannedRequest, planned
+from bench.goodput.outcome import SentRequest
+from bench.goodput.statistics import percentile
+from bench.goodput.systems import ServingOptions, served
+from bench.machine import OtherLoad, core_speed_mb_per_s
+
+GRACE_S = 60.0
+"""For the generator to start and to report, beyond what its job can last."""
+WARM_UP_TOKENS = (32, 32, 96, 128, 256, 512, 768, 1024, 96, 96)
+WARM_UP_OUTPUT_TOKENS = 24
+WARM_UP_SEED = -1
+
+
+@dataclass(frozen=True)
+class TurnKey:
+    """What one run measures: a system under one load."""
+
+    mix: str
+    rate: float
+    seed: int
+    requests: int
+    system: str
+    conditions: str
+    """Model and targets, which differ between calls, not within one."""
+
+
+@dataclass(frozen=True)
+class FinishedTurn:
+    """`lateness_p99_s`: of the generator's sending; `other_load`: share of all cores that other processes used;
+    `generator_cores`: that the generator used; `core_speed`: MB/s before and after, with the system idle."""
+
+    key: TurnKey
+    requests: tuple[SentRequest, ...]
+    lateness_p99_s: float
+    other_load: float
+    generator_cores: float
+    core_speed: tuple[float, float]
+
+
+def turn_order(
+    loads: Sequence[tuple[str, float]], seeds: int, requests: int, systems: Sequence[str], conditions: str
+) -> list[TurnKey]:
+    """All runs: for every load (mix and rate) the systems in a row, forward for even seeds and backward for odd ones
+    (A B B A)."""
+    return [
+        TurnKey(mix, rate, seed, requests, system, conditions)
+        for seed in range(seeds)
+        for mix, rate in loads
+        for system in (systems if seed % 2 == 0 else reversed(systems))
+    ]
+
+
+async def finished_turns(
+    keys: Sequence[TurnKey], options: ServingOptions, timeout_s: float, kept: Path | None
+) -> AsyncIterator[FinishedTurn]:
+    """Runs them in this order; those that the file `kept` holds are not run again, new ones are added to it."""
+    known = {one.key: one for one in kept_turns(kept)} if kept is not None else {}
+    for key in keys:
+        found = known.get(key)
+        if found is None:
+            found = await run_turn(key, options, timeout_s)
+            if kept is not None:
+                with kept.open("a") as file:
+                    file.write(json.dumps(asdict(found)) + "\n")
+        yield found
+
+
+async def run_turn(key: TurnKey, options: ServingOptions, timeout_s: float) -> FinishedTurn:
+    """One run. Raises RuntimeError if the system does not start or the generator fails."""
+    plan = planned(key.mix, key.rate, key.requests, key.seed, options.vocabulary)
+    before = core_speed_mb_per_s()
+    load = OtherLoad()
+    async with served(key.system, options) as at:
+        load.mark()
+        targets_ms = (options.slo.ttft_s * 1e3, options.slo.tpot_s * 1e3)
+        job = LoadJob(at, warm_up(options.vocabulary), plan, timeout_s, targets_ms)
+        result = await generate(job)
+        cores = result.cpu_s / result.wall_s
+        # The generator has ended, so its CPU time is not among that of this process's children.
+        other = load.share() - cores / (os.cpu_count() or 1)
+    return FinishedTurn(
+        key,
+        result.requests,
+        round(percentile(result.lateness_s, 0.99) or 0.0, 4),
+        round(max(0.0, other), 3),
+        round(cores, 3),
+        (before, core_speed_mb_per_s()),
+    )
+
+
+def warm_up(vocabulary: int) -> list[PlannedRequest]:
+    """Requests of many lengths: they connect everything, and systems that measure their own steps have done so."""
+    chance = random.Random(WARM_UP_SEED)
+    return [
+        PlannedRequest(
+            0.0, tuple(random_prompt(chance, tokens, vocabulary)), WARM_UP_OUTPUT_TOKENS, "warm-up"
+        )
+        for tokens in WARM_UP_TOKENS
+    ]
+
+
+async def generate(job: LoadJob, grace_s: float = GRACE_S) -> LoadResult:
+    """Runs the generator process. Raises RuntimeError if it fails, or does not end by its job's deadline."""
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-m", "bench.goodput.generator")
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(job.longest_s + grace_s):
+            out, err = await process.communicate(json.dumps(asdict(job)).encode())
+    except TimeoutError:
+        raise RuntimeError("the generator did not end by its deadline") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        raise RuntimeError(f"the generator failed: {err.decode(errors='replace')[-2000:]}")
+    return result_from_json(out.decode())
+
+
+def kept_turns(file: Path) -> list[FinishedTurn]:
+    """The runs in a file that `finished_turns` wrote; none if it does not exist."""
+    if not file.exists():
+        return []
+    return [_turn_from(json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def _turn_from(fields: dict[str, Any]) -> FinishedTurn:
+    changed = {
+        "key": TurnKey(**fields["key"]),
+        "requests": requests_from(fields["requests"]),
+        "core_speed": tuple(fields["core_speed"]),
+    }
+    return FinishedTurn(**{**fields, **changed})
