@@ -85,7 +85,8 @@ class PairSelector(RequestObserver):
     def routed(self, state: RequestState) -> None:
         """See RequestObserver. The attempt counts as load on its workers until they report it themselves."""
         request, attempt = state.request, state.attempt
-        self._meter.count_arrival(attempt.began_s)
+        if self._computes_locally(attempt.began_s):
+            self._meter.count_arrival(attempt.began_s)
         tokens = len(request.prompt) + len(state.token_ids)
         uncached_tokens = tokens - attempt.expected_cached_tokens
         if attempt.decode is None:
@@ -113,7 +114,7 @@ class PairSelector(RequestObserver):
         """See RequestObserver. A prompt that was never sent to the prefill worker is no longer expected there."""
         self._withdraw(state)
         report = state.attempt.report
-        if report.transport:
+        if report.transport and self._computes_locally(state.attempt.began_s):
             self._meter.record((report.transfer_ms + report.decode_admit_ms) / 1e3)
 
     def _withdraw(self, state: RequestState) -> None:
@@ -123,10 +124,9 @@ class PairSelector(RequestObserver):
     def local_prefill_tokens(self, state: RequestState, pair: Pair) -> int:
         """How many prompt tokens the decode worker may compute itself, by `local_prefill` and the plan in force."""
         now = time.monotonic()
-        mode, lent = self._config.local_prefill, self._registry.plan.lends(now)
-        if pair.decode is None or (mode == "never" and not lent):
+        if pair.decode is None or not self._computes_locally(now):
             return 0
-        if mode == "always":
+        if self._config.local_prefill == "always":
             return NO_LIMIT
         if pair.local_tokens is not None:
             if pair.local_tokens and self._bookkeeper is not None:
@@ -134,6 +134,10 @@ class PairSelector(RequestObserver):
             return pair.local_tokens
         tokens = len(state.request.prompt) + len(state.token_ids) - pair.cost.cached_tokens
         return local_prefill_tokens(facts_of_pair(pair, pair.decode, tokens, self._meter, now))
+
+    def _computes_locally(self, now: float) -> bool:
+        """Whether decode workers may compute prompts now. What that takes is measured only then."""
+        return self._config.local_prefill != "never" or self._registry.plan.lends(now)
 
     def _routing_request(self, state: RequestState) -> RoutingRequest:
         """The routing policy's view of the next attempt."""
