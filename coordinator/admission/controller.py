@@ -214,6 +214,7 @@ class _Admitted(RequestObserver):
 def _entry(state: RequestState, now: float) -> Entry:
     """Admission's view of a request."""
     request, caller, resumed = state.request, state.request.caller, len(state.request.resumed)
+    ttft_s = request.targets.ttft_s if request.targets is not None else None
     return Entry(
         request_id=request.request_id,
         tenant=caller.tenant,
@@ -227,6 +228,7 @@ def _entry(state: RequestState, now: float) -> Entry:
         needs_decode=state.needs_decode,
         arrived_s=now,
         deadline_s=request.deadline_s,
+        due_s=request.received_s + ttft_s if ttft_s is not None else float("inf"),
         ttft_slo_s=request.slo_ttft_s,
         resumed=resumed > 0,
     )

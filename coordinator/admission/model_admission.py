@@ -11,8 +11,8 @@ from itertools import islice
 
 from coordinator.admission.decode_capacity import DecodeCapacity
 from coordinator.admission.entry import (
+    GONE,
     OUTPUT_TOKEN_COST,
-    PROMPT_TOKEN_COST,
     Cause,
     Entry,
     Refusal,
@@ -31,8 +31,6 @@ MAX_LOOKS = 8
 """Requests tried per release."""
 MAX_BYPASSES = 16
 """How many smaller requests may bypass one that does not fit the free KV; after that it blocks the queue."""
-GONE = -1
-"""`Entry.number` of an entry that is neither queued nor running."""
 _MAX_OFFERS = 256
 _CAUTION = 0.85
 """Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
@@ -96,13 +94,15 @@ class ModelAdmission:
                 self._bias.relax()
                 return _STARTED
             self._held_since_s = now
-        ahead = self.queue.ahead_of(entry)
+        ahead = self.queue.ahead_of(entry, self.prefill.pace(now))
         predicted = forecast(entry, ahead, self.prefill, self.decode, self._bias.value, now)
         if (refusal := self._refusal(entry, predicted, now)) is not None:
             self._bias.relax()
+            entry.number = GONE
             return Arrival(refused=refusal)
         evicted = self.queue.make_room(entry)
         if evicted is None:
+            entry.number = GONE
             return Arrival(refused=self._full(entry, predicted))
         self.queue.add(entry)
         self._begin_wait(entry, predicted, now)
@@ -126,7 +126,7 @@ class ModelAdmission:
         if not self.queue.requests:
             self._deadlines.clear()
             return float("inf")
-        while not self._is_waiting(self._deadlines[0][2]):
+        while not self._deadlines[0][2].waits:
             heapq.heappop(self._deadlines)
         return min(self._deadlines[0][0], self.prefill.next_long_s(now))
 
@@ -186,7 +186,7 @@ class ModelAdmission:
                 return Offer.SKIP
             return Offer.MISFIT
 
-        offers = islice(self.queue.offers(), _MAX_OFFERS)
+        offers = islice(self.queue.offers(self.prefill.pace(now)), _MAX_OFFERS)
         taken = offer_in_order(offers, attempt, max_bypasses=MAX_BYPASSES, max_looks=MAX_LOOKS)
         return next(taken, None)  # one at a time: serving a request changes the order
 
@@ -230,10 +230,9 @@ class ModelAdmission:
                 self._held_s["prefill"] - entry.marks[0],
                 self._held_s["decode"] - entry.marks[1],
             )
-            self.queue.remove(entry)
+            self.queue.serve(entry)
         else:
             self.queue.pass_by(entry)
-        self.queue.charge(entry, PROMPT_TOKEN_COST * entry.prompt_tokens)
         entry.started = True
         if prefill is not None:
             entry.prefill = prefill.key
@@ -241,9 +240,6 @@ class ModelAdmission:
         if decode is not None:
             entry.decode = decode.key
             decode.add_flight(entry)
-
-    def _is_waiting(self, entry: Entry) -> bool:
-        return not entry.started and entry.number != GONE
 
     def _hold(self, cause: Cause, now: float) -> None:
         """Adds the time since the last call to the current cause; from now on the queue waits for `cause`."""
@@ -267,9 +263,9 @@ class ModelAdmission:
         heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
 
     def _slo_wait_s(self, entry: Entry, compute_s: float) -> float:
-        """Seconds that a request may wait until its prompt starts. Batch and resumed requests have no TTFT target."""
-        slo_s = entry.ttft_slo_s or self._settings.ttft_slo_s
-        if slo_s is None or entry.resumed or entry.priority_class == "batch":
+        """Seconds that a request may wait until its prompt starts, where being late is a reason to refuse it."""
+        slo_s = entry.ttft_slo_s
+        if slo_s is None or entry.resumed:
             return float("inf")
         return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
 
@@ -308,7 +304,7 @@ class ModelAdmission:
         refused = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)[2]
-            if not self._is_waiting(entry):
+            if not entry.waits:
                 continue
             self.ended(entry)
             # Learning from admitted requests alone would be too optimistic.
