@@ -115,7 +115,14 @@ class _TenantQueue:
     cost: float = 0.0
     timed: int = 0
     """How many have such a target."""
-    order: PromptOrder = field(default_factory=PromptOrder)
+    order: PromptOrder | None = None
+    """Of those that wait, since the first one with a target."""
+
+    def by_triage(self) -> PromptOrder:
+        """The order where some have targets."""
+        if self.order is None:
+            self.order = PromptOrder()
+        return self.order
 
 
 @dataclass(eq=False, slots=True)
@@ -178,7 +185,8 @@ class AdmissionQueue:
         class_queue = self._classes[entry.priority_class]
         queue = self._queue_of(class_queue, entry)
         insort(queue.entries, entry, key=_ORDER)
-        queue.order.added(entry)
+        if queue.order is not None:
+            queue.order.added(entry)
         self._shares.join(entry.priority_class, class_queue.counter)
         class_queue.tenants.join(entry.tenant, queue.counter)
         self._count(entry, class_queue, queue, 1)
@@ -197,7 +205,9 @@ class AdmissionQueue:
     def serve(self, entry: Entry) -> None:
         """A queued entry is admitted: removes it and charges its prompt."""
         self.remove(entry)
-        self._classes[entry.priority_class].queues[entry.tenant].order.started(entry)
+        order = self._classes[entry.priority_class].queues[entry.tenant].order
+        if order is not None:
+            order.started(entry)
         self.charge(entry, PROMPT_TOKEN_COST * entry.prompt_tokens)
 
     def charge(self, entry: Entry, cost: float) -> None:
@@ -220,7 +230,7 @@ class AdmissionQueue:
                     yield from queue.entries[:LOOK_AHEAD]
                 else:
                     share = self._share(class_queue, queue.counter.weight)
-                    yield from islice(queue.order.of(queue.entries, pace.share(share)), LOOK_AHEAD)
+                    yield from islice(queue.by_triage().of(queue.entries, pace.share(share)), LOOK_AHEAD)
 
     def ahead_of(self, newcomer: Entry, pace: PrefillPace | None = None) -> Ahead:
         """Expected work served before a newcomer that is not queued yet, if no further requests arrive.
@@ -255,7 +265,7 @@ class AdmissionQueue:
         """The cost of what its own tenant has queued before a newcomer."""
         if pace is not None and queue.entries and (queue.timed or newcomer.due_s < float("inf")):
             share = self._share(class_queue, newcomer.weight)
-            return sum(e.cost for e in queue.order.before(newcomer, queue.entries, pace.share(share)))
+            return sum(e.cost for e in queue.by_triage().before(newcomer, queue.entries, pace.share(share)))
         if queue.entries and newcomer.outranks(queue.entries[-1]):
             return sum(e.cost for e in queue.entries if not newcomer.outranks(e))
         return queue.cost
