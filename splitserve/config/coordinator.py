@@ -242,6 +242,9 @@ class CoordinatorConfig(SecuritySettings):
     max_coalesce_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
     """Longest time in milliseconds that output tokens are held back to leave as one message while the coordinator's
     event loop is busy. The first and last token are never held back. 0 disables it."""
+    long_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] = 512
+    """Prompts of so many tokens or more count as long: metrics and `splitserve top` show their times to the first token
+    apart."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads for chat templates and tokenization."""
     metrics_port: Port | None = None
