@@ -24,6 +24,9 @@ class RequestTargets:
     tpot_s: float | None = None
 
 
+NO_TARGETS = RequestTargets()
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The tenant behind a request. Without configured tenants, every caller is `ANYONE`."""
