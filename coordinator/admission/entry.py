@@ -55,6 +55,10 @@ class Entry(Flight):
     """How many later requests bypassed this one because it did not fit."""
     predicted_ttft_s: float = 0.0
     """Forecast at arrival, without bias; 0: none."""
+    late: bool = False
+    """Whether triage found it late at arrival."""
+    learned: bool = False
+    """Whether forecasts have learned from its wait."""
     start_by_s: float = float("inf")
     """When it is refused if still queued."""
     started: bool = False

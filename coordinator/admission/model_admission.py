@@ -34,6 +34,8 @@ MAX_BYPASSES = 16
 _MAX_OFFERS = 256
 _CAUTION = 0.85
 """Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
+_OVERDUE = 2.0
+"""A forecast is learned from after this multiple of it, even if there is no first token yet."""
 _LEAST_SLO_SHARE = 0.25
 """A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
 
@@ -72,7 +74,9 @@ class ModelAdmission:
         self._others_may_fit = False
         self.bounds_prefill = True
         """False while decode workers compute all prompts."""
-        self._bias = Bias()
+        # Others overtake late ones: forecasts of the two kinds are wrong by different factors.
+        self._biases = {False: Bias(), True: Bias()}
+        self._unlearned: list[tuple[float, int, Entry]] = []
         self._numbers = 0
         self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0}
         self._held_since_s = 0.0
@@ -91,13 +95,15 @@ class ModelAdmission:
         self.decode.on_arrival(entry.priority_class, now)
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
-                self._bias.relax()
+                self._biases[False].relax()
                 return _STARTED
             self._held_since_s = now
         ahead = self.queue.ahead_of(entry, self.prefill.pace(now))
-        predicted = forecast(entry, ahead, self.prefill, self.decode, self._bias.value, now)
+        entry.late = ahead.late
+        bias = self._biases[entry.late]
+        predicted = forecast(entry, ahead, self.prefill, self.decode, bias.value, now)
         if (refusal := self._refusal(entry, predicted, now)) is not None:
-            self._bias.relax()
+            bias.relax()
             entry.number = GONE
             return Arrival(refused=refusal)
         evicted = self.queue.make_room(entry)
@@ -113,6 +119,7 @@ class ModelAdmission:
     def release(self, now: float) -> Release:
         """Takes out of the queue all requests that can start, and those that have waited too long."""
         refused = self._expired(now)
+        self._learn_overdue(now)
         started: list[Entry] = []
         while self.queue.requests:
             entry = self._next(now)
@@ -146,7 +153,9 @@ class ModelAdmission:
         first = not entry.computed
         if first:
             self._leave_prefill(entry)
-            self._bias.learn(entry.predicted_ttft_s, now - entry.arrived_s)
+            self._learn_overdue(now)
+            if not entry.learned:
+                self._biases[entry.late].learn(entry.predicted_ttft_s, now - entry.arrived_s)
             entry.predicted_ttft_s = 0.0
             entry.computed = True
         entry.sent += tokens
@@ -258,7 +267,9 @@ class ModelAdmission:
         """Sets what a newly queued entry's end of waiting is measured against."""
         self._hold(self.held_by, now)
         entry.marks = self._held_s["prefill"], self._held_s["decode"]
-        entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._bias.value
+        entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._biases[entry.late].value
+        if predicted.ttft_s:
+            heapq.heappush(self._unlearned, (now + _OVERDUE * predicted.ttft_s, entry.number, entry))
         entry.start_by_s = now + self._queue_limit_s(entry, predicted.compute_s)
         heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
 
@@ -294,6 +305,14 @@ class ModelAdmission:
             return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", predicted.queue_s, queue_s)
         return None
 
+    def _learn_overdue(self, now: float) -> None:
+        """Learns from those that wait much longer than was forecast: what comes first is what was in time."""
+        while self._unlearned and self._unlearned[0][0] <= now:
+            entry = heapq.heappop(self._unlearned)[2]
+            if not (entry.computed or entry.learned or entry.number == GONE):
+                self._biases[entry.late].learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
+                entry.learned = True
+
     def _full(self, entry: Entry, predicted: Forecast) -> Refusal:
         message = f"{self.queue.requests} requests with {self.queue.prompt_tokens} prompt tokens are waiting"
         # Half of the wait: a client that returns to a queue with only one place free is soon refused again.
@@ -308,7 +327,8 @@ class ModelAdmission:
                 continue
             self.ended(entry)
             # Learning from admitted requests alone would be too optimistic.
-            self._bias.learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
+            self._biases[entry.late].learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
+            entry.learned = True
             message = f"no worker could begin with the prompt within {now - entry.arrived_s:.3g} s"
             hint_s = retry_after_s(entry.request_id, now - entry.arrived_s, 0.0)
             refused.append(Refusal(entry, "WAITED_TOO_LONG", message, hint_s))

@@ -62,6 +62,10 @@ class PromptOrder:
             return list(entries)
         return self._order[: self._order.index(newcomer)]
 
+    def is_late(self, entry: Entry) -> bool:
+        """Whether an entry misses its target in the latest order."""
+        return entry in self._late
+
     def added(self, entry: Entry) -> None:
         """An entry came."""
         self._changed = entry not in self._order

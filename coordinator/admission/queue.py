@@ -104,6 +104,8 @@ class Ahead:
     requests: float = 0.0
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
+    late: bool = False
+    """Whether triage finds the request late; others that come later may go before it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -257,13 +259,14 @@ class AdmissionQueue:
                 total += min(self._classes[name].cost, (in_class + newcomer.cost) * share)
         whole = sum(each.cost for each in self._classes.values())
         part = total / whole if whole else 0.0
-        return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part)
+        late = queue is not None and queue.order is not None and queue.order.is_late(newcomer)
+        return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part, late)
 
     def _own_before(
         self, class_queue: _ClassQueue, queue: _TenantQueue, newcomer: Entry, pace: PrefillPace | None
     ) -> float:
         """The cost of what its own tenant has queued before a newcomer."""
-        if pace is not None and queue.entries and (queue.timed or newcomer.due_s < float("inf")):
+        if pace is not None and (queue.timed or newcomer.due_s < float("inf")):
             share = self._share(class_queue, newcomer.weight)
             return sum(e.cost for e in queue.by_triage().before(newcomer, queue.entries, pace.share(share)))
         if queue.entries and newcomer.outranks(queue.entries[-1]):

@@ -111,6 +111,33 @@ def test_nobody_is_refused_for_being_late_unless_that_is_asked_for() -> None:
     assert len(list(served(model, running))) == 100
 
 
+def test_late_ones_that_wait_teach_the_forecasts_of_late_ones_only() -> None:
+    model = one_worker()
+    busy(model)
+
+    def forecasts(now: float) -> tuple[float, float]:
+        """Of a prompt that can be in time and of one that cannot, in seconds."""
+        found = []
+        for target_s in (60.0, 0.05):
+            one = due(1000, now, target_s)
+            model.arrive(one, now)
+            found.append(one.predicted_ttft_s * model._biases[one.late].value)
+            model.ended(one)
+        return found[0], found[1]
+
+    in_time, late = forecasts(0.0)
+    waiting = [due(1000, target_s=0.05) for _ in range(20)]
+    for one in waiting:
+        model.arrive(one, 0.0)
+    assert all(one.late for one in waiting)
+    model.prefill.horizon_s = 0.0  # nothing leaves the queue
+    model.release(50.0)
+    for one in waiting:
+        model.ended(one)
+    assert forecasts(50.0)[0] == pytest.approx(in_time)
+    assert forecasts(50.0)[1] > 1.5 * late
+
+
 def test_tenants_keep_their_shares_whatever_their_targets() -> None:
     model = one_worker()
     running = busy(model, tenant="c")
