@@ -87,7 +87,7 @@ class Coordinator:
         self.loops = LoopRunner()
         self.failure_detector = FailureDetector(self.registry, self.loops)
         self.tokenizers = PromptTokenizers(load, config.tokenizer_threads)
-        self.stats = RequestStats()
+        self.stats = RequestStats(config.long_prompt_tokens)
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)
         self.costs = tenant_costs(self.access.tenants, config.prices)

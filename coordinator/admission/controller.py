@@ -17,7 +17,7 @@ from coordinator.admission.entry import (
     RefusalReason,
 )
 from coordinator.admission.model_admission import ModelAdmission
-from coordinator.request.caller import PriorityClass
+from coordinator.request.caller import NO_TARGETS, PriorityClass
 from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import RequestState, Waits
 from coordinator.workers.registry import Registry
@@ -214,6 +214,7 @@ class _Admitted(RequestObserver):
 def _entry(state: RequestState, now: float) -> Entry:
     """Admission's view of a request."""
     request, caller, resumed = state.request, state.request.caller, len(state.request.resumed)
+    targets = request.targets or NO_TARGETS
     return Entry(
         request_id=request.request_id,
         tenant=caller.tenant,
@@ -227,6 +228,8 @@ def _entry(state: RequestState, now: float) -> Entry:
         needs_decode=state.needs_decode,
         arrived_s=now,
         deadline_s=request.deadline_s,
+        tpot_slo_s=targets.tpot_s,
+        due_s=request.received_s + targets.ttft_s if targets.ttft_s is not None else float("inf"),
         ttft_slo_s=request.slo_ttft_s,
         resumed=resumed > 0,
     )

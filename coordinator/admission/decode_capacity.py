@@ -7,7 +7,8 @@ et al., "Mooncake", section on early rejection based on prediction). Two quantit
 - the peak of KV as all sequences grow and end. With sequences sorted by remaining output, longest first, it is the
   maximum over i of the contexts of the first i plus i times the remaining output of the i-th (Gong et al.,
   "Past-Future Scheduler", ASPLOS 2025);
-- the step time when the prompt arrives, from the worker's own model of its step time, against the TPOT target.
+- the step time when the prompt arrives, from the worker's own model of its step time, against the least TPOT target of
+  the request and of those that it would run beside.
 
 Cheap upper bounds decide most cases; sequences are iterated over only near the limits.
 """
@@ -22,6 +23,7 @@ from coordinator.request.caller import PriorityClass
 from coordinator.workers.load import DecodeLoad, Flight
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.generation.kv_blocks import watermark_blocks
+from splitserve.v1 import registry_pb2
 
 SEEN_LATELY_S = 30.0
 """How long headroom is kept for a priority class after its last request."""
@@ -37,7 +39,8 @@ class NoDecodeCapacity:
 class DecodeCapacity:
     """Capacity of one model's decode workers that take new requests.
 
-    `tpot_slo_s` bounds the step time, None: no bound; `headroom` is the share of slots and KV kept for higher classes.
+    `tpot_slo_s` bounds the step time for requests that name no target of their own, None: no bound; `headroom` is the
+    share of slots and KV kept for higher classes.
     """
 
     def __init__(self, tpot_slo_s: float | None, headroom: float) -> None:
@@ -72,13 +75,15 @@ class DecodeCapacity:
             smaller_may_fit = True
         return NoDecodeCapacity(smaller_may_fit)
 
-    def batch_limit(self, load: DecodeLoad, context: float, output: float) -> float:
-        """How many sequences of `context` tokens with `output` tokens to come the worker takes, at most."""
+    def batch_limit(self, load: DecodeLoad, entry: Entry, context: float, output: float) -> float:
+        """How many sequences of `context` tokens, with `output` to come, the worker takes with the entry, at most."""
         limit = min(load.slots, load.total_blocks / load.blocks_of(context + output / 2) / load.shared)
-        if self._tpot_slo_s is not None and load.fit is not None:
-            each_ms = load.fit.sequence_ms + load.fit.context_token_ms * context
+        fit = load.fit
+        bound_s = self._bound_s(load, fit, entry) if fit is not None else None
+        if fit is not None and bound_s is not None:
+            each_ms = fit.sequence_ms + fit.context_token_ms * context
             if each_ms > 0:
-                limit = min(limit, (self._tpot_slo_s * 1e3 - load.fit.base_ms) / each_ms)
+                limit = min(limit, (bound_s * 1e3 - fit.base_ms) / each_ms)
         return max(1.0, limit)
 
     def _headroom_against(self, priority_class: PriorityClass, now: float) -> float:
@@ -100,24 +105,44 @@ class DecodeCapacity:
         return _peak_tokens([*load.flights, entry]) / load.block_size * load.shared <= room
 
     def _keeps_pace(self, load: DecodeLoad, entry: Entry, prefill_s: float) -> bool:
-        """Whether the step time will be within the TPOT target when the prompt arrives."""
-        bound_s = self._tpot_slo_s
-        if bound_s is None or load.fit is None:
-            return True
+        """Whether the step time will be within all their TPOT targets when the prompt arrives."""
         fit = load.fit
-
-        def step_s(requests: int, context: float) -> float:
-            return (fit.base_ms + fit.sequence_ms * requests + fit.context_token_ms * context) / 1e3
-
+        if fit is None:
+            return True
         count, context = load.requests + 1, load.context_tokens + entry.prompt_tokens
-        if step_s(count, context) <= bound_s:
+        least_s = entry.tpot_slo_s or self._tpot_slo_s or float("inf")
+        if load.targets_s:
+            least_s = min(least_s, load.targets_s[0])
+        if _step_s(fit, count, context) <= least_s:
+            return True
+        bound_s = self._bound_s(load, fit, entry)
+        if bound_s is None:
             return True
         # Too slow now: discount the sequences that will have ended when the prompt arrives.
         steps = prefill_s / max(load.step_s, 1e-4)
         ended = [other for other in load.flights if other.computed and other.remaining_output <= steps]
         count -= len(ended)
         context -= sum(other.context_tokens for other in ended)
-        return count == 1 or step_s(count, context) <= bound_s
+        return count == 1 or _step_s(fit, count, context) <= bound_s
+
+    def _bound_s(self, load: DecodeLoad, fit: registry_pb2.DecodeStepFit, entry: Entry) -> float | None:
+        """The least target of the entry and of those in flight that each of them could keep alone; None: there is none.
+
+        A target of a tenant or request that nobody can keep binds nobody: it would empty the worker and be missed. The
+        settings' one binds all the same.
+        """
+        kept = [
+            other.tpot_slo_s
+            for other in (entry, *(load.flights if load.targets_s else ()))
+            if other.tpot_slo_s is not None and _step_s(fit, 1, other.context_tokens) <= other.tpot_slo_s
+        ]
+        if self._tpot_slo_s is not None and entry.tpot_slo_s not in kept:
+            kept.append(self._tpot_slo_s)
+        return min(kept, default=None)
+
+
+def _step_s(fit: registry_pb2.DecodeStepFit, requests: int, context: float) -> float:
+    return (fit.base_ms + fit.sequence_ms * requests + fit.context_token_ms * context) / 1e3
 
 
 def _busy(load: DecodeLoad) -> float:

@@ -18,6 +18,8 @@ PROMPT_TOKEN_COST = 1.0
 OUTPUT_TOKEN_COST = 2.0
 """Service is measured in prompt tokens; an output token counts as two (Sheng et al., "Fairness in Serving Large
 Language Models", OSDI 2024)."""
+GONE = -1
+"""`Entry.number` of an entry that is neither queued nor running."""
 NOT_HELD = (0.0, 0.0)
 """`Entry.marks` of a request that did not wait."""
 
@@ -41,8 +43,10 @@ class Entry(Flight):
     arrived_s: float
     deadline_s: float
     """When the request times out."""
+    due_s: float = float("inf")
+    """When its first token is due; infinity: it has no target."""
     ttft_slo_s: float | None = None
-    """Where it is predicted to take longer to its first token, it is refused. None: that of the settings."""
+    """Where it is predicted to take longer to its first token, it is refused. None: it is served late."""
     resumed: bool = False
     """Continues a stream that broke at another coordinator: its client already has a part of the answer."""
     number: int = 0
@@ -51,6 +55,10 @@ class Entry(Flight):
     """How many later requests bypassed this one because it did not fit."""
     predicted_ttft_s: float = 0.0
     """Forecast at arrival, without bias; 0: none."""
+    late: bool = False
+    """Whether triage found it late at arrival."""
+    learned: bool = False
+    """Whether forecasts have learned from its wait."""
     start_by_s: float = float("inf")
     """When it is refused if still queued."""
     started: bool = False
@@ -63,6 +71,11 @@ class Entry(Flight):
     def order(self) -> tuple[bool, int, int]:
         """Sort key among the requests of its tenant and class."""
         return not self.resumed, -self.priority, self.number
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is still to be admitted."""
+        return not self.started and self.number != GONE
 
     def outranks(self, other: Entry) -> bool:
         """Whether it is served before another request of its tenant and class that arrived earlier."""

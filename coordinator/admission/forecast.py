@@ -68,7 +68,7 @@ def _decode_wait_s(entry: Entry, ahead: Ahead, decode: DecodeCapacity) -> float:
     ends_s: list[float] = []
     for load in decode.workers.values():
         context = load.context_tokens / len(load.flights) if load.flights else entry.prompt_tokens
-        free += max(0.0, decode.batch_limit(load, context, output) - load.requests)
+        free += max(0.0, decode.batch_limit(load, entry, context, output) - load.requests)
         if step_s := load.measured_step_s:
             ended_per_s += load.requests / (output * step_s)
             ends_s += [other.remaining_output * step_s for other in load.flights]

@@ -11,8 +11,8 @@ from itertools import islice
 
 from coordinator.admission.decode_capacity import DecodeCapacity
 from coordinator.admission.entry import (
+    GONE,
     OUTPUT_TOKEN_COST,
-    PROMPT_TOKEN_COST,
     Cause,
     Entry,
     Refusal,
@@ -31,11 +31,11 @@ MAX_LOOKS = 8
 """Requests tried per release."""
 MAX_BYPASSES = 16
 """How many smaller requests may bypass one that does not fit the free KV; after that it blocks the queue."""
-GONE = -1
-"""`Entry.number` of an entry that is neither queued nor running."""
 _MAX_OFFERS = 256
 _CAUTION = 0.85
 """Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
+_OVERDUE = 2.0
+"""A forecast is learned from after this multiple of it, even if there is no first token yet."""
 _LEAST_SLO_SHARE = 0.25
 """A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
 
@@ -74,7 +74,9 @@ class ModelAdmission:
         self._others_may_fit = False
         self.bounds_prefill = True
         """False while decode workers compute all prompts."""
-        self._bias = Bias()
+        # Others overtake late ones: forecasts of the two kinds are wrong by different factors.
+        self._biases = {False: Bias(), True: Bias()}
+        self._unlearned: list[tuple[float, int, Entry]] = []
         self._numbers = 0
         self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0}
         self._held_since_s = 0.0
@@ -93,16 +95,20 @@ class ModelAdmission:
         self.decode.on_arrival(entry.priority_class, now)
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
-                self._bias.relax()
+                self._biases[False].relax()
                 return _STARTED
             self._held_since_s = now
-        ahead = self.queue.ahead_of(entry)
-        predicted = forecast(entry, ahead, self.prefill, self.decode, self._bias.value, now)
+        ahead = self.queue.ahead_of(entry, self.prefill.pace(now))
+        entry.late = ahead.late
+        bias = self._biases[entry.late]
+        predicted = forecast(entry, ahead, self.prefill, self.decode, bias.value, now)
         if (refusal := self._refusal(entry, predicted, now)) is not None:
-            self._bias.relax()
+            bias.relax()
+            entry.number = GONE
             return Arrival(refused=refusal)
         evicted = self.queue.make_room(entry)
         if evicted is None:
+            entry.number = GONE
             return Arrival(refused=self._full(entry, predicted))
         self.queue.add(entry)
         self._begin_wait(entry, predicted, now)
@@ -113,6 +119,7 @@ class ModelAdmission:
     def release(self, now: float) -> Release:
         """Takes out of the queue all requests that can start, and those that have waited too long."""
         refused = self._expired(now)
+        self._learn_overdue(now)
         started: list[Entry] = []
         while self.queue.requests:
             entry = self._next(now)
@@ -126,7 +133,7 @@ class ModelAdmission:
         if not self.queue.requests:
             self._deadlines.clear()
             return float("inf")
-        while not self._is_waiting(self._deadlines[0][2]):
+        while not self._deadlines[0][2].waits:
             heapq.heappop(self._deadlines)
         return min(self._deadlines[0][0], self.prefill.next_long_s(now))
 
@@ -146,7 +153,9 @@ class ModelAdmission:
         first = not entry.computed
         if first:
             self._leave_prefill(entry)
-            self._bias.learn(entry.predicted_ttft_s, now - entry.arrived_s)
+            self._learn_overdue(now)
+            if not entry.learned:
+                self._biases[entry.late].learn(entry.predicted_ttft_s, now - entry.arrived_s)
             entry.predicted_ttft_s = 0.0
             entry.computed = True
         entry.sent += tokens
@@ -186,7 +195,7 @@ class ModelAdmission:
                 return Offer.SKIP
             return Offer.MISFIT
 
-        offers = islice(self.queue.offers(), _MAX_OFFERS)
+        offers = islice(self.queue.offers(self.prefill.pace(now)), _MAX_OFFERS)
         taken = offer_in_order(offers, attempt, max_bypasses=MAX_BYPASSES, max_looks=MAX_LOOKS)
         return next(taken, None)  # one at a time: serving a request changes the order
 
@@ -230,10 +239,9 @@ class ModelAdmission:
                 self._held_s["prefill"] - entry.marks[0],
                 self._held_s["decode"] - entry.marks[1],
             )
-            self.queue.remove(entry)
+            self.queue.serve(entry)
         else:
             self.queue.pass_by(entry)
-        self.queue.charge(entry, PROMPT_TOKEN_COST * entry.prompt_tokens)
         entry.started = True
         if prefill is not None:
             entry.prefill = prefill.key
@@ -241,9 +249,6 @@ class ModelAdmission:
         if decode is not None:
             entry.decode = decode.key
             decode.add_flight(entry)
-
-    def _is_waiting(self, entry: Entry) -> bool:
-        return not entry.started and entry.number != GONE
 
     def _hold(self, cause: Cause, now: float) -> None:
         """Adds the time since the last call to the current cause; from now on the queue waits for `cause`."""
@@ -262,14 +267,16 @@ class ModelAdmission:
         """Sets what a newly queued entry's end of waiting is measured against."""
         self._hold(self.held_by, now)
         entry.marks = self._held_s["prefill"], self._held_s["decode"]
-        entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._bias.value
+        entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._biases[entry.late].value
+        if predicted.ttft_s:
+            heapq.heappush(self._unlearned, (now + _OVERDUE * predicted.ttft_s, entry.number, entry))
         entry.start_by_s = now + self._queue_limit_s(entry, predicted.compute_s)
         heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
 
     def _slo_wait_s(self, entry: Entry, compute_s: float) -> float:
-        """Seconds that a request may wait until its prompt starts. Batch and resumed requests have no TTFT target."""
-        slo_s = entry.ttft_slo_s or self._settings.ttft_slo_s
-        if slo_s is None or entry.resumed or entry.priority_class == "batch":
+        """Seconds that a request may wait until its prompt starts, where being late is a reason to refuse it."""
+        slo_s = entry.ttft_slo_s
+        if slo_s is None or entry.resumed:
             return float("inf")
         return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
 
@@ -298,6 +305,14 @@ class ModelAdmission:
             return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", predicted.queue_s, queue_s)
         return None
 
+    def _learn_overdue(self, now: float) -> None:
+        """Learns from those that wait much longer than was forecast: what comes first is what was in time."""
+        while self._unlearned and self._unlearned[0][0] <= now:
+            entry = heapq.heappop(self._unlearned)[2]
+            if not (entry.computed or entry.learned or entry.number == GONE):
+                self._biases[entry.late].learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
+                entry.learned = True
+
     def _full(self, entry: Entry, predicted: Forecast) -> Refusal:
         message = f"{self.queue.requests} requests with {self.queue.prompt_tokens} prompt tokens are waiting"
         # Half of the wait: a client that returns to a queue with only one place free is soon refused again.
@@ -308,11 +323,12 @@ class ModelAdmission:
         refused = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)[2]
-            if not self._is_waiting(entry):
+            if not entry.waits:
                 continue
             self.ended(entry)
             # Learning from admitted requests alone would be too optimistic.
-            self._bias.learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
+            self._biases[entry.late].learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
+            entry.learned = True
             message = f"no worker could begin with the prompt within {now - entry.arrived_s:.3g} s"
             hint_s = retry_after_s(entry.request_id, now - entry.arrived_s, 0.0)
             refused.append(Refusal(entry, "WAITED_TOO_LONG", message, hint_s))

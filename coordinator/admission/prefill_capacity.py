@@ -8,12 +8,28 @@ prompts, which bypass long ones in the engine.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from coordinator.workers.load import Flight, PrefillLoad
 from coordinator.workers.snapshot import WorkerKey
 
 NEARLY_DONE_S = 0.05
 """How long before the predicted end of a long prompt the next one is sent: time to reserve KV and to deliver it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPace:
+    """What prompts take at a time: seconds of the work that workers have, and of a token in the whole pool and on one
+    worker."""
+
+    now: float
+    ahead_s: float
+    pool_token_s: float
+    worker_token_s: float
+
+    def share(self, share: float) -> PrefillPace:
+        """The pace of those who get this share of the pool, above 0, up to 1."""
+        return replace(self, pool_token_s=self.pool_token_s / share)
 
 
 class PrefillCapacity:
@@ -38,6 +54,13 @@ class PrefillCapacity:
         """Prompt tokens per second of all workers together; None until one of them has measured its rate."""
         rates = [load.rate for load in self.workers.values() if load.measured_rate]
         return sum(rates) / len(rates) * len(self.workers) if rates else None
+
+    def pace(self, now: float) -> PrefillPace | None:
+        """What prompts that wait here will take; None until a rate has been measured."""
+        rate = self.rate
+        if rate is None:
+            return None
+        return PrefillPace(now, self.backlog_s(now), 1 / rate, len(self.workers) / rate)
 
     def backlog_s(self, now: float) -> float:
         """Mean backlog of the workers, in seconds."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
-from coordinator.admission.entry import CLASSES, RANK, Entry
+from coordinator.admission.entry import CLASSES, PROMPT_TOKEN_COST, RANK, Entry
+from coordinator.admission.prefill_capacity import PrefillPace
+from coordinator.admission.prompt_order import PromptOrder
 from coordinator.request.caller import PriorityClass
 
 CLASS_WEIGHTS: Mapping[PriorityClass, float] = MappingProxyType(
@@ -101,15 +104,27 @@ class Ahead:
     requests: float = 0.0
     uncached_tokens: float = 0.0
     output_tokens: float = 0.0
+    late: bool = False
+    """Whether triage finds the request late; others that come later may go before it."""
 
 
 @dataclass(eq=False, slots=True)
 class _TenantQueue:
-    """One tenant's requests of one class, in order of service."""
+    """One tenant's requests of one class, in order of service where none has a target for its first token."""
 
     counter: FairShareCounter
     entries: list[Entry] = field(default_factory=list)
     cost: float = 0.0
+    timed: int = 0
+    """How many have such a target."""
+    order: PromptOrder | None = None
+    """Of those that wait, since the first one with a target."""
+
+    def by_triage(self) -> PromptOrder:
+        """The order where some have targets."""
+        if self.order is None:
+            self.order = PromptOrder()
+        return self.order
 
 
 @dataclass(eq=False, slots=True)
@@ -160,17 +175,20 @@ class AdmissionQueue:
         return evicted
 
     def pass_by(self, entry: Entry) -> None:
-        """An entry is admitted without queueing, because the queue is empty."""
+        """An entry is admitted without queueing, because the queue is empty; charges its prompt."""
         class_queue = self._classes[entry.priority_class]
         queue = self._queue_of(class_queue, entry)
         self._shares.skip(class_queue.counter)
         class_queue.tenants.skip(queue.counter)
+        self.charge(entry, PROMPT_TOKEN_COST * entry.prompt_tokens)
 
     def add(self, entry: Entry) -> None:
         """Queues an entry, regardless of the bounds."""
         class_queue = self._classes[entry.priority_class]
         queue = self._queue_of(class_queue, entry)
         insort(queue.entries, entry, key=_ORDER)
+        if queue.order is not None:
+            queue.order.added(entry)
         self._shares.join(entry.priority_class, class_queue.counter)
         class_queue.tenants.join(entry.tenant, queue.counter)
         self._count(entry, class_queue, queue, 1)
@@ -186,22 +204,37 @@ class AdmissionQueue:
         class_queue.tenants.leave(entry.tenant, queue.counter)
         self._count(entry, class_queue, queue, -1)
 
+    def serve(self, entry: Entry) -> None:
+        """A queued entry is admitted: removes it and charges its prompt."""
+        self.remove(entry)
+        order = self._classes[entry.priority_class].queues[entry.tenant].order
+        if order is not None:
+            order.started(entry)
+        self.charge(entry, PROMPT_TOKEN_COST * entry.prompt_tokens)
+
     def charge(self, entry: Entry, cost: float) -> None:
         """Charges service given to an entry, queued or not."""
         class_queue = self._classes[entry.priority_class]
         class_queue.counter.charge(cost)
         class_queue.queues[entry.tenant].counter.charge(cost)
 
-    def offers(self) -> Iterator[Entry]:
-        """The entries in order of service, the first LOOK_AHEAD of each tenant. Do not modify the queue meanwhile."""
+    def offers(self, pace: PrefillPace | None = None) -> Iterator[Entry]:
+        """The entries in order of service, the first LOOK_AHEAD of each tenant. Do not modify the queue meanwhile.
+
+        `pace`: what prompts take; None: they are not ordered by it.
+        """
         for name in sorted(self._shares.waiting, key=self._class_key):
             class_queue = self._classes[name]
             queues = [class_queue.queues[tenant] for tenant in class_queue.tenants.waiting]
             queues.sort(key=_tenant_key)
             for queue in queues:
-                yield from queue.entries[:LOOK_AHEAD]
+                if pace is None or not queue.timed:
+                    yield from queue.entries[:LOOK_AHEAD]
+                else:
+                    share = self._share(class_queue, queue.counter.weight)
+                    yield from islice(queue.by_triage().of(queue.entries, pace.share(share)), LOOK_AHEAD)
 
-    def ahead_of(self, newcomer: Entry) -> Ahead:
+    def ahead_of(self, newcomer: Entry, pace: PrefillPace | None = None) -> Ahead:
         """Expected work served before a newcomer that is not queued yet, if no further requests arrive.
 
         As in generalized processor sharing: while the newcomer's tenant gets service x, another tenant gets at most x
@@ -209,13 +242,7 @@ class AdmissionQueue:
         """
         class_queue = self._classes[newcomer.priority_class]
         queue = class_queue.queues.get(newcomer.tenant)
-        before = 0.0
-        if queue is not None:
-            last = queue.entries[-1] if queue.entries else None
-            if last is not None and newcomer.outranks(last):
-                before = sum(e.cost for e in queue.entries if not newcomer.outranks(e))
-            else:
-                before = queue.cost
+        before = 0.0 if queue is None else self._own_before(class_queue, queue, newcomer, pace)
         own = before + newcomer.cost
         in_class = before
         served = queue.counter.served if queue is not None and queue.counter.waiting else 0.0
@@ -232,7 +259,30 @@ class AdmissionQueue:
                 total += min(self._classes[name].cost, (in_class + newcomer.cost) * share)
         whole = sum(each.cost for each in self._classes.values())
         part = total / whole if whole else 0.0
-        return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part)
+        late = queue is not None and queue.order is not None and queue.order.is_late(newcomer)
+        return Ahead(self.requests * part, self.uncached_tokens * part, self.output_tokens * part, late)
+
+    def _own_before(
+        self, class_queue: _ClassQueue, queue: _TenantQueue, newcomer: Entry, pace: PrefillPace | None
+    ) -> float:
+        """The cost of what its own tenant has queued before a newcomer."""
+        if pace is not None and (queue.timed or newcomer.due_s < float("inf")):
+            share = self._share(class_queue, newcomer.weight)
+            return sum(e.cost for e in queue.by_triage().before(newcomer, queue.entries, pace.share(share)))
+        if queue.entries and newcomer.outranks(queue.entries[-1]):
+            return sum(e.cost for e in queue.entries if not newcomer.outranks(e))
+        return queue.cost
+
+    def _share(self, class_queue: _ClassQueue, weight: float) -> float:
+        """The share of service of a waiting tenant with this weight."""
+        tenants = sum(counter.weight for counter in class_queue.tenants.waiting.values())
+        classes = sum(counter.weight for counter in self._shares.waiting.values())
+        return (
+            weight
+            / max(tenants, weight)
+            * class_queue.counter.weight
+            / max(classes, class_queue.counter.weight)
+        )
 
     def _queue_of(self, class_queue: _ClassQueue, entry: Entry) -> _TenantQueue:
         queue = class_queue.queues.get(entry.tenant)
@@ -274,6 +324,7 @@ class AdmissionQueue:
 
     def _count(self, entry: Entry, class_queue: _ClassQueue, queue: _TenantQueue, sign: int) -> None:
         class_queue.requests += sign
+        queue.timed += sign * (entry.due_s < float("inf"))
         self.requests += sign
         self.prompt_tokens += sign * entry.prompt_tokens
         self.uncached_tokens += sign * entry.uncached_tokens

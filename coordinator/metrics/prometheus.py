@@ -139,7 +139,9 @@ def _latencies(stats: StatsByModel) -> Iterable[Metric]:
         "splitserve_request_phase_seconds", "Parts of a generation's time", labels=["model", "phase", "cold"]
     )
     ttft = HistogramMetricFamily(
-        "splitserve_time_to_first_token_seconds", "Receipt until the first token", labels=["model", "cold"]
+        "splitserve_time_to_first_token_seconds",
+        "Receipt until the first token",
+        labels=["model", "cold", "prompt"],
     )
     tpot = HistogramMetricFamily(
         "splitserve_time_per_output_token_seconds", "Mean of a generation", labels=["model", "cold"]
@@ -149,7 +151,10 @@ def _latencies(stats: StatsByModel) -> Iterable[Metric]:
             for cold, durations in (("false", counts.warm), ("true", counts.cold)):
                 match phase:
                     case scaling_pb2.PHASE_TTFT:
-                        add_durations(ttft, [model, cold], durations)
+                        short = model_stats.short_ttft.cold if cold == "true" else model_stats.short_ttft.warm
+                        add_durations(ttft, [model, cold, "short"], short)
+                    case scaling_pb2.PHASE_TTFT_LONG:
+                        add_durations(ttft, [model, cold, "long"], durations)
                     case scaling_pb2.PHASE_TPOT:
                         add_durations(tpot, [model, cold], durations)
                     case _:

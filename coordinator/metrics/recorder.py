@@ -98,7 +98,7 @@ class StatsRecorder(RequestObserver):
         if not self._first_token_seen and state.first_token_s is not None:
             self._first_token_seen = True
             ttft_s = state.first_token_s - state.request.received_s
-            self._add(scaling_pb2.PHASE_TTFT, ttft_s, self._cold)
+            self._add_ttft(state, ttft_s)
 
     def completed(self, state: RequestState) -> None:
         """See RequestObserver."""
@@ -122,11 +122,18 @@ class StatsRecorder(RequestObserver):
             self._all_stats.refused.add(_what(state.request), time.monotonic())
         if outcome == scaling_pb2.OUTCOME_TIMED_OUT and not self._first_token_seen:
             waited_s = time.monotonic() - state.request.received_s
-            self._add(scaling_pb2.PHASE_TTFT, waited_s, self._cold)
+            self._add_ttft(state, waited_s)
 
     @property
     def _cold(self) -> bool:
         return self._cold_prefill or self._cold_decode
+
+    def _add_ttft(self, state: RequestState, seconds: float) -> None:
+        self._add(scaling_pb2.PHASE_TTFT, seconds, self._cold)
+        if len(state.request.prompt) >= self._all_stats.long_prompt_tokens:
+            self._add(scaling_pb2.PHASE_TTFT_LONG, seconds, self._cold)
+        elif self._stats is not None:
+            self._stats.short_ttft.add(max(0.0, seconds), cold=self._cold or self._attempts > 1)
 
     def _add(self, phase: scaling_pb2.Phase.ValueType, seconds: float, cold: bool) -> None:
         if self._stats is not None:

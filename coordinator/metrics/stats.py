@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.request.state import Stage
+from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.histograms import DurationCounts
 from splitserve.v1 import scaling_pb2
 
@@ -51,6 +52,8 @@ class ModelStats:
     phases: Mapping[Phase, PhaseCounts] = field(
         default_factory=lambda: {phase: PhaseCounts() for phase in PHASES}
     )
+    short_ttft: PhaseCounts = field(default_factory=PhaseCounts)
+    """PHASE_TTFT without PHASE_TTFT_LONG."""
     outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
     in_stage: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     looked_up_tokens: int = 0
@@ -99,6 +102,8 @@ def summed(parts: Sequence[ModelStats]) -> ModelStats:
         for phase, counts in part.phases.items():
             total.phases[phase].warm.include(counts.warm)
             total.phases[phase].cold.include(counts.cold)
+        total.short_ttft.warm.include(part.short_ttft.warm)
+        total.short_ttft.cold.include(part.short_ttft.cold)
         for outcome, count in part.outcomes.items():
             total.outcomes[outcome] += count
         for stage, count in part.in_stage.items():
@@ -148,10 +153,15 @@ class RefusedRequests:
             self._refused.popitem(last=False)
 
 
+DEFAULT_LONG_PROMPT_TOKENS: int = CoordinatorConfig.model_fields["long_prompt_tokens"].default
+
+
 class RequestStats:
     """Statistics by model. There are as many entries as models that workers have registered."""
 
-    def __init__(self) -> None:
+    def __init__(self, long_prompt_tokens: int = DEFAULT_LONG_PROMPT_TOKENS) -> None:
+        self.long_prompt_tokens = long_prompt_tokens
+        """Prompts of as many tokens or more are long."""
         self._models: dict[str, ModelStats] = {}
         self.refused = RefusedRequests()
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, Protocol
 
+from splitserve.config.coordinator import OnLate
 from splitserve.v1 import generation_pb2
 
 PriorityClass = Literal["interactive", "standard", "batch"]
@@ -21,6 +22,9 @@ class RequestTargets:
 
     ttft_s: float | None = None
     tpot_s: float | None = None
+
+
+NO_TARGETS = RequestTargets()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Caller:
 
     targets: RequestTargets | None = None
     """The tenant's own; what is None there, and None here, is that of the settings."""
+    on_late: OnLate | None = None
+    """What becomes of its requests that would miss their TTFT target; None: what the settings say."""
     any_target: bool = False
     """Whether a request may name a target where neither tenant nor settings have one. It would go before other
     tenants' requests by it."""

@@ -12,10 +12,11 @@ from splitserve.v1 import generation_pb2, inference_pb2
 def resolved_targets(
     request: inference_pb2.GenerateRequest, caller: Caller, settings: AdmissionConfig
 ) -> tuple[RequestTargets, float | None]:
-    """The targets of a request for workers, and the time to the first token beyond which admission refuses it.
+    """The targets of a request, and the time to the first token beyond which admission refuses it; None: never.
 
-    What only the request asks for is no reason to refuse it. Batch tenants have none for the first token unless they
-    or the request name one. Raises InvalidArgumentError for one that is out of range, or below that of the tenant or
+    Late ones are refused only where tenant or settings say so (`on_late`), and not for what only the request asks for.
+    Batch tenants have no target for the first token unless they or the request name one, and are not refused.
+    Raises InvalidArgumentError for one that is out of range, or below that of the tenant or
     the settings, or is named by a tenant where these have none: it would put the request before others.
     """
     own = caller.targets or RequestTargets()
@@ -23,7 +24,8 @@ def resolved_targets(
     least_ttft_s = own.ttft_s or settings.ttft_slo_s
     ttft_s = own.ttft_s if batch else least_ttft_s
     tpot_s = own.tpot_s or settings.tpot_slo_s
-    slo_ttft_s = None if batch else ttft_s
+    refused = not batch and (caller.on_late or settings.on_late) == "refuse"
+    slo_ttft_s = ttft_s if refused else None
     if request.HasField("ttft_ms"):
         ttft_s = _asked_s("ttft_ms", request.ttft_ms, MAX_TTFT_MS, least_ttft_s, caller)
         slo_ttft_s = None if slo_ttft_s is None else ttft_s

@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from coordinator.request.caller import Caller, PriorityClass, RequestTargets
+from splitserve.config.coordinator import OnLate
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 
@@ -63,6 +64,9 @@ class TenantPolicy(_Section):
     `admission`)."""
     tpot_slo_s: Annotated[float, Field(ge=1e-6, le=3600)] | None = None
     """Target time per output token, in seconds; requests may ask for a longer one. Default: that of the settings."""
+    on_late: OnLate | None = None
+    """Whether requests that are predicted to miss their TTFT target are served late (`serve`) or refused on arrival
+    (`refuse`). Default: as the settings say."""
     shared_cache_group: Name | None = None
     """Tenants of one group share cached KV of equal prompts, and can infer each other's prompts from timing.
     Default: no sharing."""
@@ -119,6 +123,7 @@ class TenantsConfig:
             targets=RequestTargets(policy.ttft_slo_s, policy.tpot_slo_s)
             if policy.ttft_slo_s or policy.tpot_slo_s
             else None,
+            on_late=policy.on_late,
         )
 
 

@@ -10,6 +10,7 @@ No clock: `now` is an argument, in seconds on the coordinator's monotonic clock.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from coordinator.workers.snapshot import WorkerKey
@@ -34,6 +35,8 @@ class Flight:
     """Prompt tokens expected to be missing from the prefix cache."""
     expected_output: float
     max_output: int
+    tpot_slo_s: float | None = None
+    """The target of its time per output token."""
     sent: int = 0
     """Output tokens so far."""
     computed: bool = False
@@ -152,6 +155,8 @@ class DecodeLoad(_Load):
     context_tokens: int = 0
     expected: float = 0.0
     """Sum of the expected output tokens of the requests in flight."""
+    targets_s: list[float] = field(default_factory=list)
+    """Their `tpot_slo_s`, the least first."""
     computed: int = 0
     """Requests in flight whose KV is on the worker."""
     computed_context: int = 0
@@ -233,6 +238,8 @@ class DecodeLoad(_Load):
         self.flights[flight] = None
         self.context_tokens += flight.context_tokens
         self.expected += flight.expected_output
+        if flight.tpot_slo_s is not None:
+            insort(self.targets_s, flight.tpot_slo_s)
         if flight.computed:
             self.computed += 1
             self.computed_context += flight.context_tokens
@@ -242,6 +249,8 @@ class DecodeLoad(_Load):
         if flight not in self.flights:
             return
         del self.flights[flight]
+        if flight.tpot_slo_s is not None:
+            del self.targets_s[bisect_left(self.targets_s, flight.tpot_slo_s)]
         self.context_tokens -= flight.context_tokens
         self.expected = self.expected - flight.expected_output if self.flights else 0.0
         if flight.computed:

@@ -66,6 +66,7 @@ SERVICE = Dashboard(
                 "p50": quantile(0.5, _TTFT, _WARM),
                 "p95": quantile(0.95, _TTFT, _WARM),
                 "p99": quantile(0.99, _TTFT, _WARM),
+                "p95 of long prompts": quantile(0.95, _TTFT, '{cold="false", prompt="long"}'),
             },
         ),
         Panel(

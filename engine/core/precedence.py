@@ -216,12 +216,26 @@ class PrecedenceQueue(Generic[R]):
         if here:
             self._changed(key, group)
 
-    def in_order(self) -> Iterator[R]:
-        """The items in order of service; places stay as they are. Not to be changed meanwhile. Takes O(groups), and
-        O(log n) for each item that is taken."""
-        own = {key: group.items.in_order() for key, group in self._groups.items()}
-        for _, _, key in heapq.merge(*(group.turns(key) for key, group in self._groups.items())):
+    def in_order(self, class_rank: int | None = None) -> Iterator[R]:
+        """The items, of one class or of all, in order of service; places stay as they are. Not to be changed meanwhile.
+        Takes O(groups), and O(log n) for each item that is taken."""
+        groups = [(key, group) for key, group in self._groups.items() if class_rank in (None, key[0])]
+        own = {key: group.items.in_order() for key, group in groups}
+        for _, _, key in heapq.merge(*(group.turns(key) for key, group in groups)):
             yield next(own[key])
+
+    def most_urgent(self, group: tuple[int, int]) -> R:
+        """The most urgent item of this class and tenant, of which there is one at least."""
+        first = self._groups[group].items.peek()
+        assert first is not None
+        return first[1]
+
+    def by_class(self) -> dict[int, list[R]]:
+        """The items of each class, the highest first, in no order."""
+        found: dict[int, list[R]] = {}
+        for (rank, _), group in sorted(self._groups.items(), key=lambda one: -one[0][0]):
+            found.setdefault(rank, []).extend(group.at.values())
+        return found
 
     def discard(self, item: R) -> None:
         """Removes an item, and its place, if it is here."""

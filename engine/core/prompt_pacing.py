@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 
-from engine.core.precedence import Turns, turns_by_urgency
+from engine.core.precedence import PrecedenceQueue, Turns, in_order, turns_by_urgency
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
 from engine.pacing.step_time_fit import PromptFit
@@ -25,6 +27,85 @@ _SHARE_OF_LATE_STREAMS = 0.5
 """What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.due_s`."""
 
 
+TRIAGED = 128
+"""Waiting prompts that triage looks at in a step, at most. In a class a part of them is for late ones."""
+_LATE_TRIAGED = 16
+_SCAN_S = 0.02
+_SCAN_EACH_S = 30e-6
+"""The queue is looked through anew after `_SCAN_S`, and after this for each prompt in it: it takes about a tenth of
+that."""
+
+
+class TriageWindow:
+    """Which waiting prompts triage looks at: all, or `TRIAGED` of them where there are more.
+
+    Those are the first in the order of places that may still be in time; of the others, which keep no place among them,
+    the smallest and the oldest; and the most urgent one of each of their tenants, which is served in their turns. Other
+    prompts come in when these leave. In a class without due times they are the first in order of precedence. To look
+    through the queue takes time in proportion to its length, and so is done in intervals.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: dict[Sequence, None] = {}
+        self._chosen_s = -math.inf
+
+    def added(self, sequence: Sequence) -> None:
+        """A sequence waits."""
+        if self._chosen_s > -math.inf and len(self._chosen) < 2 * TRIAGED:
+            self._chosen[sequence] = None
+
+    def of(self, waiting: PrecedenceQueue[Sequence], fit: PromptFit, now: float) -> list[Sequence]:
+        """The prompts that triage is to look at, in order of precedence."""
+        if len(waiting) <= TRIAGED:
+            self._chosen.clear()
+            self._chosen_s = -math.inf
+            return list(waiting.in_order())
+        self._chosen = {each: None for each in self._chosen if each in waiting}
+        old = now - self._chosen_s >= max(_SCAN_S, _SCAN_EACH_S * len(waiting))
+        if old or len(self._chosen) < TRIAGED // 2:
+            self._chosen = dict.fromkeys(self._choose(waiting, fit, now))
+            self._chosen_s = now
+        return in_order(self._chosen)
+
+    def _choose(self, waiting: PrecedenceQueue[Sequence], fit: PromptFit, now: float) -> list[Sequence]:
+        chosen: list[Sequence] = []
+        for rank, members in waiting.by_class().items():
+            left = TRIAGED - len(chosen)
+            if left <= 0:
+                break
+            if len(members) <= left or not _has_due_time(members):
+                chosen += islice(waiting.in_order(rank), left)
+                continue
+            possible: list[Sequence] = []
+            aside: list[Sequence] = []
+            for each in members:
+                least_s = fit.token_s * _uncached(each)
+                may_be_in_time = each.has_own_output or now + least_s < each.first_due_s < math.inf
+                (possible if may_be_in_time else aside).append(each)
+            few = min(len(aside), max(_LATE_TRIAGED, left - len(possible)), left)
+            smallest = heapq.nsmallest(few, aside, key=lambda each: (_uncached(each), each.arrival))
+            if aside:
+                smallest = [*smallest[: few - 1], min(aside, key=lambda each: each.arrival)]
+            chosen += dict.fromkeys(smallest)
+            first = (
+                each for each in sorted(possible, key=lambda each: (not each.has_own_output, each.place))
+            )
+            chosen += islice(first, TRIAGED - len(chosen))
+        return [*chosen, *_more_urgent(chosen, waiting)]
+
+
+def _more_urgent(chosen: Iterable[Sequence], waiting: PrecedenceQueue[Sequence]) -> Iterator[Sequence]:
+    """The most urgent ones of the tenants of these, where they are more urgent than any of these."""
+    most: dict[tuple[int, int], int] = {}
+    for each in chosen:
+        group, urgency = each.precedence.group, each.precedence.within_tenant
+        most[group] = max(most.get(group, urgency), urgency)
+    for group, urgency in most.items():
+        first = waiting.most_urgent(group)
+        if first.precedence.within_tenant > urgency:
+            yield first
+
+
 class PromptPacing:
     """Paces prompts by the targets of the streams beside them, and orders them by those of their first tokens. Without
     targets, or before steps are measured, nothing is paced, and the order is that of `engine.core.precedence`."""
@@ -35,6 +116,7 @@ class PromptPacing:
         self.active = False
         """Whether there was a request with targets. Until then nothing needs to be asked or told."""
         self.clock = TokenClock()
+        self.window = TriageWindow()
         self.late: frozenset[Sequence] = frozenset()
         """Prompts that the latest triage found late."""
         self._turn: OldestTurn[Sequence] = OldestTurn()
@@ -78,19 +160,20 @@ class PromptPacing:
         now: float,
         decodes: Collection[Sequence],
         running: Iterable[Sequence],
-        waiting: Iterable[Sequence],
+        waiting: PrecedenceQueue[Sequence],
     ) -> Turns[Sequence] | None:
-        """The turns of prompts: by class, then those that were interrupted after a token, then by triage. `running` and
-        `waiting` come in order of precedence.
+        """The turns of prompts: by class, then those that were interrupted after a token, then by triage. `running`
+        prompts come in order of precedence.
 
         Triage takes each prompt with its own due time. In the turn of a tenant's prompt its most urgent one is served,
         and both trade places and due times then, so that other tenants see no difference. None where no first token
         has a target, or before steps are measured.
         """
         classes: defaultdict[int, list[Sequence]] = defaultdict(list)
-        for sequence in (*running, *waiting):
-            classes[sequence.precedence.class_rank].append(sequence)
         fit = self._prompt_fit()
+        if fit is not None:
+            for sequence in (*running, *self.window.of(waiting, fit, now)):
+                classes[sequence.precedence.class_rank].append(sequence)
         self.late = frozenset()
         if fit is None or not any(_has_due_time(members) for members in classes.values()):
             self._turn.of(None)
@@ -188,6 +271,10 @@ def _pace(sequence: Sequence, now: float) -> StreamPace | None:
     """The pace of a stream whose first token came now; None without a target."""
     targets = sequence.request.targets
     return None if targets is None or targets.tpot_s is None else StreamPace(targets.tpot_s, now, now)
+
+
+def _uncached(sequence: Sequence) -> int:
+    return len(sequence.tokens) - sequence.expected_cached
 
 
 def _has_due_time(members: Iterable[Sequence]) -> bool:

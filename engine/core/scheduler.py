@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, take_last
@@ -23,8 +22,6 @@ _MAX_MISFITS_A_STEP = 8
 _MAX_MISFIT_BLOCKS_A_STEP = 512
 # A prompt is not cut into chunks smaller than this.
 _MIN_CHUNK_TOKENS = 16
-# Waiting prompts that triage looks at in a step.
-_TRIAGED = 128
 # Share of the step's budget that decodes may take while prompts wait.
 _DECODE_SHARE = 7 / 8
 
@@ -105,6 +102,8 @@ class Scheduler:
             sequence.expected_cached = self._kv.cached_tokens(sequence)
         self.waiting.push(sequence)
         self.waiting_tokens += sequence.remaining
+        if self._pacing is not None and self._pacing.active:
+            self._pacing.window.added(sequence)
 
     def run(self, sequence: Sequence) -> None:
         """Adds a sequence that has its blocks to the running set."""
@@ -148,8 +147,7 @@ class Scheduler:
         prefills = in_order(prefills)
         order = granted = None
         if self._pacing is not None and self._pacing.active:
-            waiting = list(islice(self.waiting.in_order(), _TRIAGED))
-            order = self._pacing.order(now, decodes, prefills, waiting)
+            order = self._pacing.order(now, decodes, prefills, self.waiting)
             self._head = _first_waiting(order)
             granted = self._pacing.grant(now, decodes, self._first(order.order if order else prefills))
         if granted is not None:

@@ -99,7 +99,9 @@ def _merged(
 class OldestTurn(Generic[K]):
     """Says when it is the turn of the oldest job behind: it is owed `OLDEST_SHARE` of what is computed meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_owed: float = MAX_OWED_TOKENS) -> None:
+        """`most_owed`: tokens that it is owed at most, and for which it then waits no longer."""
+        self._most_owed = most_owed
         self._oldest: K | None = None
         self._owed = 0.0
 
@@ -113,10 +115,12 @@ class OldestTurn(Generic[K]):
         elif oldest != self._oldest:
             self._owed = max(self._owed, 0.0)
         self._oldest = oldest
-        return self._owed >= min(max(chunk_tokens, 1), MAX_OWED_TOKENS)
+        wanted = min(max(chunk_tokens, 1), self._most_owed)
+        self._owed = min(self._owed, max(wanted, MAX_OWED_TOKENS))
+        return self._owed >= wanted
 
     def computed(self, tokens: Mapping[K, int]) -> None:
         """Chunks of so many tokens of these jobs were computed."""
         if self._oldest is not None:
             owed = OLDEST_SHARE * sum(tokens.values()) - tokens.get(self._oldest, 0)
-            self._owed = min(self._owed + owed, MAX_OWED_TOKENS)
+            self._owed = min(self._owed + owed, self._most_owed)

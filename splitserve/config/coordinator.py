@@ -101,6 +101,10 @@ def _shortest(weight: float) -> str:
     return str(weight).removesuffix(".0")
 
 
+OnLate = Literal["serve", "refuse"]
+"""What becomes of a request that is predicted to miss the target of its first token."""
+
+
 class AdmissionConfig(Settings):
     """Admission control at the coordinator; see docs/admission.md."""
 
@@ -114,8 +118,11 @@ class AdmissionConfig(Settings):
     max_queue_s: Annotated[float, Field(gt=0, le=86400)] = 60.0
     """Longest time in the queue. A request that is predicted to wait longer is refused on arrival."""
     ttft_slo_s: Annotated[float, Field(ge=1e-6, le=86400)] | None = None
-    """Target time to first token of interactive and standard requests; one that is predicted to miss it is refused.
-    Default: none."""
+    """Target time to first token of interactive and standard requests, which are served so that as few as possible miss
+    it. Default: none."""
+    on_late: OnLate = "serve"
+    """What becomes of a request that is predicted to miss the TTFT target of its tenant or `ttft_slo_s`. `serve`: it is
+    served late, after those that can be in time. `refuse`: it is refused on arrival, with a hint when to try again."""
     tpot_slo_s: Annotated[float, Field(ge=1e-6, le=3600)] | None = None
     """Target time per output token of running requests; a request that would make steps longer than that waits, and a
     decode worker that computes prompts leaves its streams that time. Default: none."""
@@ -236,6 +243,9 @@ class CoordinatorConfig(SecuritySettings):
     max_coalesce_ms: Annotated[float, Field(ge=0, le=1000)] = 10.0
     """Longest time in milliseconds that output tokens are held back to leave as one message while the coordinator's
     event loop is busy. The first and last token are never held back. 0 disables it."""
+    long_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] = 512
+    """Prompts of so many tokens or more count as long: metrics and `splitserve top` show their times to the first token
+    apart."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads for chat templates and tokenization."""
     metrics_port: Port | None = None

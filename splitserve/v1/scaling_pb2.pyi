@@ -51,6 +51,8 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     """Receipt until the first token went to the client. A request whose time ran out before counts with that time."""
     PHASE_TPOT: _Phase.ValueType  # 10
     """Mean time an output token after the first, one value a generation."""
+    PHASE_TTFT_LONG: _Phase.ValueType  # 11
+    """PHASE_TTFT of long prompts alone, those of `long_prompt_tokens` or more. Part of it, not beside it."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """A part of a generation's time."""
@@ -77,6 +79,8 @@ PHASE_TTFT: Phase.ValueType  # 9
 """Receipt until the first token went to the client. A request whose time ran out before counts with that time."""
 PHASE_TPOT: Phase.ValueType  # 10
 """Mean time an output token after the first, one value a generation."""
+PHASE_TTFT_LONG: Phase.ValueType  # 11
+"""PHASE_TTFT of long prompts alone, those of `long_prompt_tokens` or more. Part of it, not beside it."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 class _Outcome:

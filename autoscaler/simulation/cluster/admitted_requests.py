@@ -39,7 +39,7 @@ class AdmittedRequests:
         refuse: RequestEvent,
         lent: Callable[[], bool],
     ) -> None:
-        self._admission = ModelAdmission(settings, workers.loads)
+        self._admission, self._settings = ModelAdmission(settings, workers.loads), settings
         self._workers, self._events = workers, events
         self._begin, self._refuse, self._lent = begin, refuse, lent
         self._entries: dict[SimulatedRequest, Entry] = {}
@@ -143,7 +143,7 @@ class AdmittedRequests:
         return None if replica is None else self._workers.key_of(replica.name)
 
     def _entry(self, request: SimulatedRequest, now_s: float) -> Entry:
-        estimate = self._workers.estimate(request, now_s)
+        estimate, ttft_s = self._workers.estimate(request, now_s), self._settings.ttft_slo_s
         return Entry(
             request_id="",
             tenant=ANYONE.tenant,
@@ -157,4 +157,6 @@ class AdmittedRequests:
             needs_decode=request.output_tokens > 1,
             arrived_s=now_s,
             deadline_s=now_s + _TIMEOUT_S,
+            due_s=_NEVER if ttft_s is None else now_s + ttft_s,
+            ttft_slo_s=ttft_s if self._settings.on_late == "refuse" else None,
         )

@@ -226,6 +226,11 @@ def _head(model: ModelFigures) -> list[str]:
         f"{model.model}: {model.requests_per_s:.1f} requests/s, {model.prompt_tokens_per_s:.0f} prompt tokens/s"
         f" ({model.cached_share:.0%} cached); ends a second: {ends or 'none'}",
         f"{waits}; TTFT {_times(model.ttft)}; TPOT {_times(model.tpot)}",
+        *(
+            [f"TTFT of long prompts {_times(model.ttft_long)}"]
+            if model.ttft_long.attained is not None
+            else []
+        ),
     ]
 
 

@@ -70,6 +70,10 @@ class ModelFigures:
     in_progress: Mapping[str, int]
     """Generations by what they wait for: `admitting`, `reserving`, `prefilling`, `decoding`."""
     ttft: LatencyFigures
+    ttft_long: LatencyFigures
+    """Of prompts of `long_prompt_tokens` or more."""
+    ttft_short: LatencyFigures
+    """Of the others."""
     tpot: LatencyFigures
     cached_share: float
     """Share of prompt tokens that recent prefills found cached, 0..1; the mean of the coordinators."""
@@ -105,14 +109,18 @@ def _model(
             )
     waits = ("admitting", "reserving", "prefilling", "decoding")
     workers = {worker.worker_id: worker for model in mine for worker in model.workers}
+    ttft = _counted(pairs, name, scaling_pb2.PHASE_TTFT)
+    long = _counted(pairs, name, scaling_pb2.PHASE_TTFT_LONG)
     return ModelFigures(
         name,
         sum(new.arrivals.requests - old.arrivals.requests for old, new in both) / elapsed_s,
         sum(new.arrivals.prompt_tokens - old.arrivals.prompt_tokens for old, new in both) / elapsed_s,
         outcomes,
         {wait: sum(getattr(model.in_progress, f"{wait}_requests") for model in mine) for wait in waits},
-        _times(pairs, name, scaling_pb2.PHASE_TTFT, targets.ttft_s),
-        _times(pairs, name, scaling_pb2.PHASE_TPOT, targets.tpot_s),
+        _figures(ttft, targets.ttft_s),
+        _figures(long, targets.ttft_s),
+        _figures(None if ttft is None or long is None else _rest(ttft, long), targets.ttft_s),
+        _figures(_counted(pairs, name, scaling_pb2.PHASE_TPOT), targets.tpot_s),
         sum(model.cached_share for model in mine) / max(1, len(mine)),
         [_worker(workers[worker_id]) for worker_id in sorted(workers)],
     )
@@ -130,9 +138,7 @@ def _outcomes(model: scaling_pb2.ModelSignals) -> dict[str, int]:
     }
 
 
-def _times(
-    pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType, target_s: float
-) -> LatencyFigures:
+def _counted(pairs: Iterable[_Pair], name: str, phase: scaling_pb2.Phase.ValueType) -> Histogram | None:
     total: Histogram | None = None
     for old, new in pairs:
         after = _histogram(new, name, phase)
@@ -143,10 +149,19 @@ def _times(
         part = after if earlier is None or earlier.bounds != after.bounds else after - earlier
         if total is None or total.bounds == part.bounds:
             total = part if total is None else total + part
-    if total is None:
+    return total
+
+
+def _rest(whole: Histogram, part: Histogram) -> Histogram | None:
+    # Coordinators of an older version tell no part: their long prompts are in the rest.
+    return whole - part if whole.bounds == part.bounds else None
+
+
+def _figures(counted: Histogram | None, target_s: float) -> LatencyFigures:
+    if counted is None:
         return LatencyFigures(*NO_TIMES)
-    ms = [None if value is None else value * 1e3 for value in map(total.percentile, (50, 99))]
-    return LatencyFigures(ms[0], ms[1], total.share_within(target_s))
+    ms = [None if value is None else value * 1e3 for value in map(counted.percentile, (50, 99))]
+    return LatencyFigures(ms[0], ms[1], counted.share_within(target_s))
 
 
 def _histogram(signals: _Signals, name: str, phase: scaling_pb2.Phase.ValueType) -> Histogram | None:

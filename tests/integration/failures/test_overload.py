@@ -36,7 +36,7 @@ LATE = 1.15
 async def test_three_times_the_sustainable_load(
     log_dir: Path, shape: Shape, sustainable_per_s: float, seconds: float
 ) -> None:
-    slo = ["--ttft-slo", str(TTFT_SLO_S), "--tpot-slo", str(TPOT_SLO_S)]
+    slo = ["--ttft-slo", str(TTFT_SLO_S), "--tpot-slo", str(TPOT_SLO_S), "--on-late", "refuse"]
     cluster = Cluster(log_dir, worker_options=ENGINE, coordinator_options=slo)
     async with running(cluster), AsyncClient(cluster.target) as client:
         await offer(client, sustainable_per_s, 3.0, shape, seed=3)

@@ -122,7 +122,11 @@ async def _asked_under_load(cluster: Cluster, prometheus: Prometheus) -> dict[st
     }
     async with cluster.client() as client:
         while missing and time.monotonic() < deadline:
-            prompts = [[7] * 40, [7] * 40, [number % 100 + 1 for number in range(60)]]
+            prompts = [
+                [7] * 40,
+                [7] * 40,
+                *([number % 100 + 1 for number in range(tokens)] for tokens in (60, 600)),
+            ]
             await asyncio.gather(*(client.generate(prompt, max_tokens=4) for prompt in prompts))
             missing = {name: query for name, query in missing.items() if not await prometheus.query(query)}
     return missing

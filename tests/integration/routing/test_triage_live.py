@@ -7,13 +7,17 @@ from pathlib import Path
 
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
+from splitserve.client.scaling_client import ScalingClient
+from splitserve.errors import ResourceExhaustedError
 from splitserve.v1 import generation_pb2
 from tests.support.cluster.fake_cluster import ask, fake_cluster
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import POLL_S
 from tests.support.waiting import PATIENCE_S
 
 MAX_TOKENS = 8
 LONG, SHORT = 1500, 40
+CROWD = [1000, LONG, 100]
 SLOW = ("--simulated-prefill-token-s", "0.002", "--max-step-tokens", "2048")
 
 
@@ -52,6 +56,72 @@ async def test_a_request_s_own_targets_reach_the_workers_and_tighter_ones_are_re
         "ttft_ms",
         "ttft_ms must be at least 30000, the target here, not 29000",
     )
+
+
+async def test_late_ones_wait_at_the_coordinator_for_those_that_can_be_in_time(log_dir: Path) -> None:
+    """The first takes 2 s. After it the second, of 3 s, misses its 4 s in any order; the third, of 0.2 s, need not."""
+    answers, ended = await crowd(log_dir, "serve", CROWD)
+    assert ended == [1000, 100, LONG]
+    assert answers == [tuple(expected_tokens(prompt(n, size), MAX_TOKENS)) for n, size in enumerate(CROWD)]
+
+
+async def test_late_ones_are_refused_at_once_where_the_settings_say_so(log_dir: Path) -> None:
+    answers, ended = await crowd(log_dir, "refuse", CROWD)
+    assert ended == [LONG, 1000, 100]
+    assert isinstance(answers[1], ResourceExhaustedError)
+    assert (answers[1].reason, answers[0], answers[2]) == (
+        "WOULD_MISS_SLO",
+        tuple(expected_tokens(prompt(0, 1000), MAX_TOKENS)),
+        tuple(expected_tokens(prompt(2, 100), MAX_TOKENS)),
+    )
+
+
+async def crowd(
+    log_dir: Path, on_late: str, sizes: list[int]
+) -> tuple[list[tuple[int, ...] | BaseException], list[int]]:
+    """Answers to prompts that come one after the other while the first is computed, and the order of their ends."""
+    options = ["--local-prefill", "never", "--ttft-slo", "4", "--on-late", on_late]
+    ended: list[int] = []
+
+    async def asked(client: AsyncClient, tokens: list[int]) -> tuple[int, ...]:
+        try:
+            answer = await client.generate(tokens, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+        finally:
+            ended.append(len(tokens))
+        return tuple(answer.token_ids)
+
+    async with running(Cluster(log_dir, worker_options=SLOW, coordinator_options=options)) as cluster:
+        async with AsyncClient(cluster.target) as client, asyncio.timeout(PATIENCE_S):
+            for seed in range(10):  # the workers measure what prompts take, and report it
+                await asked(client, prompt(40 + seed, 40 * (1 + seed % 3)))
+            await rate_known(cluster)
+            ended.clear()
+            calls: list[asyncio.Task[tuple[int, ...]]] = []
+            for seed, size in enumerate(sizes):
+                calls.append(asyncio.create_task(asked(client, prompt(seed, size))))
+                await arrived(client, calls)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        await cluster.assert_no_leaks()
+    return answers, ended
+
+
+async def arrived(client: AsyncClient, calls: list[asyncio.Task[tuple[int, ...]]]) -> None:
+    """Until the coordinator has all of these calls that have not ended."""
+    while True:
+        running_requests = (await client.server_info()).running_requests
+        if running_requests >= sum(not call.done() for call in calls):
+            return
+        await asyncio.sleep(POLL_S)
+
+
+async def rate_known(cluster: Cluster) -> None:
+    """Until the coordinator knows what prompts take."""
+    async with ScalingClient(cluster.target) as scaling:
+        while True:
+            workers = [worker for model in (await scaling.signals()).models for worker in model.workers]
+            if any(worker.load.prefill_tokens_per_second for worker in workers):
+                return
+            await asyncio.sleep(POLL_S)
 
 
 async def test_a_prompt_that_would_be_late_anyway_makes_no_short_one_late(log_dir: Path) -> None:

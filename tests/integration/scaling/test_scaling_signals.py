@@ -167,7 +167,8 @@ def check_scrape(cluster: Cluster, total: int) -> None:
         f'splitserve_requests_ended_total{{{label},outcome="completed"}} {float(total)}',
         f"splitserve_arrived_requests_total{{{label}}} {float(total)}",
         f'splitserve_arrived_tokens_total{{kind="prompt",{label}}} {100.0 * total}',
-        f'splitserve_time_to_first_token_seconds_count{{cold="false",{label}}} {float(total - COLD)}',
+        f'splitserve_time_to_first_token_seconds_count{{cold="false",{label},prompt="short"}} {float(total - COLD)}',
+        f'splitserve_time_to_first_token_seconds_count{{cold="false",{label},prompt="long"}} 0.0',
         f'splitserve_time_per_output_token_seconds_count{{cold="true",{label}}} {float(COLD)}',
         f'splitserve_request_phase_seconds_count{{cold="false",{label},phase="transfer"}} {float(total - COLD)}',
     ):

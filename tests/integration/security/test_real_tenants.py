@@ -22,11 +22,13 @@ from tests.support.cluster.streams import Reading
 from tests.support.engine.reference import Reference
 from tests.support.waiting import PATIENCE_S
 
-KEYS = {name: new_key() for name in ("alice", "bob", "carol", "root")}
+KEYS = {name: new_key() for name in ("alice", "bob", "carol", "hasty", "strict", "root")}
 TENANTS = {
     "alice": {},
     "bob": {},
     "carol": {"max_concurrent_requests": 1, "output_tokens_per_second": 1, "burst_seconds": 1},
+    "hasty": {"ttft_slo_s": 0.001},
+    "strict": {"ttft_slo_s": 0.001, "on_late": "refuse"},
     "root": {"admin": True},
 }
 BLOCK = 16
@@ -179,6 +181,33 @@ class Crowd:
                     self.began.append(who)
                     first = False
         raise AssertionError("the stream ended without its last message")
+
+
+async def asked_meanwhile(
+    client: AsyncClient, prompt: list[int], calls: list[asyncio.Task[Completion]]
+) -> None:
+    """Asks again and again while these calls go on."""
+    while not all(call.done() for call in calls):
+        await ask(client, prompt, 1)
+
+
+async def test_who_is_late_is_refused_only_where_its_tenant_wants_that(
+    cluster: Cluster, prompts: list[list[int]], reference: Reference
+) -> None:
+    async with (
+        cluster.client(api_key=KEYS["hasty"], timeout_s=TIMEOUT_S) as hasty,
+        cluster.client(api_key=KEYS["strict"], timeout_s=TIMEOUT_S) as strict,
+    ):
+        await ask(hasty, prompts[-1], 4)  # so that rates are measured
+        calls = [asyncio.create_task(ask(hasty, prompt, 4)) for prompt in prompts[:QUEUE]]
+        with pytest.raises(ResourceExhaustedError) as caught:
+            await asked_meanwhile(strict, prompts[QUEUE], calls)
+        answers = await asyncio.gather(*calls)
+    assert caught.value.reason == "WOULD_MISS_SLO"
+    for answer, prompt in zip(answers, prompts[:QUEUE], strict=True):
+        assert list(answer.token_ids) == reference.greedy(prompt, 4)
+    assert await metric(cluster, "splitserve_admission_refused_total", reason="would_miss_slo") == 1
+    await cluster.assert_no_leaks()
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_a_crowd_waits_at_the_coordinator_and_loses_nothing_by_it() -> None:
 
 def test_who_would_miss_the_target_is_refused() -> None:
     trace = burst(40, 400, 4)
-    outcome, _ = run(trace, admission=AdmissionConfig(ttft_slo_s=4.0))
+    outcome, _ = run(trace, admission=AdmissionConfig(ttft_slo_s=4.0, on_late="refuse"))
     served = [request for request in outcome.requests if not request.failed]
     assert 5 <= len(served) < 20
     assert outcome.failed_requests == len(trace.requests) - len(served)

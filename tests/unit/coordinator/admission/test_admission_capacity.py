@@ -151,6 +151,34 @@ def test_one_sequence_alone_is_never_too_slow() -> None:
     assert put(decode_capacity(tpot_slo_s=0.001, step_fit=fit()), entry(16))
 
 
+def test_a_target_of_a_tenant_or_request_goes_before_that_of_the_settings() -> None:
+    # 5 ms and 1 ms a sequence.
+    loose = decode_capacity(slots=64, tpot_slo_s=0.01, step_fit=fit())
+    assert [put(loose, entry(16, tpot_slo_s=0.02)) for _ in range(16)] == [True] * 15 + [False]
+    assert not put(loose, entry(16)), "15 more would be too slow for it"
+    tight = decode_capacity(slots=64, tpot_slo_s=0.01, step_fit=fit())
+    assert [put(tight, entry(16, tpot_slo_s=0.008)) for _ in range(4)] == [True] * 3 + [False]
+    assert not put(tight, entry(16, tpot_slo_s=0.02)), "those that run were promised 8 ms"
+    (load,) = tight.workers.values()
+    for running in [*load.flights]:
+        load.remove_flight(running)
+    assert load.targets_s == []
+    assert [put(tight, entry(16)) for _ in range(6)] == [True] * 5 + [False]
+
+
+def test_targets_count_without_any_of_the_settings() -> None:
+    capacity = decode_capacity(slots=64, step_fit=fit())
+    assert put(capacity, entry(16, tpot_slo_s=0.008))
+    assert [put(capacity, entry(16)) for _ in range(3)] == [True, True, False]
+
+
+def test_a_target_that_nobody_can_keep_binds_nobody() -> None:
+    capacity = decode_capacity(slots=64, tpot_slo_s=0.01, step_fit=fit())
+    assert put(capacity, entry(16, tpot_slo_s=0.004))
+    assert [put(capacity, entry(16)) for _ in range(5)] == [True] * 4 + [False]
+    assert not put(capacity, entry(16, tpot_slo_s=0.004)), "the settings' bounds it instead"
+
+
 def test_headroom_is_kept_only_while_a_higher_class_is_active() -> None:
     capacity = decode_capacity(slots=10, headroom=0.2)
     assert sum(put(capacity, entry(16, priority_class="batch")) for _ in range(12)) == 10

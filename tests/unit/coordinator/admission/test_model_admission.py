@@ -19,6 +19,11 @@ def small(slots: int = 2, **settings: object) -> ModelAdmission:
     return admission((worker("p0", "prefill"), worker("d0", "decode", slots)), **settings)
 
 
+def refused_after(seconds: float) -> dict[str, float]:
+    """Of a request that comes at 0."""
+    return {"due_s": seconds, "ttft_slo_s": seconds}
+
+
 def finish(model: ModelAdmission, one: Entry, now: float) -> None:
     model.sent(one, 1, now)
     model.decoded(one)
@@ -74,31 +79,37 @@ def test_a_request_that_would_start_after_its_deadline_is_refused_when_it_comes(
 
 
 def test_a_request_that_would_miss_the_ttft_target_is_refused_and_batch_is_not() -> None:
-    model = small(slots=100, ttft_slo_s=0.5, prefill_horizon_s=0.1)
-    arrivals = [model.arrive(entry(1000, 2), 0.0) for _ in range(20)]  # 0.1 s of prefill each
+    model = small(slots=100, prefill_horizon_s=0.1)
+    arrivals = [
+        model.arrive(entry(1000, 2, **refused_after(0.5)), 0.0) for _ in range(20)
+    ]  # 0.1 s of prefill each
     assert arrivals[0].started
     reasons = [a.refused.reason for a in arrivals if a.refused]
     assert reasons == ["WOULD_MISS_SLO"] * len(reasons)
     assert 12 <= len(reasons) <= 16
     assert model.arrive(entry(1000, 2, priority_class="batch"), 0.0).refused is None
-    assert model.arrive(entry(1000, 2, priority_class="interactive"), 0.0).refused is None
+    interactive = entry(1000, 2, priority_class="interactive", **refused_after(0.5))
+    assert model.arrive(interactive, 0.0).refused is None
 
 
-def test_a_request_s_or_tenant_s_own_target_goes_before_that_of_the_settings() -> None:
-    model = small(slots=100, ttft_slo_s=0.5, prefill_horizon_s=0.1)
-    while model.arrive(entry(1000, 2), 0.0).refused is None:
+def test_each_request_is_refused_by_its_own_target_and_served_late_where_that_is_allowed() -> None:
+    model = small(slots=100, prefill_horizon_s=0.1)
+    while model.arrive(entry(1000, 2, **refused_after(0.5)), 0.0).refused is None:
         pass
-    assert model.arrive(entry(1000, 2, ttft_slo_s=60.0), 0.0).refused is None
-    assert model.arrive(entry(1000, 2, ttft_slo_s=0.4), 0.0).refused is not None
+    assert model.arrive(entry(1000, 2, **refused_after(60.0)), 0.0).refused is None
+    # More urgent ones go first as long as nobody who was let in is late by it.
+    urgent = [model.arrive(entry(1000, 2, **refused_after(0.4)), 0.0).refused for _ in range(4)]
+    assert [refusal is None for refusal in urgent] == [True, False, False, False]
+    assert model.arrive(entry(1000, 2, due_s=0.4), 0.0).refused is None
 
 
 def test_an_answer_that_has_begun_goes_before_its_tenants_others_and_no_forecast_refuses_it() -> None:
-    model = small(slots=1, ttft_slo_s=0.5)
+    model = small(slots=1)
     running = entry()
     model.arrive(running, 0.0)
     urgent = entry(output=2, priority=100, priority_class="batch")
     assert model.arrive(urgent, 0.0).refused is None
-    assert model.arrive(entry(1000, 1000), 0.0).refused is not None
+    assert model.arrive(entry(1000, 1000, **refused_after(0.5)), 0.0).refused is not None
     resumed = entry(1000, 1000, priority=-100, priority_class="batch", resumed=True, deadline_s=1.0)
     other = entry(priority_class="batch", tenant="b", weight=1e6)
     assert model.arrive(other, 0.0).refused is None
@@ -127,16 +138,17 @@ def test_nothing_is_refused_on_rates_that_nobody_measured() -> None:
         worker("p0", "prefill", prefill_tokens_per_second=0),
         worker("d0", "decode", decode_step_ms=0),
     )
-    model = admission(workers, ttft_slo_s=0.1)
-    assert all(model.arrive(entry(10_000), 0.0).refused is None for _ in range(50))
+    model = admission(workers)
+    late = refused_after(0.1)
+    assert all(model.arrive(entry(10_000, **late), 0.0).refused is None for _ in range(50))
 
 
 def test_a_full_batch_is_predicted_too() -> None:
     fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1)
     workers = (worker("p0", "prefill"), worker("d0", "decode", decode_step_ms=20, step_fit=fit))
     # Ten at a time keep the pace; they end after 1 s.
-    model = admission(workers, ttft_slo_s=1.5, tpot_slo_s=0.02)
-    arrivals = [model.arrive(entry(20, 50), 0.0) for _ in range(30)]
+    model = admission(workers, tpot_slo_s=0.02)
+    arrivals = [model.arrive(entry(20, 50, **refused_after(1.5)), 0.0) for _ in range(30)]
     assert sum(arrival.started for arrival in arrivals) == 10
     refused = [arrival.refused.reason for arrival in arrivals if arrival.refused]
     assert refused == ["WOULD_MISS_SLO"] * len(refused)
@@ -147,8 +159,8 @@ def test_a_request_predicted_to_exceed_its_queue_time_is_not_queued() -> None:
     fit = registry_pb2.DecodeStepFit(base_ms=10, sequence_ms=1)
     workers = (worker("p0", "prefill"), worker("d0", "decode", decode_step_ms=20, step_fit=fit))
     # Ten at a time keep the pace and end after 1 s; in the queue one may stay for 1.08 s.
-    model = admission(workers, ttft_slo_s=1.5, tpot_slo_s=0.02, prefill_horizon_s=0.4)
-    arrivals = [model.arrive(entry(20, 50), 0.0) for _ in range(30)]
+    model = admission(workers, tpot_slo_s=0.02, prefill_horizon_s=0.4)
+    arrivals = [model.arrive(entry(20, 50, **refused_after(1.5)), 0.0) for _ in range(30)]
     assert sum(arrival.started for arrival in arrivals) == 10
     refused = [arrival.refused for arrival in arrivals if arrival.refused]
     assert len(refused) == 20
@@ -173,8 +185,7 @@ def test_requests_that_waited_in_vain_raise_forecasts() -> None:
 
 
 def test_a_prompt_longer_than_the_target_is_served_when_there_is_capacity() -> None:
-    model = admission(ttft_slo_s=0.5)
-    assert model.arrive(entry(30_000, 2), 0.0).started
+    assert admission().arrive(entry(30_000, 2, **refused_after(0.5)), 0.0).started
 
 
 def test_a_request_that_waits_too_long_is_refused_on_time() -> None:

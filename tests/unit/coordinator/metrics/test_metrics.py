@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from coordinator.metrics.prometheus import coordinator_metrics
-from coordinator.metrics.stats import ModelStats
+from coordinator.metrics.stats import ModelStats, RequestStats
 from coordinator.workers.snapshot import PoolSnapshot
 from engine.core.types import EngineLoad
 from engine.worker.metrics import worker_metrics
@@ -16,6 +16,7 @@ from engine.worker.status import WorkerStatus
 from kv_transfer.lane import JudgedLane, Lane
 from splitserve import metrics
 from splitserve.errors import FailedPreconditionError
+from splitserve.v1 import scaling_pb2
 from tests.support.waiting import PATIENCE_S
 
 LOAD = EngineLoad(
@@ -87,6 +88,30 @@ def test_a_coordinator_s_metrics() -> None:
         "splitserve_request_phase_seconds",
         "splitserve_time_to_first_token_seconds",
         "splitserve_time_per_output_token_seconds",
+    }
+
+
+def test_long_prompts_are_apart_and_both_sum_up() -> None:
+    stats = RequestStats(long_prompt_tokens=100).of("m")
+    stats.phases[scaling_pb2.PHASE_TTFT].add(1.0, cold=False)
+    stats.phases[scaling_pb2.PHASE_TTFT].add(3.0, cold=False)
+    stats.phases[scaling_pb2.PHASE_TTFT_LONG].add(3.0, cold=False)
+    stats.short_ttft.add(1.0, cold=False)
+    (ttft,) = (
+        metric
+        for metric in coordinator_metrics(PoolSnapshot(), 0, {"m": stats})
+        if metric.name == "splitserve_time_to_first_token_seconds"
+    )
+    sums = {
+        (sample.labels["cold"], sample.labels["prompt"]): sample.value
+        for sample in ttft.samples
+        if sample.name.endswith("_sum")
+    }
+    assert sums == {
+        ("false", "long"): 3.0,
+        ("false", "short"): 1.0,
+        ("true", "long"): 0,
+        ("true", "short"): 0,
     }
 
 

@@ -127,7 +127,7 @@ def samples(stats: RequestStats, phase: scaling_pb2.Phase.ValueType) -> tuple[in
 
 
 def test_every_phase_is_stamped_once() -> None:
-    stats = RequestStats()
+    stats = RequestStats(long_prompt_tokens=10)
     run(stats)
     phases = stats.of("words").phases
     local = scaling_pb2.PHASE_LOCAL_PREFILL
@@ -140,6 +140,23 @@ def test_every_phase_is_stamped_once() -> None:
     assert phases[scaling_pb2.PHASE_TPOT].warm.sum_s == pytest.approx(0.02)
     assert stats.of("words").outcomes[COMPLETED] == 1
     assert set(stats.of("words").in_stage.values()) == {0}
+
+
+def test_long_prompts_count_apart_too() -> None:
+    long, short = RequestStats(long_prompt_tokens=10), RequestStats(long_prompt_tokens=11)
+    run(long)
+    run(short, decode=COLD_DECODE)
+    assert (samples(long, scaling_pb2.PHASE_TTFT), samples(long, scaling_pb2.PHASE_TTFT_LONG)) == (
+        (1, 0),
+        (1, 0),
+    )
+    assert (samples(short, scaling_pb2.PHASE_TTFT), samples(short, scaling_pb2.PHASE_TTFT_LONG)) == (
+        (0, 1),
+        (0, 0),
+    )
+    total = summed([long.of("words"), short.of("words")])
+    assert (total.short_ttft.warm.total, total.short_ttft.cold.total) == (0, 1)
+    assert total.phases[scaling_pb2.PHASE_TTFT_LONG].warm.total == 1
 
 
 def test_samples_of_a_new_worker_are_cold_where_they_depend_on_it() -> None:

@@ -12,11 +12,12 @@ from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.service_targets import resolved_targets, targets_of
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.workers.snapshot import Model
-from splitserve.config.coordinator import AdmissionConfig
+from splitserve.config.coordinator import AdmissionConfig, OnLate
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2
 
-BOTH = AdmissionConfig(ttft_slo_s=1.0, tpot_slo_s=0.05)
+BOTH = AdmissionConfig(ttft_slo_s=1.0, tpot_slo_s=0.05, on_late="refuse")
+SERVED = AdmissionConfig(ttft_slo_s=1.0)
 NONE = AdmissionConfig()
 
 
@@ -25,10 +26,13 @@ def resolved(
     priority_class: PriorityClass = "standard",
     tenant: RequestTargets | None = None,
     any_target: bool = True,
+    on_late: OnLate | None = None,
     **asked: Any,
 ) -> tuple[tuple[float | None, float | None], float | None]:
     """Both targets, and what admission refuses by."""
-    caller = replace(ANYONE, priority_class=priority_class, targets=tenant, any_target=any_target)
+    caller = replace(
+        ANYONE, priority_class=priority_class, targets=tenant, any_target=any_target, on_late=on_late
+    )
     targets, slo_ttft_s = resolved_targets(inference_pb2.GenerateRequest(**asked), caller, settings)
     return (targets.ttft_s, targets.tpot_s), slo_ttft_s
 
@@ -52,6 +56,14 @@ def test_a_request_may_ask_for_less() -> None:
 
 def test_what_only_a_request_asks_for_is_no_reason_to_refuse_it() -> None:
     assert resolved(NONE, ttft_ms=300) == ((0.3, None), None)
+
+
+def test_late_ones_are_refused_only_where_settings_or_tenant_say_so() -> None:
+    assert resolved(SERVED) == ((1.0, None), None)
+    assert resolved(SERVED, on_late="refuse") == ((1.0, None), 1.0)
+    assert resolved(SERVED, on_late="refuse", ttft_ms=3000) == ((3.0, None), 3.0)
+    assert resolved(SERVED, "batch", on_late="refuse") == ((None, None), None)
+    assert resolved(BOTH, on_late="serve") == ((1.0, 0.05), None)
 
 
 @pytest.mark.parametrize("slo_s", [0.07, 0.29, 0.57, 1.1, 2.3])

@@ -52,6 +52,7 @@ def test_a_file_becomes_callers(tmp_path: Path) -> None:
                 "max_prompt_tokens": 7,
                 "max_output_tokens": 9,
                 "ttft_slo_s": 0.5,
+                "on_late": "refuse",
             },
         )
     )
@@ -62,7 +63,7 @@ def test_a_file_becomes_callers(tmp_path: Path) -> None:
         3,
         "interactive",
     )
-    assert bob.targets == RequestTargets(ttft_s=0.5)
+    assert (bob.targets, bob.on_late, alice.on_late) == (RequestTargets(ttft_s=0.5), "refuse", None)
     assert (bob.is_admin, bob.max_prompt_tokens, bob.max_output_tokens) == (False, 7, 9)
     assert bob.may_use("small-1b")
     assert not bob.may_use("large")

@@ -19,6 +19,7 @@ def signals(
     coordinator: str = "c0",
     bounds: tuple[float, ...] = BOUNDS,
     workers: tuple[str, ...] = (),
+    long: tuple[int, ...] | None = None,
 ) -> scaling_pb2.GetSignalsResponse:
     load = registry_pb2.WorkerLoad(
         total_blocks=100, free_blocks=25, running_requests=3, waiting_tokens=70, decode_step_ms=12.5
@@ -26,7 +27,10 @@ def signals(
     model = scaling_pb2.ModelSignals(
         model="m",
         arrivals=scaling_pb2.Arrivals(requests=requests, prompt_tokens=100 * requests),
-        phases=[scaling_pb2.PhaseHistogram(phase=scaling_pb2.PHASE_TTFT, counts=ttft)],
+        phases=[
+            scaling_pb2.PhaseHistogram(phase=scaling_pb2.PHASE_TTFT, counts=ttft),
+            *([scaling_pb2.PhaseHistogram(phase=scaling_pb2.PHASE_TTFT_LONG, counts=long)] if long else []),
+        ],
         outcomes=[scaling_pb2.OutcomeCount(outcome=scaling_pb2.OUTCOME_COMPLETED, count=completed)],
         in_progress=scaling_pb2.InProgress(prefilling_requests=2, decoding_requests=5),
         workers=[
@@ -55,6 +59,15 @@ def test_figures_are_those_of_the_time_between() -> None:
     worker = model.workers[0]
     assert (worker.pool, worker.state, worker.kv_used, worker.step_ms) == ("decode", "ready", 0.75, 12.5)
     assert worker.prefill_tokens_per_s == 0.0
+
+
+def test_long_prompts_are_apart() -> None:
+    before = Reading(10.0, [signals(100, (50, 50, 0, 0), long=(0, 9, 0, 0))])
+    now = Reading(12.0, [signals(110, (52, 54, 4, 0), long=(0, 9, 4, 0))])
+    (model,) = figures(before, now, TARGETS)
+    assert (model.ttft.attained, model.ttft_long.attained, model.ttft_short.attained) == (0.6, 0.0, 1.0)
+    (model,) = figures(Reading(0.0, [signals(0)]), Reading(1.0, [signals(1, (1, 0, 0, 0))]), TARGETS)
+    assert (model.ttft.attained, model.ttft_long.attained, model.ttft_short.attained) == (1.0, None, None)
 
 
 def test_several_coordinators_add_up_and_share_their_workers() -> None:

@@ -1,0 +1,192 @@
+"""The queue in order of triage: late prompts give way and are served, the oldest never starves, tenants keep shares."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.admission.entry import Entry
+from coordinator.admission.model_admission import ModelAdmission
+from coordinator.admission.prefill_capacity import PrefillPace
+from coordinator.admission.prompt_order import RENEWED_S, TRIAGED, PromptOrder
+from tests.support.clients.admission_parts import admission, entry, worker
+
+RATE = 10_000.0
+TARGET_S = 1.0
+
+
+def due(prompt: int, now: float = 0.0, target_s: float = TARGET_S, **changes: Any) -> Entry:
+    return entry(prompt, 1, arrived_s=now, due_s=now + target_s, **changes)
+
+
+def one_worker(**changes: Any) -> ModelAdmission:
+    return admission((worker("p0", "prefill"),), prefill_horizon_s=0.1, **changes)
+
+
+def busy(model: ModelAdmission, **changes: Any) -> Entry:
+    """A prompt that the worker computes for 0.1 s."""
+    running = entry(1000, 1, **changes)
+    assert model.arrive(running, 0.0).started
+    return running
+
+
+def served(model: ModelAdmission, *running: Entry) -> Iterator[Entry]:
+    """What the only worker computes next, prompt by prompt, as it is sent: the order of the queue."""
+    now, sent = 0.0, list(running)
+    while sent:
+        one = sent.pop(0)
+        now += one.uncached_tokens / RATE
+        model.sent(one, 1, now)
+        model.ended(one)
+        if one not in running:
+            yield one
+        sent += model.release(now).started
+
+
+def test_one_long_prompt_that_would_be_late_makes_no_short_one_late() -> None:
+    model = one_worker()
+    running = busy(model)
+    long = due(9500)
+    shorts = [due(500) for _ in range(10)]
+    for one in (long, *shorts):
+        assert model.arrive(one, 0.0).refused is None
+    assert list(served(model, running)) == [*shorts, long]
+
+
+def test_who_is_due_first_is_served_first_and_a_stream_that_goes_on_before() -> None:
+    model = one_worker()
+    running = busy(model)
+    late, soon, urgent = due(600, target_s=9.0), due(600, target_s=2.0), due(600, target_s=9.0, priority=5)
+    goes_on = entry(600, 1, resumed=True)
+    for one in (late, soon, urgent, goes_on):
+        model.arrive(one, 0.0)
+    assert list(served(model, running)) == [goes_on, urgent, soon, late]
+
+
+def test_without_targets_or_measured_rates_it_is_first_come_first_served() -> None:
+    for workers, target_s in (
+        (None, float("inf")),
+        (worker("p0", "prefill", prefill_tokens_per_second=0), 1.0),
+    ):
+        model = one_worker() if workers is None else admission((workers,), prefill_horizon_s=0.1)
+        model.arrive(entry(5000, 1), 0.0)
+        waiting = [due(size, target_s=target_s) for size in (900, 300, 600)]
+        for one in waiting:
+            model.arrive(one, 0.0)
+        assert list(model.queue.offers(model.prefill.pace(0.0))) == waiting
+
+
+def test_late_ones_keep_no_place_among_those_that_can_be_in_time() -> None:
+    order, pace = PromptOrder(), PrefillPace(100.0, 0.0, 1e-4, 1e-4)
+    lost = [due(2000 - number, now=0.0, number=number + 1) for number in range(3 * TRIAGED)]
+    fresh = [due(50, now=100.0, number=1000 + number) for number in range(50)]
+    found = list(order.of([*lost, *fresh], pace))
+    assert found[:50] == fresh
+    by_size = found[50:]
+    assert by_size[:TRIAGED] == lost[: -TRIAGED - 1 : -1]
+    assert by_size[-1] is lost[0], "the oldest is known, whatever its size"
+
+
+def test_a_newcomer_that_makes_nobody_late_is_forecast_at_its_own_place() -> None:
+    model = one_worker()
+    busy(model)
+    for _ in range(20):
+        model.arrive(due(1000, target_s=60.0), 0.0)
+    soon = due(1000, target_s=1.0, ttft_slo_s=1.0)
+    assert model.arrive(soon, 0.0).refused is None
+    assert soon.predicted_ttft_s == pytest.approx(0.2)
+
+
+def test_nobody_is_refused_for_being_late_unless_that_is_asked_for() -> None:
+    model = one_worker()
+    running = busy(model)
+    assert all(model.arrive(due(1000), 0.0).refused is None for _ in range(100))
+    refused = [model.arrive(due(1000, ttft_slo_s=TARGET_S), 0.0).refused for _ in range(3)]
+    assert [one.reason for one in refused if one] == ["WOULD_MISS_SLO"] * 3
+    assert len(list(served(model, running))) == 100
+
+
+def test_late_ones_that_wait_teach_the_forecasts_of_late_ones_only() -> None:
+    model = one_worker()
+    busy(model)
+
+    def forecasts(now: float) -> tuple[float, float]:
+        """Of a prompt that can be in time and of one that cannot, in seconds."""
+        found = []
+        for target_s in (60.0, 0.05):
+            one = due(1000, now, target_s)
+            model.arrive(one, now)
+            found.append(one.predicted_ttft_s * model._biases[one.late].value)
+            model.ended(one)
+        return found[0], found[1]
+
+    in_time, late = forecasts(0.0)
+    waiting = [due(1000, target_s=0.05) for _ in range(20)]
+    for one in waiting:
+        model.arrive(one, 0.0)
+    assert all(one.late for one in waiting)
+    model.prefill.horizon_s = 0.0  # nothing leaves the queue
+    model.release(50.0)
+    for one in waiting:
+        model.ended(one)
+    assert forecasts(50.0)[0] == pytest.approx(in_time)
+    assert forecasts(50.0)[1] > 1.5 * late
+
+
+def test_tenants_keep_their_shares_whatever_their_targets() -> None:
+    model = one_worker()
+    running = busy(model, tenant="c")
+    for _ in range(20):
+        model.arrive(due(500, tenant="a", target_s=0.1), 0.0)
+        model.arrive(due(500, tenant="b", target_s=60.0), 0.0)
+    order = [one.tenant for one in served(model, running)]
+    assert all(abs(order[:count].count("a") - order[:count].count("b")) <= 2 for count in range(len(order)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    long=st.integers(2_000, 30_000),
+    shorts=st.lists(st.integers(20, 900), min_size=3, max_size=12),
+    load=st.floats(1.0, 3.0),
+)
+def test_a_long_prompt_never_starves(long: int, shorts: list[int], load: float) -> None:
+    """Short prompts that come faster than they are computed, for ever: in virtual time."""
+    model = one_worker(max_queue_s=86_400.0, max_queued_requests=10**6, max_queued_prompt_tokens=10**12)
+    running, late = [busy(model)], due(long)
+    model.arrive(late, 0.0)
+    now, sent, next_s, count = 0.0, 0.0, 0.0, 0
+    while not late.started:
+        while next_s <= now:
+            one = due(shorts[count % len(shorts)], now=next_s)
+            count += 1
+            if model.arrive(one, now).started:
+                running.append(one)
+            next_s += one.uncached_tokens / RATE / load
+        running += model.release(now).started
+        now += 0.01
+        # The worker computes what it was sent, first come, first served.
+        budget = RATE * 0.01
+        sent += budget
+        while running and budget >= running[0].uncached_tokens:
+            budget -= running[0].uncached_tokens
+            one = running.pop(0)
+            model.sent(one, 1, now)
+            model.ended(one)
+        if running:
+            running[0].uncached_tokens = max(1.0, running[0].uncached_tokens - budget)
+        assert sent <= 11 * long + 20_000, "a tenth of the prompt tokens are the oldest's"
+
+
+def test_an_order_of_a_full_queue_is_made_rarely_and_quickly() -> None:
+    order = PromptOrder()
+    waiting = [due(10 + number % 700, now=number * 1e-3, number=number + 1) for number in range(1024)]
+    began = time.perf_counter()
+    for look in range(100):
+        assert next(iter(order.of(waiting, PrefillPace(2.0 + look * RENEWED_S / 10, 0.0, 1e-4, 1e-4)))).waits
+    each_s = (time.perf_counter() - began) / 100
+    assert each_s < 2e-3
