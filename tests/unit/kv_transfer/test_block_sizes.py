@@ -16,7 +16,7 @@ from kv_transfer.handoff.notification import WriteCompletion, decode
 from kv_transfer.handoff.push_state import PushDone
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.layout import AXIS_ORDER, FP8_E4M3, HEADS_OUTERMOST, KvLayout
+from kv_transfer.layout import AXIS_ORDER, FP8_E4M3, HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
 from kv_transfer.transports.descriptors import in_common
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
@@ -163,6 +163,7 @@ def test_equal_sizes_use_the_blocks_as_they_are() -> None:
     [
         ({}, "one must divide the other"),
         ({"axis_order": "opaque" + HEADS_OUTERMOST}, "cannot be divided by tokens"),
+        ({"axis_order": KEYS_BY_DIM}, "cannot be divided by tokens"),
         ({"dtype": "bfloat16", "wire_dtype": FP8_E4M3}, "cannot be divided by tokens"),
     ],
 )
@@ -184,7 +185,7 @@ def test_engines_with_other_orders_are_refused_by_the_order() -> None:
     theirs = replace(
         LAYOUT,
         model_fingerprint="a" * 64,
-        axis_order="vllm:cpu_attn,vec" + HEADS_OUTERMOST,
+        axis_order=KEYS_BY_DIM,
         block_size_tokens=32,
         engine_version="0.32.0",
     )
