@@ -148,6 +148,41 @@ def test_the_parts_of_both_sides_cover_their_memory_once(writer: int, reader: in
                 assert seen == Counter(range(4096, 4096 + size))
 
 
+@pytest.mark.parametrize(("layered", "whole"), [(16, 16), (16, 32), (64, 16)])
+def test_rows_and_whole_blocks_pair_the_same_vectors(layered: int, whole: int) -> None:
+    """A descriptor on one side has the layer, key or value, head and tokens of its counterpart."""
+    stride = 1 << 20
+
+    def vector(side: KvMemoryRegion, row: int, number: int) -> tuple[int, int]:
+        """Which key or value of which head and layer begins a part, and its token, from its address alone."""
+        size = side.layout.block_size_tokens
+        block = number // side.divisions
+        address = side.rows[row * side.divisions + number % side.divisions] + block * side.stride
+        layer, offset = divmod(address - 4096, stride if side.layer_stride == stride else 1 << 40)
+        block_bytes = side.layout.block_bytes // (
+            side.layout.num_layers if side.layer_stride == stride else 1
+        )
+        at, inside = divmod(offset, block_bytes)
+        which, token = divmod((layer * block_bytes + inside) // side.layout.token_bytes, size)
+        return which, at * size + token
+
+    def region(size: int, layer_stride: int) -> KvMemoryRegion:
+        return KvMemoryRegion(
+            4096, 128 // size, replace(LAYOUT, block_size_tokens=size), layer_stride=layer_stride
+        )
+
+    mine, theirs = in_common(region(layered, stride), region(whole, 0))
+    rows = len(mine.rows) // mine.divisions
+    assert rows == len(theirs.rows) // theirs.divisions
+    assert rows % LAYOUT.num_layers == 0
+    assert mine.piece_bytes == theirs.piece_bytes
+    assert mine.num_sub_blocks == theirs.num_sub_blocks
+    assert theirs.span_bytes == region(whole, 0).span_bytes
+    for row in range(rows):
+        for number in range(mine.num_sub_blocks):
+            assert vector(mine, row, number) == vector(theirs, row, number)
+
+
 def test_equal_sizes_use_the_blocks_as_they_are() -> None:
     blocks = [3, 1, 2]
     assert sub_blocks(blocks, 1) is blocks
