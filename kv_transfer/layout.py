@@ -10,7 +10,11 @@ from splitserve.v1 import kv_transfer_pb2 as pb
 AXIS_ORDER = "layer,kv,head,token,dim"
 HEADS_OUTERMOST = ":layer,block,head"
 """Part of an `axis_order` in which each head of a layer's piece of a block is one contiguous range, so that a piece can
-be divided by heads. What precedes names who reads the ranges; nothing behind it: they are opaque."""
+be divided by heads. What precedes names who reads the ranges; what follows, the order in a range, which is otherwise
+opaque."""
+KEYS_BY_DIM = f"cpu{HEADS_OUTERMOST},keys[dim,token],values[token,dim]"
+"""The `axis_order` of vLLM's kernels on cpu in float32 and bfloat16, but for `amx`: each head's keys in a block are
+transposed, then its values follow in the order of tokens."""
 _TOKENS_IN_ORDER = ",token,dim"
 """End of an `axis_order` in which the vectors of a head's keys, and those of its values, lie in the order of tokens, so
 that workers with different block sizes may hand KV to each other."""

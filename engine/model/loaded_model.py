@@ -81,8 +81,13 @@ def eos_token_ids(module: Any) -> frozenset[int]:
     return frozenset([int(tokens)] if isinstance(tokens, int) else map(int, tokens))
 
 
-def model_fingerprint(settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+def model_fingerprint(
+    settings: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str] | None = None
+) -> str:
     """SHA-256 (hex) of the settings and of every tensor's name, shape and the checksums of all of its elements.
+
+    `tied` names tensors that repeat another, such as the output embeddings, and that other. They count only where they
+    differ from it, so that a loaded module, which has them, and its files, which need not, agree.
 
     Floating-point elements are converted to bfloat16, so that a float32 and a bfloat16 copy of the same weights agree,
     and the layouts of their workers differ in dtype only. A change below bfloat16's precision is not seen; any other
@@ -95,11 +100,18 @@ def model_fingerprint(settings: Mapping[str, Any], tensors: Mapping[str, torch.T
         if not name.startswith(_NOT_FINGERPRINTED) and not name.endswith("_token_id")
     }
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        digest.update(f"{name} {list(tensor.shape)}".encode())
-        digest.update(_checksums(tensor))
+    contents = {name: _content(tensors[name].detach()) for name in sorted(tensors)}
+    for name, other in (tied or {}).items():
+        if name in contents and contents[name] == contents.get(other):
+            del contents[name]
+    for name, content in contents.items():
+        digest.update(f"{name} ".encode() + content)
     return digest.hexdigest()
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    """Shape and checksums of a tensor."""
+    return str(list(tensor.shape)).encode() + _checksums(tensor)
 
 
 def _checksums(tensor: torch.Tensor) -> bytes:

@@ -57,7 +57,7 @@ def load_model(
     layers = bind_layers(module, context, declared_windows(settings))
     attention = probe_model(module, context, layers, settings)
     facts = ModelFacts(context_tokens, int(config.vocab_size), eos_token_ids(module))
-    fingerprint = model_fingerprint(settings, module.state_dict())
+    fingerprint = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
     work = step_work(module, settings, attention, DTYPES[dtype], quantization)
     if quantization == "int8":
         quantize_linears(

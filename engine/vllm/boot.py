@@ -202,15 +202,17 @@ def _started(
     ranks: RankGroup | None = None,
 ) -> StartedVllm:
     # Imported here: it needs vLLM, or torch.
-    from engine.vllm.kv_memory import block_order, fingerprint_of, kv_region, read_blocks
+    from engine.vllm.kv_memory import block_order, fingerprint_of, kv_region, read_blocks, tied_tensors
     from engine.vllm.prefix_events import PrefixEvents
 
     scheduler, model = engine.engine_core.engine_core.scheduler, engine.model_config
     if len(scheduler.kv_cache_config.kv_cache_groups) != 1:
         raise UnsupportedModelError("engine vllm: models with several kinds of KV cannot be handed over")
-    fingerprint = fingerprint_of(folder, model.hf_config.to_dict())
+    config = model.hf_config
+    fingerprint = fingerprint_of(folder, config.to_dict(), tied_tensors(config))
     if ranks is None:
-        memory = kv_region(bridge.kv_caches, fingerprint, block_order(engine.vllm_config), f"vllm-{version}")
+        order = block_order(engine.vllm_config, bridge.kv_caches)
+        memory = kv_region(bridge.kv_caches, fingerprint, order, f"vllm-{version}")
     else:
         memory = ranks.memory(fingerprint, int(model.get_total_num_kv_heads()))
     # The last blocks are for lane probes: vLLM must never give them away.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +14,20 @@ import numpy.typing as npt
 import torch
 import xxhash
 from safetensors import safe_open
+from transformers import AutoModelForCausalLM
 
 from engine.kv_cache.memory import DTYPES
 from engine.model.loaded_model import model_fingerprint
 from kv_transfer.lane_probe import probe_blocks
-from kv_transfer.layout import HEADS_OUTERMOST, KvLayout
+from kv_transfer.layout import HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.errors import UnsupportedModelError
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CPU_BACKEND = "CPU_ATTN"
+_KNOWN_INSTRUCTIONS = ("vec", "vec16")
+_KNOWN_DTYPES = (torch.float32, torch.bfloat16)
+"""With these vLLM's kernels on cpu lay a block out as tests/integration/vllm/test_vllm_block_layout.py shows."""
 
 
 class FileTensors(Mapping[str, torch.Tensor]):
@@ -87,21 +93,41 @@ def kv_region(
     )
 
 
-def fingerprint_of(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The fingerprint of the model in `folder`, whose configuration is `settings`."""
-    return model_fingerprint(settings, FileTensors(folder))
+def fingerprint_of(folder: Path, settings: Mapping[str, Any], tied: Mapping[str, str] | None = None) -> str:
+    """The fingerprint of the model in `folder`, whose configuration is `settings`; `tied` as in `tied_tensors`."""
+    return model_fingerprint(settings, FileTensors(folder), tied)
 
 
-def block_order(vllm_config: Any) -> str:
-    """How vLLM's kernels read a block: the attention backend, and on cpu the instructions that it was packed for.
+def tied_tensors(config: Any) -> Mapping[str, str]:
+    """The tensors that `transformers` ties to others in a model of this configuration, and those others.
 
-    Call it in the process that holds the KV.
+    None for a model that `transformers` does not know as a causal one.
     """
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    except (ValueError, ImportError, TypeError, RuntimeError, AttributeError, KeyError):
+        return {}
+    names: dict[str, str] = module.all_tied_weights_keys
+    return names
+
+
+def block_order(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> str:
+    """The `axis_order` of vLLM's KV. Call it in the process that holds the KV, `kv_caches`."""
     layers = vllm_config.compilation_config.static_forward_context
     layer = next(iter(layers.values()))
-    backend = layer.get_attn_backend()
-    packing = f",{layer.isa}" if backend.get_name() == "CPU_ATTN" else ""
-    return f"vllm:{backend.get_name().lower()}{packing}{HEADS_OUTERMOST}"
+    backend = layer.get_attn_backend().get_name()
+    instructions = layer.isa if backend == CPU_BACKEND else ""
+    return order_of(backend, instructions, next(iter(kv_caches.values())).dtype)
+
+
+def order_of(backend: str, instructions: str, dtype: torch.dtype) -> str:
+    """How the kernels of an attention backend read a block: by its elements where they are known, else by the backend's
+    name and on cpu the instructions that a block was packed for, which is opaque."""
+    if backend == CPU_BACKEND and instructions in _KNOWN_INSTRUCTIONS and dtype in _KNOWN_DTYPES:
+        return KEYS_BY_DIM
+    packing = f",{instructions}" if instructions else ""
+    return f"vllm:{backend.lower()}{packing}{HEADS_OUTERMOST}"
 
 
 def head_digests(memory: KvMemoryRegion, block_ids: Sequence[int]) -> list[list[int]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kv_transfer.layout import SAME
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, TransferError
 
@@ -73,7 +74,10 @@ def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
             reason="LAYOUT_MISMATCH",
             field="ranks",
         )
-    if bool(mine.memory.layer_stride) != bool(theirs.memory.layer_stride):
+    sides = mine.memory, theirs.memory
+    whole = [side for side in sides if not side.layer_stride]
+    # Blocks can be seen layer by layer unless they hold scales ahead of all layers, or are parts of blocks.
+    if len(whole) == 1 and (whole[0].piece_stride or whole[0].layout.wire_dtype != SAME):
         raise FailedPreconditionError(
             f"blocks of agent {theirs.agent_id} are not divided into layers as those here are",
             reason="LAYOUT_MISMATCH",
@@ -82,8 +86,15 @@ def check_endpoint(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
     check_memory(theirs.memory)
 
 
-def check_same_block_size(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
+def check_whole_blocks(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
     """For transports that write whole blocks only. Raises FailedPreconditionError (LAYOUT_MISMATCH)."""
+    if theirs.memory.layer_stride:
+        raise FailedPreconditionError(
+            f"transport {mine.transport} writes whole blocks only: those of agent {theirs.agent_id} lie layer by "
+            "layer; use nixl",
+            reason="LAYOUT_MISMATCH",
+            field="layer_stride",
+        )
     here, there = mine.memory.layout.block_size_tokens, theirs.memory.layout.block_size_tokens
     if here != there:
         raise FailedPreconditionError(
@@ -111,9 +122,12 @@ def check_agent(mine: TransferEndpoint, theirs: TransferEndpoint) -> None:
 def in_common(mine: KvMemoryRegion, theirs: KvMemoryRegion) -> tuple[KvMemoryRegion, KvMemoryRegion]:
     """Two regions whose layouts fit, in sub-blocks of the smaller block size; as they are where the sizes are equal.
 
+    Where one has its blocks layer by layer, the other is seen so as well: a block is then a descriptor a layer.
     Raises FailedPreconditionError (LAYOUT_MISMATCH) where a block has more than MAX_PARTS parts then, or all blocks
     more than can be numbered.
     """
+    if mine.layer_stride or theirs.layer_stride:
+        mine, theirs = mine.by_layers(), theirs.by_layers()
     sizes = mine.layout.block_size_tokens, theirs.layout.block_size_tokens
     if sizes[0] == sizes[1]:
         return mine, theirs

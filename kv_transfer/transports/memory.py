@@ -158,10 +158,10 @@ class MemoryTransport(Transport):
         if endpoint.agent_id in self._peers:
             return
         check_endpoint(mine := registered(self._endpoint), endpoint)
-        own, theirs = in_common(mine.memory, endpoint.memory)
+        parts = in_common(mine.memory, endpoint.memory)
         self._connect(endpoint)
-        if own is not mine.memory:
-            self._parts[endpoint.agent_id] = own, theirs
+        if parts != (mine.memory, endpoint.memory):
+            self._parts[endpoint.agent_id] = parts
 
     def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
         """See `Transport`."""

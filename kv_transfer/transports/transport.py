@@ -90,6 +90,13 @@ class KvMemoryRegion:
         """The same memory in sub-blocks of `tokens`, which divides the block size; see `KvLayout.require_fits`."""
         return replace(self, piece_stride=self.stride, sub_block_tokens=tokens)
 
+    def by_layers(self) -> KvMemoryRegion:
+        """The same memory as rows of layers' pieces, as they lie in whole blocks; itself where it has such rows."""
+        if self.layer_stride:
+            return self
+        piece = self.layout.block_bytes // self.layout.num_layers
+        return replace(self, layer_stride=piece, piece_stride=self.layout.block_bytes)
+
     @property
     def stride(self) -> int:
         """Bytes between the starts of two pieces of a row."""

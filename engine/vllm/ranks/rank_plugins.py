@@ -56,7 +56,7 @@ class RankedConnector(SplitserveConnector):
         import vllm
 
         version = f"vllm-{vllm.__version__}"
-        memory = kv_region(kv_caches, "", block_order(self._vllm_config), version)
+        memory = kv_region(kv_caches, "", block_order(self._vllm_config, kv_caches), version)
         rank = get_tensor_model_parallel_rank()
         link = RankLink.to_worker(extra[SOCKET_FIELD], rank, pb.RANK_CHANNEL_KV)
         RankTransport(link, partial(make_transport, extra[TRANSPORT_FIELD]), memory).start()

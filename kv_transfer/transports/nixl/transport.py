@@ -150,7 +150,7 @@ class NixlTransport(Transport):
             return
         check_endpoint(mine := registered(self._endpoint), endpoint)
         own, theirs = in_common(mine.memory, endpoint.memory)
-        if own is not mine.memory:
+        if (own, theirs) != (mine.memory, endpoint.memory):
             self._connect_divided(endpoint, own, theirs)
             return
 

@@ -29,7 +29,7 @@ from kv_transfer.transports.descriptors import (
     check_endpoint,
     check_memory,
     check_notification,
-    check_same_block_size,
+    check_whole_blocks,
     connected_peer,
     merge_runs,
     registered,
@@ -132,7 +132,7 @@ class UcxTransport(Transport):
         if endpoint.agent_id in self._peers:
             return
         check_endpoint(mine := registered(self._endpoint), endpoint)
-        check_same_block_size(mine, endpoint)
+        check_whole_blocks(mine, endpoint)
         agent_id, address = decode_metadata(endpoint.metadata)
         if agent_id != endpoint.agent_id:
             raise TransferError(f"the metadata of agent {endpoint.agent_id} is another agent's")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.vllm.kv_memory import CPU_BACKEND, order_of
+from kv_transfer.layout import KEYS_BY_DIM
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -37,6 +39,7 @@ def test_keys_are_transposed_in_a_block_and_values_are_in_order(
 ) -> None:
     import torch
 
+    assert order_of(CPU_BACKEND, isa, getattr(torch, dtype)) == KEYS_BY_DIM
     keys, values, cache = blocks_of(block_size, isa, dtype)
     for block in range(TOKENS // block_size):
         tokens = slice(block * block_size, (block + 1) * block_size)
@@ -58,6 +61,6 @@ async def test_another_engine_is_refused_with_both_orders(smollm2: str, tmp_path
         told = odd.log_tail()
         assert "axis_order" in told
         assert "'layer,kv,head,token,dim' here" in told
-        assert "'vllm:cpu_attn," in told
+        assert f"{KEYS_BY_DIM!r} there" in told
         assert "Traceback" not in told
         assert first.process.poll() is None

@@ -16,7 +16,7 @@ from kv_transfer.handoff.notification import WriteCompletion, decode
 from kv_transfer.handoff.push_state import PushDone
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.layout import AXIS_ORDER, FP8_E4M3, HEADS_OUTERMOST, KvLayout
+from kv_transfer.layout import AXIS_ORDER, FP8_E4M3, HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
 from kv_transfer.transports.descriptors import in_common
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
@@ -148,6 +148,41 @@ def test_the_parts_of_both_sides_cover_their_memory_once(writer: int, reader: in
                 assert seen == Counter(range(4096, 4096 + size))
 
 
+@pytest.mark.parametrize(("layered", "whole"), [(16, 16), (16, 32), (64, 16)])
+def test_rows_and_whole_blocks_pair_the_same_vectors(layered: int, whole: int) -> None:
+    """A descriptor on one side has the layer, key or value, head and tokens of its counterpart."""
+    stride = 1 << 20
+
+    def vector(side: KvMemoryRegion, row: int, number: int) -> tuple[int, int]:
+        """Which key or value of which head and layer begins a part, and its token, from its address alone."""
+        size = side.layout.block_size_tokens
+        block = number // side.divisions
+        address = side.rows[row * side.divisions + number % side.divisions] + block * side.stride
+        layer, offset = divmod(address - 4096, stride if side.layer_stride == stride else 1 << 40)
+        block_bytes = side.layout.block_bytes // (
+            side.layout.num_layers if side.layer_stride == stride else 1
+        )
+        at, inside = divmod(offset, block_bytes)
+        which, token = divmod((layer * block_bytes + inside) // side.layout.token_bytes, size)
+        return which, at * size + token
+
+    def region(size: int, layer_stride: int) -> KvMemoryRegion:
+        return KvMemoryRegion(
+            4096, 128 // size, replace(LAYOUT, block_size_tokens=size), layer_stride=layer_stride
+        )
+
+    mine, theirs = in_common(region(layered, stride), region(whole, 0))
+    rows = len(mine.rows) // mine.divisions
+    assert rows == len(theirs.rows) // theirs.divisions
+    assert rows % LAYOUT.num_layers == 0
+    assert mine.piece_bytes == theirs.piece_bytes
+    assert mine.num_sub_blocks == theirs.num_sub_blocks
+    assert theirs.span_bytes == region(whole, 0).span_bytes
+    for row in range(rows):
+        for number in range(mine.num_sub_blocks):
+            assert vector(mine, row, number) == vector(theirs, row, number)
+
+
 def test_equal_sizes_use_the_blocks_as_they_are() -> None:
     blocks = [3, 1, 2]
     assert sub_blocks(blocks, 1) is blocks
@@ -163,6 +198,7 @@ def test_equal_sizes_use_the_blocks_as_they_are() -> None:
     [
         ({}, "one must divide the other"),
         ({"axis_order": "opaque" + HEADS_OUTERMOST}, "cannot be divided by tokens"),
+        ({"axis_order": KEYS_BY_DIM}, "cannot be divided by tokens"),
         ({"dtype": "bfloat16", "wire_dtype": FP8_E4M3}, "cannot be divided by tokens"),
     ],
 )
@@ -184,7 +220,7 @@ def test_engines_with_other_orders_are_refused_by_the_order() -> None:
     theirs = replace(
         LAYOUT,
         model_fingerprint="a" * 64,
-        axis_order="vllm:cpu_attn,vec" + HEADS_OUTERMOST,
+        axis_order=KEYS_BY_DIM,
         block_size_tokens=32,
         engine_version="0.32.0",
     )

@@ -228,6 +228,16 @@ def test_fingerprints_see_weights_and_settings_but_not_the_dtype() -> None:
     assert model_fingerprint(settings, {"a": weights["a"].view(32, 128), "b": weights["b"]}) != base
 
 
+def test_tied_weights_count_where_they_differ() -> None:
+    weights, tied = {"in": torch.randn(8, 4)}, {"out": "in"}
+    base = model_fingerprint({}, weights, tied)
+    assert base == model_fingerprint({}, weights)
+    assert model_fingerprint({}, weights | {"out": weights["in"].clone()}, tied) == base
+    assert model_fingerprint({}, weights | {"out": weights["in"] + 1}, tied) != base
+    assert model_fingerprint({}, {"out": weights["in"]}, tied) != base
+    assert model_fingerprint({}, weights | {"out": weights["in"]}) != base
+
+
 @pytest.mark.parametrize(
     "changed", [slice(1, 2), slice(1000, 3000), slice(49_998, 50_000), slice(1, 50_000, 25)]
 )

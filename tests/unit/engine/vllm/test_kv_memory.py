@@ -8,8 +8,26 @@ import pytest
 import torch
 import xxhash
 from safetensors.torch import save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
 
-from engine.vllm.kv_memory import FileTensors, fingerprint_of, head_digests, kv_region, read_blocks
+from engine.model.loaded_model import model_fingerprint
+from engine.vllm.kv_memory import (
+    CPU_BACKEND,
+    FileTensors,
+    fingerprint_of,
+    head_digests,
+    kv_region,
+    order_of,
+    read_blocks,
+    tied_tensors,
+)
+from kv_transfer.layout import KEYS_BY_DIM
 from splitserve.errors import UnsupportedModelError
 
 LAYERS, BLOCKS, HEADS, TOKENS, WIDTH = 3, 5, 2, 4, 16
@@ -39,6 +57,15 @@ def test_a_region_of_rows() -> None:
     assert len(read_blocks(memory, [3, 0])[0]) == HEADS * 8
 
 
+def test_orders_are_named_by_their_elements_where_these_are_known() -> None:
+    for instructions in ("vec", "vec16"):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert order_of(CPU_BACKEND, instructions, dtype) == KEYS_BY_DIM
+    assert order_of(CPU_BACKEND, "amx", torch.bfloat16) == "vllm:cpu_attn,amx:layer,block,head"
+    assert order_of(CPU_BACKEND, "vec", torch.float16) == "vllm:cpu_attn,vec:layer,block,head"
+    assert order_of("FLASH_ATTN", "", torch.bfloat16) == "vllm:flash_attn:layer,block,head"
+
+
 def test_other_shapes_are_refused() -> None:
     layers = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, WIDTH)
     uneven = {"0": layers[0], "1": layers[1], "2": torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH)}
@@ -53,6 +80,28 @@ def test_fingerprints_follow_weights_and_settings(folder: Path) -> None:
     assert fingerprint_of(folder, {"layers": 2}) != before
     save_file({"b": torch.ones(4)}, str(folder / "model-2.safetensors"))
     assert fingerprint_of(folder, {"layers": 1}) != before
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loaded_module_and_its_files_have_one_fingerprint(tmp_path: Path, tied: bool) -> None:
+    """Whether or not the files repeat the embeddings as output weights."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=32, tie_word_embeddings=tied, **shape))
+    made.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path)
+    settings = config.to_dict()
+    loaded = model_fingerprint(settings, module.state_dict(), module.all_tied_weights_keys)
+    assert ("lm_head.weight" in FileTensors(tmp_path)) == (not tied)
+    assert fingerprint_of(tmp_path, settings, tied_tensors(config)) == loaded
+    weights = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, str(tmp_path / "model.safetensors"))
+    assert fingerprint_of(tmp_path, settings, tied_tensors(config)) == loaded
+    assert config.to_dict() == settings
+
+
+def test_nothing_is_tied_in_a_model_that_transformers_does_not_know() -> None:
+    assert tied_tensors(PretrainedConfig()) == {}
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
