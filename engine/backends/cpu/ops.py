@@ -36,6 +36,7 @@ class Code(IntEnum):
     ATTEND = 4
     PREFILL = 5
     LINEAR_INT8 = 6
+    READ = 7
 
 
 class Binary(IntEnum):
@@ -178,4 +179,15 @@ def attend_op(
     group, block_size = query.shape[0] // kv_heads, pool.shape[3]
     op["number"][0, :9] = tokens, kv_heads, group, head_dim, block_size, window or 0, both, block, head
     op["real"][0] = scale, softcap or 0.0
+    return op
+
+
+def read_op(blocks: torch.Tensor, table: torch.Tensor, seen: torch.Tensor) -> Ops:
+    """Reads `blocks[table]` and keeps each thread's exclusive or, to measure what memory gives.
+
+    blocks: uint8 `[num_blocks, bytes]`, bytes contiguous and a multiple of 256; table: int32; seen: int64 `[threads]`.
+    """
+    op = _op(Code.READ)
+    op["pointer"][0, :3] = blocks.data_ptr(), table.data_ptr(), seen.data_ptr()
+    op["number"][0, :3] = len(table), blocks.stride(0), blocks.shape[1]
     return op

@@ -16,6 +16,7 @@
 #include "linear_int8.hpp"
 #include "op.hpp"
 #include "prompt_attention.hpp"
+#include "reading.hpp"
 #include "sampling.hpp"
 #include "vectors.hpp"
 
@@ -27,6 +28,7 @@ void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
     case RMS_NORM: return rms_norm(op, thread, threads);
     case ATTEND: return attend(op, thread, threads);
     case PREFILL: return prefill(op, thread, threads, shared);
+    case READ: return read_pieces(op, thread, threads);
     case LINEAR_INT8: return linear_int8(op, thread, threads);
     default: return elementwise(op, thread, threads);
   }

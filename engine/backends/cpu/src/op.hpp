@@ -6,7 +6,16 @@
 
 namespace {
 
-enum Code : int64_t { LINEAR = 0, RMS_NORM = 1, BINARY = 2, UNARY = 3, ATTEND = 4, PREFILL = 5, LINEAR_INT8 = 6 };
+enum Code : int64_t {
+  LINEAR = 0,
+  RMS_NORM = 1,
+  BINARY = 2,
+  UNARY = 3,
+  ATTEND = 4,
+  PREFILL = 5,
+  LINEAR_INT8 = 6,
+  READ = 7
+};
 enum Binary : int64_t { ADD = 0, SUB = 1, MUL = 2 };
 enum Unary : int64_t { COPY = 0, NEG = 1, SILU = 2 };
 
