@@ -29,14 +29,14 @@ SIMULATED_MODEL, SIMULATED_VOCABULARY = "simulated", 257
 class OwnSystem:
     """splitserve as `splitserve up` serves it, with these settings of the cluster's file.
 
-    `targets`: the time a token is set (`admission.tpot_slo_s`), and requests name both targets. The time to the first
-    token is not set for the cluster, because it would then refuse what it expects to be late. `all_cores`: every
-    worker may use all cores, with a thread for each.
+    `targets`: the time a token is set (`admission.tpot_slo_s`), and requests name both targets. `all_cores`: every
+    worker may use all cores, with a thread for each. `lends_cores`: workers that rest lend theirs.
     """
 
     settings: Mapping[str, Any]
     targets: bool = True
     all_cores: bool = False
+    lends_cores: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ SYSTEMS: Mapping[str, OwnSystem | VllmSystem] = {
     "default": OwnSystem(_SPLIT),
     "split": OwnSystem({**_SPLIT, "coordinator": {"local_prefill": "never"}}),
     "adaptive": OwnSystem({**_SPLIT, "coordinator": {"local_prefill": "auto"}}),
+    "lent": OwnSystem({**_SPLIT, "coordinator": {"local_prefill": "auto"}}, lends_cores=True),
     "colocated": OwnSystem(_COLOCATED, all_cores=True),
     "colocated-plain": OwnSystem(_COLOCATED, targets=False, all_cores=True),
     "vllm": VllmSystem(pair=False),
@@ -126,6 +127,8 @@ def own_settings(system: OwnSystem, options: ServingOptions, cores: int) -> dict
     engine: dict[str, Any] = {"kind": SIMULATED_MODEL} if options.model == SIMULATED_MODEL else {}
     if system.all_cores:
         engine["threads"] = cores
+    if system.lends_cores:
+        engine["core_exchange"] = str(options.log_dir / "cores")
     if engine:
         settings["engine"] = engine | settings.get("engine", {})
     if system.targets:

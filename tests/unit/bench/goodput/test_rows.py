@@ -158,11 +158,12 @@ def test_own_systems_are_settings_that_a_cluster_takes(tmp_path: Path) -> None:
     assert found["default"].coordinator.local_prefill == ClusterConfig().coordinator.local_prefill
     assert found["split"].coordinator.local_prefill == "never"
     assert found["adaptive"].coordinator.local_prefill == "auto"
+    assert found["lent"].engine.core_exchange == tmp_path / "cores"
     assert found["colocated"].coordinator.admission.mode == "off"
     assert found["colocated"].engine.threads == 2
     assert not found["colocated"].pin_cores
     assert found["colocated-plain"].coordinator.admission.tpot_slo_s is None
     targeted = [config for name, config in found.items() if name != "colocated-plain"]
     assert all(config.coordinator.admission.tpot_slo_s == SLO.tpot_s for config in targeted)
-    # A cluster with a target for the first token refuses; all systems are to serve what they can.
+    # Requests name that themselves.
     assert all(config.coordinator.admission.ttft_slo_s is None for config in found.values())
