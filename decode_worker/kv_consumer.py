@@ -57,6 +57,7 @@ class KvConsumer(KvConnector):
             lease_s=config.lease_s,
             quarantine_s=config.quarantine_s,
             content_matches=self._content_matches,
+            orders=self._wire.orders,
         )
         engine = config.engine
         self._waiting = ReservationQueue(
@@ -254,7 +255,7 @@ class KvConsumer(KvConnector):
     def _admit(self, core: Engine, verdict: Admit, now: float) -> None:
         request = self._requests[verdict.request_id]
         # The writer still owns the blocks, so they cannot have been given to another request.
-        self._wire.unpack(request.received_blocks)
+        self._wire.unpack(request.received_blocks, verdict.axis_order)
         core.release_writer(verdict.number)
         request.admitted_s = now
         output = core.admit(verdict.number, verdict.first_token)

@@ -15,10 +15,17 @@ opaque."""
 KEYS_BY_DIM = f"cpu{HEADS_OUTERMOST},keys[dim,token],values[token,dim]"
 """The `axis_order` of vLLM's kernels on cpu in float32 and bfloat16, but for `amx`: each head's keys in a block are
 transposed, then its values follow in the order of tokens."""
+CONVERTED_ORDERS = frozenset({AXIS_ORDER, KEYS_BY_DIM})
+"""Orders of known elements. A worker with one of them takes blocks that were written in another and puts them into its
+own order when all have arrived; see docs/decisions/0027-what-engines-must-have-in-common.md."""
+MAX_NAME = 128
+"""Characters of an `axis_order` or an `engine_version`."""
 _TOKENS_IN_ORDER = ",token,dim"
 """End of an `axis_order` in which the vectors of a head's keys, and those of its values, lie in the order of tokens, so
 that workers with different block sizes may hand KV to each other."""
+_BETWEEN_ORDERS = "; blocks in another axis_order are taken where all else is equal"
 ENGINE_VERSION = "1"
+"""Stands for the meaning of KV (rotary order, scaling) in all engines whose `axis_order` is in `CONVERTED_ORDERS`."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 SAME, FP8_E4M3 = "same", "fp8_e4m3"
 WIRE_DTYPES = (SAME, FP8_E4M3)
@@ -78,19 +85,36 @@ class KvLayout:
         """Raises FailedPreconditionError (LAYOUT_MISMATCH) naming the first field that differs and must not.
 
         Tensor-parallel sizes may differ where pieces can be divided by heads, and block sizes where one divides the
-        other and blocks can be divided by tokens. `who` names the owner of `other` in the message.
+        other and blocks can be divided by tokens. Orders may differ if both are in `CONVERTED_ORDERS`; then nothing
+        else may, and both sides have one rank. `who` names the owner of `other` in the message.
         """
         if self == other:
             return
-        free = {"block_size_tokens"}
-        if HEADS_OUTERMOST in self.axis_order:
-            free.add("tensor_parallel_size")
+        if self.is_converted_for(other):
+            free = {"axis_order"}
+        else:
+            free = {"block_size_tokens"}
+            if HEADS_OUTERMOST in self.axis_order:
+                free.add("tensor_parallel_size")
         # The order first: between engines it is why KV does not fit, whatever else they make differently.
         for name in ("axis_order", *(f.name for f in fields(self))):
             if name not in free:
-                self._require_equal(name, other, who, "")
+                why = _BETWEEN_ORDERS if "axis_order" in free else ""
+                self._require_equal(name, other, who, why)
+        if "axis_order" in free and (self.tensor_parallel_size != 1 or self.wire_dtype != SAME):
+            field = "tensor_parallel_size" if self.tensor_parallel_size != 1 else "wire_dtype"
+            raise FailedPreconditionError(
+                f"KV layout: {field} is {getattr(self, field)!r} here and at {who}{_BETWEEN_ORDERS}, with one rank and "
+                f"wire_dtype {SAME!r}",
+                reason="LAYOUT_MISMATCH",
+                field=field,
+            )
         if self.block_size_tokens != other.block_size_tokens:
             self._require_divisible(other, who)
+
+    def is_converted_for(self, other: KvLayout) -> bool:
+        """Whether blocks have to be put into another order between the two, by whoever receives them."""
+        return self.axis_order != other.axis_order and {self.axis_order, other.axis_order} <= CONVERTED_ORDERS
 
     def _require_divisible(self, other: KvLayout, who: str) -> None:
         """Raises unless blocks of one size can be divided into those of the other."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
@@ -37,21 +37,36 @@ class KvWire(ABC):
         """
 
     @abstractmethod
-    def unpack(self, block_ids: Sequence[int]) -> None:
-        """Fills these KV blocks from their wire blocks. Call before the blocks are released to the engine."""
+    def unpack(self, block_ids: Sequence[int], peer_order: str = "") -> None:
+        """Fills these KV blocks from their wire blocks. Call before the blocks are released to the engine.
+
+        `peer_order` is the writer's `axis_order` where it is not this side's.
+        """
 
     @abstractmethod
-    def read_blocks(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
-        """The bytes of each wire block in host memory, for checksums."""
+    def read_blocks(self, block_ids: Sequence[int], peer_order: str = "") -> Sequence[memoryview]:
+        """The bytes of each wire block in host memory, for checksums.
 
-    def read_sub_blocks(self, sub_blocks: Sequence[int], tokens: int) -> Sequence[bytes | memoryview]:
+        With `peer_order`, the other side's `axis_order` where it is not this side's, the bytes as they travel, layer by
+        layer.
+        """
+
+    @property
+    def orders(self) -> Set[str]:
+        """What `peer_order` may be. None by default: peers have this side's order."""
+        return frozenset()
+
+    def read_sub_blocks(
+        self, sub_blocks: Sequence[int], tokens: int, peer_order: str = ""
+    ) -> Sequence[bytes | memoryview]:
         """The bytes of each sub-block of `tokens` tokens, in the order of a block of that size.
 
-        `tokens` divides the block size. For layouts whose blocks can be divided by tokens.
+        `tokens` divides the block size. For layouts whose blocks can be divided by tokens. With `peer_order` blocks are
+        not divided.
         """
         size = self.memory.layout.block_size_tokens
         if tokens == size:
-            return self.read_blocks(sub_blocks)
+            return self.read_blocks(sub_blocks, peer_order)
         divisions, part = size // tokens, tokens * self.memory.layout.token_bytes
         blocks = whole_blocks(sub_blocks, divisions)
         parts = {
@@ -61,12 +76,35 @@ class KvWire(ABC):
         return [parts[number // divisions][:, number % divisions].tobytes() for number in sub_blocks]
 
 
-class PlainWire(KvWire):
-    """KV travels unchanged: the wire blocks are the KV blocks."""
+class OrderConverter(ABC):
+    """Puts blocks that arrived in another engine's `axis_order` into this worker's own, where they lie."""
 
-    def __init__(self, memory: KvMemoryRegion, read_blocks: BlockReader) -> None:
+    @property
+    @abstractmethod
+    def orders(self) -> Set[str]:
+        """The other orders that it knows."""
+
+    @abstractmethod
+    def convert(self, block_ids: Sequence[int], peer_order: str) -> None:
+        """Rewrites each block, once: a second time is an error of the caller that nothing detects."""
+
+    @abstractmethod
+    def read_blocks(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+        """The bytes of each block in host memory, as they lie, layer by layer."""
+
+
+class PlainWire(KvWire):
+    """KV travels unchanged: the wire blocks are the KV blocks.
+
+    With a `converter` peers may have other orders. Its blocks are converted by whoever receives them.
+    """
+
+    def __init__(
+        self, memory: KvMemoryRegion, read_blocks: BlockReader, converter: OrderConverter | None = None
+    ) -> None:
         self._memory = memory
         self._read_blocks = read_blocks
+        self._converter = converter
 
     @property
     def memory(self) -> KvMemoryRegion:
@@ -76,12 +114,21 @@ class PlainWire(KvWire):
     def pack(self, block_ids: Sequence[int]) -> None:
         """Nothing to do."""
 
-    def unpack(self, block_ids: Sequence[int]) -> None:
-        """Nothing to do."""
+    def unpack(self, block_ids: Sequence[int], peer_order: str = "") -> None:
+        """Converts blocks in another order; else nothing to do."""
+        if self._converter is not None and peer_order:
+            self._converter.convert(block_ids, peer_order)
 
-    def read_blocks(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+    def read_blocks(self, block_ids: Sequence[int], peer_order: str = "") -> Sequence[memoryview]:
         """See `KvWire`."""
+        if self._converter is not None and peer_order:
+            return self._converter.read_blocks(block_ids)
         return self._read_blocks(block_ids)
+
+    @property
+    def orders(self) -> Set[str]:
+        """See `KvWire`."""
+        return self._converter.orders if self._converter is not None else frozenset()
 
 
 def check_wire_dtype(wire_dtype: str, kv_dtype: str) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker
-from kv_transfer.layout import DTYPE_BYTES, QUANTIZATIONS, WIRE_DTYPES, KvLayout
+from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.addresses import check_address
 from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, PermissionDeniedError
@@ -163,12 +163,12 @@ def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
     _matches("endpoint.layout.model_fingerprint", layout.model_fingerprint, FINGERPRINT, "64 hex digits")
     _require(layout.dtype in DTYPE_BYTES, "endpoint.layout.dtype", f"one of {', '.join(DTYPE_BYTES)}")
     _between("endpoint.layout.block_size_tokens", layout.block_size_tokens, 1, 1024)
-    _require(bool(layout.axis_order), "endpoint.layout.axis_order", "not empty")
+    _between("endpoint.layout.axis_order (characters)", len(layout.axis_order), 1, MAX_NAME)
     _between("endpoint.layout.tensor_parallel_size", layout.tensor_parallel_size, 1, 64)
     _between("endpoint.layout.num_layers", layout.num_layers, 1, 1024)
     _between("endpoint.layout.num_kv_heads", layout.num_kv_heads, 1, 1024)
     _between("endpoint.layout.head_dim", layout.head_dim, 1, 4096)
-    _require(bool(layout.engine_version), "endpoint.layout.engine_version", "not empty")
+    _between("endpoint.layout.engine_version (characters)", len(layout.engine_version), 1, MAX_NAME)
     wire = "endpoint.layout.wire_dtype"
     _require(layout.wire_dtype in WIRE_DTYPES, wire, f"one of {', '.join(WIRE_DTYPES)}")
     quantization = "endpoint.layout.quantization"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -17,6 +17,8 @@ from splitserve.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BYTES = 1 << 30
+PIECE_BYTES = 2**21
+"""KV converted at a time, so that intermediate results stay in the caches."""
 
 
 class BlockMemory:
@@ -74,6 +76,25 @@ class KvCacheMemory(BlockMemory):
     def view(self, layer: int) -> torch.Tensor:
         """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
         return self.tensor[:, layer].permute(1, 2, 0, 3, 4)
+
+
+def block_pieces(
+    block_ids: Sequence[int], at_once: int, device: torch.device
+) -> Iterator[slice | torch.Tensor]:
+    """Indices of at most `at_once` of the blocks at a time; consecutive ones as a slice, which needs no copy."""
+    for begin in range(0, len(block_ids), at_once):
+        piece = block_ids[begin : begin + at_once]
+        first, last = piece[0], piece[-1]
+        if list(piece) == list(range(first, last + 1)):
+            yield slice(first, last + 1)
+        else:
+            yield torch.tensor(piece, device=device)
+
+
+def finish_writes(device: torch.device) -> None:
+    """Waits for what was written to blocks: peers and transports access them outside the device's stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def choose_num_blocks(config: EngineConfig, layout: KvLayout, extra_bytes: int = 0) -> int:

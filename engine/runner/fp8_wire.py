@@ -13,18 +13,15 @@ number of e4m3 (as in "FP8 Formats for Deep Learning", arXiv:2209.05433).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from engine.kv_cache.memory import BlockMemory, KvCacheMemory
+from engine.kv_cache.memory import PIECE_BYTES, BlockMemory, KvCacheMemory, block_pieces, finish_writes
 from kv_transfer.layout import FP8_E4M3, SCALE_BYTES
 from kv_transfer.transports.transport import KvMemoryRegion
 from kv_transfer.wire_format import KvWire
-
-PIECE_BYTES = 2**21
-"""KV converted at a time, so that intermediate results stay in the caches."""
 
 _MAGNITUDE = 0x7FFF
 _LARGEST = 448.0
@@ -83,32 +80,17 @@ class Fp8Wire(KvWire):
     def pack(self, block_ids: Sequence[int]) -> None:
         """See `KvWire`."""
         with torch.inference_mode():
-            for index in self._pieces(block_ids):
+            for index in block_pieces(block_ids, self._at_once, self._blocks.device):
                 self._blocks.bytes[index] = quantize(self._vectors[index])
-        self._finish()
+        finish_writes(self._blocks.device)
 
-    def unpack(self, block_ids: Sequence[int]) -> None:
+    def unpack(self, block_ids: Sequence[int], peer_order: str = "") -> None:
         """See `KvWire`."""
         with torch.inference_mode():
-            for index in self._pieces(block_ids):
+            for index in block_pieces(block_ids, self._at_once, self._blocks.device):
                 self._vectors[index] = dequantize(self._blocks.bytes[index], self._head_dim)
-        self._finish()
+        finish_writes(self._blocks.device)
 
-    def read_blocks(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+    def read_blocks(self, block_ids: Sequence[int], peer_order: str = "") -> Sequence[memoryview]:
         """See `KvWire`."""
         return self._blocks.read_blocks(block_ids)
-
-    def _pieces(self, block_ids: Sequence[int]) -> Iterator[slice | torch.Tensor]:
-        """Indices of the blocks to convert at a time; consecutive ones as a slice, which needs no copy."""
-        for begin in range(0, len(block_ids), self._at_once):
-            piece = block_ids[begin : begin + self._at_once]
-            first, last = piece[0], piece[-1]
-            if list(piece) == list(range(first, last + 1)):
-                yield slice(first, last + 1)
-            else:
-                yield torch.tensor(piece, device=self._blocks.device)
-
-    def _finish(self) -> None:
-        # Peers and the transport access this memory outside the device's stream.
-        if self._blocks.device.type == "cuda":
-            torch.cuda.current_stream(self._blocks.device).synchronize()

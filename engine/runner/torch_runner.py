@@ -18,6 +18,7 @@ from engine.backends.select import choose_backend, make_forward
 from engine.core.engine_core import DEFAULT_STEP_TOKENS
 from engine.core.model_runner import ModelRunner, PendingStep
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
+from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.model.loaded_model import LoadedModel, resolve_dtype
 from engine.runner.device import choose_device
@@ -30,7 +31,7 @@ from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import GrammarFailedError, MaskFiller
 from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
-from kv_transfer.wire_format import KvWire, check_wire_dtype
+from kv_transfer.wire_format import KvWire, PlainWire, check_wire_dtype
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, UnavailableError
 from splitserve.logs import log_event
@@ -67,7 +68,7 @@ class TorchRunner(ModelRunner):
         wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
         num_blocks = choose_num_blocks(config, self.layout, wire_bytes)
         self._pool = KvCacheMemory(self.layout, num_blocks, model.device)
-        self._wire: KvWire = Fp8Wire(self._pool) if narrow else super().wire
+        self._wire: KvWire = Fp8Wire(self._pool) if narrow else self._plain_wire()
         self._forward = make_forward(model, self._pool, config, self.facts.context_tokens, kernels)
         self._mask_filler = MaskFiller(self.facts.vocabulary_size)
 
@@ -89,6 +90,11 @@ class TorchRunner(ModelRunner):
     def wire(self) -> KvWire:
         """See `ModelRunner.wire`."""
         return self._wire
+
+    def _plain_wire(self) -> KvWire:
+        pieces = self._pool.tensor.flatten(2)
+        layers = [pieces[:, layer] for layer in range(self.layout.num_layers)]
+        return PlainWire(self.pool_memory, self.read_blocks, BlockConverter(self.layout, layers))
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See `ModelRunner.execute`. Raises NanLogitsError and GrammarFailedError, whose `rows` index `batch`.

@@ -16,7 +16,7 @@ from engine.model.adapter import AdapterFiles, check_fits_base, folder_shapes, r
 from engine.vllm.bridge import VllmBridge, close_bridge, open_bridge
 from engine.vllm.options import FIELD, tensor_parallel_size, vllm_arguments
 from kv_transfer.transports.transport import KvMemoryRegion
-from kv_transfer.wire_format import BlockReader
+from kv_transfer.wire_format import BlockReader, OrderConverter
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     ConfigError,
@@ -52,6 +52,8 @@ class StartedVllm:
     events: KvEventLog
     read_blocks: BlockReader
     """What the checksums of blocks are made from."""
+    converter: OrderConverter | None = None
+    """What takes blocks of other engines; None: nothing does."""
     ranks: RankGroup | None = None
     """The processes that hold the KV; None: this one does."""
     adapters: LoadedAdapters | None = None
@@ -202,7 +204,14 @@ def _started(
     ranks: RankGroup | None = None,
 ) -> StartedVllm:
     # Imported here: it needs vLLM, or torch.
-    from engine.vllm.kv_memory import block_order, fingerprint_of, kv_region, read_blocks, tied_tensors
+    from engine.vllm.kv_memory import (
+        block_order,
+        converter_of,
+        fingerprint_of,
+        kv_region,
+        read_blocks,
+        tied_tensors,
+    )
     from engine.vllm.prefix_events import PrefixEvents
 
     scheduler, model = engine.engine_core.engine_core.scheduler, engine.model_config
@@ -210,9 +219,11 @@ def _started(
         raise UnsupportedModelError("engine vllm: models with several kinds of KV cannot be handed over")
     config = model.hf_config
     fingerprint = fingerprint_of(folder, config.to_dict(), tied_tensors(config))
+    converter = None
     if ranks is None:
         order = block_order(engine.vllm_config, bridge.kv_caches)
         memory = kv_region(bridge.kv_caches, fingerprint, order, f"vllm-{version}")
+        converter = converter_of(bridge.kv_caches, memory.layout)
     else:
         memory = ranks.memory(fingerprint, int(model.get_total_num_kv_heads()))
     # The last blocks are for lane probes: vLLM must never give them away.
@@ -229,7 +240,7 @@ def _started(
 
         loaded = LoadedAdapters(adapters, engine)
     facts = replace(_facts(model), adapters={name: files.adapter for name, files in adapters.items()})
-    return StartedVllm(engine, bridge, facts, memory, events, reader, ranks, loaded)
+    return StartedVllm(engine, bridge, facts, memory, events, reader, converter, ranks, loaded)
 
 
 def _facts(model: Any) -> ModelFacts:

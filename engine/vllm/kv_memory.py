@@ -16,11 +16,13 @@ import xxhash
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.memory import DTYPES
 from engine.model.loaded_model import model_fingerprint
 from kv_transfer.lane_probe import probe_blocks
-from kv_transfer.layout import HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
+from kv_transfer.layout import CONVERTED_ORDERS, ENGINE_VERSION, HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.wire_format import OrderConverter
 from splitserve.errors import UnsupportedModelError
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -59,7 +61,8 @@ def kv_region(
     """The region of vLLM's KV cache in this process; its last blocks are for lane probes.
 
     `kv_caches`: a view `[blocks, kv_heads, block_size, 2 * head_dim]` of each layer, contiguous, at equal distances in
-    memory. `order` names how the kernels read it, `version` vLLM's; `fingerprint` is the model's. Raises
+    memory. `order` names how the kernels read it, `version` is vLLM's, which is told where only vLLM knows that order;
+    `fingerprint` is the model's. Raises
     UnsupportedModelError for KV of another shape.
     """
     tensors = list(kv_caches.values())
@@ -79,7 +82,7 @@ def kv_region(
         num_kv_heads=heads,
         head_dim=width // 2,
         axis_order=order,
-        engine_version=version,
+        engine_version=ENGINE_VERSION if order in CONVERTED_ORDERS else version,
     )
     on_cpu = first.device.type == "cpu"
     return KvMemoryRegion(
@@ -128,6 +131,13 @@ def order_of(backend: str, instructions: str, dtype: torch.dtype) -> str:
         return KEYS_BY_DIM
     packing = f",{instructions}" if instructions else ""
     return f"vllm:{backend.lower()}{packing}{HEADS_OUTERMOST}"
+
+
+def converter_of(kv_caches: Mapping[str, torch.Tensor], layout: KvLayout) -> OrderConverter | None:
+    """What puts blocks of other engines into the kernels' order; None where that is vLLM's alone. As `kv_region`."""
+    if layout.axis_order not in CONVERTED_ORDERS:
+        return None
+    return BlockConverter(layout, [tensor.flatten(1) for tensor in kv_caches.values()])
 
 
 def head_digests(memory: KvMemoryRegion, block_ids: Sequence[int]) -> list[list[int]]:

@@ -159,7 +159,7 @@ def _vllm(config: WorkerConfig) -> EngineParts:
     grammars = GrammarCompiler(tokenizer, vllm.facts)
     grammars.prepare()
     core = VllmEngine(vllm, config.engine, tokenizer)
-    wire = PlainWire(vllm.memory, vllm.read_blocks)
+    wire = PlainWire(vllm.memory, vllm.read_blocks, vllm.converter)
     own, ranks = make_transport(config.transport), vllm.ranks
     sharded = ShardedTransport(own, ranks.transports, ranks.endpoints) if ranks else ShardedTransport(own)
     transport = _with_faults(sharded, config)

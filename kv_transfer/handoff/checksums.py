@@ -97,5 +97,6 @@ class HandoffVerifier:
         tokens = completion.checksum_tokens or size
         if size % tokens:
             return False
-        read = self._wire.read_sub_blocks(expected.sub_blocks(size // tokens, tokens), tokens)
+        numbers = expected.sub_blocks(size // tokens, tokens)
+        read = self._wire.read_sub_blocks(numbers, tokens, completion.axis_order)
         return fold_digests(digests_of(read)) == completion.checksums

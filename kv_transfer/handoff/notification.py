@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from kv_transfer.layout import MAX_NAME
 from splitserve.v1 import kv_transfer_pb2 as pb
 
 MAX_NOTIFICATION_BYTES = 4096
@@ -26,6 +27,8 @@ class WriteCompletion:
     checksums: tuple[int, ...] = ()
     checksum_tokens: int = 0
     """Tokens that each of the checksums before folding covers; 0: a block of the owner's."""
+    axis_order: str = ""
+    """The order in which the blocks were written, see `KvLayout`; empty: the owner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ def encode(message: WriteCompletion | Drained) -> bytes:
         first_token_id=message.first_token_id,
         checksums=message.checksums,
         checksum_tokens=message.checksum_tokens,
+        axis_order=message.axis_order,
     )
     return pb.KvNotification(completion=completion).SerializeToString()
 
@@ -72,6 +76,8 @@ def decode(data: bytes) -> WriteCompletion | Drained | BadNotification:
         done = message.completion
         if len(done.checksums) > MAX_CHECKSUMS:
             return BadNotification(f"{len(done.checksums)} checksums, at most {MAX_CHECKSUMS} are read")
+        if len(done.axis_order) > MAX_NAME:
+            return BadNotification(f"axis_order of {len(done.axis_order)} characters, at most {MAX_NAME}")
         return WriteCompletion(
             done.epoch,
             done.reservation,
@@ -79,6 +85,7 @@ def decode(data: bytes) -> WriteCompletion | Drained | BadNotification:
             done.first_token_id,
             tuple(done.checksums),
             done.checksum_tokens,
+            done.axis_order,
         )
     if kind == "drained":
         return Drained(message.drained.epoch, message.drained.reservation)

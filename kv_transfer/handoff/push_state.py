@@ -82,6 +82,8 @@ class Push:
     """The completion was posted."""
     aborted: bool = False
     failure: SplitserveError | None = None
+    peer_order: str = ""
+    """The owner's `axis_order` where it is not the writer's."""
     observed: dict[int, BlockWrite] | None = None
     """All its writes by handle, for whom it may concern; None: for nobody."""
     in_doubt: bool = False

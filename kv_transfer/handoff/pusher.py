@@ -44,7 +44,7 @@ class KvPusher:
     def __init__(self, transport: Transport, wire: KvWire | None = None) -> None:
         self._transport = transport
         self._wire = wire
-        self._block_size = wire.memory.layout.block_size_tokens if wire is not None else 0
+        self._layout = wire.memory.layout if wire is not None else None
         self._pushes: dict[str, Push] = {}
         self._runnable: dict[str, Push] = {}
         """Superset of the pushes that are not idle; keeps `poll` independent of the number of waiting requests."""
@@ -90,10 +90,12 @@ class KvPusher:
         if not self._spent.spend(agent_id, ticket.reservation, ticket.deadline_s, now):
             message = f"ticket {ticket.reservation} of agent {agent_id} was used before"
             raise FailedPreconditionError(message, reason="TICKET_USED", field="ticket.reservation")
-        size = endpoint.memory.layout.block_size_tokens
-        sizes = block_sizes(self._block_size or size, size)
+        theirs = endpoint.memory.layout
+        mine = self._layout or theirs
+        sizes = block_sizes(mine.block_size_tokens, theirs.block_size_tokens)
         targets = sub_blocks(ticket.block_indices, sizes.of_reader)
         push = Push(request_id, ticket, sizes, targets, observed=observed)
+        push.peer_order = theirs.axis_order if mine.is_converted_for(theirs) else ""
         self._pushes[request_id] = self._runnable[request_id] = push
         heapq.heappush(self._deadlines, (ticket.deadline_s, request_id))
         self._enforce_deadline(push, now)
@@ -241,6 +243,7 @@ class KvPusher:
     def _complete(self, push: Push, now: float) -> None:
         ticket = push.ticket
         assert push.first_token is not None
+        order = self._layout.axis_order if self._layout is not None and push.peer_order else ""
         done = encode(
             WriteCompletion(
                 ticket.epoch,
@@ -249,6 +252,7 @@ class KvPusher:
                 push.first_token,
                 fold_digests(push.digests),
                 0 if push.sizes.of_reader == 1 else push.sizes.tokens,
+                order,
             )
         )
         if push.posted_blocks < push.ready_blocks:
@@ -263,7 +267,7 @@ class KvPusher:
         verified = verified_positions(ticket.epoch, ticket.reservation, count, one_in)
         positions = sub_blocks(verified, push.sizes.of_reader)
         final = [push.block_table[p] for p in positions[len(push.digests) :] if p < push.ready_blocks]
-        push.digests += digests_of(wire.read_sub_blocks(final, push.sizes.tokens))
+        push.digests += digests_of(wire.read_sub_blocks(final, push.sizes.tokens, push.peer_order))
 
     def _enforce_deadline(self, push: Push, now: float) -> None:
         """Stops a push at its ticket's deadline; after the grace period ends its writes by disconnecting the peer."""

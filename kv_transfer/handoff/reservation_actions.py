@@ -9,6 +9,7 @@ REJECTION_REASONS = (
     "stale_epoch",
     "unknown_reservation",
     "wrong_bytes",
+    "unknown_order",
     "duplicate",
     "not_live",
     "foreign_writer",
@@ -53,11 +54,15 @@ Action = Abort | ReleaseWriter | Fence
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """All bytes have arrived and the writer has let go: start decoding from `first_token`."""
+    """All bytes have arrived and the writer has let go: start decoding from `first_token`.
+
+    `axis_order`: the blocks are in this order; empty: in the owner's.
+    """
 
     number: int
     request_id: str
     first_token: int
+    axis_order: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ docs/decisions/0007-when-reserved-blocks-come-back.md has the full argument and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from kv_transfer.handoff import reservation as states
 from kv_transfer.handoff.notification import BadNotification, Drained, WriteCompletion, decode
@@ -41,7 +41,8 @@ class ReservationTable:
     """All reservations of one boot of a decode worker.
 
     `observer` is called with (number, from, to) on each transition. `content_matches` verifies checksums; it is
-    called once, for a completion that passed all other checks.
+    called once, for a completion that passed all other checks. `orders`: those in which blocks may be written, beside
+    the owner's own, which a completion does not name.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ReservationTable:
         quarantine_s: float,
         observer: Observer | None = None,
         content_matches: Callable[[WriteCompletion], bool] = lambda _: True,
+        orders: Set[str] = frozenset(),
     ) -> None:
         if epoch == 0:
             raise InvalidArgumentError("epoch must not be 0", field="epoch")
@@ -61,6 +63,7 @@ class ReservationTable:
         self._quarantine_s = quarantine_s
         self._observer = observer
         self._content_matches = content_matches
+        self._orders = {"", *orders}
         self._last_number = 0
         self._open: dict[int, Reservation] = {}
         self._live: dict[str, int] = {}
@@ -142,6 +145,8 @@ class ReservationTable:
             return self._writer_done(entry, now)
         if notice.written_bytes != entry.total_bytes:
             return self._reject("wrong_bytes")
+        if notice.axis_order not in self._orders:
+            return self._reject("unknown_order")
         if entry.state not in WAITING:  # quarantined: the request is over, but its blocks come free
             return self._writer_done(entry, now)
         if now >= entry.deadline_s:
@@ -153,7 +158,7 @@ class ReservationTable:
             return Rejected("checksum_mismatch", (self._abort(entry, "CHECKSUM_MISMATCH", why, now),))
         entry.writer_alive = False
         self._move(entry, states.make_ready)
-        return Admit(entry.number, entry.request_id, notice.first_token_id)
+        return Admit(entry.number, entry.request_id, notice.first_token_id, notice.axis_order)
 
     def started(self, request_id: str) -> None:
         """The engine scheduled the request for the first time. Unknown requests are ignored."""

@@ -24,7 +24,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class KvLayout(_message.Message):
     """How KV blocks lie in memory and which weights filled them. Two workers may hand KV to each other
-    only when every field is equal, but for block_size_tokens and tensor_parallel_size where axis_order allows it; otherwise
+    only when every field is equal, but for block_size_tokens and tensor_parallel_size where axis_order allows it, and for
+    axis_order itself where the receiver converts; otherwise
     registration is refused, naming the first field.
     """
 
@@ -55,7 +56,9 @@ class KvLayout(_message.Message):
     axis_order: _builtins.str
     """Order of the axes inside one block, outermost first, for example "layer,kv,head,token,dim". Required. Where it
     contains ":layer,block,head", each head of a layer's piece is one contiguous range, opaque inside, and workers of
-    different tensor_parallel_size may hand KV to each other.
+    different tensor_parallel_size may hand KV to each other. At most 128 characters. May differ between workers of one
+    rank where both are orders that splitserve converts, all other fields are equal, wire_dtype is "same" and the
+    transport is not "ucx": whoever receives blocks in the other order puts them into its own.
     """
     tensor_parallel_size: _builtins.int
     """Tensor-parallel ranks that share one sequence's KV. Range 1..64; it divides num_kv_heads or is a multiple of it.
@@ -68,7 +71,7 @@ class KvLayout(_message.Message):
     head_dim: _builtins.int
     """Elements a head. Range 1..4096. Required."""
     engine_version: _builtins.str
-    """Version of the engine's KV semantics (rotary order, scaling). Required."""
+    """Version of the engine's KV semantics (rotary order, scaling). Required, at most 128 characters."""
     wire_dtype: _builtins.str
     """Element type that travels: "same" as dtype, or "fp8_e4m3" with one scale a vector of head_dim elements. Required.
     The registered pool, block_bytes and total_bytes are then of that type.
@@ -306,6 +309,7 @@ class KvCompletion(_message.Message):
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     CHECKSUM_TOKENS_FIELD_NUMBER: _builtins.int
+    AXIS_ORDER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch, copied from the ticket."""
     reservation: _builtins.int
@@ -317,6 +321,10 @@ class KvCompletion(_message.Message):
     checksum_tokens: _builtins.int
     """Tokens that a checksum covers before grouping. It divides the decode worker's block size; otherwise refused and
     counted. Default 0: a block.
+    """
+    axis_order: _builtins.str
+    """axis_order of the blocks as they were written, at most 128 characters. Checksums are then of the bytes as they travel,
+    layer by layer. One that the decode worker does not convert: refused and counted. Default: the decode worker's own.
     """
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -334,10 +342,11 @@ class KvCompletion(_message.Message):
         first_token_id: _builtins.int = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         checksum_tokens: _builtins.int = ...,
+        axis_order: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum_tokens", b"checksum_tokens", "checksums", b"checksums", "epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["axis_order", b"axis_order", "checksum_tokens", b"checksum_tokens", "checksums", b"checksums", "epoch", b"epoch", "first_token_id", b"first_token_id", "reservation", b"reservation", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,8 @@ async def test_batches_of_mixed_lengths(
     for answer in answers.values():
         assert answer.served_by.prefill_worker == "prefill-0"
         assert answer.served_by.decode_worker == "decode-0"
-        assert answer.served_by.transport == "nixl"
+        # Nothing travels where the decode worker has all blocks of the prompt cached.
+        assert answer.served_by.transport == ("nixl" if answer.timings.transfer_bytes else "")
         assert answer.timings.transfer_bytes > 0 or answer.usage.decode_cached_tokens > 0
     await cluster.assert_no_leaks()
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
 import pytest
 
 from engine.vllm.kv_memory import CPU_BACKEND, order_of
 from kv_transfer.layout import KEYS_BY_DIM
-from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.waiting import PATIENCE_S
 
 HEADS, DIM, TOKENS = 2, 64, 64
 
@@ -47,20 +42,3 @@ def test_keys_are_transposed_in_a_block_and_values_are_in_order(
             of_keys, of_values = cache[block, head]
             assert torch.equal(of_keys.view(DIM, block_size), keys[tokens, head].T)
             assert torch.equal(of_values.view(block_size, DIM), values[tokens, head])
-
-
-async def test_another_engine_is_refused_with_both_orders(smollm2: str, tmp_path: Path) -> None:
-    """In either order of start; the worker that was there goes on."""
-    options = ["--dtype", "float32", "--context-tokens", "256", "--kv-memory-bytes", "50000000"]
-    setup = Cluster(tmp_path, model=smollm2, prefill=0, decode=0, worker_options=options, fresh=True)
-    async with running(setup) as cluster:
-        first = cluster.add_worker("prefill", "first", "--engine", "vllm")
-        await asyncio.to_thread(first.wait_event, "registry.registered")
-        odd = cluster.add_worker("decode", "odd", "--engine", "torch", "--block-size", "32")
-        assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
-        told = odd.log_tail()
-        assert "axis_order" in told
-        assert "'layer,kv,head,token,dim' here" in told
-        assert f"{KEYS_BY_DIM!r} there" in told
-        assert "Traceback" not in told
-        assert first.process.poll() is None

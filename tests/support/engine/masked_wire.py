@@ -34,11 +34,11 @@ class MaskedWire(KvWire):
         blocks = list(block_ids)
         self._blocks[blocks] = ~self._pool[blocks]
 
-    def unpack(self, block_ids: Sequence[int]) -> None:
+    def unpack(self, block_ids: Sequence[int], peer_order: str = "") -> None:
         blocks = list(block_ids)
         self._pool[blocks] = ~self._blocks[blocks]
 
-    def read_blocks(self, block_ids: Sequence[int]) -> Sequence[memoryview]:
+    def read_blocks(self, block_ids: Sequence[int], peer_order: str = "") -> Sequence[memoryview]:
         return [memoryview(self._blocks[block]) for block in block_ids]
 
 

@@ -16,7 +16,7 @@ from kv_transfer.handoff.notification import WriteCompletion, decode
 from kv_transfer.handoff.push_state import PushDone
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.layout import AXIS_ORDER, FP8_E4M3, HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
+from kv_transfer.layout import FP8_E4M3, HEADS_OUTERMOST, KEYS_BY_DIM, KvLayout
 from kv_transfer.transports.descriptors import in_common
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
@@ -212,23 +212,6 @@ def test_sizes_that_do_not_fit_are_refused_with_both_values(changes: dict[str, s
         assert str(one.block_size_tokens) in raised.value.message
         assert str(other.block_size_tokens) in raised.value.message
     mine.require_fits(mine, who="itself")
-
-
-def test_engines_with_other_orders_are_refused_by_the_order() -> None:
-    """Whatever else differs with it: the order says which engine's kernels read the blocks."""
-    ours = replace(LAYOUT, axis_order=AXIS_ORDER)
-    theirs = replace(
-        LAYOUT,
-        model_fingerprint="a" * 64,
-        axis_order=KEYS_BY_DIM,
-        block_size_tokens=32,
-        engine_version="0.32.0",
-    )
-    with pytest.raises(FailedPreconditionError) as raised:
-        ours.require_fits(theirs, who="decode worker w")
-    assert (raised.value.reason, raised.value.field) == ("LAYOUT_MISMATCH", "axis_order")
-    assert ours.axis_order in raised.value.message
-    assert theirs.axis_order in raised.value.message
 
 
 def test_more_parts_than_can_be_numbered_are_refused() -> None:

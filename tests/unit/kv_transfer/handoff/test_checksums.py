@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +18,12 @@ from kv_transfer.handoff.checksums import (
 from kv_transfer.handoff.notification import (
     MAX_CHECKSUMS,
     MAX_NOTIFICATION_BYTES,
+    BadNotification,
     WriteCompletion,
     decode,
     encode,
 )
+from kv_transfer.layout import MAX_NAME
 from kv_transfer.wire_format import PlainWire
 from splitserve.v1 import kv_transfer_pb2 as pb
 from tests.support.engine.numpy_pool import LAYOUT, NumpyPool
@@ -87,6 +91,10 @@ def test_a_completion_stays_small() -> None:
     completion = WriteCompletion(2**63, 2**63, 2**60, 2**31, tuple(2**64 - 1 for _ in range(MAX_CHECKSUMS)))
     assert len(encode(completion)) <= MAX_NOTIFICATION_BYTES
     assert decode(encode(completion)) == completion
+    named = replace(completion, axis_order="é" * MAX_NAME)
+    assert len(encode(named)) <= MAX_NOTIFICATION_BYTES
+    assert decode(encode(named)) == named
+    assert isinstance(decode(encode(replace(named, axis_order="x" * (MAX_NAME + 1)))), BadNotification)
     many = pb.KvNotification(completion=pb.KvCompletion(epoch=1, checksums=[1] * (MAX_CHECKSUMS + 1)))
     assert not isinstance(decode(many.SerializeToString()), WriteCompletion)
 

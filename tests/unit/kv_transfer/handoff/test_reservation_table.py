@@ -284,6 +284,8 @@ def test_wrong_content_is_refused_and_its_blocks_wait_for_late_writes() -> None:
     table = ReservationTable(EPOCH, lease_s=LEASE_S, quarantine_s=QUARANTINE_S, content_matches=refuse)
     number = reserve(table, ticket_s=10.0)
     assert table.on_notification("p", completion(number, size=BYTES - 1), 1.0) == Rejected("wrong_bytes")
+    odd = encode(WriteCompletion(EPOCH, number, BYTES, 42, axis_order="dim,token"))
+    assert table.on_notification("p", odd, 1.0) == Rejected("unknown_order")
     assert asked == [], "the content is looked at last"
     verdict = table.on_notification("p", completion(number), 1.0)
     assert isinstance(verdict, Rejected)
@@ -297,3 +299,19 @@ def test_wrong_content_is_refused_and_its_blocks_wait_for_late_writes() -> None:
     released = table.expire(1.0 + QUARANTINE_S)
     assert ReleaseWriter(number, "r") in released
     assert table.quarantined_blocks == 0
+
+
+def test_blocks_in_an_order_that_the_owner_converts_are_admitted_as_such() -> None:
+    table = ReservationTable(
+        EPOCH, lease_s=LEASE_S, quarantine_s=QUARANTINE_S, orders=frozenset({"dim,token"})
+    )
+    for order in ("", "dim,token"):
+        number = reserve(table, ticket_s=10.0)
+        done = WriteCompletion(EPOCH, number, BYTES, 42, axis_order=order)
+        assert table.on_notification("p", encode(done), 1.0) == Admit(number, "r", 42, order)
+        table.finished("r")
+    number = reserve(table, ticket_s=10.0)
+    for order in ("token,dim", "dim,token "):
+        done = WriteCompletion(EPOCH, number, BYTES, 42, axis_order=order)
+        assert table.on_notification("p", done, 1.0) == Rejected("unknown_order")
+    assert table.counters["unknown_order"] == 2
