@@ -99,6 +99,7 @@ class OutputCollector:
         self._readable = False
         """Whether the events may be taken now."""
         self._waiter: asyncio.Future[None] | None = None
+        self._reader: Callable[[], bool] | None = None
         self._on_finished = on_finished
         self.next_position = 0
         """Position after the last token that has come from the decode worker; 0 before the first."""
@@ -148,15 +149,21 @@ class OutputCollector:
         self._readable = False
         return events
 
-    async def wait(self) -> None:
-        """Returns once there are events to take. Only one task may wait at a time."""
+    async def wait(self, reader: Callable[[], bool] | None = None) -> None:
+        """Returns once there are events to take. Only one task may wait at a time.
+
+        Meanwhile `reader` is called whenever there are any. Where it returns True, it has taken them and the wait goes
+        on: waking a task costs more than most of what it would do. It must not raise.
+        """
         if not self._readable:
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
             await self._waiter
 
     def _release(self) -> None:
         self._readable = True
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._waiter.done():  # also where the waiting task is being cancelled
+            return
+        if self._reader is None or not self._reader():
             self._waiter.set_result(None)
 
 
