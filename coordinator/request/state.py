@@ -229,12 +229,12 @@ class RequestState:
 
     def append(self, delta: generation_pb2.OutputDelta, now: float) -> None:
         """Appends the next delta. Raises SplitserveError (OUTPUT_GAP) unless it follows the previous one."""
-        expected = len(self.token_ids)
-        if delta.first_position != expected and (delta.token_ids or delta.first_position > expected):
-            message = f"worker sent output from position {delta.first_position}, {expected} is next"
+        expected, first, token_ids = len(self.token_ids), delta.first_position, delta.token_ids
+        if first != expected and (token_ids or first > expected):
+            message = f"worker sent output from position {first}, {expected} is next"
             raise SplitserveError(message, reason="OUTPUT_GAP")
-        if delta.token_ids:
-            self.token_ids.extend(delta.token_ids)
+        if token_ids:
+            self.token_ids.extend(token_ids)
             if self.first_token_s is None:
                 self.first_token_s = now
             elif now - self.last_token_s > self.longest_gap_s:

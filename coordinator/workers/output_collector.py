@@ -111,27 +111,30 @@ class OutputCollector:
 
         Output that has come before is dropped. Output between the first and the last may be held back by `coalescer`.
         """
-        if isinstance(event, decode_pb2.SequenceOutput):
-            if not self._is_new(event.delta):
-                return
-            if not self._merged(event):
-                self._events.append(event)
-            if event.delta.finish_reason:
-                self._on_finished()
-        else:
+        if not isinstance(event, decode_pb2.SequenceOutput):
             self._events.append(event)
-        if coalescer is not None and isinstance(event, decode_pb2.SequenceOutput) and _is_plain(event):
-            coalescer.schedule(self._release)
-        else:
             self._release()
+            return
+        delta = event.delta
+        if not self._is_new(delta):
+            return
+        if not self._merged(event):
+            self._events.append(event)
+        if self.ended:
+            self._on_finished()
+        if coalescer is None or self.ended or delta.first_position == 0:
+            self._release()
+        else:
+            coalescer.schedule(self._release)
 
     def _is_new(self, delta: generation_pb2.OutputDelta) -> bool:
         if self.ended:
             return False
         if count := len(delta.token_ids):
-            if delta.first_position < self.next_position:
+            first = delta.first_position
+            if first < self.next_position:
                 return False
-            self.next_position = delta.first_position + count
+            self.next_position = first + count
         self.ended = bool(delta.finish_reason)
         return True
 
@@ -165,8 +168,3 @@ class OutputCollector:
             return
         if self._reader is None or not self._reader():
             self._waiter.set_result(None)
-
-
-def _is_plain(event: decode_pb2.SequenceOutput) -> bool:
-    """Whether the output is neither the first nor the last of an answer."""
-    return not event.delta.finish_reason and event.delta.first_position > 0
