@@ -27,7 +27,7 @@ from coordinator.attempt_state import (
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.request.caller import precedence_of
 from coordinator.request.observer import RequestEvents, RequestObserver
-from coordinator.request.state import DirectSend
+from coordinator.request.sending import DirectSend
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
 from splitserve.errors import (
@@ -222,6 +222,7 @@ class Attempt:
     def close(self) -> None:
         """Cancels the attempt on both workers unless they have finished with it. Never blocks."""
         self._attached.close()
+        self._reader = None  # refers to this attempt, which would be garbage in a cycle
         if self._prefill_task is not None:
             self._prefill_task.cancel()
         release = release_of(self.state, prefill_called=self._prefill_task is not None, written=self._written)

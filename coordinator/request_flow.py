@@ -22,8 +22,9 @@ from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest, check_names, timeout_s
 from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
 from coordinator.request.request_trace import RequestTrace
+from coordinator.request.sending import DirectSend, Send
 from coordinator.request.service_targets import targets_of
-from coordinator.request.state import DirectSend, RequestState, Send
+from coordinator.request.state import RequestState
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
 from coordinator.workers.client import WorkerClients

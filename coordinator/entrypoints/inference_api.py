@@ -15,7 +15,7 @@ from coordinator.models.model_routes import ModelRoutes, Nameable
 from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.request.caller import Authenticator, Caller
 from coordinator.request.request_trace import Operation, RequestTrace
-from coordinator.request.state import DirectSend, Send
+from coordinator.request.sending import DirectSend, Send
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.router import RETRY_AFTER_S
 from coordinator.workers.registry import Registry

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from coordinator.request.candidates import Candidate
 from coordinator.request.ids import random_hex
@@ -330,19 +328,6 @@ class RequestState:
             seed=self.request.sampling.seed,
             model=self.request.public_name or self.request.model.name,
         )
-
-
-Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
-
-
-class DirectSend(Protocol):
-    """Sends deltas without a wait, between those that `Send` gets; for entrypoints whose writes need no task."""
-
-    def is_ready(self) -> bool:
-        """Whether a delta can be sent now: the answer has begun, and its client reads."""
-
-    def send(self, delta: generation_pb2.OutputDelta) -> None:
-        """Sends a delta; only while `is_ready`."""
 
 
 class Stage(enum.Enum):

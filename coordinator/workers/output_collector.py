@@ -160,7 +160,10 @@ class OutputCollector:
         """
         if not self._readable:
             self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
-            await self._waiter
+            try:
+                await self._waiter
+            finally:
+                self._reader = None  # which refers to its owner, and so to this
 
     def _release(self) -> None:
         self._readable = True

@@ -33,7 +33,7 @@ from coordinator.entrypoints.openai.tool_parser import ToolCallParser
 from coordinator.request.caller import Caller
 from coordinator.request.ids import CHAT_PREFIX, COMPLETION_PREFIX, choice_id
 from coordinator.request.request_trace import Operation, RequestTrace
-from coordinator.request.state import DirectSend, Send
+from coordinator.request.sending import DirectSend, Send
 from splitserve.v1 import generation_pb2, inference_pb2
 
 TEXT_BYTES, LOGPROBS_BYTES = 8, 1024

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -159,6 +161,20 @@ async def test_what_goes_wrong_fails_the_request_and_not_who_delivers(error: Exc
         one.rig.decode.say(output(1 if error else 5))
         with pytest.raises(RuntimeError if error else SplitserveError, match=r"socket|is next"):
             await one.waiting
+
+
+async def test_an_ended_attempt_is_no_garbage() -> None:
+    async with streaming() as one:
+        one.rig.decode.say(output(1))
+        one.rig.decode.say(output(2, LENGTH))
+        await one.waiting
+    ended = weakref.ref(one.attempt)
+    gc.disable()
+    try:
+        del one
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 async def test_what_observers_log_names_the_request(caplog: pytest.LogCaptureFixture) -> None:
