@@ -8,12 +8,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
+from contextvars import copy_context
+from functools import partial
 
 from coordinator.attempt_state import (
     AWAITS_DECODE,
     AWAITS_FIRST_TOKEN,
     AWAITS_REPORT,
     ENDED,
+    ONLY_DECODE_SENDS,
     PREFILL_NOT_NEEDED,
     AttemptEvent,
     AttemptState,
@@ -24,6 +27,7 @@ from coordinator.attempt_state import (
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.request.caller import precedence_of
 from coordinator.request.observer import RequestEvents, RequestObserver
+from coordinator.request.sending import DirectSend
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
 from splitserve.errors import (
@@ -57,7 +61,8 @@ class Attempt:
 
     Worker failures are raised as SplitserveError; `events.state.attempt.suspect` then names the worker at fault.
     `local_prefill_tokens` is how many prompt tokens, at most, the decode worker may compute itself; `targets` is what
-    both are to serve the request with, from now on.
+    both are to serve the request with, from now on. `direct` gets what comes from decode while `next_delta` waits, as
+    long as it is ready and nothing but tokens comes; these deltas count as sent and are not returned.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Attempt:
         background: BackgroundTasks,
         local_prefill_tokens: int = 0,
         targets: generation_pb2.ServiceTargets | None = None,
+        direct: DirectSend | None = None,
     ) -> None:
         state = events.state
         self.state = AttemptState.NEW
@@ -83,6 +89,10 @@ class Attempt:
         self._pending: deque[generation_pb2.OutputDelta] = deque()
         self._written = False
         """Whether the transfer report has come."""
+        self._direct = direct
+        self._reader = None if direct is None else partial(copy_context().run, self._pass_on)
+        self._broken: Exception | None = None
+        """What `_pass_on` has raised; `next_delta` raises it."""
         self._failure: WorkerFailed | None = None
         """Raised once all output that arrived before it has been taken."""
         self._attached = ExitStack()
@@ -181,6 +191,8 @@ class Attempt:
         accumulated while the client was slow are merged.
         """
         while self.state not in ENDED:
+            if self._broken is not None:
+                raise self._broken
             self._accept(self._collector.take_all())
             if self._pending and self.state not in AWAITS_FIRST_TOKEN:
                 delta = take_merged(self._pending, MAX_MERGED_TOKENS)
@@ -210,6 +222,7 @@ class Attempt:
     def close(self) -> None:
         """Cancels the attempt on both workers unless they have finished with it. Never blocks."""
         self._attached.close()
+        self._reader = None  # refers to this attempt, which would be garbage in a cycle
         if self._prefill_task is not None:
             self._prefill_task.cancel()
         release = release_of(self.state, prefill_called=self._prefill_task is not None, written=self._written)
@@ -245,13 +258,34 @@ class Attempt:
     async def _wait(self) -> None:
         """Waits for an event. A completion that the decode worker does not acknowledge in time is a failure."""
         if self.state is not AttemptState.WRITTEN or self._decode is None:
-            await self._collector.wait()
+            await self._collector.wait(self._reader if self.state in ONLY_DECODE_SENDS else None)
             return
         if not await wait_own_time(self._collector.wait, ADMIT_WAIT_S):
             name = self._decode.worker.worker_id
             message = f"decode worker {name} did not get the completion of a handoff in {ADMIT_WAIT_S:g} s"
             error = UnavailableError(message, reason="COMPLETION_LOST")
             self._failure = WorkerFailed(self._decode.worker.key, error)
+
+    def _pass_on(self) -> bool:
+        """Sends what has come without waking the task that waits in `next_delta`. False: that has to go on."""
+        direct, before, pending = self._direct, self.state, self._pending
+        assert direct is not None
+        try:
+            self._accept(self._collector.take_all())
+            while pending:
+                is_plain = self.state is before and self._failure is None
+                if not is_plain or self._events.state.first_token_s is None or not direct.is_ready():
+                    return False
+                delta = take_merged(pending, MAX_MERGED_TOKENS)
+                if delta.finish_reason:
+                    pending.appendleft(delta)
+                    return False
+                self._events.sent(delta, time.monotonic())
+                direct.send(delta)
+        except Exception as error:  # fails this request, not the stream that all requests of the worker share
+            self._broken = error
+            return False
+        return self.state is before and self._failure is None
 
     def _accept(self, events: Iterable[WorkerEvent]) -> None:
         for event in events:

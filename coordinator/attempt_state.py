@@ -78,6 +78,8 @@ AWAITS_FIRST_TOKEN = frozenset({_S.PREFILLING, _S.OVERTAKEN})
 """States in which no output can be sent yet."""
 AWAITS_DECODE = frozenset({_S.PREFILLING, _S.TRANSFERRING, _S.WRITTEN})
 """States in which the decode worker's first message tells that it has the KV."""
+ONLY_DECODE_SENDS = frozenset({_S.LOCAL, _S.DECODING, _S.REPORTED})
+"""States that output of the decode worker does not change, unless it is the last."""
 AWAITS_REPORT = frozenset({_S.DECODING, _S.SETTLING})
 """States in which nothing but the transfer report is expected of the prefill worker."""
 ENDED = frozenset({_S.ENDED_AT_PREFILL, _S.SETTLING, _S.FINISHED})

@@ -22,8 +22,9 @@ from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest, check_names, timeout_s
 from coordinator.request.observer import AdmissionPlugin, QuotaPlugin, RequestEvents, RequestObserver
 from coordinator.request.request_trace import RequestTrace
+from coordinator.request.sending import DirectSend, Send
 from coordinator.request.service_targets import targets_of
-from coordinator.request.state import RequestState, Send
+from coordinator.request.state import RequestState
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
 from coordinator.workers.client import WorkerClients
@@ -77,6 +78,7 @@ class RequestFlow:
         send: Send,
         call_left_s: float | None = None,
         trace: RequestTrace | None = None,
+        direct: DirectSend | None = None,
     ) -> None:
         """Serves one request; see `InferenceApi.generate` for arguments and errors."""
         received_s = time.monotonic()
@@ -102,7 +104,7 @@ class RequestFlow:
                         raise
                     events = stack.enter_context(self._events_of(inference_request))
                     await self._admit(events, quotas)
-                    await self._serve(events, send)
+                    await self._serve(events, send, direct)
             except TimeoutError:
                 if not timer.expired():
                     raise
@@ -115,10 +117,10 @@ class RequestFlow:
                 log_event("request.cancelled")
                 raise
 
-    async def _serve(self, events: RequestEvents, send: Send) -> None:
+    async def _serve(self, events: RequestEvents, send: Send, direct: DirectSend | None) -> None:
         state = events.state
         while not state.finished:
-            attempt = await self._next_attempt(events)  # a complete pair, or UNAVAILABLE
+            attempt = await self._next_attempt(events, direct)  # a complete pair, or UNAVAILABLE
             try:
                 await attempt.reserve()  # the decode worker sets KV blocks aside and returns a ticket
                 attempt.start_prefill()  # the prefill worker writes KV to the decode worker under that ticket
@@ -154,7 +156,7 @@ class RequestFlow:
             await plugin.admit(events)
         events.admitted(time.monotonic())
 
-    async def _next_attempt(self, events: RequestEvents) -> Attempt:
+    async def _next_attempt(self, events: RequestEvents, direct: DirectSend | None) -> Attempt:
         pair = await self._pairs.select(events.state)
         prefill = self._clients.client_for(pair.prefill)
         decode = self._clients.client_for(pair.decode) if pair.decode else None
@@ -162,7 +164,7 @@ class RequestFlow:
         events.routed(pair.prefill, pair.decode, cached_tokens, now, pair.candidates)
         local_tokens = self._pairs.local_prefill_tokens(events.state, pair)
         targets = targets_of(events.state, now) if events.state.request.targets is not None else None
-        return Attempt(events, prefill, decode, self._background, local_tokens, targets)
+        return Attempt(events, prefill, decode, self._background, local_tokens, targets, direct)
 
     def _resume_or_raise(self, state: RequestState, error: SplitserveError) -> None:
         if len(state.token_ids) >= state.request.max_tokens:

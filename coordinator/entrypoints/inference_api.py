@@ -15,7 +15,7 @@ from coordinator.models.model_routes import ModelRoutes, Nameable
 from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.request.caller import Authenticator, Caller
 from coordinator.request.request_trace import Operation, RequestTrace
-from coordinator.request.state import Send
+from coordinator.request.sending import DirectSend, Send
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.router import RETRY_AFTER_S
 from coordinator.workers.registry import Registry
@@ -85,14 +85,16 @@ class InferenceApi:
         send: Send,
         call_left_s: float | None = None,
         trace: RequestTrace | None = None,
+        direct: DirectSend | None = None,
     ) -> None:
-        """Serves one request to its end. `send` is awaited for each message; the last one has `done` set.
+        """Serves one request to its end. `send` is awaited for each message; the last one has `done` set. Deltas in
+        between go to `direct` while that is ready.
 
         `call_left_s` is the time left until the client's own deadline, `trace` comes from `begin_trace`. Raises
         SplitserveError. Cancelling this cancels the request on both workers.
         """
         async with self._admitted(request.model):
-            await self._flow.generate(request, caller, send, call_left_s, trace)
+            await self._flow.generate(request, caller, send, call_left_s, trace, direct)
 
     @property
     def traces(self) -> bool:

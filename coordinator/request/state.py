@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from coordinator.request.candidates import Candidate
@@ -228,12 +227,12 @@ class RequestState:
 
     def append(self, delta: generation_pb2.OutputDelta, now: float) -> None:
         """Appends the next delta. Raises SplitserveError (OUTPUT_GAP) unless it follows the previous one."""
-        expected = len(self.token_ids)
-        if delta.first_position != expected and (delta.token_ids or delta.first_position > expected):
-            message = f"worker sent output from position {delta.first_position}, {expected} is next"
+        expected, first, token_ids = len(self.token_ids), delta.first_position, delta.token_ids
+        if first != expected and (token_ids or first > expected):
+            message = f"worker sent output from position {first}, {expected} is next"
             raise SplitserveError(message, reason="OUTPUT_GAP")
-        if delta.token_ids:
-            self.token_ids.extend(delta.token_ids)
+        if token_ids:
+            self.token_ids.extend(token_ids)
             if self.first_token_s is None:
                 self.first_token_s = now
             elif now - self.last_token_s > self.longest_gap_s:
@@ -329,9 +328,6 @@ class RequestState:
             seed=self.request.sampling.seed,
             model=self.request.public_name or self.request.model.name,
         )
-
-
-Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 
 
 class Stage(enum.Enum):

@@ -99,6 +99,7 @@ class OutputCollector:
         self._readable = False
         """Whether the events may be taken now."""
         self._waiter: asyncio.Future[None] | None = None
+        self._reader: Callable[[], bool] | None = None
         self._on_finished = on_finished
         self.next_position = 0
         """Position after the last token that has come from the decode worker; 0 before the first."""
@@ -110,27 +111,30 @@ class OutputCollector:
 
         Output that has come before is dropped. Output between the first and the last may be held back by `coalescer`.
         """
-        if isinstance(event, decode_pb2.SequenceOutput):
-            if not self._is_new(event.delta):
-                return
-            if not self._merged(event):
-                self._events.append(event)
-            if event.delta.finish_reason:
-                self._on_finished()
-        else:
+        if not isinstance(event, decode_pb2.SequenceOutput):
             self._events.append(event)
-        if coalescer is not None and isinstance(event, decode_pb2.SequenceOutput) and _is_plain(event):
-            coalescer.schedule(self._release)
-        else:
             self._release()
+            return
+        delta = event.delta
+        if not self._is_new(delta):
+            return
+        if not self._merged(event):
+            self._events.append(event)
+        if self.ended:
+            self._on_finished()
+        if coalescer is None or self.ended or delta.first_position == 0:
+            self._release()
+        else:
+            coalescer.schedule(self._release)
 
     def _is_new(self, delta: generation_pb2.OutputDelta) -> bool:
         if self.ended:
             return False
         if count := len(delta.token_ids):
-            if delta.first_position < self.next_position:
+            first = delta.first_position
+            if first < self.next_position:
                 return False
-            self.next_position = delta.first_position + count
+            self.next_position = first + count
         self.ended = bool(delta.finish_reason)
         return True
 
@@ -148,18 +152,22 @@ class OutputCollector:
         self._readable = False
         return events
 
-    async def wait(self) -> None:
-        """Returns once there are events to take. Only one task may wait at a time."""
+    async def wait(self, reader: Callable[[], bool] | None = None) -> None:
+        """Returns once there are events to take. Only one task may wait at a time.
+
+        Meanwhile `reader` is called whenever there are any. Where it returns True, it has taken them and the wait goes
+        on: waking a task costs more than most of what it would do. It must not raise.
+        """
         if not self._readable:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            self._waiter, self._reader = asyncio.get_running_loop().create_future(), reader
+            try:
+                await self._waiter
+            finally:
+                self._reader = None  # which refers to its owner, and so to this
 
     def _release(self) -> None:
         self._readable = True
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is None or self._waiter.done():  # also where the waiting task is being cancelled
+            return
+        if self._reader is None or not self._reader():
             self._waiter.set_result(None)
-
-
-def _is_plain(event: decode_pb2.SequenceOutput) -> bool:
-    """Whether the output is neither the first nor the last of an answer."""
-    return not event.delta.finish_reason and event.delta.first_position > 0

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Never
+from typing import Any, Never
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -49,10 +49,13 @@ class HttpExchange:
         self.response_headers: Headers = []
         """Sent with any response."""
         self.started = False
-        """Whether the status has been sent."""
+        """Whether the status has been sent, or is being sent."""
+        self._has_begun = False
         self._all_headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
         self._headers: dict[bytes, bytes] = dict(reversed(self._all_headers))
-        self._abort: Callable[[], None] | None = scope.get("state", {}).get("abort_connection")
+        connection: Mapping[str, Any] = scope.get("state", {})
+        self._abort: Callable[[], None] | None = connection.get("abort_connection")
+        self._is_writable: Callable[[], bool] = connection.get("is_writable", lambda: False)
         self._authenticator, self._limits = authenticator, limits
         self._receive, self._send = receive, send
         requested_id = self.header(b"x-request-id") or ""
@@ -136,7 +139,22 @@ class HttpExchange:
                 *self.response_headers,
             ]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._has_begun = True
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def takes_events(self) -> bool:
+        """Whether `event_now` may be called: the status has been sent, and the client reads."""
+        return self._has_begun and self._is_writable()
+
+    def event_now(self, data: bytes) -> None:
+        """Sends rendered server-sent events without a wait; only while `takes_events`."""
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True}).__await__()
+        try:
+            next(sending)
+        except StopIteration:
+            return
+        raise RuntimeError("the HTTP server waits for a client that reads")
 
     async def end_events(self, data: bytes = b"") -> None:
         """Sends `data` and ends the stream."""

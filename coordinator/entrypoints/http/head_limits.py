@@ -95,8 +95,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """See httptools."""
         super().on_message_begin()
-        # Lets the application abort a connection whose client does not read.
-        self.scope["state"]["abort_connection"] = self.transport.abort
+        # Lets the application abort a connection whose client does not read, and write without a wait where it does.
+        self.scope["state"] |= {"abort_connection": self.transport.abort, "is_writable": self._is_writable}
         self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -149,6 +149,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         ]
         self.transport.write(STATUS_LINE[response.status] + b"\r\n".join([*lines, b"", response.body]))
         self.transport.close()
+
+    def _is_writable(self) -> bool:
+        return not self.flow.write_paused
 
     @property
     def _answering(self) -> bool:

@@ -33,8 +33,8 @@ from coordinator.entrypoints.openai.tool_parser import ToolCallParser
 from coordinator.request.caller import Caller
 from coordinator.request.ids import CHAT_PREFIX, COMPLETION_PREFIX, choice_id
 from coordinator.request.request_trace import Operation, RequestTrace
-from coordinator.request.state import Send
-from splitserve.v1 import inference_pb2
+from coordinator.request.sending import DirectSend, Send
+from splitserve.v1 import generation_pb2, inference_pb2
 
 TEXT_BYTES, LOGPROBS_BYTES = 8, 1024
 """What a token takes in a response, about."""
@@ -171,6 +171,7 @@ async def stream(
 ) -> None:
     """Sends events as deltas arrive. Nothing is sent before the first, so that earlier errors get an HTTP status."""
     usage = UsageSum(choice_requests.choices_per_prompt)
+    direct = [_DirectEvents(exchange, choice) for choice in choices]
 
     def sender(index: int) -> Send:
         choice, write = choices[index], exchange.event
@@ -187,7 +188,7 @@ async def stream(
         return send
 
     async with exchange.while_connected():
-        await _run(api, choice_requests, [sender(index) for index in range(len(choices))])
+        await _run(api, choice_requests, [(sender(index), direct[index]) for index in range(len(choices))])
         last = usage_event(choice_requests.frame, usage.to_json()) if has_usage else b""
         await exchange.end_events(last + DONE_EVENT)
 
@@ -220,22 +221,59 @@ async def respond(
         return f'{head}, "choices": [{shown}], "usage": {dumped(usage.to_json())}}}'.encode()
 
     async with exchange.while_connected():
-        await _run(api, choice_requests, [sender(index) for index in range(len(choices))])
+        await _run(
+            api,
+            choice_requests,
+            [(sender(index), _DirectPieces(choice)) for index, choice in enumerate(choices)],
+        )
         size = usage.completion_tokens * (LOGPROBS_BYTES if choice_requests.has_logprobs else TEXT_BYTES)
         await exchange.respond(200, await api.parser.run(size, rendered))
 
 
-async def _run(api: InferenceApi, choice_requests: ChoiceRequests, senders: Sequence[Send]) -> None:
+@dataclass(frozen=True, slots=True)
+class _DirectEvents:
+    """The DirectSend of a streamed choice."""
+
+    exchange: HttpExchange
+    choice: ChoiceStream
+
+    def is_ready(self) -> bool:
+        return self.exchange.takes_events
+
+    def send(self, delta: generation_pb2.OutputDelta) -> None:
+        if events := self.choice.delta(delta):
+            self.exchange.event_now(events)
+
+
+@dataclass(frozen=True, slots=True)
+class _DirectPieces:
+    """The DirectSend of a choice that is kept until it is complete."""
+
+    choice: ChoiceBuilder
+
+    def is_ready(self) -> bool:
+        return True
+
+    def send(self, delta: generation_pb2.OutputDelta) -> None:
+        self.choice.delta(delta)
+
+
+async def _run(
+    api: InferenceApi, choice_requests: ChoiceRequests, senders: Sequence[tuple[Send, DirectSend]]
+) -> None:
     """Runs all choices concurrently; the first failure cancels the others. They begin one after the other, so that what
     each does first does not add up to a pause of everything else."""
     trace = choice_requests.trace
     if len(senders) == 1:
-        await api.generate(choice_requests.requests[0], choice_requests.caller, senders[0], trace=trace)
+        send, direct = senders[0]
+        await api.generate(
+            choice_requests.requests[0], choice_requests.caller, send, trace=trace, direct=direct
+        )
         return
     async with asyncio.TaskGroup() as group:
-        for send in senders:
+        for send, direct in senders:
             # Taken out, so that each is freed when it ends: a hundred long ones at once take longer than a pause may.
             request = choice_requests.requests.pop(0)
-            group.create_task(api.generate(request, choice_requests.caller, send, trace=trace))
+            group.create_task(api.generate(request, choice_requests.caller, send, trace=trace, direct=direct))
             trace = trace.sibling() if trace is not None else None
             await asyncio.sleep(0)
