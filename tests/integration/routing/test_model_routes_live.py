@@ -159,7 +159,7 @@ async def test_turned_away_requests_count_for_a_served_model() -> None:
 
 
 async def test_the_command_line_sets_several_coordinators(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = CoordinatorConfig(grpc_port=0, model_routes={"words": CANARY})
+    settings = CoordinatorConfig(grpc_port=0, http_port=None, model_routes={"words": CANARY})
     async with two_versions() as one, running_coordinator(settings, load=load_word_tokenizer) as two:
         there = f"127.0.0.1:{two.port}"
         targets = ["--target", one.address, "--target", there]
