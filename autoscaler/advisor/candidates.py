@@ -47,7 +47,7 @@ class ClusterShape:
         """The command that starts a cluster like this."""
         match self.kind:
             case "split":
-                return f"splitserve up --prefill {self.prefill} --decode {self.decode} --local-prefill never"
+                return f"splitserve up --prefill {self.prefill} --decode {self.decode} --hybrid off"
             case "colocated":
                 pools = f"--prefill 1 --prefill-gpus 0 --decode {self.decode}"
                 return f"splitserve up {pools} --local-prefill always --admission off"

@@ -50,17 +50,15 @@ class Scenario:
     """See `ClusterSettings`."""
     steps: bool = False
     """Whether replicas are computed step by step; the SLO is then each request's own target."""
-    adaptive: bool = False
-    """Whether the coordinator's pair policy says who computes a prompt, as with `local_prefill: auto`; with `steps`
-    only."""
+    hybrid: bool = False
+    """Whether the coordinator's pair policy says who computes a prompt, as its setting `hybrid`; with `steps` only."""
 
     def __post_init__(self) -> None:
         if self.steps:
             _check_steps(self)
-        elif self.adaptive:
+        elif self.hybrid:
             raise InvalidArgumentError(
-                "local_prefill auto needs replicas that are computed step by step (--steps)",
-                field="local_prefill",
+                "hybrid needs replicas that are computed step by step (--steps)", field="hybrid"
             )
 
     @property
@@ -74,7 +72,7 @@ class Scenario:
             admission=self.admission,
             colocated=self.colocated,
             steps=self.steps,
-            adaptive=self.adaptive,
+            hybrid=self.hybrid,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
         )
 

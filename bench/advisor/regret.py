@@ -49,6 +49,7 @@ async def served(shape: ClusterShape, options: argparse.Namespace) -> AsyncItera
     """A cluster of this shape, warmed up."""
     colocated = shape.kind == "colocated"
     front = CoordinatorConfig(
+        hybrid="off",
         local_prefill="always" if colocated else "never",
         admission=AdmissionConfig(mode="off" if colocated else "queue"),
     )

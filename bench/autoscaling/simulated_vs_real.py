@@ -113,7 +113,7 @@ async def run(options: argparse.Namespace, tell: Console) -> dict[str, Any]:
     """Calibrates, replays, simulates, compares."""
     trace = load_trace(options.trace)
     config = ClusterConfig(model=options.model)
-    coordinators = {FRONT: CoordinatorConfig(local_prefill="never")}
+    coordinators = {FRONT: CoordinatorConfig(hybrid="off")}
     async with running_cluster(config, coordinators, lambda _event: None) as fronts:
         asker = Asker(fronts.clients[FRONT])
         await asker.ask(64, 8)

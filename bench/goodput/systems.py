@@ -54,9 +54,8 @@ _COLOCATED = {
 }
 SYSTEMS: Mapping[str, OwnSystem | VllmSystem] = {
     "default": OwnSystem(_SPLIT),
-    "split": OwnSystem({**_SPLIT, "coordinator": {"local_prefill": "never"}}),
-    "adaptive": OwnSystem({**_SPLIT, "coordinator": {"local_prefill": "auto"}}),
-    "lent": OwnSystem({**_SPLIT, "coordinator": {"local_prefill": "auto"}}, lends_cores=True),
+    "split": OwnSystem({**_SPLIT, "coordinator": {"hybrid": "off"}}),
+    "lent": OwnSystem(_SPLIT, lends_cores=True),
     "colocated": OwnSystem(_COLOCATED, all_cores=True),
     "colocated-plain": OwnSystem(_COLOCATED, targets=False, all_cores=True),
     "vllm": VllmSystem(pair=False),

@@ -169,7 +169,7 @@ async def run(
     kind: Literal["simulated", "torch"] = "simulated" if model == SIMULATED else "torch"
     config = ClusterConfig(model=model, wire_dtype=wire_dtype, engine=EngineConfig(kind=kind))
     coordinators = {
-        "split": CoordinatorConfig(local_prefill="never"),
+        "split": CoordinatorConfig(hybrid="off"),
         "colocated": CoordinatorConfig(local_prefill="always"),
     }
     rows: list[HandoffRow] = []

@@ -186,7 +186,7 @@ async def compare(arguments: argparse.Namespace, tell: Console) -> dict[str, Any
     config = ClusterConfig(
         model=arguments.model, engine=EngineConfig(kind=arguments.engine, dtype="bfloat16")
     )
-    fronts_wanted = {FRONT: CoordinatorConfig(local_prefill="never")}
+    fronts_wanted = {FRONT: CoordinatorConfig(hybrid="off")}
     with tempfile.TemporaryDirectory(prefix="vllm-logs-") as logs:
         layout = Layout(
             environment=arguments.environment.resolve(),

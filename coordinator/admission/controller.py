@@ -27,6 +27,8 @@ from splitserve.errors import ResourceExhaustedError
 from splitserve.histograms import DurationCounts
 from splitserve.logs import log_event
 
+_NEW_SHARE = 0.1
+"""Weight of a request in the share of those with a target."""
 Waiting = asyncio.Future[None]
 Publish = Callable[[str, Held], None]
 """Takes a model and what is held of it, after each change."""
@@ -50,7 +52,9 @@ class CapacityAdmission:
 
     def __init__(self, config: CoordinatorConfig, registry: Registry, publish: Publish) -> None:
         self._settings = config.admission
-        self._local_prefill = config.local_prefill
+        self._local_prefill, self._hybrid = config.local_prefill, config.hybrid == "on"
+        self._targeted = 0.0
+        """Share of the latest requests that have a target for their first token."""
         self._registry, self._publish_held = registry, publish
         self._models: dict[str, ModelAdmission] = {}
         self._waiting: dict[Entry, Waiting] = {}
@@ -62,6 +66,7 @@ class CapacityAdmission:
         """See AdmissionPlugin."""
         # One queue for a model and its adapters: they share the workers.
         model, entry = events.state.request.model.base_name, _entry(events.state, time.monotonic())
+        self._targeted += (float(entry.due_s < float("inf")) - self._targeted) * _NEW_SHARE
         await self.wait(model, entry)
         events.observe(_Admitted(self, model, entry))
         if entry.started and entry.marks != NOT_HELD:
@@ -146,9 +151,10 @@ class CapacityAdmission:
 
     def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
         lent = self._local_prefill == "auto" or self._registry.plan.lends(now)
+        share = 1.0 if lent else self._targeted if self._hybrid else 0.0
         prefills, decodes = len(admission.prefill.workers), len(admission.decode.workers)
-        # Decode workers that compute prompts too add to prefill capacity.
-        admission.prefill.stretch = (prefills + decodes) / prefills if lent and prefills else 1.0
+        # Decode workers add to prefill capacity as far as they may compute prompts.
+        admission.prefill.stretch = 1.0 + share * decodes / prefills if prefills else 1.0
         release = admission.release(now)
         for entry in release.started:
             future = self._waiting.get(entry)

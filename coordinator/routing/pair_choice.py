@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
+from engine.pacing.token_clock import MIN_CHUNK_TOKENS
 
 MARGIN = 0.9
 """Share of the time that is left, and of a stream's target, that plans use."""
 SOON_SHARE = 0.3
 SOONER_SHARE = 0.7
-LEAST_SHARE = 0.1
+LEAST_SHARE = 0.01
 """A worker whose streams leave nothing is not infinitely far away: its clock gives prompts a little in any case."""
 
 
@@ -43,14 +44,30 @@ class PromptPlace:
         return (self.ahead_s + self.work_s) / self.share
 
 
-def share_left(fit: DecodeStepFit | None, streams: int, context_tokens: int, tpot_s: float | None) -> float:
+def share_left(
+    fit: DecodeStepFit | None,
+    streams: int,
+    context_tokens: int,
+    tpot_s: float | None,
+    prompts: PromptFit,
+) -> float:
     """What `streams` with so many tokens of context together, each due a token every `tpot_s`, leave of the time.
 
     1 without streams, without a target, or while steps are unknown.
+
+    Every chunk has a price beside its tokens (`base_s`, `mixing_s`). One chunk takes what a step leaves; where that is
+    less than the least chunk takes, the clock saves up for one, and all chunks are of that size.
     """
     if not streams or tpot_s is None or fit is None:
         return 1.0
-    return max(LEAST_SHARE, 1.0 - fit.step_s(streams, context_tokens) / (MARGIN * tpot_s))
+    period_s = MARGIN * tpot_s
+    left_s = period_s - fit.step_s(streams, context_tokens)
+    if left_s <= 0:
+        return LEAST_SHARE
+    price_s = prompts.base_s + prompts.mixing_s
+    least_s = prompts.chunk_s(MIN_CHUNK_TOKENS, 0) + prompts.mixing_s
+    of_tokens_s = max(left_s - price_s, left_s * (least_s - price_s) / least_s)
+    return max(LEAST_SHARE, of_tokens_s / period_s)
 
 
 def choose_place(prefill: PromptPlace, decodes: Sequence[PromptPlace], left_s: float) -> int | None:

@@ -47,7 +47,8 @@ class PairSelector(RequestObserver):
         self._registry = registry
         self._router = router
         book = PromptBook()
-        self._bookkeeper = PromptBookkeeper(book) if config.local_prefill == "auto" else None
+        hybrid = config.hybrid == "on" and config.local_prefill != "always"
+        self._bookkeeper = PromptBookkeeper(book) if hybrid else None
         self._placement = PromptPlacement(registry.loads, book)
         self._meter = HandoffMeter()
         self._turns = itertools.count()
@@ -74,18 +75,20 @@ class PairSelector(RequestObserver):
         pair = pair or await self._registry.wait_until(lambda: self._choose(request), wait_s)
         if pair is None:
             raise no_pair(self._registry.snapshot(), request, RETRY_AFTER_S)
-        if self._bookkeeper is not None:
+        if self._is_placed(state):
             now, targets = time.monotonic(), state.request.targets
             tpot_s = None if targets is None else targets.tpot_s
+            failed = frozenset(state.failed_workers)
             snapshot = self._registry.snapshot()
-            pair = self._placement.placed(pair, request, snapshot, due_of(state, now), tpot_s, now)
+            placed_for = dataclasses.replace(request, exclude=failed) if failed else request
+            pair = self._placement.placed(pair, placed_for, snapshot, due_of(state, now), tpot_s, now)
         _log_chosen(pair, request)
         return pair
 
     def routed(self, state: RequestState) -> None:
         """See RequestObserver. The attempt counts as load on its workers until they report it themselves."""
         request, attempt = state.request, state.attempt
-        if self._computes_locally(attempt.began_s):
+        if self._computes_locally(state, attempt.began_s):
             self._meter.count_arrival(attempt.began_s)
         tokens = len(request.prompt) + len(state.token_ids)
         uncached_tokens = tokens - attempt.expected_cached_tokens
@@ -114,7 +117,7 @@ class PairSelector(RequestObserver):
         """See RequestObserver. A prompt that was never sent to the prefill worker is no longer expected there."""
         self._withdraw(state)
         report = state.attempt.report
-        if report.transport and self._computes_locally(state.attempt.began_s):
+        if report.transport and self._computes_locally(state, state.attempt.began_s):
             self._meter.record((report.transfer_ms + report.decode_admit_ms) / 1e3)
 
     def _withdraw(self, state: RequestState) -> None:
@@ -122,9 +125,10 @@ class PairSelector(RequestObserver):
             expected.withdraw()
 
     def local_prefill_tokens(self, state: RequestState, pair: Pair) -> int:
-        """How many prompt tokens the decode worker may compute itself, by `local_prefill` and the plan in force."""
+        """How many prompt tokens the decode worker may compute itself, by `hybrid`, `local_prefill` and the plan in
+        force."""
         now = time.monotonic()
-        if pair.decode is None or not self._computes_locally(now):
+        if pair.decode is None or not self._computes_locally(state, now):
             return 0
         if self._config.local_prefill == "always":
             return NO_LIMIT
@@ -132,12 +136,23 @@ class PairSelector(RequestObserver):
             if pair.local_tokens and self._bookkeeper is not None:
                 self._bookkeeper.expected_locally(state, pair.cost.decode_cached_tokens)
             return pair.local_tokens
+        if not self._lends_decode(now):
+            return 0
         tokens = len(state.request.prompt) + len(state.token_ids) - pair.cost.cached_tokens
         return local_prefill_tokens(facts_of_pair(pair, pair.decode, tokens, self._meter, now))
 
-    def _computes_locally(self, now: float) -> bool:
-        """Whether decode workers may compute prompts now. What that takes is measured only then."""
+    def _computes_locally(self, state: RequestState, now: float) -> bool:
+        """Whether a decode worker may compute this prompt now. What a handoff takes is measured only then."""
+        return self._is_placed(state) or self._lends_decode(now)
+
+    def _lends_decode(self, now: float) -> bool:
+        """Whether decode workers may compute prompts now that are not placed by their targets."""
         return self._config.local_prefill != "never" or self._registry.plan.lends(now)
+
+    def _is_placed(self, state: RequestState) -> bool:
+        """Whether the pair policy says who computes the prompt."""
+        targets = state.request.targets
+        return self._bookkeeper is not None and targets is not None and targets.ttft_s is not None
 
     def _routing_request(self, state: RequestState) -> RoutingRequest:
         """The routing policy's view of the next attempt."""

@@ -46,7 +46,7 @@ class PromptPlacement:
 
         tokens, cached = request.prompt_tokens, pair.cost.cached_tokens
         prefill = PromptPlace(ahead_s(pair.prefill, fit), fit.chunk_s(tokens - cached, cached))
-        decodes = self._decodes(pair, pair.decode, request, snapshot)
+        decodes = self._decodes(pair, pair.decode, request, snapshot, tpot_s)
         places = [self._place(worker, request, tpot_s, fit, ahead_s) for worker in decodes]
         left_s = due_s - now
         chosen = choose_place(prefill, places, left_s)
@@ -71,23 +71,36 @@ class PromptPlacement:
         fit, held = self._prompt_fit(worker) or prefill_fit, cached_tokens(worker, request)
         load = self._loads.decode[worker.key]
         context_tokens = load.held_blocks * worker.block_size_tokens
-        share = share_left(_step_fit(load.fit), load.batch_requests, context_tokens, tpot_s)
+        # Those in flight too: streams on their way here are promised their time already.
+        streams = max(load.batch_requests, load.requests)
+        share = share_left(_step_fit(load.fit), streams, context_tokens, tpot_s, fit)
         return PromptPlace(ahead_s(worker, fit), fit.chunk_s(request.prompt_tokens - held, held), share)
 
     def _decodes(
-        self, pair: Pair, decode: Worker, request: RoutingRequest, snapshot: PoolSnapshot
+        self,
+        pair: Pair,
+        decode: Worker,
+        request: RoutingRequest,
+        snapshot: PoolSnapshot,
+        tpot_s: float | None,
     ) -> list[Worker]:
         """Decode workers that could compute the prompt: the chosen one, and others that have room for it and that the
-        prefill worker reaches, should one of them send the prompt back."""
-        if len(snapshot.workers) > MAX_DECODES:
-            return [decode]
-        others = (
+        prefill worker reaches, should one of them send the prompt back. None that would let prompts hold up streams
+        that are promised their time, and none that has failed the request."""
+        chosen, others = [decode], []
+        if len(snapshot.workers) <= MAX_DECODES:
+            others = [
+                worker
+                for worker in snapshot.accepting(request.model, "decode")
+                if worker.key != decode.key
+                and pair.prefill.reaches(worker)
+                and self._has_room(worker, request)
+            ]
+        return [
             worker
-            for worker in snapshot.accepting(request.model, "decode")
-            if worker.key != decode.key and worker.key not in request.exclude and pair.prefill.reaches(worker)
-        )
-        with_room = [worker for worker in others if self._has_room(worker, request)]
-        return [decode, *with_room]
+            for worker in (*chosen, *others)
+            if worker.key not in request.exclude and (tpot_s is None or worker.paces_prompts)
+        ]
 
     def _has_room(self, worker: Worker, request: RoutingRequest) -> bool:
         load = self._loads.decode[worker.key]

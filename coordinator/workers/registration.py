@@ -56,6 +56,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         in_rotation=not request.standby,
         registered_standby=request.standby,
         experimental=request.experimental,
+        paces_prompts=request.paces_prompts,
         adapters=_checked_adapters(request.model),
     )
 

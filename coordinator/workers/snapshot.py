@@ -110,6 +110,8 @@ class Worker:
     registered_standby: bool = False
     experimental: bool = False
     """Whether its engine is marked experimental; for people to see."""
+    paces_prompts: bool = False
+    """Whether its engine computes prompts only as far as the targets of its streams leave time."""
     circuit: CircuitStatus = CLOSED_CIRCUIT
     isolation: Isolation = NOT_ISOLATED
     prefix_slot: int = -1

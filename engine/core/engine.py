@@ -23,6 +23,8 @@ class Engine(ABC):
 
     max_step_tokens: int
     """Most tokens of one step, prompts and outputs together."""
+    paces_prompts: bool
+    """Whether prompts take only what streams with targets leave."""
     kv_events: KvEventLog
     """Changes of the prefix cache; may be read on any thread."""
     step_totals: TotalsByKind

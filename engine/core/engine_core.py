@@ -45,6 +45,8 @@ class EngineCore(Engine):
     raises propagates, unless it is a SplitserveError. `abort` and `release_held` remove what a method that raised left.
     """
 
+    paces_prompts = True
+
     def __init__(
         self,
         runner: ModelRunner,

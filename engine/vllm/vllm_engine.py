@@ -40,6 +40,8 @@ class VllmEngine(Engine):
     be computed; its outputs come with the next `take_result`.
     """
 
+    paces_prompts = False
+
     def __init__(
         self,
         vllm: StartedVllm,

@@ -302,6 +302,7 @@ class WorkerProcess(Generic[C]):
             max_running_requests=engine.max_running_requests,
             standby=self.config.standby,
             experimental=engine.kind == "torch" and self.connector.endpoint.memory.memory_kind == VRAM,
+            paces_prompts=self.parts.core.paces_prompts,
         )
 
     def _report(self) -> registry_pb2.ReportRequest:

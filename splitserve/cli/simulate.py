@@ -29,7 +29,6 @@ SYNTHETIC_PANEL = "Synthetic traces"
 PIPED_WIDTH = 160
 DEFAULT_TTFT_MS = 2000.0
 DEFAULT_TPOT_MS = 100.0
-LOCAL_PREFILLS = ("never", "auto")
 PREFIX_CACHES = ("worker", "pool", "off")
 BASELINE_HELP = (
     "Compare with static-peak, hpa-p95-latency, token-backlog, dynamo-thresholds or all. Repeatable."
@@ -81,10 +80,12 @@ Steps = Annotated[
         "--steps", help="Compute replicas step by step with the engine's own scheduler, for short traces."
     ),
 ]
-LocalPrefill = Annotated[
-    str,
+Hybrid = Annotated[
+    str | None,
     typer.Option(
-        help="never, or with --steps auto: the coordinator's pair policy says who computes a prompt."
+        metavar="on|off",
+        help="With --steps: whether decode replicas may compute prompts, as the coordinator's setting. Default: on.",
+        show_default=False,
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
@@ -133,7 +134,7 @@ def simulate(
     prefix_cache: PrefixCacheKind = "worker",
     admission: AdmissionMode = "off",
     steps: Steps = False,
-    local_prefill: LocalPrefill = "never",
+    hybrid: Hybrid = None,
     seed: Seed = 0,
     rate: Rate = 2.0,
     peak_rate: PeakRate = 8.0,
@@ -167,7 +168,7 @@ def simulate(
         prefix_cache=prefix_cache,
         admission=_admission(admission),
         steps=steps,
-        adaptive=_adaptive(local_prefill),
+        hybrid=_hybrid(hybrid, steps),
     )
     with shown_progress("simulate") as progress:
         found = compare(scenario, rules, names, attainment_bar if bound else None, progress)
@@ -189,13 +190,10 @@ def _check_options(cold_start: float, jitter: float, attainment_bar: float, pref
         )
 
 
-def _adaptive(local_prefill: str) -> bool:
-    if local_prefill not in LOCAL_PREFILLS:
-        raise InvalidArgumentError(
-            f"local_prefill must be {' or '.join(LOCAL_PREFILLS)}, not {local_prefill!r}",
-            field="local_prefill",
-        )
-    return local_prefill == "auto"
+def _hybrid(given: str | None, steps: bool) -> bool:
+    if given not in (None, "on", "off"):
+        raise InvalidArgumentError(f"hybrid must be on or off, not {given!r}", field="hybrid")
+    return steps if given is None else given == "on"
 
 
 def _admission(mode: str) -> AdmissionConfig:

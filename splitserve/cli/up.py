@@ -38,6 +38,7 @@ SHOWN = (
     "served_model_name",
     "ready_timeout_s",
     "coordinator.drain_s",
+    "coordinator.hybrid",
     "coordinator.local_prefill",
     "coordinator.admission.mode",
     "pin_cores",

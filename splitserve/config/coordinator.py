@@ -231,10 +231,12 @@ class CoordinatorConfig(SecuritySettings):
     """Section `quality`."""
     tracing: Annotated[RequestTracingConfig, Option(panel="Tracing")] = RequestTracingConfig()
     """Section `tracing`."""
+    hybrid: Literal["on", "off"] = "on"
+    """Whether decode workers may compute prompts that have a target for their first token: where the prefill worker is
+    not soon ready and the decode worker is in time. `off` leaves those prompts to `local_prefill` too."""
     local_prefill: Literal["never", "auto", "always"] = "never"
-    """Whether decode workers compute prompts themselves. `auto`: if measured rates predict that it is faster than a
-    handoff, with the running batch taken into account; with a target for the first token, if that is then in time
-    where the prefill worker is not soon ready."""
+    """Whether decode workers compute the other prompts themselves. `auto`: if measured rates predict that it is faster
+    than a handoff, with the running batch taken into account. `always`: all prompts, with a target or without."""
     routing: Routing = "prefix"
     """How workers are chosen. `prefix`: lowest predicted time to first token, cached prefixes included; `least-wait`:
     by load alone; `round-robin`: in turn, as a baseline."""

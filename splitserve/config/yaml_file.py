@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,14 +19,27 @@ SCALAR_ERRORS = (ValueError, OverflowError, RecursionError, TypeError)
 """What YAML's constructors raise for a value that is written well and means nothing, such as the date 2026-02-30."""
 
 
+_BOOL_TAG = "tag:yaml.org,2002:bool"
+
+
 class _LineLoader(yaml.SafeLoader):
-    """Reports the line of a value that cannot be constructed."""
+    """Reports the line of a value that cannot be constructed. Only `true` and `false` are booleans, as in YAML 1.2: a
+    setting may be `on` or `off`."""
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep=deep)
         except SCALAR_ERRORS as error:
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+
+
+_LineLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in known if tag != _BOOL_TAG]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_LineLoader.add_implicit_resolver(
+    _BOOL_TAG, re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 
 
 @dataclass(frozen=True, slots=True)

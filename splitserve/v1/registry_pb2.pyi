@@ -62,6 +62,7 @@ class RegisterRequest(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     STANDBY_FIELD_NUMBER: _builtins.int
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
+    PACES_PROMPTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -78,6 +79,10 @@ class RegisterRequest(_message.Message):
     """Stay out of rotation, connected and loaded, until a plan puts this worker into it; see ScalingService. Default false."""
     experimental: _builtins.bool
     """Whether its engine computes in a way that no device has been through yet; for people to see. Default false."""
+    paces_prompts: _builtins.bool
+    """Whether its engine computes prompts only as far as the targets of its streams leave time. Others are not given
+    prompts beside such streams. Default false.
+    """
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -99,10 +104,11 @@ class RegisterRequest(_message.Message):
         max_running_requests: _builtins.int = ...,
         standby: _builtins.bool = ...,
         experimental: _builtins.bool = ...,
+        paces_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "paces_prompts", b"paces_prompts", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,7 +51,7 @@ class ClusterSettings:
     """Whether replicas are computed step by step, with the engine's own scheduler."""
     targets: ServiceTargets | None = None
     """Of every request, where replicas are computed step by step."""
-    adaptive: bool = False
+    hybrid: bool = False
     """Whether the pair policy says who computes a prompt; step by step only."""
 
 
@@ -76,12 +76,12 @@ class Cluster:
         self.prefill: list[PrefillReplica] = []
         self.decode: list[DecodeReplica] = []
         self.ended: list[SimulatedReplica] = []
-        adaptive = settings.targets if settings.adaptive else None
-        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, adaptive)
+        hybrid = settings.targets if settings.hybrid else None
+        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, hybrid)
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             self._admitted = AdmittedRequests(
-                settings.admission, self._routed, events, self._send, self._refuse, lambda: self.lending
+                settings.admission, self._routed, events, self._send, self._refuse, self._lends
             )
         self.lending = False
         self.measured_cold_start_s: dict[PoolName, float] = {}
@@ -138,6 +138,10 @@ class Cluster:
             self._send(request, now_s)
         else:
             self._admitted.arrive(request, now_s)
+
+    def _lends(self) -> bool:
+        """Whether decode replicas add to prefill capacity."""
+        return self.lending or self._settings.hybrid
 
     def _refuse(self, request: SimulatedRequest, now_s: float) -> None:
         request.failed = True

@@ -58,9 +58,9 @@ class RoutedWorkers:
         engine: EngineModel,
         router: Router | None = None,
         colocated: bool = False,
-        adaptive: ServiceTargets | None = None,
+        hybrid: ServiceTargets | None = None,
     ) -> None:
-        """`colocated`: decode replicas compute all prompts. `adaptive`: requests have these targets, and the pair
+        """`colocated`: decode replicas compute all prompts. `hybrid`: requests have these targets, and the pair
         policy says who computes their prompts."""
         self._engine = engine
         self._colocated = colocated
@@ -68,7 +68,7 @@ class RoutedWorkers:
         self.loads = LoadLedger()
         self.snapshot = PoolSnapshot()
         self._index = PrefixIndex()
-        self._adaptive, self._book = adaptive, PromptBook()
+        self._hybrid, self._book = hybrid, PromptBook()
         self._placement = PromptPlacement(self.loads, self._book)
         self._meter = HandoffMeter()
         self._turn = -1
@@ -141,7 +141,7 @@ class RoutedWorkers:
         pair = self._router.choose_pair(self.snapshot, self.loads, routing_request, now_s)
         if pair is None:
             return None
-        if self._adaptive is not None:
+        if self._hybrid is not None:
             pair = self._placed(pair, routing_request, request, now_s)
         uncached_tokens = request.prompt_tokens - pair.cost.cached_tokens
         if request.block_ids:
@@ -170,7 +170,7 @@ class RoutedWorkers:
         self, pair: Pair, routing_request: RoutingRequest, request: SimulatedRequest, now_s: float
     ) -> Pair:
         """The pair by the policy, with its prompt in the book until `first_token`."""
-        targets = self._adaptive
+        targets = self._hybrid
         assert targets is not None
         due_s = request.arrival_s + (targets.ttft_s if targets.ttft_s is not None else float("inf"))
         pair = self._placement.placed(pair, routing_request, self.snapshot, due_s, targets.tpot_s, now_s)
@@ -252,6 +252,7 @@ class RoutedWorkers:
             reported=True,
             output_open=True,
             block_bytes=BLOCK_TOKENS * self._engine.kv_bytes_per_token,
+            paces_prompts=True,
         )
         self.loads.add(worker)
         if isinstance(replica, PrefillReplica):

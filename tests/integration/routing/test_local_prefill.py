@@ -74,8 +74,8 @@ async def test_same_tokens_where_targets_pace_local_prompts(log_dir: Path) -> No
 @pytest.mark.timeout(180)
 async def test_prompts_with_a_target_go_to_the_worker_that_is_not_busy(log_dir: Path) -> None:
     """Two prompts at a time, of 2 s and of 0.2 s, are computed by different workers, and a short one alone by the
-    prefill worker, once the coordinator knows what prompts take; before, the rule without targets holds."""
-    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "3", "--tpot-slo", "1"]
+    prefill worker, once the coordinator knows what prompts take."""
+    options = ["--admission", "off", "--ttft-slo", "3", "--tpot-slo", "1"]
     engine = ["--simulated-prefill-token-s", "0.002", "--heartbeat", "0.1", "--no-prefix-cache"]
     greedy = {"max_tokens": 4, "ignore_eos": True, "temperature": 0.0}
     setup = Cluster(log_dir, worker_options=engine, coordinator_options=options)
@@ -105,11 +105,25 @@ async def test_prompts_with_a_target_go_to_the_worker_that_is_not_busy(log_dir: 
         await cluster.assert_no_leaks()
 
 
+async def test_the_pools_can_be_kept_apart(log_dir: Path) -> None:
+    """Prompts at once that one worker alone cannot begin in time."""
+    options = ["--hybrid", "off", "--admission", "off", "--ttft-slo", "0.2", "--tpot-slo", "1"]
+    engine = ["--simulated-prefill-token-s", "0.001", "--heartbeat", "0.1", "--no-prefix-cache"]
+    async with running(Cluster(log_dir, worker_options=engine, coordinator_options=options)) as cluster:
+        async with AsyncClient(cluster.target) as client:
+            for seed in range(10):  # the workers measure what prompts take
+                await client.generate([seed] * (40 + 40 * (seed % 3)), max_tokens=2)
+            asked = (client.generate([100 + seed] * 200, max_tokens=4, ignore_eos=True) for seed in range(6))
+            answers = await asyncio.gather(*asked)
+        await cluster.assert_no_leaks()
+    assert {answer.served_by.prefill_worker for answer in answers} == {"prefill-0"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_real_answers_do_not_depend_on_who_computes_the_prompt(log_dir: Path, smollm2: str) -> None:
     """Rounds of prompts at once, until both workers have computed some of a round."""
-    options = ["--local-prefill", "auto", "--admission", "off", "--ttft-slo", "4", "--tpot-slo", "0.5"]
+    options = ["--admission", "off", "--ttft-slo", "4", "--tpot-slo", "0.5"]
     engine = ["--dtype", "float32", "--kv-memory-bytes", "100000000", "--heartbeat", "0.1"]
     setup = Cluster(
         log_dir, model=smollm2, engine="torch", worker_options=engine, coordinator_options=options

@@ -80,7 +80,7 @@ async def crowd(
     log_dir: Path, on_late: str, sizes: list[int]
 ) -> tuple[list[tuple[int, ...] | BaseException], list[int]]:
     """Answers to prompts that come one after the other while the first is computed, and the order of their ends."""
-    options = ["--local-prefill", "never", "--ttft-slo", "4", "--on-late", on_late]
+    options = ["--hybrid", "off", "--ttft-slo", "4", "--on-late", on_late]
     ended: list[int] = []
 
     async def asked(client: AsyncClient, tokens: list[int]) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ async def rate_known(cluster: Cluster) -> None:
 
 async def test_a_prompt_that_would_be_late_anyway_makes_no_short_one_late(log_dir: Path) -> None:
     """The long prompt takes 3 s, so it misses its 1.5 s; the short ones come while it is computed."""
-    options = ["--admission", "off", "--local-prefill", "never", "--ttft-slo", "1.5"]
+    options = ["--admission", "off", "--hybrid", "off", "--ttft-slo", "1.5"]
     ended: list[int] = []
 
     async def asked(client: AsyncClient, tokens: list[int]) -> tuple[int, ...]:

@@ -134,9 +134,9 @@ def test_the_pair_policy_uses_what_a_fixed_split_leaves_idle(rate: float) -> Non
         )
     slo, trace = Slo(1.0, 0.05), trace_of(*requests)
     engine = replace(CPU, prefill_token_s=1.21e-3)
-    adaptive, fixed = (run(trace, engine, slo=slo, adaptive=each) for each in (True, False))
-    assert adaptive.attainment > fixed.attainment + 0.02
-    assert adaptive.attainment_tpot >= 0.99
+    hybrid, fixed = (run(trace, engine, slo=slo, hybrid=each) for each in (True, False))
+    assert hybrid.attainment > fixed.attainment + 0.02
+    assert hybrid.attainment_tpot >= 0.99
 
 
 @settings(max_examples=10, deadline=None)
@@ -149,7 +149,7 @@ def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
     )
     engine = replace(engine, separate_steps=bool(seed % 2))
     cluster = Cluster(
-        ClusterSettings(engine, 5.0, steps=True, targets=ServiceTargets(0.02, 0.5), adaptive=seed % 3 > 0),
+        ClusterSettings(engine, 5.0, steps=True, targets=ServiceTargets(0.02, 0.5), hybrid=seed % 3 > 0),
         events,
         lambda *_: None,
         lambda request, _: ended.append(request),

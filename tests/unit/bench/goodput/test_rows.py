@@ -155,9 +155,8 @@ def test_own_systems_are_settings_that_a_cluster_takes(tmp_path: Path) -> None:
         for name, system in SYSTEMS.items()
         if isinstance(system, OwnSystem)
     }
-    assert found["default"].coordinator.local_prefill == ClusterConfig().coordinator.local_prefill
+    assert [found[name].coordinator.hybrid for name in ("default", "split", "lent")] == ["on", "off", "on"]
     assert found["split"].coordinator.local_prefill == "never"
-    assert found["adaptive"].coordinator.local_prefill == "auto"
     assert found["lent"].engine.core_exchange == tmp_path / "cores"
     assert found["colocated"].coordinator.admission.mode == "off"
     assert found["colocated"].engine.threads == 2

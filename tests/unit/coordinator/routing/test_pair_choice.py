@@ -72,11 +72,36 @@ def test_more_work_elsewhere_never_draws_a_prompt_there(
 
 
 def test_streams_take_their_share() -> None:
-    fit = DecodeStepFit(0.01, 0.001, 1e-6)
-    assert share_left(fit, 5, 1000, 0.05) == pytest.approx(1 - 0.016 / 0.045)
-    assert share_left(fit, 100, 100_000, 0.05) == LEAST_SHARE
+    fit, prompts = DecodeStepFit(0.01, 0.001, 1e-6), PromptFit(0.0, 1e-4, 0.0)
+    assert share_left(fit, 5, 1000, 0.05, prompts) == pytest.approx(1 - 0.016 / 0.045)
+    assert share_left(fit, 100, 100_000, 0.05, prompts) == LEAST_SHARE
     for unknown in ((None, 5, 1000, 0.05), (fit, 0, 0, 0.05), (fit, 5, 1000, None)):
-        assert share_left(*unknown) == 1
+        assert share_left(*unknown, prompts) == 1
+
+
+def test_chunks_between_tokens_take_their_price_too() -> None:
+    """45 ms a token, of which a step leaves 35."""
+    fit = DecodeStepFit(0.01, 0.0, 0.0)
+    # One chunk after each step, of which 10 ms are not for tokens.
+    assert share_left(fit, 1, 0, 0.05, PromptFit(0.010, 1e-4, 0.0)) == pytest.approx(25 / 45)
+    assert share_left(fit, 1, 0, 0.05, PromptFit(0.004, 1e-4, 0.0, 0.006)) == pytest.approx(25 / 45)
+    # The least chunk takes 40 + 32 ms, so it comes after about every second step.
+    assert share_left(fit, 1, 0, 0.05, PromptFit(0.040, 1e-3, 0.0)) == pytest.approx(35 / 45 * 32 / 72)
+
+
+@given(
+    st.integers(1, 200), st.floats(1e-3, 0.2), st.floats(0, 0.1), st.floats(1e-6, 1e-2), st.floats(-0.1, 0.1)
+)
+def test_dearer_chunks_and_more_streams_never_leave_more(
+    streams: int, tpot_s: float, base_s: float, token_s: float, mixing_s: float
+) -> None:
+    fit = DecodeStepFit(0.002, 0.0005, 0.0)
+    prompts = PromptFit(base_s, token_s, 0.0, max(mixing_s, -base_s))
+    share = share_left(fit, streams, 0, tpot_s, prompts)
+    assert LEAST_SHARE <= share <= 1
+    dearer = PromptFit(base_s + 0.01, token_s, 0.0, prompts.mixing_s)
+    assert share_left(fit, streams, 0, tpot_s, dearer) <= share * (1 + 1e-9)
+    assert share_left(fit, streams + 1, 0, tpot_s, prompts) <= share * (1 + 1e-9)
 
 
 def test_a_grant_is_what_fits_and_never_less_than_what_is_lacking() -> None:

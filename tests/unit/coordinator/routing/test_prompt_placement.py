@@ -16,6 +16,7 @@ from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.routing.prompt_book import PromptBook, PromptBookkeeper, due_of
 from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, RoutingRequest
+from coordinator.workers.load import Flight
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
 from engine.pacing.step_time_fit import PromptFit
@@ -57,6 +58,7 @@ def worker(name: str, pool: PoolName, *, fit: bool = True, **load: Any) -> Worke
         load=report,
         reported=True,
         output_open=pool == "decode",
+        paces_prompts=True,
         connected_agents=frozenset({"agent-d0", "agent-d1"}) if pool == "prefill" else frozenset(),
     )
 
@@ -71,7 +73,8 @@ class Bench:
         self.clock, self.workers = clock, workers
         self.book = PromptBook()
         self.keeper = PromptBookkeeper(self.book)
-        self.placement = PromptPlacement(LoadLedger.of(workers), self.book)
+        self.loads = LoadLedger.of(workers)
+        self.placement = PromptPlacement(self.loads, self.book)
 
     def request(
         self, tokens: int, targets: RequestTargets | None = TARGETS, caller: Caller = ANYONE
@@ -145,6 +148,39 @@ def test_a_decode_worker_whose_streams_leave_no_time_is_spared(clock: Clock) -> 
     # Without a target for tokens nothing is lost.
     events = bench.request(250, targets=RequestTargets(1.0, None))
     assert bench.pair(events).local_tokens
+
+
+def test_streams_on_their_way_to_a_decode_worker_count_before_it_reports_them(clock: Clock) -> None:
+    quiet = worker("d0", "decode", running_requests=1)
+    quiet.load.step_fit.CopyFrom(STEP)
+    bench = Bench(clock, P0, quiet)
+    bench.queue(P0, 500)
+    assert bench.pair(bench.request(250)).local_tokens
+    for _ in range(20):
+        flight = Flight(prompt_tokens=10, uncached_tokens=10, expected_output=10, max_output=10)
+        bench.loads.decode[quiet.key].add_flight(flight)
+    assert bench.pair(bench.request(250)).local_tokens == 0
+
+
+def test_an_engine_that_does_not_pace_prompts_gets_none_beside_streams_that_are_promised_their_time(
+    clock: Clock,
+) -> None:
+    unpaced = replace(D0, paces_prompts=False)
+    bench = Bench(clock, P0, unpaced)
+    bench.queue(P0, 900)
+    pair = bench.pair(bench.request(250))
+    assert (pair.decode, pair.local_tokens) == (unpaced, 0)
+    assert bench.pair(bench.request(250, targets=RequestTargets(1.0, None))).local_tokens
+
+
+def test_a_decode_worker_that_has_failed_the_request_computes_no_prompt_for_it(clock: Clock) -> None:
+    bench = Bench(clock, P0, D0, D1)
+    bench.queue(P0, 900)
+    bench.queue(D0, 400)
+    assert bench.pair(bench.request(200)).decode == D1
+    assert bench.pair(bench.request(200), exclude=frozenset({D1.key})).decode == D0
+    neither = bench.pair(bench.request(200), exclude=frozenset({D0.key, D1.key}))
+    assert (neither.decode, neither.local_tokens) == (D0, 0)
 
 
 def test_workers_without_room_or_excluded_ones_are_no_places(clock: Clock) -> None:

@@ -61,8 +61,9 @@ def test_without_a_policy_there_are_replicas_enough_for_a_scaled_trace(
         assert "must be" in capsys.readouterr().err
 
 
-def test_step_by_step(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *SHORT, "--no-bound", "--json", "--steps"]) == 0
+@pytest.mark.parametrize("hybrid", [(), ("--hybrid", "off")])
+def test_step_by_step(capsys: pytest.CaptureFixture[str], hybrid: tuple[str, ...]) -> None:
+    assert main(["simulate", *SHORT, "--no-bound", "--json", "--steps", *hybrid]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["attainment"], found["failed_requests"]) == (1, 0)
 
@@ -107,8 +108,8 @@ def test_a_trace_file_at_scale(capsys: pytest.CaptureFixture[str], policy: str, 
         ((*SHORT, "--prefix-cache", "magic"), 2, "prefix_cache must be worker, pool, off"),
         ((*SHORT, "--prefix-cache", "pool", "--steps"), 2, "an engine has a cache of its own"),
         ((*SHORT, "--prompt-tokens", "500000", "--steps"), 2, "a replica holds"),
-        ((*SHORT, "--local-prefill", "auto"), 2, "computed step by step (--steps)"),
-        ((*SHORT, "--local-prefill", "always"), 2, "local_prefill must be never or auto"),
+        ((*SHORT, "--hybrid", "on"), 2, "computed step by step (--steps)"),
+        ((*SHORT, "--hybrid", "always"), 2, "hybrid must be on or off"),
         ((*SHORT, "--plot", "run.jpeg"), 2, "must end in .png or .svg"),
         ((*SHORT, "--plot", "/no/such/run.png"), 2, "no such folder: /no/such"),
         (("--trace", "constant", "--rate", "0"), 2, "rate must be above 0"),

@@ -59,3 +59,17 @@ def test_fields_have_lines(tmp_path: Path) -> None:
     assert read_yaml_file(tmp_path / "empty").line_of("a") == 1
     with pytest.raises(ConfigError, match=r"file\.yaml, line 6: no number"), file.naming_lines():
         raise ConfigError("no number", field="tenants.1.weight")
+
+
+def test_on_and_off_are_words_and_no_booleans(tmp_path: Path) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text("hybrid: off\npage: on\nyes: no\npaced: true\nkept: False\nnumber: 1\nnothing:\n")
+    assert read_yaml_file(path).values == {
+        "hybrid": "off",
+        "page": "on",
+        "yes": "no",
+        "paced": True,
+        "kept": False,
+        "number": 1,
+        "nothing": None,
+    }
