@@ -69,7 +69,7 @@ class RequestFlow:
         self._pairs = PairSelector(config, registry, router)
         self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, *self._pairs.observers, *kept)
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, *kept)
 
     async def generate(
         self,
@@ -146,7 +146,8 @@ class RequestFlow:
         now = time.monotonic()
         state = RequestState.of(request, self._estimates.of(request, now), now)
         recorded = (self._traffic,) if self._traffic.is_wanted else ()
-        return RequestEvents(state, (StatsRecorder(self._stats), *self._observers, *recorded))
+        pairs = self._pairs.observers_of(request)
+        return RequestEvents(state, (StatsRecorder(self._stats), *pairs, *self._observers, *recorded))
 
     async def _admit(self, events: RequestEvents, quotas: Sequence[AdmissionPlugin]) -> None:
         for quota in quotas:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from coordinator.request.caller import CLASS_RANKS
+from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestObserver
 from coordinator.request.state import NO_WAITS, RequestState
 from coordinator.routing.baseline_routers import LeastWaitRouter, RoundRobinRouter
@@ -55,10 +56,11 @@ class PairSelector(RequestObserver):
         self._expected: dict[str, ExpectedPrompt] = {}
         """By the id of an attempt that waits for its reservation on decode."""
 
-    @property
-    def observers(self) -> Sequence[RequestObserver]:
-        """This selector, and what it keeps beside its own account."""
-        return (self,) if self._bookkeeper is None else (self, self._bookkeeper)
+    def observers_of(self, request: InferenceRequest) -> Sequence[RequestObserver]:
+        """Of a request: this selector, and the book's keeper where the prompt may go before one with a target."""
+        if self._bookkeeper is None or not _may_go_first(request):
+            return (self,)
+        return self, self._bookkeeper
 
     async def select(self, state: RequestState) -> Pair:
         """A pair for the next attempt, if possible without workers that have failed this request.
@@ -151,8 +153,7 @@ class PairSelector(RequestObserver):
 
     def _is_placed(self, state: RequestState) -> bool:
         """Whether the pair policy says who computes the prompt."""
-        targets = state.request.targets
-        return self._bookkeeper is not None and targets is not None and targets.ttft_s is not None
+        return self._bookkeeper is not None and _has_target(state.request)
 
     def _routing_request(self, state: RequestState) -> RoutingRequest:
         """The routing policy's view of the next attempt."""
@@ -181,6 +182,16 @@ class PairSelector(RequestObserver):
         return self._router.choose_pair(
             self._registry.snapshot(), self._registry.loads, request, time.monotonic()
         )
+
+
+def _has_target(request: InferenceRequest) -> bool:
+    return request.targets is not None and request.targets.ttft_s is not None
+
+
+def _may_go_first(request: InferenceRequest) -> bool:
+    """Whether workers may serve it before a prompt that has a target. Those of the default class without one go before
+    batch prompts with one too, which is left out: most requests are such, and pay for no book."""
+    return _has_target(request) or CLASS_RANKS[request.caller.priority_class] > 0
 
 
 def _log_chosen(pair: Pair, request: RoutingRequest) -> None:
