@@ -1,4 +1,4 @@
-"""Checks of a registration: each field against its bound, and the worker against its peers. Pure."""
+"""Checks of a registration and of reports: each field against its bound, and the worker against its peers. Pure."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ MEMORY_KINDS = ("DRAM", "VRAM")
 MAX_METADATA_BYTES = 2**20
 MAX_RANK_METADATA_BYTES = 2**14
 MAX_LAYER_STRIDE = 2**48
+MAX_WAITING_TOKENS = 2**40
+MAX_TOKENS_PER_S = 1e9
+MAX_MS = 1e9
+"""Eleven days: the process may have been stopped for a weekend."""
+MAX_GB_PER_S = 1e6
 
 _POOLS: dict[int, PoolName] = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}
 
@@ -59,6 +64,31 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         paces_prompts=request.paces_prompts,
         adapters=_checked_adapters(request.model),
     )
+
+
+def check_report(request: registry_pb2.ReportRequest) -> None:
+    """Checks what routing, admission and the autoscaler calculate with: one NaN would be in all of their sums.
+
+    Raises InvalidArgumentError naming field and bound.
+    """
+    load = request.load
+    _between("load.waiting_tokens", load.waiting_tokens, 0, MAX_WAITING_TOKENS)
+    _between("load.prefill_tokens_per_second", load.prefill_tokens_per_second, 0, MAX_TOKENS_PER_S)
+    _between("load.decode_step_ms", load.decode_step_ms, 0, MAX_MS)
+    if load.HasField("step_fit"):
+        step = load.step_fit
+        _between("load.step_fit.base_ms", step.base_ms, 0, MAX_MS)
+        _between("load.step_fit.sequence_ms", step.sequence_ms, 0, MAX_MS)
+        _between("load.step_fit.context_token_ms", step.context_token_ms, 0, MAX_MS)
+    if load.HasField("prompt_fit"):
+        prompt = load.prompt_fit
+        _between("load.prompt_fit.base_ms", prompt.base_ms, 0, MAX_MS)
+        _require(0 < prompt.token_ms <= MAX_MS, "load.prompt_fit.token_ms", f"above 0, at most {MAX_MS:g}")
+        _between("load.prompt_fit.pair_ms", prompt.pair_ms, 0, MAX_MS)
+        _between("load.prompt_fit.mixing_ms", prompt.mixing_ms, -prompt.base_ms, MAX_MS)
+    for lane in request.lanes:
+        _between("lanes.gb_per_second", lane.gb_per_second, 0, MAX_GB_PER_S)
+        _between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)
 
 
 def check_identity(worker: Worker, identity: PeerIdentity) -> None:
@@ -215,8 +245,9 @@ def _check_ranks(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
     _require(len(agent_ids) == len(endpoint.ranks) + 1, "endpoint.ranks.agent_id", "each another one")
 
 
-def _between(name: str, value: int, low: int, high: int, field: str | None = None) -> None:
-    _require(low <= value <= high, name, f"{low}..{high}, not {value}", field)
+def _between(name: str, value: float, low: float, high: float, field: str | None = None) -> None:
+    if not low <= value <= high:
+        _require(False, name, f"{low}..{high}, not {value}", field)
 
 
 def _matches(name: str, value: str, pattern: re.Pattern[str], bound: str) -> None:

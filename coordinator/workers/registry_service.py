@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from coordinator.workers.registration import check_identity, checked_worker
+from coordinator.workers.registration import check_identity, check_report, checked_worker
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
@@ -77,6 +77,7 @@ class RegistryService(RegistryServiceServicer):
         if first is None:
             return
         self._check_reporter(first, context)
+        check_report(first)
         worker = self._registry.report(first, time.monotonic())
         writing = asyncio.Lock()
         try:
@@ -105,6 +106,7 @@ class RegistryService(RegistryServiceServicer):
         async for request in requests:
             if (request.worker_id, request.epoch) != worker.key:
                 raise InvalidArgumentError("a report stream belongs to one worker", field="worker_id")
+            check_report(request)
             self._registry.report(request, time.monotonic())
             await self._ask_resync(worker, context, writing)
 

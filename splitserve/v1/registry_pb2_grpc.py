@@ -61,7 +61,7 @@ class RegistryServiceServicer:
 
     def Report(self, request_iterator, context):
         """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
-        registered worker and epoch. Failure: NOT_FOUND (register again).
+        registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

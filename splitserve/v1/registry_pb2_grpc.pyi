@@ -39,7 +39,7 @@ class RegistryServiceStub:
     """
     Report: _grpc.StreamStreamMultiCallable[_registry_pb2.ReportRequest, _registry_pb2.ReportResponse]
     """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
-    registered worker and epoch. Failure: NOT_FOUND (register again).
+    registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
     """
 
 @_typing.type_check_only
@@ -53,7 +53,7 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """
     Report: _aio.StreamStreamMultiCallable[_registry_pb2.ReportRequest, _registry_pb2.ReportResponse]  # type: ignore[assignment]
     """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
-    registered worker and epoch. Failure: NOT_FOUND (register again).
+    registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
     """
 
 class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -76,7 +76,7 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_registry_pb2.ReportResponse], _abc.AsyncIterator[_registry_pb2.ReportResponse]]:
         """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
-        registered worker and epoch. Failure: NOT_FOUND (register again).
+        registered worker and epoch. Failures: NOT_FOUND (register again), INVALID_ARGUMENT (a figure out of its bounds).
         """
 
 def add_RegistryServiceServicer_to_server(servicer: RegistryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

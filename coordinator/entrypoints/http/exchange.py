@@ -26,7 +26,7 @@ LINGER_S = 2.0
 LINGER_BYTES = 64 * 2**20
 """How much of a refused body is still read, so that the client gets the response instead of a broken pipe."""
 ERROR_WRITE_S = 5.0
-"""How long the error event of a failed stream may wait for a client that does not read."""
+"""How long an error may wait for a client that does not read."""
 JSON_TYPE = b"application/json"
 EVENTS_TYPE = b"text/event-stream; charset=utf-8"
 CHOICE_DIGITS = 5
@@ -49,8 +49,8 @@ class HttpExchange:
         self.response_headers: Headers = []
         """Sent with any response."""
         self.started = False
-        """Whether the status has been sent, or is being sent."""
-        self._has_begun = False
+        """Whether the status has been sent."""
+        self._beginning = asyncio.Lock()
         self._all_headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
         self._headers: dict[bytes, bytes] = dict(reversed(self._all_headers))
         connection: Mapping[str, Any] = scope.get("state", {})
@@ -119,33 +119,42 @@ class HttpExchange:
 
     async def respond(self, status: int, body: bytes, content_type: bytes = JSON_TYPE) -> None:
         """Sends a complete response."""
-        self.started = True
         headers = [
             (b"content-type", content_type),
             (b"content-length", b"%d" % len(body)),
             *self.response_headers,
         ]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._start(status, headers)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def event(self, data: bytes) -> None:
         """Sends rendered server-sent events. Waits while the client is not reading."""
         if not self.started:
-            self.started = True
+            await self._begin_events()
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _begin_events(self) -> None:
+        """Sends the status of a stream, once. The choices of an answer come here side by side, and while the client
+        does not read an earlier response on this connection, the status waits as well."""
+        async with self._beginning:
+            if self.started:
+                return
             headers = [
                 (b"content-type", EVENTS_TYPE),
                 (b"cache-control", b"no-cache"),
                 (b"x-accel-buffering", b"no"),
                 *self.response_headers,
             ]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            self._has_begun = True
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._start(200, headers)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self.started = True
 
     @property
     def takes_events(self) -> bool:
         """Whether `event_now` may be called: the status has been sent, and the client reads."""
-        return self._has_begun and self._is_writable()
+        return self.started and self._is_writable()
 
     def event_now(self, data: bytes) -> None:
         """Sends rendered server-sent events without a wait; only while `takes_events`."""
@@ -160,23 +169,20 @@ class HttpExchange:
         """Sends `data` and ends the stream."""
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def fail_events(self, data: bytes) -> None:
-        """Ends the stream with an error event; aborts the connection if the client does not read even that."""
+    async def fail(self, error: Exception) -> None:
+        """Responds with an error, as an event if the stream has begun; aborts the connection if the client does not
+        read even that. Call it from an `except` block."""
+        response = error_response(error, self.field_names)
         try:
             async with asyncio.timeout(ERROR_WRITE_S):
-                await self.end_events(data)
+                if self.started:
+                    await self.end_events(b"data: %s\n\n" % response.body)
+                else:
+                    self.response_headers.extend(response.headers)
+                    await self.respond(response.status, response.body)
         except TimeoutError:
             if self._abort is not None:
                 self._abort()
-
-    async def fail(self, error: Exception) -> None:
-        """Responds with an error, as an event if the stream has begun. Call it from an `except` block."""
-        response = error_response(error, self.field_names)
-        if self.started:
-            await self.fail_events(b"data: %s\n\n" % response.body)
-            return
-        self.response_headers.extend(response.headers)
-        await self.respond(response.status, response.body)
 
     @asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:

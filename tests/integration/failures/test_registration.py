@@ -1,8 +1,9 @@
-"""Workers that do not fit those that serve already (failure case 11)."""
+"""Workers that do not fit those that serve already (failure case 11), and reports that cannot be."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +20,7 @@ from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
+from tests.support.cluster.fake_cluster import expected, fake_cluster
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -121,3 +123,20 @@ async def _still_serves(cluster: Cluster) -> None:
         info = await client.server_info()
         assert not any(worker.worker_id.startswith("odd") for worker in info.workers)
     await cluster.assert_no_leaks()
+
+
+async def test_a_worker_that_reports_nonsense_is_passed_over_until_it_reports_sense() -> None:
+    async with fake_cluster(prefill=2) as cluster:
+        first, second = cluster.prefills
+        first.load = {"prefill_tokens_per_second": math.nan}
+        first.registry.report_now()
+        registry = cluster.coordinator.registry
+        while any(
+            worker.worker_id == first.worker_id and worker.usable for worker in registry.snapshot().workers
+        ):
+            await registry.wait_change(registry.version)
+        for _ in range(3):
+            assert (await cluster.answer()).token_ids == expected(6)
+        assert (len(first.calls.entries), len(second.calls.entries)) == (0, 3)
+        first.load = {}
+        await cluster.all_ready()
