@@ -6,7 +6,7 @@ import array
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -146,6 +146,7 @@ def test_bad_names_are_refused_by_field(bad: bytes) -> None:
 
 
 @given(st.dictionaries(st.integers(0, 300), st.integers(1, 40), max_size=60), st.integers(1, 310))
+@example(held={slot: slot + 2 for slot in range(16)} | {16: 1}, count=1)
 def test_hits_by_slot_say_the_same_in_both_forms(held: dict[int, int], count: int) -> None:
     hits = PrefixHits.of(held)
     column = hits.by_slot(count)
@@ -156,7 +157,8 @@ def test_hits_by_slot_say_the_same_in_both_forms(held: dict[int, int], count: in
     shorter = limited(list(hits.levels))
     assert len(shorter.levels) <= MAX_LEVELS
     assert np.all(shorter.by_slot(count) <= column)
-    assert shorter.by_slot(count).max() == column.max()
+    # Of all slots the deepest keeps its depth; among the first `count` alone it may have been a shallow one.
+    assert shorter.by_slot(301).max() == hits.by_slot(301).max()
 
 
 @given(st.lists(st.integers(0, 100), max_size=5), st.integers(0, 100), st.integers(0, 90))
