@@ -63,6 +63,7 @@ class RegisterRequest(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
     PACES_PROMPTS_FIELD_NUMBER: _builtins.int
+    NEUTRAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -83,6 +84,8 @@ class RegisterRequest(_message.Message):
     """Whether its engine computes prompts only as far as the targets of its streams leave time. Others are not given
     prompts beside such streams. Default false.
     """
+    neutral: _builtins.bool
+    """Whether it serves both pools with one engine. `pool` is then the one that it leans to at first. Default false."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -105,10 +108,11 @@ class RegisterRequest(_message.Message):
         standby: _builtins.bool = ...,
         experimental: _builtins.bool = ...,
         paces_prompts: _builtins.bool = ...,
+        neutral: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "paces_prompts", b"paces_prompts", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -204,12 +208,15 @@ class ReportRequest(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LANES_FIELD_NUMBER: _builtins.int
     CACHE_EVENTS_FIELD_NUMBER: _builtins.int
+    LEANING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id, as registered. Required."""
     epoch: _builtins.int
     """Epoch, as registered. Required."""
     draining: _builtins.bool
     """True once the worker takes no new requests. Never goes back to false."""
+    leaning: Global___Pool.ValueType
+    """The pool that it leans to now (neutral workers only). Default: the one that it registered with."""
     @_builtins.property
     def load(self) -> Global___WorkerLoad:
         """Load now. Required."""
@@ -236,10 +243,11 @@ class ReportRequest(_message.Message):
         draining: _builtins.bool = ...,
         lanes: _abc.Iterable[Global___LaneReport] | None = ...,
         cache_events: Global___CacheEvents | None = ...,
+        leaning: Global___Pool.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -500,8 +508,13 @@ class ReportResponse(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     ENDED_AGENT_IDS_FIELD_NUMBER: _builtins.int
     RESYNC_CACHE_FIELD_NUMBER: _builtins.int
+    LEANING_FIELD_NUMBER: _builtins.int
     resync_cache: _builtins.bool
     """Send the whole prefix cache anew: `cleared`, then everything as `stored`, over as many reports as it takes."""
+    leaning: Global___Pool.ValueType
+    """The pool to lean to from now on (neutral workers only); others ignore it. Not set: no change is asked for. A worker
+    that is told so by several coordinators follows the latest.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.TransferEndpoint]:
         """KV pools of the decode workers that a prefill worker should connect to; the whole list each time it changes."""
@@ -518,10 +531,11 @@ class ReportResponse(_message.Message):
         peers: _abc.Iterable[_kv_transfer_pb2.TransferEndpoint] | None = ...,
         ended_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
         resync_cache: _builtins.bool = ...,
+        leaning: Global___Pool.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "peers", b"peers", "resync_cache", b"resync_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "leaning", b"leaning", "peers", b"peers", "resync_cache", b"resync_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
