@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 ALONE := tests/integration
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=computed
-PACKAGES := splitserve coordinator prefill_worker decode_worker kv_transfer engine autoscaler bench
+PACKAGES := splitserve coordinator prefill_worker decode_worker neutral_worker kv_transfer engine autoscaler bench
 
 .PHONY: setup setup-vllm model demo test test-all test-vllm test-vllm-all e2e-docker wheels check proto docs docs-check peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help

@@ -15,7 +15,7 @@ from decode_worker.kv_consumer import KvConsumer, Outputs
 from decode_worker.output_streams import OutputStreams
 from decode_worker.reservation_queue import Granted, Reply, WaitingReservation
 from engine.worker.messages import engine_request
-from engine.worker.process import WorkerProcess
+from engine.worker.role import WorkerHost
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError
 from splitserve.v1 import decode_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer
@@ -26,7 +26,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DecodeService(DecodeServiceServicer):
     """Reserves blocks, aborts requests and streams outputs. Request ids are unique per coordinator."""
 
-    def __init__(self, worker: WorkerProcess[KvConsumer], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker: WorkerHost[KvConsumer], loop: asyncio.AbstractEventLoop) -> None:
         self._worker = worker
         self._loop = loop
         self._lease = duration_pb2.Duration()
@@ -112,9 +112,7 @@ class DecodeService(DecodeServiceServicer):
         self, request: decode_pb2.StreamOutputsRequest, context: Context
     ) -> AsyncIterator[decode_pb2.StreamOutputsResponse]:
         """See DecodeService.StreamOutputs in the proto."""
-        if not request.coordinator_id:
-            raise InvalidArgumentError("coordinator_id must not be empty", field="coordinator_id")
-        coordinator_id = request.coordinator_id
+        coordinator_id = _checked_id(request.coordinator_id)
         positions = {attached.request_id: attached.next_position for attached in request.requests}
         stream = self._streams.open(coordinator_id, request.attachment)
         # Queued before the coordinator can know that the stream is open, so before any reservation under it.
@@ -138,9 +136,7 @@ class DecodeService(DecodeServiceServicer):
         self, request: decode_pb2.AcknowledgeOutputsRequest, context: Context
     ) -> decode_pb2.AcknowledgeOutputsResponse:
         """See DecodeService.AcknowledgeOutputs in the proto."""
-        if not request.coordinator_id:
-            raise InvalidArgumentError("coordinator_id must not be empty", field="coordinator_id")
-        self._streams.acknowledge(request.coordinator_id, request.attachment, request.messages)
+        self._streams.acknowledge(_checked_id(request.coordinator_id), request.attachment, request.messages)
         return decode_pb2.AcknowledgeOutputsResponse()
 
     async def _keep_requests(self, coordinator_id: str, request_ids: frozenset[str]) -> frozenset[str]:
@@ -179,3 +175,11 @@ class DecodeService(DecodeServiceServicer):
 def _engine_id(coordinator_id: str, request_id: str) -> str:
     """An id that is unique in this worker: coordinators choose request ids independently."""
     return f"{coordinator_id}/{request_id}"
+
+
+def _checked_id(coordinator_id: str) -> str:
+    """Raises InvalidArgumentError where the ids of requests here would be ambiguous."""
+    if not coordinator_id or "/" in coordinator_id:
+        message = 'coordinator_id must not be empty and not contain "/"'
+        raise InvalidArgumentError(message, field="coordinator_id")
+    return coordinator_id

@@ -12,13 +12,14 @@ from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, Wa
 from engine.core.engine import Engine
 from engine.core.types import RequestOutput, ReservedBlocks, StepResult
 from engine.worker.build import EngineParts
-from engine.worker.process import KvConnector
+from engine.worker.kv_connector import KvConnector
 from engine.worker.status import WorkerStatus
 from kv_transfer.handoff.checksums import HandoffVerifier, verify_one_in
 from kv_transfer.handoff.notification import WriteCompletion
 from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, Fence, ReleaseWriter, WriterDone
 from kv_transfer.handoff.reservation_table import ReservationTable
 from kv_transfer.handoff.ticket import KvTicket
+from kv_transfer.transports.poll_dealer import PollDealer
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
@@ -43,10 +44,11 @@ class KvConsumer(KvConnector):
         emit: Emit,
         on_idle: Callable[[], None] = lambda: None,
         spans: SpanSink | None = None,
+        polls: PollDealer | None = None,
     ) -> None:
-        super().__init__(parts.endpoint, on_idle)
-        config = parts.config
-        self._transport = parts.transport
+        """`polls`: see `KvConnector`; None: it polls the transport for itself."""
+        transport, config = parts.transport, parts.config
+        super().__init__(parts.endpoint, transport, polls or PollDealer(transport.poll), on_idle)
         self._block_bytes = parts.endpoint.memory.layout.block_bytes
         self._ticket_s = config.ticket_s
         self._wire = parts.wire
@@ -123,12 +125,12 @@ class KvConsumer(KvConnector):
         for agent_id in agent_ids:
             self._table.writer_lost(agent_id, now)
 
-    def before_step(self, core: Engine, now: float) -> bool:
+    def advance(self, core: Engine, now: float) -> bool:
         """Admits KV that has arrived, expires what is overdue, grants waiting reservations.
 
         True while write completions are awaited or reservations wait.
         """
-        for agent_id, message in self._transport.poll().notifications:
+        for agent_id, message in self.polls.take_notifications():
             self._on_notification(core, agent_id, message, now)
         self._apply(core, self._table.expire(now), silent=False)
         self._waiting.expire(now)
@@ -154,10 +156,6 @@ class KvConsumer(KvConnector):
             except BaseException as error:
                 self._give_up(core, output.request_id, error, now)
         self._flush(core)
-
-    def close(self) -> None:
-        """Closes the transport; called last."""
-        self._transport.close()
 
     def _grant(self, core: Engine, now: float) -> None:
         load = core.load()

@@ -11,8 +11,10 @@ import grpc
 from decode_worker.decode_service import DecodeService
 from decode_worker.kv_consumer import KvConsumer, Outputs
 from engine.worker.build import EngineParts
-from engine.worker.process import WorkerProcess, WorkerRole
+from engine.worker.process import WorkerProcess
+from engine.worker.role import WorkerHost, WorkerRole
 from engine.worker.status import WorkerStatus
+from kv_transfer.transports.poll_dealer import PollDealer
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.config.worker import WorkerConfig
 from splitserve.v1 import decode_pb2, registry_pb2
@@ -22,16 +24,23 @@ from splitserve.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 class DecodeRole(WorkerRole[KvConsumer]):
     """Takes reservations, and decodes the sequences whose KV arrives."""
 
+    certificate = "decode"
     pool = registry_pb2.POOL_DECODE
 
-    def __init__(self, worker: WorkerProcess[KvConsumer]) -> None:
+    def __init__(self, worker: WorkerHost[KvConsumer]) -> None:
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._service = DecodeService(worker, self._loop)
 
-    def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> KvConsumer:
-        """See WorkerRole."""
-        return KvConsumer(parts, epoch, self._emit, on_idle, self._worker.spans)
+    def make_connector(
+        self,
+        parts: EngineParts,
+        epoch: int,
+        on_idle: Callable[[], None],
+        polls: PollDealer | None = None,
+    ) -> KvConsumer:
+        """See WorkerRole. `polls`: of a connector that polls for this one, too."""
+        return KvConsumer(parts, epoch, self._emit, on_idle, self._worker.spans, polls)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """See WorkerRole."""

@@ -2,66 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from engine.core.engine import Engine
 from engine.core.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
 from engine.worker.build import EngineParts
-from engine.worker.process import KvConnector
+from engine.worker.kv_connector import KvConnector
 from engine.worker.status import HandoffWrites, WorkerStatus
 from kv_transfer.handoff.push_state import PushDone, PushEvent, PushFailed
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.ticket import KvTicket
-from kv_transfer.transports.transport import TransferEndpoint
-from prefill_worker.live_prefill import LivePrefill, log_written
+from kv_transfer.transports.poll_dealer import PollDealer
+from kv_transfer.transports.transport import PollResult, TransferEndpoint
+from prefill_worker.live_prefill import LivePrefill, log_written, public_id
 from prefill_worker.peer_lanes import PeerLanes
-from splitserve.errors import FailedPreconditionError, SplitserveError
+from prefill_worker.prefill_event import (
+    TOKEN_FIRST_S,
+    EmitEvents,
+    Failed,
+    FirstTokenReady,
+    HandedOff,
+    PrefillEvent,
+)
+from splitserve.errors import FailedPreconditionError
 from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
 from splitserve.rpc.status import failure_error
 from splitserve.tracing.context import trace_id_of
 from splitserve.tracing.finished_span import SpanSink
-
-TOKEN_FIRST_S = 100e-6
-"""Maximum seconds that writes wait for a first token to leave the process."""
-
-
-@dataclass(frozen=True, slots=True)
-class FirstTokenReady:
-    """The prompt is computed. `last`: no handoff follows."""
-
-    output: RequestOutput
-    cached_tokens: int
-    queue_s: float
-    compute_s: float
-    chunks: int
-    last: bool
-    sent: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set when the token has left the process; the engine thread waits up to TOKEN_FIRST_S for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class HandedOff:
-    """The handoff is complete: the last write was acknowledged."""
-
-    written_bytes: int
-    descriptors: int
-    transfer_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The request has failed."""
-
-    error: SplitserveError
-
-
-PrefillEvent = FirstTokenReady | HandedOff | Failed
-
-Emit = Callable[[list[tuple[str, PrefillEvent]]], None]
 
 
 class KvProducer(KvConnector):
@@ -74,7 +43,7 @@ class KvProducer(KvConnector):
     def __init__(
         self,
         parts: EngineParts,
-        emit: Emit,
+        emit: EmitEvents,
         on_idle: Callable[[], None] = lambda: None,
         on_peers_changed: Callable[[], None] = lambda: None,
         *,
@@ -82,13 +51,10 @@ class KvProducer(KvConnector):
         spans: SpanSink | None = None,
     ) -> None:
         """`spans` takes the spans of traced prompts; None: they are not exported."""
-        super().__init__(parts.endpoint, on_idle)
-        config = parts.config
-        self._transport = parts.transport
-        self._pusher = KvPusher(parts.transport, parts.wire)
-        self._peers = PeerLanes(
-            parts.transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy
-        )
+        config, transport = parts.config, parts.transport
+        self._peers = PeerLanes(transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy)
+        super().__init__(parts.endpoint, transport, PollDealer(self._peers.poll), on_idle)
+        self._pusher = KvPusher(transport, parts.wire)
         self._emit, self._spans = emit, spans
         self._on_peers_changed = on_peers_changed
         self._token_first_s = token_first_s
@@ -156,6 +122,12 @@ class KvProducer(KvConnector):
         return self._transport.connected() & self._endpoints.keys()
 
     def before_step(self, core: Engine, now: float) -> bool:
+        """See `advance`. Nobody writes to a prefill worker: notifications are dropped."""
+        polling = super().before_step(core, now)
+        self.polls.take_notifications()
+        return polling
+
+    def advance(self, core: Engine, now: float) -> bool:
         """Collects finished writes; True while any push or measurement is in progress."""
         self._collect(core, now)
         self._flush(core)
@@ -165,6 +137,7 @@ class KvProducer(KvConnector):
         """Reports first tokens, then posts the writes of the chunks that became final."""
         if result.progress and self._pusher.in_flight:
             # An earlier chunk may have ended meanwhile: then the last one need not wait for it.
+            self.polls.poll()
             self._collect(core, now)
         for request_id in result.started:
             if prefill := self._live.get(request_id):
@@ -188,16 +161,13 @@ class KvProducer(KvConnector):
                 self._give_up(core, progress.request_id, error)
         self._flush(core)
 
-    def close(self) -> None:
-        """Closes the transport; called last."""
-        self._transport.close()
-
     def _target(self, ticket: KvTicket) -> TransferEndpoint:
         """The endpoint that a ticket names.
 
-        Raises FailedPreconditionError: TICKET_FOREIGN, UNKNOWN_PEER or SLOW_LANE.
+        Raises FailedPreconditionError: TICKET_FOREIGN, TICKET_OWN, UNKNOWN_PEER or SLOW_LANE.
         """
         ticket.require_writer(self.endpoint.agent_id)
+        ticket.require_another_owner(self.endpoint.agent_id)
         endpoint = self._endpoints.get(ticket.decode_agent_id)
         if endpoint is None:
             raise FailedPreconditionError(
@@ -248,10 +218,10 @@ class KvProducer(KvConnector):
             self._end(core, output.request_id, prefill)
 
     def _collect(self, core: Engine, now: float) -> None:
-        for event in self._pusher.poll(now, self._peers.poll()):
+        for event in self._pusher.poll(now, PollResult(self.polls.take_writes())):
             prefill = self._live.pop(event.request_id, None)
             trace = prefill.trace if prefill is not None else None
-            with request_context(event.request_id, trace_id_of(trace)):
+            with request_context(public_id(event.request_id), trace_id_of(trace)):
                 self._on_push(core, event, prefill, now)
         for agent_id in self._pusher.take_cut_off():
             log_event("peer.cut_off", agent_id=agent_id, why="a write to it failed half way")

@@ -40,9 +40,8 @@ class LivePrefill:
 
     def spans(self, trace: TraceContext, ended_s: float, offset_s: float) -> list[FinishedSpan]:
         """The whole, then waiting, computing and each write. `offset_s` turns its times into seconds since 1970."""
-        name = self.request_id.rpartition("/")[0] or self.request_id
         about: Attributes = {
-            "splitserve.request_id": name,
+            "splitserve.request_id": public_id(self.request_id),
             "splitserve.cached_tokens": self.cached_tokens,
             "splitserve.chunks": self.chunks,
         }
@@ -58,6 +57,20 @@ class LivePrefill:
             written_s = (write.ended_s or ended_s) + offset_s
             found.append(whole.part("write", write.began_s + offset_s, written_s, size))
         return found
+
+
+def engine_id(request_id: str, number: int) -> str:
+    """A prompt's id in the engine. `number` is another one for each call: a retry may come back with the same request
+    id while the first attempt still drains.
+
+    It begins with a slash, as no id of a reservation does: one engine may have both.
+    """
+    return f"/{request_id}/{number}"
+
+
+def public_id(engine_id: str) -> str:
+    """The coordinator's id of a request."""
+    return engine_id.removeprefix("/").rpartition("/")[0] or engine_id
 
 
 def log_written(done: PushDone, now: float) -> None:

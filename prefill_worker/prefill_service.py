@@ -12,9 +12,11 @@ from typing import Any
 import grpc
 
 from engine.worker.messages import engine_request, output_delta
-from engine.worker.process import WorkerProcess
+from engine.worker.role import WorkerHost
 from kv_transfer.handoff.ticket import KvTicket
-from prefill_worker.kv_producer import Failed, FirstTokenReady, HandedOff, KvProducer, PrefillEvent
+from prefill_worker.kv_producer import KvProducer
+from prefill_worker.live_prefill import engine_id
+from prefill_worker.prefill_event import Failed, FirstTokenReady, HandedOff, PrefillEvent
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event
 from splitserve.v1 import prefill_pb2
@@ -26,7 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillService(PrefillServiceServicer):
     """Computes prompts, one per call; cancelling the call ends it."""
 
-    def __init__(self, worker: WorkerProcess[KvProducer]) -> None:
+    def __init__(self, worker: WorkerHost[KvProducer]) -> None:
         self._worker = worker
         self._numbers = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[PrefillEvent]] = {}
@@ -41,8 +43,8 @@ class PrefillService(PrefillServiceServicer):
 
     def deliver(self, events: list[tuple[str, PrefillEvent]]) -> None:
         """Passes the engine thread's events to their calls; runs on the event loop."""
-        for engine_id, event in events:
-            if queue := self._queues.get(engine_id):
+        for name, event in events:
+            if queue := self._queues.get(name):
                 queue.put_nowait(event)
 
     async def Prefill(
@@ -52,9 +54,8 @@ class PrefillService(PrefillServiceServicer):
         now = time.monotonic()
         with self._counting_refusals():
             ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
-        # A retry may come back with the same request id while the first attempt still drains.
-        engine_id = f"{request.request_id}/{next(self._numbers)}"
-        queue = self._queues[engine_id] = asyncio.Queue()
+        name = engine_id(request.request_id, next(self._numbers))
+        queue = self._queues[name] = asyncio.Queue()
         try:
             # Once the caller has these it may cancel: from here on the ticket's owner is told how the handoff ends.
             await context.send_initial_metadata(())
@@ -62,7 +63,7 @@ class PrefillService(PrefillServiceServicer):
             facts = self._worker.parts.facts
             prompt = engine_request(
                 request,
-                engine_id=engine_id,
+                engine_id=name,
                 facts=facts,
                 now=now,
                 prefill_only=True,
@@ -82,11 +83,11 @@ class PrefillService(PrefillServiceServicer):
                 if isinstance(event, FirstTokenReady):
                     event.sent.set()  # gRPC asks for the next response when it has written this one
         finally:
-            del self._queues[engine_id]
+            del self._queues[name]
             if not self._queues:
                 self._worker.service_idle()
             ended_s = time.monotonic()
-            self._worker.engine.post(lambda core, producer: producer.end(core, engine_id, ticket, ended_s))
+            self._worker.engine.post(lambda core, producer: producer.end(core, name, ticket, ended_s))
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:

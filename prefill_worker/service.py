@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from engine.worker.build import EngineParts
-from engine.worker.process import WorkerProcess, WorkerRole
+from engine.worker.process import WorkerProcess
+from engine.worker.role import WorkerHost, WorkerRole
 from engine.worker.status import WorkerStatus
 from kv_transfer.transports.transport import TransferEndpoint
-from prefill_worker.kv_producer import KvProducer, PrefillEvent
+from prefill_worker.kv_producer import KvProducer
+from prefill_worker.prefill_event import PrefillEvent
 from prefill_worker.prefill_service import PrefillService
 from splitserve.config.worker import WorkerConfig
 from splitserve.v1 import prefill_pb2, registry_pb2
@@ -25,9 +27,10 @@ requests are aborted, and the decode workers, which live on, must still be told 
 class PrefillRole(WorkerRole[KvProducer]):
     """Connects to the decode workers that the coordinators name, and computes prompts."""
 
+    certificate = "prefill"
     pool = registry_pb2.POOL_PREFILL
 
-    def __init__(self, worker: WorkerProcess[KvProducer]) -> None:
+    def __init__(self, worker: WorkerHost[KvProducer]) -> None:
         self._worker = worker
         self._service = PrefillService(worker)
         self._loop = asyncio.get_running_loop()

@@ -27,7 +27,7 @@ class ProcessActuator(Actuator):
         self._next_number = dict.fromkeys(POOLS, 0)
         for member in cluster.processes:
             pool, number = member.child.spec.role, member.name.rpartition("-")[2]
-            if pool != "coordinator":
+            if pool in ("prefill", "decode"):
                 self._next_number[pool] = max(self._next_number[pool], int(number) + 1)
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
@@ -35,7 +35,7 @@ class ProcessActuator(Actuator):
         found = []
         for member in self._cluster.processes:
             pool = member.child.spec.role
-            if pool == "coordinator":
+            if pool not in ("prefill", "decode"):
                 continue
             place = self._inventory.place_of(member.name)
             gpu = ",".join(place.gpus or ()) if place else None

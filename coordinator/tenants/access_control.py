@@ -23,7 +23,7 @@ from splitserve.rpc.credentials import cluster_credentials, is_loopback, warn_if
 from splitserve.security.tls import Role
 from splitserve.v1 import inference_pb2, registry_pb2
 
-WORKERS: frozenset[Role] = frozenset({"prefill", "decode"})
+WORKERS: frozenset[Role] = frozenset({"prefill", "decode", "worker"})
 OPERATORS: frozenset[Role] = frozenset({"autoscaler", "admin"})
 CLUSTER = Caller("cluster", is_admin=True)
 """The caller for the cluster's own processes when they act as clients."""

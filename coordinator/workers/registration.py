@@ -91,14 +91,19 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         _between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)
 
 
-def check_identity(worker: Worker, identity: PeerIdentity) -> None:
-    """Checks that the caller's certificate is one of this worker. Raises PermissionDeniedError."""
-    if worker.pool not in identity.roles:
+def check_identity(request: registry_pb2.RegisterRequest, identity: PeerIdentity) -> None:
+    """Checks that the caller's certificate is one of this worker: of role `worker` for a neutral one, else of its pool.
+
+    Takes a request that `checked_worker` has passed. Raises PermissionDeniedError.
+    """
+    role, field = ("worker", "neutral") if request.neutral else (_POOLS[request.pool], "pool")
+    kind = "neutral" if request.neutral else role
+    if role not in identity.roles:
         shown = ", ".join(sorted(identity.roles)) or "no role"
-        message = f"pool: a certificate of {shown} may not register a {worker.pool} worker"
-        raise PermissionDeniedError(message, reason="WRONG_ROLE", field="pool")
-    if not identity.may_be(worker.pool, worker.worker_id):
-        message = f"worker_id: the certificate is not one of {worker.pool} worker {worker.worker_id!r}"
+        message = f"{field}: a certificate of {shown} may not register a {kind} worker"
+        raise PermissionDeniedError(message, reason="WRONG_ROLE", field=field)
+    if not identity.may_be(role, request.worker_id):
+        message = f"worker_id: the certificate is not one of {kind} worker {request.worker_id!r}"
         raise PermissionDeniedError(message, reason="WRONG_WORKER_ID", field="worker_id")
 
 

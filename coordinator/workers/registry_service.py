@@ -56,7 +56,7 @@ class RegistryService(RegistryServiceServicer):
         worker, certificate = checked_worker(request), ""
         if self._mutual:
             identity = peer_identity(context)
-            check_identity(worker, identity)
+            check_identity(request, identity)
             certificate = identity.fingerprint
         try:
             await self._load_tokenizer(worker.model.tokenizer_source)

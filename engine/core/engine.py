@@ -61,6 +61,15 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def keep_prompt_room(self) -> None:
+        """From now on reservations leave room for a prompt: blocks for the longest sequence, but at most half of all,
+        and a running slot. Only the first reservation may take them.
+
+        For workers that compute prompts for peers from which they take reservations' KV: without room, prompts here
+        could wait for reservations whose prompts wait there.
+        """
+
+    @abstractmethod
     def cached_tokens(self, request: EngineRequest) -> int:
         """Leading tokens of a request that need not be computed here, by the present prefix cache; a lower bound."""
 

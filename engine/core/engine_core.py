@@ -30,6 +30,7 @@ from splitserve.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
 
@@ -80,6 +81,8 @@ class EngineCore(Engine):
         self._reserved: dict[int, Sequence] = {}
         self._writers: dict[int, list[int]] = {}
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
+        self._prompt_room = 0
+        """Blocks that reservations leave; see `keep_prompt_room`."""
         self._arrivals = 0
         self._changed = False
         """Whether the next step may do something that the last one could not."""
@@ -144,8 +147,13 @@ class EngineCore(Engine):
             raise BrokenInvariantError(f"reservation {reservation} is in use")
         if not self._scheduler.has_slot or not self._scheduler.may_bypass(request.precedence):
             return None
+        watermark = self._scheduler.watermark_blocks
+        if self._prompt_room and self._reserved:
+            if not self._scheduler.may_reserve_slot:
+                return None
+            watermark += self._prompt_room + 1  # the watermark grows with this reservation
         sequence = Sequence(request, self._arrivals)
-        fresh = self._kv.start(sequence, watermark=self._scheduler.watermark_blocks, writer=True)
+        fresh = self._kv.start(sequence, watermark=watermark, writer=True)
         if fresh is None:
             return None
         self._scheduler.count_bypass(request.precedence)
@@ -155,6 +163,11 @@ class EngineCore(Engine):
         self._writers[reservation] = fresh
         self._scheduler.num_reserved += 1
         return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
+
+    def keep_prompt_room(self) -> None:
+        """See `Engine`."""
+        longest = blocks_for(self._limits.sequence_tokens, self._kv.block_size)
+        self._prompt_room = max(1, min(longest, self.pool.total // 2))
 
     def cached_tokens(self, request: EngineRequest) -> int:
         """See `Engine`."""

@@ -123,6 +123,11 @@ class Scheduler:
         return len(self.running) + self.num_reserved < self._max_running
 
     @property
+    def may_reserve_slot(self) -> bool:
+        """Whether one more reserved sequence leaves a slot that none of them has."""
+        return self.num_reserved + 1 < self._max_running
+
+    @property
     def watermark_blocks(self) -> int:
         """See `splitserve.generation.kv_blocks.watermark_blocks`; running and reserved sequences grow."""
         return watermark_blocks(len(self.running) + self.num_reserved, self._kv.pool.total)

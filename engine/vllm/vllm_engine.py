@@ -24,6 +24,7 @@ from engine.vllm.rows import VllmRows
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
+    ConfigError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -123,6 +124,10 @@ class VllmEngine(Engine):
             return None
         self._rows.reserve(row, reservation)
         return row.reserved
+
+    def keep_prompt_room(self) -> None:
+        """See `Engine`. Raises ConfigError: vLLM's scheduler keeps no room."""
+        raise ConfigError("engine.kind: engine vllm keeps no room for prompts", field="engine.kind")
 
     def cached_tokens(self, request: EngineRequest) -> int:
         """See `Engine`. Always 0: vLLM tells of a hit only when it schedules the request."""

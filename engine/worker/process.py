@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic
 
-import grpc
 import psutil
 from prometheus_client.core import Metric
 
 from engine.core.engine import Engine
 from engine.kv_cache.cache_events import KvEventReader
 from engine.worker.build import EngineParts, build_engine
-from engine.worker.engine_thread import EngineThread, StepListener
+from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
 from engine.worker.messages import lane_report, worker_load
 from engine.worker.metrics import registration_metrics, step_metrics, work_metrics, worker_metrics
-from engine.worker.status import WorkerStatus
+from engine.worker.role import C, WorkerRole
 from kv_transfer.transports.factory import idle_poll_s
 from kv_transfer.transports.transport import VRAM, TransferEndpoint
 from splitserve.client.registry_client import RegistrationStatus, RegistryClient
@@ -45,72 +43,8 @@ from splitserve.v1 import generation_pb2, kv_transfer_pb2, registry_pb2
 SERVER_GRACE_S = 2.0
 CLOSE_S = 10.0
 """How long a dead engine may take to close."""
-ROLES: Mapping[registry_pb2.Pool.ValueType, Role] = {
-    registry_pb2.POOL_PREFILL: "prefill",
-    registry_pb2.POOL_DECODE: "decode",
-}
 CALLERS: frozenset[Role] = frozenset({"coordinator"})
 """Who may call a worker's services."""
-
-
-class KvConnector(StepListener, ABC):
-    """Joins engine and transport on the engine thread; see `engine.worker.engine_thread.StepListener`."""
-
-    def __init__(self, endpoint: TransferEndpoint, on_idle: Callable[[], None]) -> None:
-        """`on_idle` is called on the engine thread when nothing is in progress any more; see `WorkerStatus`."""
-        self.endpoint = endpoint
-        self._on_idle = on_idle
-        self._status = WorkerStatus()
-
-    @property
-    def status(self) -> WorkerStatus:
-        """The latest status, for any thread. Read it once if several fields must be consistent."""
-        return self._status
-
-    def _publish(self, status: WorkerStatus) -> None:
-        before, self._status = self._status, status
-        if before.in_progress and not status.in_progress:
-            self._on_idle()
-
-
-C = TypeVar("C", bound=KvConnector)
-
-
-class WorkerRole(ABC, Generic[C]):
-    """What distinguishes prefill and decode workers. Used on the event loop, but for `make_connector`."""
-
-    pool: registry_pb2.Pool.ValueType
-
-    @abstractmethod
-    def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> C:
-        """Builds the connector; called on the engine thread. `epoch` is this boot's; `on_idle`: see `KvConnector`."""
-
-    @abstractmethod
-    def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
-        """Adds the gRPC services; returns their full names."""
-
-    @abstractmethod
-    def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
-        """Handles a change of a coordinator's list of decode workers."""
-
-    @abstractmethod
-    def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
-        """Handles that the processes of these prefill workers have certainly ended."""
-
-    @abstractmethod
-    def rejected_handoffs(self, status: WorkerStatus) -> int:
-        """Tickets and completions rejected since the start."""
-
-    @abstractmethod
-    def busy(self) -> bool:
-        """Whether requests are still in progress; a drain waits for False.
-
-        Checked again after `WorkerProcess.service_idle` and `engine_idle`.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Ends calls that would otherwise outlive a drain."""
 
 
 class WorkerProcess(Generic[C]):
@@ -133,7 +67,7 @@ class WorkerProcess(Generic[C]):
         self._loop = asyncio.get_running_loop()
         self._maybe_idle = asyncio.Event()
         self._role = make_role(self)
-        self._security = cluster_credentials(ROLES[self._role.pool], config.tls, config.cluster_token_file)
+        self._security = cluster_credentials(self._role.certificate, config.tls, config.cluster_token_file)
         self._registries: list[RegistryClient] = []
         self._registration_status = RegistrationStatus(config.coordinators)
         self._loops = LoopRunner()
@@ -181,13 +115,14 @@ class WorkerProcess(Generic[C]):
         for registry in self._registries:
             registry.report_now()
 
-    def _report_soon(self) -> None:
+    def report_soon(self) -> None:
+        """The same, but not shortly after the last one."""
         for registry in self._registries:
             registry.report_soon()
 
     async def run(self) -> None:
         """Serves until SIGTERM or SIGINT, then drains. Raises the error that ended the engine or the registration."""
-        stop, service = stop_signal(), f"{ROLES[self._role.pool]}-worker"
+        stop, service = stop_signal(), _service_name(self._role.certificate)
         async with exporting_spans(self.config.tracing, service, self.config.worker_id) as self.spans:
             await self._run(stop)
 
@@ -227,13 +162,14 @@ class WorkerProcess(Generic[C]):
                 on_peers=self._on_peers,
                 heartbeat_s=self.config.heartbeat_s,
                 on_ended=self._role.on_ended_writers,
+                on_leaning=self._role.on_leaning,
                 security=self._security,
                 read_cache=read_cache,
                 status=self._registration_status,
             )
             for address in self.config.coordinators
         ]
-        kv_events.subscribe(lambda: loop.call_soon_threadsafe(self._report_soon))
+        kv_events.subscribe(lambda: loop.call_soon_threadsafe(self.report_soon))
         async with asyncio.TaskGroup() as group:
             # Two things end the worker: an engine that died, and coordinators none of which ever took the worker in.
             background = [group.create_task(registry.run()) for registry in self._registries]
@@ -303,6 +239,7 @@ class WorkerProcess(Generic[C]):
             standby=self.config.standby,
             experimental=engine.kind == "torch" and self.connector.endpoint.memory.memory_kind == VRAM,
             paces_prompts=self.parts.core.paces_prompts,
+            neutral=self._role.neutral,
         )
 
     def _report(self) -> registry_pb2.ReportRequest:
@@ -320,6 +257,7 @@ class WorkerProcess(Generic[C]):
             connected_agent_ids=sorted(status.usable_agents),
             draining=self.draining,
             lanes=[lane_report(judged) for judged in status.lanes],
+            leaning=self._role.pool if self._role.neutral else registry_pb2.POOL_UNSPECIFIED,
         )
 
     def _metrics(self) -> list[Metric]:
@@ -329,6 +267,7 @@ class WorkerProcess(Generic[C]):
         steps = [*step_metrics(totals), *work_metrics(totals, self.parts.work, self.config.engine)]
         return [
             *worker_metrics(self.connector.status),
+            *self._role.metrics(),
             *steps,
             *self._gpus.metrics(),
             *registration,
@@ -337,3 +276,8 @@ class WorkerProcess(Generic[C]):
 
     def _on_peers(self, coordinator: str, peers: list[kv_transfer_pb2.TransferEndpoint]) -> None:
         self._role.on_peers(coordinator, [TransferEndpoint.from_proto(peer) for peer in peers])
+
+
+def _service_name(role: Role) -> str:
+    """In traces: prefill-worker, decode-worker, worker."""
+    return role if role == "worker" else f"{role}-worker"

@@ -103,6 +103,18 @@ class KvTicket:
                 field="ticket.writer_agent_id",
             )
 
+    def require_another_owner(self, agent_id: str) -> None:
+        """Checks that this agent has not reserved the blocks itself: nothing is handed off then.
+
+        Raises FailedPreconditionError (TICKET_OWN).
+        """
+        if self.decode_agent_id == agent_id:
+            raise FailedPreconditionError(
+                "the ticket is for blocks of this very worker",
+                reason="TICKET_OWN",
+                field="ticket.decode_agent_id",
+            )
+
     def require_adapter(self, fingerprint: str) -> None:
         """Checks that the decode worker goes on with the adapter that computes the prompt; empty: with none.
 

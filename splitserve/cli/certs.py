@@ -31,7 +31,7 @@ def certs(
     worker: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="POOL/ID",
+            metavar="ROLE/ID",
             help="Worker that gets a certificate of its own, for example decode/decode-0; may be given again.",
         ),
     ] = None,
@@ -55,9 +55,9 @@ def certs(
 def _parse_worker(text: str) -> tuple[Role, str]:
     from splitserve.errors import InvalidArgumentError
 
-    pool, _, worker_id = text.partition("/")
-    roles: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
-    if pool not in roles or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", worker_id):
-        bound = "prefill/ID or decode/ID with an ID of 1..64 characters of [A-Za-z0-9._-]"
+    role, _, worker_id = text.partition("/")
+    roles: dict[str, Role] = {"prefill": "prefill", "decode": "decode", "worker": "worker"}
+    if role not in roles or not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", worker_id):
+        bound = "prefill/ID, decode/ID or worker/ID with an ID of 1..64 characters of [A-Za-z0-9._-]"
         raise InvalidArgumentError(f"worker must be {bound}, not {text!r}", field="worker")
-    return roles[pool], worker_id
+    return roles[role], worker_id

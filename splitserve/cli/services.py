@@ -1,4 +1,4 @@
-"""`splitserve coordinator`, `prefill-worker`, `decode-worker`, `autoscaler`: run one service in this process."""
+"""`splitserve coordinator`, the three kinds of worker, `autoscaler`: run one service in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PANEL = "Services, one process each"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-Pool = Literal["prefill", "decode"]
+Kind = Literal["prefill", "decode", "worker"]
 
 
 def register(app: typer.Typer) -> None:
@@ -34,12 +34,13 @@ def register(app: typer.Typer) -> None:
     def add(name: str, summary: str, function: Callable[..., None]) -> None:
         app.command(name, help=summary, epilog=EPILOG, rich_help_panel=PANEL)(function)
 
-    def worker(pool: Pool) -> Callable[..., None]:
-        named = {"worker_id": _default_worker_id(pool)}
-        return command(WorkerConfig, lambda settings: _run_worker(pool, settings), defaults=named)
+    def worker(kind: Kind) -> Callable[..., None]:
+        named = {"worker_id": _default_worker_id(kind)}
+        return command(WorkerConfig, lambda settings: _run_worker(kind, settings), defaults=named)
 
     front = command(CoordinatorConfig, _run_coordinator)
     add("coordinator", "Run the coordinator: the front door that routes requests to workers.", front)
+    add("worker", "Run a neutral worker: prompts and tokens with one engine, leaning live.", worker("worker"))
     add("prefill-worker", "Run a prefill worker: prompts in, KV out.", worker("prefill"))
     add("decode-worker", "Run a decode worker: KV in, tokens out.", worker("decode"))
     scaling = command(AutoscalerConfig, _run_autoscaler)
@@ -60,17 +61,19 @@ def _run_coordinator(settings: CoordinatorConfig) -> None:
     _run(serve(settings))
 
 
-def _run_worker(pool: Pool, settings: WorkerConfig) -> None:
+def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
     _configure_logging(settings.worker_id)
     from splitserve.gpus.worker_gpus import claim_gpus
 
     _claim_cores(settings)
     settings = claim_gpus(settings)
     # Imported late: torch reads the number of threads on import.
-    if pool == "prefill":
+    if kind == "prefill":
         from prefill_worker.service import serve
-    else:
+    elif kind == "decode":
         from decode_worker.service import serve
+    else:
+        from neutral_worker.service import serve
     _run(serve(settings))
 
 
@@ -88,10 +91,10 @@ def _claim_cores(settings: WorkerConfig) -> None:
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
 
 
-def _default_worker_id(pool: Pool) -> str:
-    """POOL-HOSTNAME-PID, cut to the length of a worker id."""
+def _default_worker_id(kind: Kind) -> str:
+    """KIND-HOSTNAME-PID, cut to the length of a worker id."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:40]
-    return f"{pool}-{host}-{os.getpid()}"
+    return f"{kind}-{host}-{os.getpid()}"
 
 
 def _configure_logging(part: str) -> None:

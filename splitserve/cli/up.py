@@ -31,6 +31,7 @@ SHOWN = (
     "model",
     "prefill",
     "decode",
+    "workers",
     "coordinators",
     "coordinator.host",
     "coordinator.grpc_port",
@@ -44,6 +45,7 @@ SHOWN = (
     "pin_cores",
     "prefill_gpus",
     "decode_gpus",
+    "worker_gpus",
     "replicas_per_gpu",
     "autoscale",
     "autoscale_interval_s",
@@ -91,6 +93,9 @@ def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
 
     Raises UnavailableError or FailedPreconditionError for a port that is taken, NotFoundError without the model.
     """
+    from splitserve.cluster.process_specs import check_workers
+
+    check_workers(settings)
     _leave_settings_to_options()
     front = settings.coordinator
     ports = {"grpc_port": claim_port(front.host, front.grpc_port)}
@@ -147,9 +152,11 @@ async def run_cluster(
         cluster_target,
         cluster_token,
         coordinator_specs,
+        neutral_specs,
         operator_security,
         parts_target,
         splitserve_command,
+        worker_count,
         worker_spec,
         worker_specs,
     )
@@ -163,10 +170,11 @@ async def run_cluster(
         config = scaling.config
     start = command or splitserve_command
     gpus = machine_gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu)
-    workers = config.prefill + config.decode if scaling is None else scaling.most_workers
+    workers = worker_count(config) if scaling is None else scaling.most_workers
     inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, gpus=gpus)
     make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
-    specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make)]
+    pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, start)
+    specs = [*coordinator_specs(config, start), *pinned, *neutral]
     target = cluster_target(config)
     times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
     with ClusterDisplay(specs, _ready_line(config, target), log_dir) as display:
@@ -234,6 +242,8 @@ def _ready_line(config: ClusterConfig, target: str) -> str:
     if config.tls is not None:
         elsewhere += f" --tls {config.tls}"
     pools = f"{config.prefill} prefill + {config.decode} decode"
+    if config.workers is not None:
+        pools = f"{config.workers} neutral workers"
     line = f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{elsewhere}'
     from splitserve.cluster.process_specs import openai_url
 

@@ -35,6 +35,7 @@ MIN_CACHE_REPORT_INTERVAL_S = 0.1
 
 PeersCallback = Callable[[str, list[kv_transfer_pb2.TransferEndpoint]], None]
 EndedCallback = Callable[[list[str]], None]
+LeaningCallback = Callable[[str, registry_pb2.Pool.ValueType], None]
 
 
 class CacheReader(Protocol):
@@ -82,8 +83,9 @@ class RegistryClient:
 
     `report` builds the next report; it runs on the event loop and must be cheap. `on_peers` is called with
     (coordinator address, endpoints) whenever the coordinator sends its list, and with an empty list when the
-    coordinator is lost. `on_ended` is called with the agent ids of writers whose processes have ended. `read_cache`
-    creates the prefix cache reader of a new stream.
+    coordinator is lost. `on_ended` is called with the agent ids of writers whose processes have ended, `on_leaning`
+    with (coordinator address, pool) whenever the coordinator asks for a leaning. `read_cache` creates the prefix cache
+    reader of a new stream.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class RegistryClient:
         on_peers: PeersCallback,
         heartbeat_s: float,
         on_ended: EndedCallback | None = None,
+        on_leaning: LeaningCallback | None = None,
         security: ClusterCredentials = UNSECURED,
         read_cache: Callable[[], CacheReader] | None = None,
         status: RegistrationStatus | None = None,
@@ -105,6 +108,7 @@ class RegistryClient:
         self._report = report
         self._on_peers = on_peers
         self._on_ended = on_ended
+        self._on_leaning = on_leaning
         self._heartbeat_s = heartbeat_s
         self._security = security
         self._wake = asyncio.Event()
@@ -170,16 +174,21 @@ class RegistryClient:
                 call = stub.Report(self._reports(), metadata=metadata)
                 try:
                     async for response in call:
-                        self._on_peers(self.coordinator, list(response.peers))
-                        if self._on_ended and response.ended_agent_ids:
-                            self._on_ended(list(response.ended_agent_ids))
-                        if self._cache is not None and response.resync_cache:
-                            self._cache.resync()
-                            self.report_now()
+                        self._on_response(response)
                 finally:
                     call.cancel()
             except grpc.aio.AioRpcError as error:
                 raise error_from_rpc(error) from None
+
+    def _on_response(self, response: registry_pb2.ReportResponse) -> None:
+        self._on_peers(self.coordinator, list(response.peers))
+        if self._on_ended and response.ended_agent_ids:
+            self._on_ended(list(response.ended_agent_ids))
+        if self._on_leaning and response.leaning:
+            self._on_leaning(self.coordinator, response.leaning)
+        if self._cache is not None and response.resync_cache:
+            self._cache.resync()
+            self.report_now()
 
     async def _reports(self) -> AsyncIterator[registry_pb2.ReportRequest]:
         loop = asyncio.get_running_loop()

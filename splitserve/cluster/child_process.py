@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from splitserve.cluster import child_launch
 
-Role = Literal["coordinator", "prefill", "decode"]
+Role = Literal["coordinator", "prefill", "decode", "worker"]
 Event = Mapping[str, Any]
 
 MAX_LINE_BYTES = 2**20

@@ -20,7 +20,7 @@ from splitserve.config.security import CeilingConfig, TlsConfig
 from splitserve.config.tracing import TracingConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.core_list import format_cores
-from splitserve.errors import ResourceExhaustedError
+from splitserve.errors import ConfigError, ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.worker_gpus import check_gpu_count
 from splitserve.rpc.credentials import ClusterCredentials, new_token, read_token
@@ -28,6 +28,7 @@ from splitserve.security.tls import client_files
 from splitserve.v1 import inference_pb2
 
 Pool = Literal["prefill", "decode"]
+Kind = Literal["prefill", "decode", "worker"]
 CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
 """Builds the command line of a role from its options."""
 WorkerSpecMaker = Callable[[Pool, str, Place], ChildSpec]
@@ -39,6 +40,7 @@ _COMMANDS: dict[Role, str] = {
     "coordinator": "coordinator",
     "prefill": "prefill-worker",
     "decode": "decode-worker",
+    "worker": "worker",
 }
 
 
@@ -108,17 +110,18 @@ def coordinator_specs(config: ClusterConfig, command: CommandFactory = splitserv
 def worker_spec(
     config: ClusterConfig,
     command: CommandFactory,
-    pool: Pool,
+    kind: Kind,
     name: str,
     place: Place,
     *,
     drain_s: float | None = None,
+    leaning: Pool = "prefill",
 ) -> ChildSpec:
-    """The spec of one worker. `drain_s` defaults to the coordinator's. Raises ConfigError for more GPUs than its engine
-    computes on."""
+    """The spec of one worker. `drain_s` defaults to the coordinator's; `leaning` is a neutral worker's. Raises
+    ConfigError for more GPUs than its engine computes on."""
     check_gpu_count(config.engine.kind, config.engine.engine_args, len(place.gpus or ()))
-    worker = _worker(config, name, place, drain_s)
-    return ChildSpec(name, pool, command(pool, arguments(worker)), _layout(worker, place))
+    worker = _worker(config, name, place, drain_s, leaning)
+    return ChildSpec(name, kind, command(kind, arguments(worker)), _layout(worker, place))
 
 
 def cluster_specs(
@@ -128,20 +131,50 @@ def cluster_specs(
     gpus: GpuInventory | None = None,
 ) -> list[ChildSpec]:
     """All specs in start order, coordinators first, on these cores and GPUs."""
-    workers = config.prefill + config.decode
-    inventory = make_inventory(cores, workers, pin_cores=config.pin_cores, gpus=gpus)
-    return [
-        *coordinator_specs(config, command),
-        *worker_specs(config, inventory, partial(worker_spec, config, command)),
-    ]
+    inventory = make_inventory(cores, worker_count(config), pin_cores=config.pin_cores, gpus=gpus)
+    workers = worker_specs(config, inventory, partial(worker_spec, config, command))
+    return [*coordinator_specs(config, command), *workers, *neutral_specs(config, inventory, command)]
+
+
+def check_workers(config: ClusterConfig) -> None:
+    """Raises ConfigError for neutral workers beside settings that pin workers to a pool."""
+    given: list[str] = [name for name in ("prefill", "decode") if name in config.model_fields_set]
+    given += ["autoscale"] if config.autoscale is not None else []
+    if config.workers is not None and given:
+        message = (
+            f"workers: {config.workers} neutral workers and {' and '.join(given)} at once; a local cluster has either "
+            "neutral workers, or prefill and decode workers"
+        )
+        raise ConfigError(message, field="workers")
+
+
+def worker_count(config: ClusterConfig) -> int:
+    """Workers of the cluster, of whichever kind."""
+    return config.workers or config.prefill + config.decode
+
+
+def neutral_specs(config: ClusterConfig, inventory: Inventory, command: CommandFactory) -> list[ChildSpec]:
+    """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. Raises as `worker_specs`."""
+    if inventory.gpus.gpus:
+        engine = config.engine
+        check_gpu_count(engine.kind, engine.engine_args, config.worker_gpus, "worker_gpus")
+    specs = []
+    for number in range(config.workers or 0):
+        name = f"worker-{number}"
+        place = _take(inventory, config, "worker", name, config.worker_gpus)
+        leaning: Pool = "decode" if number % 2 else "prefill"
+        specs.append(worker_spec(config, command, "worker", name, place, leaning=leaning))
+    return specs
 
 
 def worker_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker) -> list[ChildSpec]:
-    """The initial workers of both pools, each with its GPUs.
+    """The initial workers of both pools, each with its GPUs; none where the cluster has neutral workers.
 
     Raises ConfigError for a number of GPUs that the engine cannot use, ResourceExhaustedError (NO_GPU) where the
     machine has too few.
     """
+    if config.workers is not None:
+        return []
     sizes: dict[Pool, tuple[int, int]] = {
         "prefill": (config.prefill, config.prefill_gpus),
         "decode": (config.decode, config.decode_gpus),
@@ -156,14 +189,20 @@ def worker_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMa
     return specs
 
 
-def _take(inventory: Inventory, config: ClusterConfig, pool: Pool, name: str, gpus: int) -> Place:
+def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, gpus: int) -> Place:
     try:
-        return inventory.take(name, pool, gpus)
+        return inventory.take(name, kind, gpus)
     except ResourceExhaustedError as error:
+        who, wanted = (
+            f"{config.prefill} prefill and {config.decode} decode",
+            config.prefill * config.prefill_gpus,
+        )
+        wanted += config.decode * config.decode_gpus
+        if config.workers is not None:
+            who, wanted = f"{config.workers} neutral", config.workers * config.worker_gpus
         message = (
-            f"{name}: {error.message}; {config.prefill} prefill and {config.decode} decode workers take "
-            f"{config.prefill * config.prefill_gpus + config.decode * config.decode_gpus}. Start fewer, or let them "
-            "share GPUs with --replicas-per-gpu"
+            f"{name}: {error.message}; {who} workers take {wanted}. Start fewer, or let them share GPUs with "
+            "--replicas-per-gpu"
         )
         raise ResourceExhaustedError(message, reason=error.reason) from None
 
@@ -173,10 +212,12 @@ def ready_model(
     info: inference_pb2.GetServerInfoResponse,
     config: ClusterConfig,
 ) -> str | None:
-    """The served model's name once the model and all workers of both pools are ready; else None."""
-    wanted = {"prefill": config.prefill, "decode": config.decode}
+    """The served model's name once the model and all workers are ready; else None."""
+    wanted = {"prefill": config.prefill, "decode": config.decode} if config.workers is None else {}
     for model in models:
         workers = [w for w in info.workers if w.model == model.name and w.state in SERVING_STATES]
+        if len(workers) < worker_count(config):
+            continue
         counts = {pool: sum(worker.pool == pool for worker in workers) for pool in wanted}
         if model.ready and all(counts[pool] >= wanted[pool] for pool in wanted):
             return model.name
@@ -192,7 +233,9 @@ def cluster_probe(client: AsyncClient, config: ClusterConfig) -> Probe:
     return probe
 
 
-def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float | None) -> WorkerConfig:
+def _worker(
+    config: ClusterConfig, worker_id: str, place: Place, drain_s: float | None, leaning: Pool
+) -> WorkerConfig:
     engine: EngineConfig = config.engine
     changes: dict[str, object] = {"threads": engine.threads or place.share.threads}
     if place.gpus is not None and config.replicas_per_gpu > 1:
@@ -216,6 +259,7 @@ def _worker(config: ClusterConfig, worker_id: str, place: Place, drain_s: float 
         drain_s=config.coordinator.drain_s if drain_s is None else drain_s,
         cpus=place.share.cpus,
         gpus=place.gpus or (),
+        leaning=leaning,
         engine=engine.model_copy(update=changes),
     )
 

@@ -23,6 +23,9 @@ class ClusterConfig(Settings):
     """Number of prefill workers."""
     decode: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of decode workers."""
+    workers: Annotated[int, Field(ge=2, le=64)] | None = None
+    """Number of neutral workers, instead of prefill and decode workers. Each serves both pools; every other one
+    leans to decode at first. Not together with `prefill`, `decode` or `autoscale`. Default: none."""
     coordinators: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of coordinators; all use all workers, and each further one listens on the next ports. Only one with
     `autoscale`."""
@@ -37,6 +40,8 @@ class ClusterConfig(Settings):
     `gpus_per_replica` instead."""
     decode_gpus: Annotated[int, Field(ge=0, le=64)] = 1
     """GPUs of each decode worker, likewise."""
+    worker_gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    """GPUs of each neutral worker, likewise."""
     replicas_per_gpu: Annotated[int, Field(ge=1, le=16)] = 1
     """How many workers may share one GPU. Above 1 run MPS, or they take turns (docs/gpus.md); each worker then takes
     its part of `engine.device_memory_share`."""

@@ -1,4 +1,4 @@
-"""Settings of prefill and decode workers."""
+"""Settings of workers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from splitserve.core_list import Cores
 
 
 class WorkerConfig(SecuritySettings):
-    """One prefill or decode worker."""
+    """One prefill, decode or neutral worker."""
 
     worker_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-    """Name of the worker, stable across restarts. Default: POOL-HOSTNAME-PID."""
+    """Name of the worker, stable across restarts. Default: KIND-HOSTNAME-PID."""
     model: str
     """Embedded model's name, local folder, GGUF file or Hugging Face id; "simulated" needs no files."""
     served_model_name: str | None = None
@@ -63,6 +63,8 @@ class WorkerConfig(SecuritySettings):
     ticket_s: Annotated[float, Field(gt=0, le=3600)] = 120.0
     """Longest time from a reservation to its last write; a prompt that waits or computes longer is tried again.
     Blocks of a writer that was stopped, or lost with its machine, become free 10 s after that."""
+    leaning: Literal["prefill", "decode"] = "prefill"
+    """Neutral workers: the pool to lean to at first. Coordinators may change it while the worker runs."""
     standby: bool = False
     """Stay out of rotation, loaded and connected, until an autoscaler's plan activates the worker."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "reading-guide.md"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 FOLDERS = (
-    *("splitserve", "coordinator", "prefill_worker", "decode_worker", "kv_transfer", "engine", "autoscaler"),
-    *("bench", "dev", "tests", "docs", "protos", "compose"),
+    *("splitserve", "coordinator", "prefill_worker", "decode_worker", "neutral_worker", "kv_transfer"),
+    *("engine", "autoscaler", "bench", "dev", "tests", "docs", "protos", "compose"),
 )
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*")

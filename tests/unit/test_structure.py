@@ -20,6 +20,7 @@ PRODUCT = (
     "coordinator",
     "prefill_worker",
     "decode_worker",
+    "neutral_worker",
     "kv_transfer",
     "engine",
     "autoscaler",

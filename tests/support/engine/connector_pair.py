@@ -16,7 +16,8 @@ from engine.runner.structured_output import GrammarCompiler
 from engine.worker.build import EngineParts, ServedAs
 from kv_transfer.handoff.ticket import KvTicket
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
-from prefill_worker.kv_producer import FirstTokenReady, KvProducer, PrefillEvent
+from prefill_worker.kv_producer import KvProducer
+from prefill_worker.prefill_event import FirstTokenReady, PrefillEvent
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import SplitserveError

@@ -10,7 +10,7 @@ import pytest
 from decode_worker.reservation_queue import Granted
 from engine.runner.simulated_runner import SimulatedRunner, expected_tokens
 from kv_transfer.transports.memory import MemoryTransport
-from prefill_worker.kv_producer import Failed, FirstTokenReady, HandedOff, PrefillEvent
+from prefill_worker.prefill_event import Failed, FirstTokenReady, HandedOff, PrefillEvent
 from splitserve.errors import SplitserveError
 from splitserve.v1 import generation_pb2
 from tests.support.engine.connector_pair import COORDINATOR, MAX_TOKENS, run, ticket_of

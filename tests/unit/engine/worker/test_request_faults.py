@@ -31,7 +31,8 @@ from kv_transfer.handoff.checksums import HandoffVerifier
 from kv_transfer.handoff.notification import BadNotification, decode
 from kv_transfer.handoff.pusher import KvPusher
 from kv_transfer.handoff.reservation_table import ReservationTable
-from prefill_worker.kv_producer import Failed, KvProducer
+from prefill_worker.kv_producer import KvProducer
+from prefill_worker.prefill_event import Failed
 from splitserve.errors import (
     BrokenInvariantError,
     DeadlineExceededError,

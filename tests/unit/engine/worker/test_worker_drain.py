@@ -11,9 +11,13 @@ import pytest
 from engine.core.engine_core import EngineCore
 from engine.core.types import StepResult
 from engine.worker.build import EngineParts
-from engine.worker.process import KvConnector, WorkerProcess, WorkerRole
+from engine.worker.kv_connector import KvConnector
+from engine.worker.process import WorkerProcess
+from engine.worker.role import WorkerRole
 from engine.worker.status import WorkerStatus
 from kv_transfer.layout import KvLayout
+from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from kv_transfer.transports.poll_dealer import PollDealer
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
 from splitserve.config.worker import WorkerConfig
 from splitserve.v1 import registry_pb2
@@ -28,17 +32,15 @@ class Connector(KvConnector):
     def show(self, in_progress: int) -> None:
         self._publish(WorkerStatus(in_progress=in_progress))
 
-    def before_step(self, core: EngineCore, now: float) -> bool:
+    def advance(self, core: EngineCore, now: float) -> bool:
         return False
 
     def after_step(self, core: EngineCore, result: StepResult, now: float) -> None:
         raise AssertionError("no engine runs here")
 
-    def close(self) -> None:
-        return
-
 
 class Role(WorkerRole[Connector]):
+    certificate = "decode"
     pool = registry_pb2.POOL_DECODE
 
     def __init__(self) -> None:
@@ -69,7 +71,8 @@ class Role(WorkerRole[Connector]):
 
 def worker_of(role: Role, drain_s: float) -> WorkerProcess[Connector]:
     made = WorkerProcess(WorkerConfig(worker_id="d", model="simulated", drain_s=drain_s), lambda worker: role)
-    role.connector = Connector(ENDPOINT, made.engine_idle)
+    transport = MemoryTransport(MemoryHub())
+    role.connector = Connector(ENDPOINT, transport, PollDealer(transport.poll), made.engine_idle)
     return made
 
 
