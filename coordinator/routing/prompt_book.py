@@ -26,6 +26,8 @@ class BookedPrompt:
     cached_tokens: int
     due_s: float
     class_rank: int
+    stays: bool = False
+    """Whether the answer is decoded there, too."""
 
     def goes_before(self, due_s: float, class_rank: int, now: float) -> bool:
         """Whether a worker serves it before one of that class that is due then: as triage does, late ones after those
@@ -71,6 +73,11 @@ class PromptBook:
         ]
         # One of them is under way; the longest bounds how far it can have come.
         return sum(work) - min(now - page.since_s, max(work)) if work else 0.0
+
+    def handed_off(self, worker: WorkerKey) -> int:
+        """Number of the prompts at a worker whose answers another one decodes."""
+        page = self._pages.get(worker)
+        return 0 if page is None else sum(not prompt.stays for prompt in page.prompts.values())
 
     def place(self, name: str, worker: WorkerKey, prompt: BookedPrompt, now: float) -> None:
         """Books a prompt at a worker, and nowhere else any more."""
@@ -129,7 +136,9 @@ class PromptBookkeeper(RequestObserver):
         request, now = state.request, time.monotonic()
         tokens = max(1, len(request.prompt) + len(state.token_ids) - cached_tokens)
         rank = CLASS_RANKS[request.caller.priority_class]
-        prompt = BookedPrompt(tokens, cached_tokens, due_of(state, now), rank)
+        decode = state.attempt.decode
+        stays = decode is not None and decode.key == worker
+        prompt = BookedPrompt(tokens, cached_tokens, due_of(state, now), rank, stays)
         self._book.place(state.attempt.attempt_id, worker, prompt, now)
 
     def _remove(self, state: RequestState) -> None:

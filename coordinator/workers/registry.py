@@ -14,7 +14,7 @@ from typing import TypeVar
 from coordinator.workers.catalog import ModelCatalog
 from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import check_fits, check_names, checked_worker, may_join
+from coordinator.workers.registration import check_fits, check_names, checked_worker, leaning_of, may_join
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
@@ -127,17 +127,20 @@ class Registry:
         return worker
 
     def report(self, request: registry_pb2.ReportRequest, now: float) -> Worker:
-        """Takes a load report, which is also the heartbeat. Raises NotFoundError if the boot must register again."""
+        """Takes a load report, which is also the heartbeat. Raises NotFoundError if the boot must register again,
+        InvalidArgumentError for a leaning that it cannot have."""
         worker = self._workers.get(request.worker_id)
         if worker is None or worker.epoch != request.epoch:
             message = f"worker {request.worker_id!r} is not registered under this epoch"
             raise NotFoundError(message, reason="WORKER_NOT_REGISTERED", field="worker_id")
+        pool = leaning_of(worker, request)
         self._last_seen_s[worker.key] = now
         self._silent.discard(worker.key)
         if request.HasField("cache_events"):
             self.prefixes.apply(worker.key, request.cache_events)
         reported = dataclasses.replace(
             worker,
+            pool=pool,
             prefix_slot=self.prefixes.slot_of(worker.key),
             load=request.load,
             reported=True,
@@ -147,6 +150,8 @@ class Registry:
         )
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
+        if pool != worker.pool:
+            log_event("worker.leans", worker_id=worker.worker_id, pool=pool)
         if self._join(now) or _serving_state(reported) != _serving_state(worker):
             self._bump_version()
         reported = self._workers[worker.worker_id]
@@ -185,9 +190,14 @@ class Registry:
         wanted = ((w, isolations.get(w.key, NOT_ISOLATED)) for w in self._workers.values())
         self._replace([dataclasses.replace(w, isolation=one) for w, one in wanted if one != w.isolation])
 
-    def count_sent(self, key: WorkerKey, tokens: int) -> None:
-        """Counts a request of `tokens` prompt tokens as sent; see `LoadLedger.count_sent`."""
-        self.loads.count_sent(key, tokens)
+    def count_prompt(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a prompt as sent; see `LoadLedger.count_prompt`."""
+        self.loads.count_prompt(key, tokens)
+        self._count_request(key)
+
+    def count_stream(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request as sent to where it is decoded; see `LoadLedger.count_stream`."""
+        self.loads.count_stream(key, tokens)
         self._count_request(key)
 
     def count_expected(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
@@ -244,7 +254,7 @@ class Registry:
 
     def ended_writers_for(self, worker: Worker) -> list[str]:
         """Agent ids of the latest MAX_ENDED ended writers, whose blocks a decode worker releases; else empty."""
-        return list(self._ended) if worker.pool == "decode" else []
+        return list(self._ended) if worker.decodes else []
 
     def get(self, key: WorkerKey) -> Worker | None:
         """The worker in its current state, if this boot is registered."""
@@ -263,13 +273,14 @@ class Registry:
         return self._catalog.models
 
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
-        """Transfer endpoints of the decode workers that a prefill worker connects to; empty for a decode worker."""
-        if worker.pool != "prefill":
+        """Transfer endpoints of the workers that this one writes KV to: all that decode the model, but itself; empty
+        for a worker that computes no prompts for others."""
+        if not worker.computes_prompts:
             return []
         return [
             self._endpoints[peer.key]
             for peer in self._workers.values()
-            if peer.pool == "decode" and peer.model.name == worker.model.name
+            if peer.decodes and peer.model.name == worker.model.name and peer.worker_id != worker.worker_id
         ]
 
     async def wait_change(self, version: int) -> int:
@@ -347,4 +358,4 @@ class Registry:
 
 def _serving_state(worker: Worker) -> tuple[object, ...]:
     """The part of a report that can alter which pairs may serve."""
-    return worker.reported, worker.draining, worker.connected_agents
+    return worker.reported, worker.draining, worker.pool, worker.connected_agents

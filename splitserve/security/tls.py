@@ -24,7 +24,7 @@ import grpc
 from splitserve.config.security import TlsConfig
 from splitserve.errors import ConfigError
 
-Role = Literal["coordinator", "prefill", "decode", "autoscaler", "admin", "client"]
+Role = Literal["coordinator", "prefill", "decode", "worker", "autoscaler", "admin", "client"]
 ROLES: tuple[Role, ...] = get_args(Role)
 URI_PREFIX = "spiffe://splitserve/"
 AUTHORITY_FILE = "ca.pem"
