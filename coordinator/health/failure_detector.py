@@ -32,7 +32,8 @@ GIVE_UP_S = 600.0
 
 
 class FailureDetector:
-    """Probes every worker that writes KV and leaves the registry until it is back, has provably ended, or GIVE_UP_S pass."""
+    """Probes every worker that writes KV, once it leaves the registry, until it is back, has provably ended, or
+    GIVE_UP_S pass."""
 
     def __init__(self, registry: Registry, loops: LoopRunner | None = None) -> None:
         self._registry = registry

@@ -8,7 +8,7 @@
 
 So the fixed split (a prefill worker that is always in time) and colocated workers (one that never is) are two results
 of one rule. `share` is what streams leave of a worker's time; its token clock keeps them whatever is believed here.
-See docs/decisions/0028-who-computes-a-prompt.md. With neutral workers "prefill" and "decode" are where workers lean, and
+See docs/decisions/0028-who-computes-a-prompt.md. With neutral workers "prefill" and "decode" are where they lean, and
 
 4. the answer of a prompt that the prefill worker computes is decoded where the clock has room for it: by the router's
    choice, else by the decode-leaning worker of the shortest step, else by any neutral one, the one that has computed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.routing.local_prefill import NO_LIMIT
@@ -69,17 +68,17 @@ class PromptPlacement:
         """The pair with `local_tokens`, and with other workers where the policy prefers them; unchanged if there is
         nothing to decide by. `due_s`: when the first token is due, infinity for never; `tpot_s`: what streams are
         promised."""
-        fit = self._prompt_fit(pair.prefill)
-        if pair.decode is None or pair.is_own or fit is None or due_s == float("inf"):
+        fit, decode = self._prompt_fit(pair.prefill), pair.decode
+        if decode is None or pair.is_own or fit is None or due_s == float("inf"):
             return pair
         asked = _Asked(request, snapshot, due_s, tpot_s, now, fit)
-        pair, prefill = self._least_ready(pair, pair.decode, asked)
-        decodes = self._decodes(pair, pair.decode, asked)
+        pair, prefill = self._least_ready(pair, decode, asked)
+        decodes = self._decodes(pair, decode, asked)
         places = [self._place(worker, asked, cached_tokens(worker, request)) for worker in decodes]
         left_s = due_s - now
         chosen = choose_place(prefill, places, left_s)
         if chosen is None:
-            return self._streamed(pair, pair.decode, asked)
+            return self._streamed(pair, decode, asked)
         worker, place = decodes[chosen], places[chosen]
         held, tokens = cached_tokens(worker, request), request.prompt_tokens
         granted = granted_tokens(place, self._fit_of(worker, asked), tokens - held, held, left_s)
@@ -157,12 +156,13 @@ class PromptPlacement:
         return PromptPlace(ahead_s, work_s, share_left(fit, streams, context_tokens, asked.tpot_s, own))
 
     def _streams(self, worker: Worker) -> tuple[int, int]:
-        """Streams of a worker and their tokens of context. Those on their way are promised their time already; a
-        neutral worker reports prompts whose answers others decode with them."""
+        """Streams of a worker and their tokens of context. Those on their way are promised their time already. The
+        batch of a neutral worker has prompts whose answers others decode, too: only its streams count."""
         load = self._loads.decode[worker.key]
         streams = max(load.batch_requests, load.requests)
-        if worker.neutral:
-            streams = max(len(load.flights), streams - self._book.handed_off(worker.key))
+        if worker.neutral and load.report.HasField("streams"):
+            promised = max(load.sent_requests, self._book.promised(worker.key))
+            streams = max(len(load.flights), load.report.streams + promised)
         return streams, load.held_blocks * worker.block_size_tokens
 
     def _decodes(self, pair: Pair, decode: Worker, asked: _Asked) -> list[Worker]:

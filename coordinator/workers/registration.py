@@ -31,7 +31,11 @@ MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
 MAX_GB_PER_S = 1e6
 
-_POOLS: dict[int, PoolName] = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}
+POOLS: Mapping[PoolName, registry_pb2.Pool.ValueType] = {
+    "prefill": registry_pb2.POOL_PREFILL,
+    "decode": registry_pb2.POOL_DECODE,
+}
+_POOLS: dict[int, PoolName] = {number: name for name, number in POOLS.items()}
 
 
 def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
