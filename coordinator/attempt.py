@@ -96,7 +96,7 @@ class Attempt:
         self._failure: WorkerFailed | None = None
         """Raised once all output that arrived before it has been taken."""
         self._attached = ExitStack()
-        for client in (prefill, decode):
+        for client in dict.fromkeys((prefill, decode)):
             if client is not None:
                 self._attached.enter_context(client.attached(self.attempt_id, self._collector))
 

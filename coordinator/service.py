@@ -24,6 +24,7 @@ from coordinator.entrypoints.trace_sampler import TraceSampler
 from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.health.failure_detector import FailureDetector
 from coordinator.input_processor import InputProcessor
+from coordinator.leanings.leaning_loop import LeaningLoop
 from coordinator.metrics.event_loop import LoopLag
 from coordinator.metrics.prometheus import admission_metrics, coordinator_metrics
 from coordinator.metrics.scaling_service import ScalingService
@@ -200,6 +201,7 @@ class Coordinator:
             "circuit_breakers": self.breakers.run,
             "expiry": self.expire_silent_workers,
             "worker_states": self.scaling.watch_states,
+            "leanings": LeaningLoop(self.config, self.registry, lambda model: self.stats.of(model).held).run,
             "files": self.files.follow,
             "loop_lag": self.loop_lag.watch,
             **({"page": self.page.sample} if self.page is not None else {}),

@@ -120,7 +120,8 @@ class RoutingPools:
 
     def sent(self, worker: Worker, tokens: int) -> None:
         """Counts a request as sent to this worker."""
-        self.loads.count_sent(worker.key, tokens)
+        count = self.loads.count_stream if worker.decodes else self.loads.count_prompt
+        count(worker.key, tokens)
 
     def snapshot(self) -> PoolSnapshot:
         """As `Registry.snapshot`."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from coordinator.admission.entry import CLASSES, RANK, Entry
 from coordinator.request.caller import PriorityClass
@@ -45,13 +46,15 @@ class DecodeCapacity:
 
     def __init__(self, tpot_slo_s: float | None, headroom: float) -> None:
         self.workers: dict[WorkerKey, DecodeLoad] = {}
+        self._stand_ins: tuple[DecodeLoad, ...] = ()
         self._tpot_slo_s = tpot_slo_s
         self._headroom = headroom
         self._seen_s: dict[PriorityClass, float] = {}
 
-    def set_workers(self, loads: Iterable[DecodeLoad]) -> None:
-        """Replaces the set of workers."""
+    def set_workers(self, loads: Iterable[DecodeLoad], stand_ins: Iterable[DecodeLoad] = ()) -> None:
+        """Replaces the set of workers. `stand_ins` lean to prefill, and take what has a target and fits nowhere else."""
         self.workers = {load.key: load for load in loads}
+        self._stand_ins = tuple(load for load in stand_ins if load.key not in self.workers)
 
     def on_arrival(self, priority_class: PriorityClass, now: float) -> None:
         """Records the arrival of a request of this class."""
@@ -61,8 +64,12 @@ class DecodeCapacity:
         """The least busy worker with capacity for an entry whose prompt reaches it in `prefill_s` seconds."""
         headroom = self._headroom_against(entry.priority_class, now)
         smaller_may_fit = False
-        workers = self.workers.values()
-        for load in sorted(workers, key=_busy) if len(workers) > 1 else workers:
+        workers: Iterable[DecodeLoad] = self.workers.values()
+        if len(self.workers) > 1:
+            workers = sorted(workers, key=_busy)
+        if self._stand_ins and entry.due_s < float("inf"):
+            workers = chain(workers, sorted(self._stand_ins, key=_busy))
+        for load in workers:
             # An idle worker is as good as it gets, and the worker itself refuses what can never fit.
             if not load.requests or load.blocks_of(entry.prompt_tokens) > load.total_blocks:
                 return load

@@ -72,6 +72,8 @@ class ModelAdmission:
         self.held_by: Cause = "prefill"
         """The pool that the queue waits for, while it is not empty."""
         self._others_may_fit = False
+        self.decodes_anywhere = False
+        """Whether the pair policy gives streams to neutral workers that lean to prefill, where others have no room."""
         self.bounds_prefill = True
         """False while decode workers compute all prompts."""
         # Others overtake late ones: forecasts of the two kinds are wrong by different factors.
@@ -85,8 +87,11 @@ class ModelAdmission:
     def set_workers(self, snapshot: PoolSnapshot, model: str) -> None:
         """Replaces the set of workers. The ledger has the load of each."""
         loads = self._loads
-        self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.accepting(model, "prefill"))
-        self.decode.set_workers(loads.decode[worker.key] for worker in snapshot.accepting(model, "decode"))
+        self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.serving(model, "prefill"))
+        self.decode.set_workers(
+            (loads.decode[worker.key] for worker in snapshot.serving(model, "decode")),
+            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode")) if self.decodes_anywhere else (),
+        )
 
     def arrive(self, entry: Entry, now: float) -> Arrival:
         """Starts a new request if the queue is empty and there is capacity; otherwise queues or refuses it."""

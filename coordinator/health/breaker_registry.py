@@ -166,7 +166,11 @@ def _ejections(
     for pool in ("prefill", "decode"):
         accepting = [worker for worker in workers if worker.pool == pool and worker.accepts]
         bad = [worker.key for worker in accepting if (worker.key,) in blocked]
-        ejected += bad if len(bad) < len(accepting) else []  # never a whole pool
+        stand_in = any(
+            w.neutral and w.pool != pool and w.accepts and (w.key,) not in blocked for w in workers
+        )
+        # Never a whole pool, unless a neutral worker of the other one serves it.
+        ejected += bad if len(bad) < len(accepting) or stand_in else []
     keys = {worker.key for worker in workers}
     pairs = [key for key in blocked if len(key) == 2 and keys.issuperset(key)]
     for without_workers, without_pairs in ((ejected, pairs), (ejected, []), ([], pairs)):
@@ -183,9 +187,9 @@ def _has_pair(
     return any(
         prefill.reaches(decode) and (prefill.key, decode.key) not in excluded
         for prefill in remaining
-        if prefill.pool == "prefill"
+        if prefill.computes_prompts
         for decode in remaining
-        if decode.pool == "decode"
+        if decode.decodes
     )
 
 

@@ -32,7 +32,8 @@ GIVE_UP_S = 600.0
 
 
 class FailureDetector:
-    """Probes every prefill worker that leaves the registry until it is back, has provably ended, or GIVE_UP_S pass."""
+    """Probes every worker that writes KV, once it leaves the registry, until it is back, has provably ended, or
+    GIVE_UP_S pass."""
 
     def __init__(self, registry: Registry, loops: LoopRunner | None = None) -> None:
         self._registry = registry
@@ -48,7 +49,7 @@ class FailureDetector:
             if worker is None:
                 continue
             self._registry.drop(key, "its runtime says that it has ended")
-            if worker.pool == "prefill" and not self._registry.has_ended(worker):
+            if worker.computes_prompts and not self._registry.has_ended(worker):
                 self._conclude(worker, "runtime")
 
     async def run(self) -> None:
@@ -58,7 +59,7 @@ class FailureDetector:
             while True:
                 version = await self._registry.wait_change(version)
                 workers = self._registry.snapshot().workers
-                present = {worker.key: worker for worker in workers if worker.pool == "prefill"}
+                present = {worker.key: worker for worker in workers if worker.computes_prompts}
                 for key in self._known.keys() - present.keys():
                     probe = partial(self._probe_until_ended, self._known[key], time.monotonic() + GIVE_UP_S)
                     group.create_task(self._loops.run("probe", probe))

@@ -127,7 +127,7 @@ def _progress(snapshot: PoolSnapshot, stats: StatsByModel) -> Iterable[Metric]:
         for stage, count in model_stats.stages.items():
             stages.add_metric([model, stage.value], count)
         backlog.add_metric([model], model_stats.backlog_tokens)
-        loads = [worker.load for worker in snapshot.accepting(model, "decode")]
+        loads = [worker.load for worker in snapshot.serving(model, "decode")]
         if total := sum(load.total_blocks for load in loads):
             used.add_metric([model], 1 - sum(load.free_blocks for load in loads) / total)
     return stages, backlog, used

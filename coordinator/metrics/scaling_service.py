@@ -89,7 +89,7 @@ class ScalingService(ScalingServiceServicer):
         here = {worker.worker_id for worker in self._registry.snapshot().workers}
         return scaling_pb2.ApplyPlanResponse(
             coordinator_id=self._coordinator_id,
-            unknown_worker_ids=sorted((plan.standby | plan.active) - here),
+            unknown_worker_ids=sorted((plan.standby | plan.active | plan.leanings.keys()) - here),
         )
 
     async def AcquireLease(
@@ -157,6 +157,7 @@ class ScalingService(ScalingServiceServicer):
             max_running_requests=worker.max_running_requests,
             lane_gb_per_second=median(lanes) if lanes else None,
             max_step_tokens=worker.max_step_tokens,
+            neutral=worker.neutral,
         )
 
 
@@ -180,6 +181,8 @@ def _plan_in_force(plan: RotationPlan, now: float) -> scaling_pb2.PlanInForce | 
         active_worker_ids=sorted(plan.active),
         lend_decode_to_prefill=plan.lend,
         expires_in_seconds=max(0.0, plan.expires_s - now),
+        prefill_leaning_worker_ids=sorted(name for name, pool in plan.leanings.items() if pool == "prefill"),
+        decode_leaning_worker_ids=sorted(name for name, pool in plan.leanings.items() if pool == "decode"),
     )
 
 

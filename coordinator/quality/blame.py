@@ -14,6 +14,7 @@ from coordinator.workers.snapshot import (
     PoolSnapshot,
     Worker,
     WorkerKey,
+    has_pair,
 )
 
 FAILED_ROUNDS = 2
@@ -113,6 +114,4 @@ def _isolate(
 def _serves(workers: Sequence[Worker], isolated: Mapping[WorkerKey, Isolation]) -> bool:
     """Whether a complete pair takes requests. Breakers do not count: they give way where nothing else is left."""
     left = [replace(w, circuit=CLOSED_CIRCUIT, isolation=isolated.get(w.key, NOT_ISOLATED)) for w in workers]
-    taking = [worker for worker in left if worker.accepts]
-    decodes = [worker for worker in taking if worker.pool == "decode"]
-    return any(p.reaches(d) for p in taking if p.pool == "prefill" for d in decodes)
+    return has_pair([worker for worker in left if worker.accepts])

@@ -31,9 +31,9 @@ def targets_of(snapshot: PoolSnapshot, model: str) -> list[Target]:
     Workers and pairs out of rotation are among them, so that they can prove themselves.
     """
     usable = [w for w in snapshot.workers if w.model.name == model and w.usable and w.joined]
-    prefills = [w for w in usable if w.pool == "prefill"]
-    decodes = [w for w in usable if w.pool == "decode"]
-    reached = [d for d in decodes if any(d.agent_id in p.connected_agents for p in prefills)]
+    prefills = [w for w in usable if w.computes_prompts]
+    decodes = [w for w in usable if w.decodes]
+    reached = [d for d in decodes if d.neutral or any(d.agent_id in p.connected_agents for p in prefills)]
     return [*(Target(None, d.key) for d in reached), *_pairs(prefills, decodes)]
 
 

@@ -118,7 +118,7 @@ class Estimates(RequestObserver):
         if worker is None:
             self._prefill_slots = {}
         for one in (worker,) if worker is not None else self._registry.snapshot().workers:
-            if one.pool == "prefill" and one.prefix_slot >= 0:
+            if one.computes_prompts and one.prefix_slot >= 0:
                 slots = self._prefill_slots.get(one.block_size_tokens, 0)
                 self._prefill_slots[one.block_size_tokens] = slots | 1 << one.prefix_slot
 

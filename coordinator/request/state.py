@@ -137,8 +137,9 @@ class AttemptRecord:
 
     @property
     def pair(self) -> tuple[WorkerKey, ...]:
-        """Keys of the prefill worker and, if there is one, of the decode worker."""
-        return (self.prefill.key,) if self.decode is None else (self.prefill.key, self.decode.key)
+        """Keys of the prefill worker and, if there is another one that decodes, of that."""
+        alone = self.decode is None or self.decode.key == self.prefill.key
+        return (self.prefill.key,) if alone or self.decode is None else (self.prefill.key, self.decode.key)
 
     @property
     def all_workers_responded(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
+from coordinator.routing.own_pair import own_pair
 from coordinator.routing.router import Pair, RoutingRequest
 from coordinator.routing.scores import decode_score_s, prefill_score_s
 from coordinator.workers.load import DEFAULT_PREFILL_TOKENS_PER_S, DEFAULT_STEP_S, DecodeLoad, PrefillLoad
@@ -21,6 +22,10 @@ class LeastWaitRouter:
         self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest, now: float
     ) -> Pair | None:
         """See Router."""
+        pair = self._of_pools(snapshot, loads, request)
+        return own_pair(snapshot, loads, request) if pair is None else pair
+
+    def _of_pools(self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest) -> Pair | None:
         prefills = _turned(_candidates(snapshot, request, "prefill"), request.turn)
         p_loads, d_loads = loads.prefill, loads.decode
         rate = _mean([p_loads[w.key].measured_rate for w in prefills], DEFAULT_PREFILL_TOKENS_PER_S)
@@ -48,6 +53,10 @@ class RoundRobinRouter:
         self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest, now: float
     ) -> Pair | None:
         """See Router."""
+        pair = self._of_pools(snapshot, loads, request)
+        return own_pair(snapshot, loads, request) if pair is None else pair
+
+    def _of_pools(self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest) -> Pair | None:
         prefills = _turned(_candidates(snapshot, request, "prefill"), request.turn)
         if not request.needs_decode:
             return _paired(prefills[0], None, 0.0, loads) if prefills else None

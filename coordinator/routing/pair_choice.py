@@ -1,4 +1,4 @@
-"""Who computes a prompt with a target: the prefill worker, or a decode worker that keeps the answer. Pure.
+"""Who computes a prompt with a target, and who decodes its answer. Pure.
 
     ready(w) = (work ahead + own work) / share(w)        left = 0.9 (due - now)
 
@@ -8,7 +8,13 @@
 
 So the fixed split (a prefill worker that is always in time) and colocated workers (one that never is) are two results
 of one rule. `share` is what streams leave of a worker's time; its token clock keeps them whatever is believed here.
-See docs/decisions/0028-who-computes-a-prompt.md.
+See docs/decisions/0028-who-computes-a-prompt.md. With neutral workers "prefill" and "decode" are where they lean, and
+
+4. the answer of a prompt that the prefill worker computes is decoded where the clock has room for it: by the router's
+   choice, else by the decode-leaning worker of the shortest step, else by any neutral one, the one that has computed
+   the prompt included; where nobody has room, by that one: its clock holds prompts back, not streams.
+
+See docs/decisions/0036-who-moves-leanings.md.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ from engine.pacing.token_clock import MIN_CHUNK_TOKENS
 
 MARGIN = 0.9
 """Share of the time that is left, and of a stream's target, that plans use."""
+ROOM_SHARE = 0.85
+"""Of what plans use of a stream's target: as long may a step be that takes one more stream in."""
 SOON_SHARE = 0.3
 SOONER_SHARE = 0.7
 LEAST_SHARE = 0.01
@@ -86,6 +94,31 @@ def choose_place(prefill: PromptPlace, decodes: Sequence[PromptPlace], left_s: f
     if prefill_s <= left_s:
         return None
     return first if decode_s <= SOONER_SHARE * prefill_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlace:
+    """A worker that could decode the answer."""
+
+    step_s: float | None
+    """Its step with this stream and all that are promised to it, seconds; None: unknown."""
+    leans_here: bool = True
+    """Whether it leans to decode."""
+
+    def has_room(self, tpot_s: float | None) -> bool:
+        """Whether its streams and one more keep a target, as far as is known."""
+        if self.step_s is None or tpot_s is None:
+            return True
+        return self.step_s <= ROOM_SHARE * MARGIN * tpot_s
+
+
+def choose_stream(places: Sequence[StreamPlace], tpot_s: float | None) -> int | None:
+    """The index of the worker that decodes the answer; None: nobody has room. The first one, which is the router's
+    choice, takes it if it has; then those that lean to decode, then the others, each by the shortest step."""
+    able = [index for index, place in enumerate(places) if place.has_room(tpot_s)]
+    if not able or able[0] == 0:
+        return able[0] if able else None
+    return min(able, key=lambda index: (not places[index].leans_here, places[index].step_s or 0.0))
 
 
 def granted_tokens(place: PromptPlace, fit: PromptFit, tokens: int, cached: int, left_s: float) -> int:

@@ -95,12 +95,15 @@ class PairSelector(RequestObserver):
         tokens = len(request.prompt) + len(state.token_ids)
         uncached_tokens = tokens - attempt.expected_cached_tokens
         if attempt.decode is None:
-            self._registry.count_sent(attempt.prefill.key, uncached_tokens)
+            self._registry.count_prompt(attempt.prefill.key, uncached_tokens)
+        elif attempt.decode.key == attempt.prefill.key:
+            self._registry.loads.count_prompt(attempt.prefill.key, uncached_tokens)
+            self._registry.count_stream(attempt.decode.key, tokens)
         else:
             expected = self._registry.count_expected(attempt.prefill.key, uncached_tokens)
             if expected is not None:
                 self._expected[attempt.attempt_id] = expected
-            self._registry.count_sent(attempt.decode.key, tokens)
+            self._registry.count_stream(attempt.decode.key, tokens)
         for size, keys in request.block_keys.items():
             workers = (attempt.prefill, attempt.decode)
             sent_to = [w.key for w in workers if w is not None and w.block_size_tokens == size]
@@ -130,6 +133,8 @@ class PairSelector(RequestObserver):
         """How many prompt tokens the decode worker may compute itself, by `hybrid`, `local_prefill` and the plan in
         force."""
         now = time.monotonic()
+        if pair.is_own:
+            return NO_LIMIT
         if pair.decode is None or not self._computes_locally(state, now):
             return 0
         if self._config.local_prefill == "always":

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.request.candidates import Candidate, PairCost
+from coordinator.routing.own_pair import own_pair
 from coordinator.routing.router import Pair, RoutingRequest
 from coordinator.routing.scores import needed_blocks, pair_cost, queue_weight
 from coordinator.routing.worker_columns import (
@@ -67,6 +68,10 @@ class PrefixRouter:
         self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest, now: float
     ) -> Pair | None:
         """See Router."""
+        pair = self._of_pools(snapshot, loads, request)
+        return own_pair(snapshot, loads, request) if pair is None else pair
+
+    def _of_pools(self, snapshot: PoolSnapshot, loads: LoadLedger, request: RoutingRequest) -> Pair | None:
         columns = self._columns(request.model)
         columns.refresh(snapshot, loads)
         prefill, decode = columns.prefill, columns.decode

@@ -7,7 +7,7 @@ does not know those of other coordinators.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from coordinator.request.caller import CLASS_RANKS
@@ -26,6 +26,8 @@ class BookedPrompt:
     cached_tokens: int
     due_s: float
     class_rank: int
+    decode: WorkerKey | None = None
+    """Where the answer will be decoded."""
 
     def goes_before(self, due_s: float, class_rank: int, now: float) -> bool:
         """Whether a worker serves it before one of that class that is due then: as triage does, late ones after those
@@ -51,6 +53,7 @@ class PromptBook:
     def __init__(self) -> None:
         self._pages: dict[WorkerKey, _Page] = defaultdict(_Page)
         self._places: dict[str, WorkerKey] = {}
+        self._promised: Counter[WorkerKey] = Counter()
 
     def __len__(self) -> int:
         return len(self._places)
@@ -72,6 +75,10 @@ class PromptBook:
         # One of them is under way; the longest bounds how far it can have come.
         return sum(work) - min(now - page.since_s, max(work)) if work else 0.0
 
+    def promised(self, worker: WorkerKey) -> int:
+        """Number of booked prompts whose answers a worker will decode."""
+        return self._promised[worker]
+
     def place(self, name: str, worker: WorkerKey, prompt: BookedPrompt, now: float) -> None:
         """Books a prompt at a worker, and nowhere else any more."""
         self.remove(name, now)
@@ -79,6 +86,8 @@ class PromptBook:
         if not page.prompts:
             page.since_s = now
         page.prompts[name] = prompt
+        if prompt.decode is not None:
+            self._promised[prompt.decode] += 1
         self._places[name] = worker
 
     def remove(self, name: str, now: float) -> None:
@@ -87,7 +96,11 @@ class PromptBook:
         if worker is None:
             return
         page = self._pages[worker]
-        del page.prompts[name]
+        prompt = page.prompts.pop(name)
+        if prompt.decode is not None:
+            self._promised[prompt.decode] -= 1
+            if not self._promised[prompt.decode]:
+                del self._promised[prompt.decode]
         page.since_s = now
         if not page.prompts:
             del self._pages[worker]
@@ -129,7 +142,10 @@ class PromptBookkeeper(RequestObserver):
         request, now = state.request, time.monotonic()
         tokens = max(1, len(request.prompt) + len(state.token_ids) - cached_tokens)
         rank = CLASS_RANKS[request.caller.priority_class]
-        prompt = BookedPrompt(tokens, cached_tokens, due_of(state, now), rank)
+        decode = state.attempt.decode
+        prompt = BookedPrompt(
+            tokens, cached_tokens, due_of(state, now), rank, decode.key if decode is not None else None
+        )
         self._book.place(state.attempt.attempt_id, worker, prompt, now)
 
     def _remove(self, state: RequestState) -> None:

@@ -2,25 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from coordinator.routing.local_prefill import NO_LIMIT
-from coordinator.routing.pair_choice import PromptPlace, choose_place, granted_tokens, share_left
+from coordinator.routing.pair_choice import (
+    PromptPlace,
+    StreamPlace,
+    choose_place,
+    choose_stream,
+    granted_tokens,
+    share_left,
+)
 from coordinator.routing.prompt_book import PromptBook
 from coordinator.routing.router import Pair, RoutingRequest, cached_tokens
 from coordinator.routing.scores import needed_blocks
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from splitserve.v1 import registry_pb2
 
 MAX_DECODES = 64
-"""Decode workers that are looked at; of larger pools only the one that the router has chosen."""
+"""Workers that are looked at; of larger clusters only those that the router has chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request that is to be placed, at one moment. `fit` is that of the router's prefill worker, for those that have
+    none of their own."""
+
+    request: RoutingRequest
+    snapshot: PoolSnapshot
+    due_s: float
+    tpot_s: float | None
+    now: float
+    fit: PromptFit
+
+    def others(self, pool: PoolName) -> list[Worker]:
+        """The workers of a pool that take requests, where there are not too many."""
+        small = len(self.snapshot.workers) <= MAX_DECODES
+        return self.snapshot.accepting(self.request.model, pool) if small else []
+
+    def may_mix(self, worker: Worker) -> bool:
+        """Whether a worker may compute prompts beside streams: not one that would let them hold up streams that are
+        promised their time, and none that has failed the request."""
+        paces = self.tpot_s is None or worker.paces_prompts
+        return paces and worker.key not in self.request.exclude
 
 
 class PromptPlacement:
-    """Decides with the pair who computes the prompt, where the request has a target and the workers are measured."""
+    """Decides with the pair who computes the prompt and who decodes, where the request has a target and the workers are
+    measured."""
 
     def __init__(self, loads: LoadLedger, book: PromptBook) -> None:
         self._loads, self._book = loads, book
@@ -34,83 +65,136 @@ class PromptPlacement:
         tpot_s: float | None,
         now: float,
     ) -> Pair:
-        """The pair with `local_tokens`, and with another decode worker if that one computes the prompt; unchanged if
-        there is nothing to decide by. `due_s`: when the first token is due, infinity for never; `tpot_s`: what streams
-        are promised."""
-        fit = self._prompt_fit(pair.prefill)
-        if pair.decode is None or fit is None or due_s == float("inf"):
+        """The pair with `local_tokens`, and with other workers where the policy prefers them; unchanged if there is
+        nothing to decide by. `due_s`: when the first token is due, infinity for never; `tpot_s`: what streams are
+        promised."""
+        fit, decode = self._prompt_fit(pair.prefill), pair.decode
+        if decode is None or pair.is_own or fit is None or due_s == float("inf"):
             return pair
-
-        def ahead_s(worker: Worker, own: PromptFit) -> float:
-            return self._book.ahead_s(worker.key, due_s, request.class_rank, own, now)
-
-        tokens, cached = request.prompt_tokens, pair.cost.cached_tokens
-        prefill = PromptPlace(ahead_s(pair.prefill, fit), fit.chunk_s(tokens - cached, cached))
-        decodes = self._decodes(pair, pair.decode, request, snapshot, tpot_s)
-        places = [self._place(worker, request, tpot_s, fit, ahead_s) for worker in decodes]
+        asked = _Asked(request, snapshot, due_s, tpot_s, now, fit)
+        pair, prefill = self._least_ready(pair, decode, asked)
+        decodes = self._decodes(pair, decode, asked)
+        places = [self._place(worker, asked, cached_tokens(worker, request)) for worker in decodes]
         left_s = due_s - now
         chosen = choose_place(prefill, places, left_s)
         if chosen is None:
-            return replace(pair, local_tokens=0)
+            return self._streamed(pair, decode, asked)
         worker, place = decodes[chosen], places[chosen]
-        held = cached_tokens(worker, request)
-        own_fit = self._prompt_fit(worker) or fit
-        granted = granted_tokens(place, own_fit, tokens - held, held, left_s)
+        held, tokens = cached_tokens(worker, request), request.prompt_tokens
+        granted = granted_tokens(place, self._fit_of(worker, asked), tokens - held, held, left_s)
         cost = replace(pair.cost, decode_cached_tokens=held)
         return replace(pair, decode=worker, cost=cost, local_tokens=min(granted, NO_LIMIT))
 
-    def _place(
-        self,
-        worker: Worker,
-        request: RoutingRequest,
-        tpot_s: float | None,
-        prefill_fit: PromptFit,
-        ahead_s: Callable[[Worker, PromptFit], float],
-    ) -> PromptPlace:
-        """A decode worker that has not computed prompts yet is taken for as fast as the prefill worker."""
-        fit, held = self._prompt_fit(worker) or prefill_fit, cached_tokens(worker, request)
-        load = self._loads.decode[worker.key]
-        context_tokens = load.held_blocks * worker.block_size_tokens
-        # Those in flight too: streams on their way here are promised their time already.
-        streams = max(load.batch_requests, load.requests)
-        share = share_left(_step_fit(load.fit), streams, context_tokens, tpot_s, fit)
-        return PromptPlace(ahead_s(worker, fit), fit.chunk_s(request.prompt_tokens - held, held), share)
-
-    def _decodes(
-        self,
-        pair: Pair,
-        decode: Worker,
-        request: RoutingRequest,
-        snapshot: PoolSnapshot,
-        tpot_s: float | None,
-    ) -> list[Worker]:
-        """Decode workers that could compute the prompt: the chosen one, and others that have room for it and that the
-        prefill worker reaches, should one of them send the prompt back. None that would let prompts hold up streams
-        that are promised their time, and none that has failed the request."""
-        chosen, others = [decode], []
-        if len(snapshot.workers) <= MAX_DECODES:
-            others = [
-                worker
-                for worker in snapshot.accepting(request.model, "decode")
-                if worker.key != decode.key
-                and pair.prefill.reaches(worker)
-                and self._has_room(worker, request)
-            ]
-        return [
+    def _least_ready(self, pair: Pair, decode: Worker, asked: _Asked) -> tuple[Pair, PromptPlace]:
+        """The pair with the prefill worker that is ready first. Among pinned ones the router has chosen; the streams of
+        neutral ones, which it does not see, may leave them little time."""
+        able = [pair.prefill]
+        able += [
             worker
-            for worker in (*chosen, *others)
-            if worker.key not in request.exclude and (tpot_s is None or worker.paces_prompts)
+            for worker in asked.others("prefill")
+            if (worker.neutral or pair.prefill.neutral)
+            and worker.key != pair.prefill.key
+            and worker.reaches(decode)
+            and asked.may_mix(worker)
         ]
+        known = [pair.cost.cached_tokens, *(cached_tokens(worker, asked.request) for worker in able[1:])]
+        places = [self._place(worker, asked, held) for worker, held in zip(able, known, strict=True)]
+        first = min(range(len(able)), key=lambda index: places[index].ready_s)
+        if first:
+            prefill = able[first]
+            cost = replace(pair.cost, cached_tokens=known[first])
+            queued = self._loads.prefill[prefill.key].queued_tokens
+            pair = replace(pair, prefill=prefill, cost=cost, queued_tokens=queued)
+        return pair, places[first]
 
-    def _has_room(self, worker: Worker, request: RoutingRequest) -> bool:
+    def _streamed(self, pair: Pair, decode: Worker, asked: _Asked) -> Pair:
+        """The pair whose prefill worker computes the prompt, with who decodes. Only neutral workers decode beside the
+        prompts that they lean to, so without any of them it is the router's choice."""
+        pair, prefill = replace(pair, local_tokens=0), pair.prefill
+        stand_ins = [worker for worker in asked.others("prefill") if worker.neutral]
+        if prefill.neutral and not stand_ins:
+            stand_ins = [prefill]
+        if asked.tpot_s is None or not (stand_ins or decode.neutral):
+            return pair
+        able = [
+            worker
+            for worker in (*asked.others("decode"), *stand_ins)
+            if worker.key != decode.key
+            and prefill.reaches(worker)
+            and self._has_blocks(worker, asked.request)
+            and asked.may_mix(worker)
+        ]
+        # Of equal ones the one that has computed the prompt, which hands nothing off.
+        able.sort(key=lambda worker: worker.key != prefill.key)
+        workers = [decode, *able]
+        places = [self._stream_place(worker, asked) for worker in workers]
+        chosen = choose_stream(places, asked.tpot_s)
+        if chosen is None:
+            keeps_it = any(worker.key == prefill.key for worker in able)
+            return _kept(pair) if keeps_it else pair
+        worker = workers[chosen]
+        if worker.key == prefill.key:
+            return _kept(pair)
+        held = cached_tokens(worker, asked.request)
+        return replace(pair, decode=worker, cost=replace(pair.cost, decode_cached_tokens=held))
+
+    def _stream_place(self, worker: Worker, asked: _Asked) -> StreamPlace:
+        fit, (streams, context_tokens) = _step_fit(self._loads.decode[worker.key].fit), self._streams(worker)
+        if fit is None:
+            return StreamPlace(None, worker.pool == "decode")
+        step_s = fit.step_s(streams + 1, context_tokens + asked.request.prompt_tokens)
+        return StreamPlace(step_s, worker.pool == "decode")
+
+    def _place(self, worker: Worker, asked: _Asked, held: int) -> PromptPlace:
+        """A worker that has not computed prompts yet is taken for as fast as the router's prefill worker."""
+        own, request = self._fit_of(worker, asked), asked.request
+        ahead_s = self._book.ahead_s(worker.key, asked.due_s, request.class_rank, own, asked.now)
+        work_s = own.chunk_s(request.prompt_tokens - held, held)
+        if not worker.decodes:
+            return PromptPlace(ahead_s, work_s)
+        fit, (streams, context_tokens) = _step_fit(self._loads.decode[worker.key].fit), self._streams(worker)
+        return PromptPlace(ahead_s, work_s, share_left(fit, streams, context_tokens, asked.tpot_s, own))
+
+    def _streams(self, worker: Worker) -> tuple[int, int]:
+        """Streams of a worker and their tokens of context. Those on their way are promised their time already. The
+        batch of a neutral worker has prompts whose answers others decode, too: only its streams count."""
+        load = self._loads.decode[worker.key]
+        streams = max(load.batch_requests, load.requests)
+        if worker.neutral and load.report.HasField("streams"):
+            promised = max(load.sent_requests, self._book.promised(worker.key))
+            streams = max(len(load.flights), load.report.streams + promised)
+        return streams, load.held_blocks * worker.block_size_tokens
+
+    def _decodes(self, pair: Pair, decode: Worker, asked: _Asked) -> list[Worker]:
+        """Decode workers that could compute the prompt: the chosen one, and others that have room for it and that the
+        prefill worker reaches, should one of them send the prompt back."""
+        others = [
+            worker
+            for worker in asked.others("decode")
+            if worker.key != decode.key
+            and pair.prefill.reaches(worker)
+            and self._has_blocks(worker, asked.request)
+        ]
+        return [worker for worker in (decode, *others) if asked.may_mix(worker)]
+
+    def _has_blocks(self, worker: Worker, request: RoutingRequest) -> bool:
         load = self._loads.decode[worker.key]
         has_slot = load.batch_requests < worker.max_running_requests
         return has_slot and load.free_blocks >= needed_blocks(request, float(worker.block_size_tokens))
 
+    def _fit_of(self, worker: Worker, asked: _Asked) -> PromptFit:
+        return self._prompt_fit(worker) or asked.fit
+
     def _prompt_fit(self, worker: Worker) -> PromptFit | None:
-        pool = self._loads.prefill if worker.pool == "prefill" else self._loads.decode
-        report = pool[worker.key].report
+        load = self._loads.prefill.get(worker.key) or self._loads.decode[worker.key]
+        report = load.report
         return _fit_of(report.prompt_fit) if report.HasField("prompt_fit") else None
+
+
+def _kept(pair: Pair) -> Pair:
+    """The answer is decoded where its prompt is computed."""
+    cost = replace(pair.cost, decode_cached_tokens=pair.cost.cached_tokens, transfer_s=0.0)
+    return replace(pair, decode=pair.prefill, cost=cost, local_tokens=NO_LIMIT)
 
 
 def _fit_of(told: registry_pb2.PromptFit) -> PromptFit:

@@ -51,7 +51,8 @@ def cached_tokens(worker: Worker, request: RoutingRequest) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prefill worker and, unless the request needs none, a decode worker that it can write to."""
+    """A worker that computes the prompt and, unless the request needs none, one that decodes and that it can write to.
+    A neutral worker may be both."""
 
     prefill: Worker
     decode: Worker | None
@@ -67,6 +68,11 @@ class Pair:
     local_tokens: int | None = None
     """Prompt tokens that the decode worker may compute itself; None: that was not decided with the pair."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether one worker is both, so that nothing is handed off."""
+        return self.decode is not None and self.decode.key == self.prefill.key
+
 
 class Router(Protocol):
     """A routing policy. Implementations neither await nor read clocks."""
@@ -76,6 +82,7 @@ class Router(Protocol):
     ) -> Pair | None:
         """The pair to use, or None if no complete pair can serve the request now.
 
+        A neutral worker counts as one of the pool that it leans to; as a pair with itself only where there is no other.
         `loads` has the load of each worker of the snapshot. `now` is in seconds on the monotonic clock.
         """
 
@@ -83,7 +90,7 @@ class Router(Protocol):
 def no_pair(snapshot: PoolSnapshot, request: RoutingRequest, retry_after_s: float) -> UnavailableError:
     """The error for a request that no complete pair can serve: SLOW_LANE, naming the lane, or NO_WORKER."""
     pools: tuple[PoolName, ...] = ("prefill", "decode") if request.needs_decode else ("prefill",)
-    empty = [pool for pool in pools if not snapshot.accepting(request.model, pool)]
+    empty = [pool for pool in pools if not snapshot.serving(request.model, pool)]
     reason = "NO_WORKER"
     if empty:
         message = f"no {' and no '.join(empty)} worker of model {request.model!r} is ready"
@@ -99,7 +106,7 @@ def refused_lanes(snapshot: PoolSnapshot, model: str) -> str:
     """A description of a model's refused lanes, with reasons; empty if there are none."""
     return "; ".join(
         f"{worker.worker_id} to {peer.worker_id}: {lane.problem}"
-        for worker in snapshot.accepting(model, "prefill")
+        for worker in snapshot.serving(model, "prefill")
         for peer, lane in snapshot.lanes_of(worker)
         if lane.refused
     )

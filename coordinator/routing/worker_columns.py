@@ -252,8 +252,11 @@ class ModelColumns:
                 changed.add(index)
         for index in changed:
             worker, location = workers[index], rows[index]
-            if worker.epoch != seen[index].epoch or worker.worker_id != seen[index].worker_id:
+            before = seen[index]
+            if worker.epoch != before.epoch or worker.worker_id != before.worker_id:
                 return False
+            if worker.pool != before.pool:
+                return False  # a neutral worker leans to the other side now
             if location is not None:
                 location[0].update_row(location[1], worker)
         return True

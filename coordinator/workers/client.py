@@ -70,7 +70,7 @@ class WorkerClient:
         self._metadata = security.metadata
         self._channel = security.channel(
             worker.address,
-            worker.pool,
+            "worker" if worker.neutral else worker.pool,
             max_message_bytes=max_message_bytes,
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
@@ -283,7 +283,7 @@ class WorkerClients:
             log_exception("worker.no_client", error, worker_id=worker.worker_id)
             return
         self._clients[worker.key] = client
-        if worker.pool == "decode":
+        if worker.decodes:
             on_open = partial(self._registry.set_output_open, worker.key)
             watch = self._loops.run("outputs", partial(client.outputs.run, on_open))
             self._watchers[worker.key] = group.create_task(watch)

@@ -223,8 +223,13 @@ class DecodeLoad(_Load):
         held = report.referenced_blocks + report.reserved_blocks + report.quarantined_blocks
         computed_blocks = self.computed_context / self.block_size
         own_blocks = self.context_tokens / self.block_size + len(self.flights)
+        others = (
+            report.streams - self.computed
+            if report.HasField("streams")
+            else report.running_requests - len(self.flights)
+        )
         requests, blocks, shared = (
-            max(0, report.running_requests - len(self.flights)),
+            max(0, others),
             max(0, held - round(own_blocks)),
             min(1.0, max(held / computed_blocks, LEAST_SHARED)) if self.computed and held else 1.0,
         )

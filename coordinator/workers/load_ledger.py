@@ -28,7 +28,7 @@ class ExpectedPrompt:
         """The prefill worker is called now: counts the prompt as sent, until the next report."""
         if tokens := self._tokens:
             self.withdraw()
-            self._ledger.count_sent(self._load.key, tokens)
+            self._ledger.count_prompt(self._load.key, tokens)
 
     def withdraw(self) -> None:
         """The prompt will not be sent, or has been. Idempotent."""
@@ -57,9 +57,9 @@ class LoadLedger:
     def add(self, worker: Worker) -> None:
         """Adds a boot that has registered, with nothing in flight."""
         key, slots = worker.key, worker.max_running_requests
-        if worker.pool == "prefill":
+        if worker.computes_prompts:
             self.prefill[key] = PrefillLoad(key, slots)
-        else:
+        if worker.decodes:
             self.decode[key] = DecodeLoad(key, slots, block_size=worker.block_size_tokens)
         self._log_change(key)
 
@@ -70,16 +70,21 @@ class LoadLedger:
 
     def on_report(self, key: WorkerKey, report: registry_pb2.WorkerLoad) -> None:
         """Takes a worker's report, which must not be mutated later. Unknown boots are ignored."""
-        if (load := self._of(key)) is not None:
+        loads = self._of(key)
+        for load in loads:
             load.on_report(report)
+        if loads:
             self._log_change(key)
 
-    def count_sent(self, key: WorkerKey, tokens: int) -> None:
-        """Counts a request of `tokens` prompt tokens as sent, until the next report. Unknown boots are ignored."""
-        if (load := self._of(key)) is not None:
-            load.sent_requests += 1
-            load.sent_tokens += tokens
-            self._log_change(key)
+    def count_prompt(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a prompt of which `tokens` are to be computed as sent, until the next report. Boots that are unknown
+        or compute none are ignored."""
+        self._count(key, self.prefill.get(key), tokens)
+
+    def count_stream(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request of `tokens` prompt tokens as sent to where it is decoded, until the next report. Boots that
+        are unknown or do not decode are ignored."""
+        self._count(key, self.decode.get(key), tokens)
 
     def expect(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
         """Counts a prompt that goes to a prefill worker once decode has room. None for an unknown boot."""
@@ -95,8 +100,15 @@ class LoadLedger:
         load.expected_tokens -= tokens
         self._log_change(load.key)
 
-    def _of(self, key: WorkerKey) -> PrefillLoad | DecodeLoad | None:
-        return self.prefill.get(key) or self.decode.get(key)
+    def _of(self, key: WorkerKey) -> list[PrefillLoad | DecodeLoad]:
+        """Both loads of a neutral worker, which has one report for both."""
+        return [load for load in (self.prefill.get(key), self.decode.get(key)) if load is not None]
+
+    def _count(self, key: WorkerKey, load: PrefillLoad | DecodeLoad | None, tokens: int) -> None:
+        if load is not None:
+            load.sent_requests += 1
+            load.sent_tokens += tokens
+            self._log_change(key)
 
     def _log_change(self, key: WorkerKey) -> None:
         if len(self.changes) >= MAX_CHANGES:

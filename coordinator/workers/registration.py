@@ -31,7 +31,11 @@ MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
 MAX_GB_PER_S = 1e6
 
-_POOLS: dict[int, PoolName] = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}
+POOLS: Mapping[PoolName, registry_pb2.Pool.ValueType] = {
+    "prefill": registry_pb2.POOL_PREFILL,
+    "decode": registry_pb2.POOL_DECODE,
+}
+_POOLS: dict[int, PoolName] = {number: name for name, number in POOLS.items()}
 
 
 def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
@@ -61,6 +65,8 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         in_rotation=not request.standby,
         registered_standby=request.standby,
         experimental=request.experimental,
+        neutral=request.neutral,
+        registered_pool=_POOLS[request.pool],
         paces_prompts=request.paces_prompts,
         adapters=_checked_adapters(request.model),
     )
@@ -86,9 +92,24 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         _require(0 < prompt.token_ms <= MAX_MS, "load.prompt_fit.token_ms", f"above 0, at most {MAX_MS:g}")
         _between("load.prompt_fit.pair_ms", prompt.pair_ms, 0, MAX_MS)
         _between("load.prompt_fit.mixing_ms", prompt.mixing_ms, -prompt.base_ms, MAX_MS)
+    if request.leaning:
+        _require(request.leaning in _POOLS, "leaning", "POOL_PREFILL or POOL_DECODE")
     for lane in request.lanes:
         _between("lanes.gb_per_second", lane.gb_per_second, 0, MAX_GB_PER_S)
         _between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)
+
+
+def leaning_of(worker: Worker, request: registry_pb2.ReportRequest) -> PoolName:
+    """The pool that a worker leans to by its report. Raises InvalidArgumentError for one that does not exist, and for
+    another one than its own of a worker that is not neutral."""
+    if not request.leaning:
+        return worker.registered_pool or worker.pool
+    _require(request.leaning in _POOLS, "leaning", "POOL_PREFILL or POOL_DECODE")
+    leaning = _POOLS[request.leaning]
+    if not worker.neutral and leaning != worker.pool:
+        message = f"leaning: {worker.name} is not neutral, and cannot lean to {leaning}"
+        raise InvalidArgumentError(message, field="leaning")
+    return leaning
 
 
 def check_identity(request: registry_pb2.RegisterRequest, identity: PeerIdentity) -> None:
@@ -273,13 +294,19 @@ def may_join(worker: Worker, others: Iterable[Worker], waited_s: float) -> bool:
 
     `others` are all workers; `waited_s` is how long this one has been usable.
     """
-    model, pool = worker.model.name, worker.pool
-    peers = (w for w in others if w.joined and w.usable and w.model.name == model and w.pool != pool)
+    peers = (
+        w
+        for w in others
+        if w.joined and w.usable and w.model.name == worker.model.name and w.worker_id != worker.worker_id
+    )
     return waited_s >= JOIN_WAIT_S or all(_is_settled(worker, peer) for peer in peers)
 
 
 def _is_settled(worker: Worker, peer: Worker) -> bool:
-    """Whether the lane is up, or was refused as too slow."""
-    prefill, decode = (worker, peer) if worker.pool == "prefill" else (peer, worker)
-    refused = any(lane.refused and lane.agent_id == decode.agent_id for lane in prefill.lanes)
-    return refused or prefill.reaches(decode)
+    """Whether the lanes between the two, in each direction that KV may take, are up or were refused as too slow."""
+    lanes = [(p, d) for p, d in ((worker, peer), (peer, worker)) if p.computes_prompts and d.decodes]
+    return all(
+        prefill.reaches(decode)
+        or any(lane.refused and lane.agent_id == decode.agent_id for lane in prefill.lanes)
+        for prefill, decode in lanes
+    )

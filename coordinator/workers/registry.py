@@ -5,16 +5,13 @@ No I/O and no clock: `now` is an argument, in seconds on the monotonic clock. Li
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import TypeVar
 
 from coordinator.workers.catalog import ModelCatalog
 from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import check_fits, check_names, checked_worker, may_join
+from coordinator.workers.registration import check_fits, check_names, checked_worker, leaning_of, may_join
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
@@ -24,15 +21,15 @@ from coordinator.workers.snapshot import (
     CircuitStatus,
     Isolation,
     Model,
+    PoolName,
     PoolSnapshot,
     Worker,
     WorkerKey,
 )
 from splitserve.errors import NotFoundError, UnavailableError
 from splitserve.logs import log_event
+from splitserve.runtime.versioned import Versioned
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
-
-T = TypeVar("T")
 
 MAX_ENDED = 256
 """Ended boots announced to decode workers. A decode worker that misses one waits for the ticket to expire."""
@@ -42,19 +39,19 @@ SWEPT_SHARDS = 64
 """Shards of the prefix index swept per call of `expire`."""
 
 
-class Registry:
+class Registry(Versioned):
     """The registered workers.
 
     `version` grows with every change that can alter which pairs may serve (membership, readiness, draining,
-    connections, circuit breakers, rotation); load reports alone do not change it. `prefixes` holds what the workers
-    have cached, `loads` their load.
+    connections, circuit breakers, rotation, leanings); load reports alone do not change it. `prefixes` holds what the
+    workers have cached, `loads` their load.
     """
 
     def __init__(self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None) -> None:
+        super().__init__()
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.prefixes = PrefixIndex() if prefixes is None else prefixes
         self.loads = LoadLedger()
-        self.version = 0
         self._workers: dict[str, Worker] = {}
         """Sorted by id, so that a snapshot is a plain copy."""
         self._snapshot: PoolSnapshot | None = None
@@ -66,10 +63,10 @@ class Registry:
         self._last_seen_s: dict[WorkerKey, float] = {}
         self._catalog = ModelCatalog()
         self._ended: dict[str, None] = {}
-        self._changed = asyncio.Event()
         self._plan = NO_PLAN
         self._usable_since_s: dict[WorkerKey, float] = {}
         self._now = 0.0
+        self._asked: dict[WorkerKey, PoolName] = {}
         self._listeners: list[Callable[[Worker | None], None]] = []
 
     @property
@@ -78,15 +75,15 @@ class Registry:
         return self._plan
 
     def subscribe(self, listener: Callable[[Worker | None], None]) -> None:
-        """Calls `listener` with a worker after each of its load reports, and with None when `version` has changed.
-
-        A listener must be cheap and must not raise.
-        """
+        """Calls `listener` with a worker after each of its load reports, and with None when `version` has changed. It
+        must be cheap and must not raise."""
         self._listeners.append(listener)
 
     def apply_plan(self, plan: RotationPlan) -> None:
         """Replaces the plan in force."""
-        self._plan = plan
+        before, self._plan = self._plan, plan
+        if plan.leanings != before.leanings:
+            self._bump_version()
         self._set_rotation(plan.in_rotation)
 
     def register(self, request: registry_pb2.RegisterRequest, now: float, certificate: str = "") -> Worker:
@@ -127,17 +124,20 @@ class Registry:
         return worker
 
     def report(self, request: registry_pb2.ReportRequest, now: float) -> Worker:
-        """Takes a load report, which is also the heartbeat. Raises NotFoundError if the boot must register again."""
+        """Takes a load report, which is also the heartbeat. Raises as `leaning_of`, and NotFoundError if the boot must
+        register again."""
         worker = self._workers.get(request.worker_id)
         if worker is None or worker.epoch != request.epoch:
             message = f"worker {request.worker_id!r} is not registered under this epoch"
             raise NotFoundError(message, reason="WORKER_NOT_REGISTERED", field="worker_id")
+        pool = leaning_of(worker, request)
         self._last_seen_s[worker.key] = now
         self._silent.discard(worker.key)
         if request.HasField("cache_events"):
             self.prefixes.apply(worker.key, request.cache_events)
         reported = dataclasses.replace(
             worker,
+            pool=pool,
             prefix_slot=self.prefixes.slot_of(worker.key),
             load=request.load,
             reported=True,
@@ -147,6 +147,8 @@ class Registry:
         )
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
+        if pool != worker.pool:
+            log_event("worker.leans", worker_id=worker.worker_id, pool=pool)
         if self._join(now) or _serving_state(reported) != _serving_state(worker):
             self._bump_version()
         reported = self._workers[worker.worker_id]
@@ -175,6 +177,18 @@ class Registry:
             self._join(self._now)
             self._bump_version()
 
+    def ask_leanings(self, asked: Mapping[WorkerKey, PoolName]) -> None:
+        """Sets the leanings that the coordinator's planner asks for; a plan in force that names any goes before."""
+        if asked != self._asked:
+            self._asked = dict(asked)
+            self._bump_version()
+
+    def leaning_asked_of(self, worker: Worker) -> PoolName | None:
+        """Where a worker is asked to lean; None: where it does now."""
+        leanings = self._plan.leanings
+        wanted = leanings.get(worker.worker_id) if leanings else self._asked.get(worker.key)
+        return wanted if worker.neutral and wanted != worker.pool else None
+
     def set_circuit_statuses(self, circuits: Mapping[WorkerKey, CircuitStatus]) -> None:
         """Sets the circuit status of all workers; those that are not named are closed."""
         wanted = ((w, circuits.get(w.key, CLOSED_CIRCUIT)) for w in self._workers.values())
@@ -185,9 +199,14 @@ class Registry:
         wanted = ((w, isolations.get(w.key, NOT_ISOLATED)) for w in self._workers.values())
         self._replace([dataclasses.replace(w, isolation=one) for w, one in wanted if one != w.isolation])
 
-    def count_sent(self, key: WorkerKey, tokens: int) -> None:
-        """Counts a request of `tokens` prompt tokens as sent; see `LoadLedger.count_sent`."""
-        self.loads.count_sent(key, tokens)
+    def count_prompt(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a prompt as sent; see `LoadLedger.count_prompt`."""
+        self.loads.count_prompt(key, tokens)
+        self._count_request(key)
+
+    def count_stream(self, key: WorkerKey, tokens: int) -> None:
+        """Counts a request as sent to where it is decoded; see `LoadLedger.count_stream`."""
+        self.loads.count_stream(key, tokens)
         self._count_request(key)
 
     def count_expected(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
@@ -244,7 +263,7 @@ class Registry:
 
     def ended_writers_for(self, worker: Worker) -> list[str]:
         """Agent ids of the latest MAX_ENDED ended writers, whose blocks a decode worker releases; else empty."""
-        return list(self._ended) if worker.pool == "decode" else []
+        return list(self._ended) if worker.decodes else []
 
     def get(self, key: WorkerKey) -> Worker | None:
         """The worker in its current state, if this boot is registered."""
@@ -263,34 +282,14 @@ class Registry:
         return self._catalog.models
 
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
-        """Transfer endpoints of the decode workers that a prefill worker connects to; empty for a decode worker."""
-        if worker.pool != "prefill":
+        """Transfer endpoints of the workers that this one writes KV to: all that decode the model, but itself."""
+        if not worker.computes_prompts:
             return []
         return [
             self._endpoints[peer.key]
             for peer in self._workers.values()
-            if peer.pool == "decode" and peer.model.name == worker.model.name
+            if peer.decodes and peer.model.name == worker.model.name and peer.worker_id != worker.worker_id
         ]
-
-    async def wait_change(self, version: int) -> int:
-        """Waits until `version` differs from the given one; returns the new one."""
-        while self.version == version:
-            await self._changed.wait()
-        return self.version
-
-    async def wait_until(self, condition: Callable[[], T], wait_s: float) -> T:
-        """The first truthy result of `condition`, evaluated at each change of `version`, or its last result after
-        `wait_s` seconds."""
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + wait_s
-        while True:
-            version, found = self.version, condition()
-            left_s = deadline_s - loop.time()
-            if found or left_s <= 0:
-                return found
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self.wait_change(version)
 
     def _join(self, now: float) -> bool:
         """Joins the workers that may join. True if any did."""
@@ -339,12 +338,11 @@ class Registry:
         self._snapshot = None
         self._changes = []
         self._catalog.update(self.snapshot())
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        self.announce()
         for listener in self._listeners:
             listener(None)
 
 
 def _serving_state(worker: Worker) -> tuple[object, ...]:
     """The part of a report that can alter which pairs may serve."""
-    return worker.reported, worker.draining, worker.connected_agents
+    return worker.reported, worker.draining, worker.pool, worker.connected_agents

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from coordinator.workers.registration import check_identity, check_report, checked_worker
+from coordinator.workers.registration import POOLS, check_identity, check_report, checked_worker
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
@@ -117,21 +117,28 @@ class RegistryService(RegistryServiceServicer):
                 await write_whole(context, self._update(worker, resync_cache=True))
 
     def _update(self, worker: Worker, resync_cache: bool = False) -> registry_pb2.ReportResponse:
+        now = self._registry.get(worker.key)
+        asked = self._registry.leaning_asked_of(now) if now is not None else None
         return registry_pb2.ReportResponse(
             peers=self._registry.peers_of(worker),
             ended_agent_ids=self._registry.ended_writers_for(worker),
             resync_cache=resync_cache,
+            leaning=registry_pb2.POOL_UNSPECIFIED if asked is None else POOLS[asked],
         )
 
-    def _lacks_peers(self, worker: Worker) -> bool:
+    def _has_not_followed(self, worker: Worker) -> bool:
+        """Whether the worker lacks peers, or has not leant to where it is asked to."""
         now = self._registry.get(worker.key)
         if now is None:
             return False
+        if self._registry.leaning_asked_of(now) is not None:
+            return True
         settled = now.connected_agents | {lane.agent_id for lane in now.lanes if lane.refused}
         return any(peer.agent_id not in settled for peer in self._registry.peers_of(now))
 
     async def _send_updates(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
-        """Sends peers and ended writers first, after each change, and periodically while a peer is not connected.
+        """Sends peers, ended writers and the leaning that is asked for first, after each change, and periodically while
+        a peer is not connected or the worker leans elsewhere.
 
         Raises NotFoundError once the worker has been dropped.
         """
@@ -147,6 +154,6 @@ class RegistryService(RegistryServiceServicer):
                 async with asyncio.timeout(RESEND_PEERS_S):
                     await self._registry.wait_change(version)
                     continue
-            if self._lacks_peers(worker):
+            if self._has_not_followed(worker):
                 last = None
         raise NotFoundError(f"worker {worker.worker_id!r} was dropped", reason="WORKER_NOT_REGISTERED")

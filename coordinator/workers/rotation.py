@@ -6,9 +6,10 @@ plan took out of rotation come back, those that it put in stay, and lending ends
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.snapshot import PoolName, Worker
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import scaling_pb2
 
@@ -25,6 +26,8 @@ class RotationPlan:
     active: frozenset[str] = frozenset()
     lend: bool = False
     expires_s: float = float("inf")
+    leanings: Mapping[str, PoolName] = field(default_factory=dict)
+    """Where neutral workers are to lean, by their ids. Empty: the coordinator's own planner decides."""
 
     def lends(self, now: float) -> bool:
         """Whether decode workers are lent to prefill, that is, compute prompts too."""
@@ -60,4 +63,19 @@ def checked_plan(request: scaling_pb2.ApplyPlanRequest, now: float) -> RotationP
     if both := sorted(standby & active):
         message = f"standby_worker_ids and active_worker_ids both name {both[0]!r}"
         raise InvalidArgumentError(message, field="active_worker_ids")
-    return RotationPlan(standby, active, request.lend_decode_to_prefill, now + valid_s)
+    return RotationPlan(
+        standby, active, request.lend_decode_to_prefill, now + valid_s, _checked_leanings(request)
+    )
+
+
+def _checked_leanings(request: scaling_pb2.ApplyPlanRequest) -> dict[str, PoolName]:
+    prefill, decode = set(request.prefill_leaning_worker_ids), set(request.decode_leaning_worker_ids)
+    for name, ids in (("prefill_leaning_worker_ids", prefill), ("decode_leaning_worker_ids", decode)):
+        if len(ids) > MAX_NAMES:
+            raise InvalidArgumentError(f"{name} may hold {MAX_NAMES} ids", field=name)
+    if both := sorted(prefill & decode):
+        message = f"prefill_leaning_worker_ids and decode_leaning_worker_ids both name {both[0]!r}"
+        raise InvalidArgumentError(message, field="decode_leaning_worker_ids")
+    to_prefill: Iterable[tuple[str, PoolName]] = ((name, "prefill") for name in prefill)
+    to_decode: Iterable[tuple[str, PoolName]] = ((name, "decode") for name in decode)
+    return dict([*to_prefill, *to_decode])

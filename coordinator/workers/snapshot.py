@@ -82,6 +82,7 @@ class Worker:
     worker_id: str
     epoch: int
     pool: PoolName
+    """Its pool; of a neutral worker the one that it leans to now."""
     address: str
     model: Model
     """The base model."""
@@ -93,11 +94,11 @@ class Worker:
     reported: bool = False
     draining: bool = False
     output_open: bool = False
-    """Decode only: whether its output stream to this coordinator is open."""
+    """If it decodes: whether its output stream to this coordinator is open."""
     connected_agents: frozenset[str] = frozenset()
-    """Prefill only: agent ids of the decode workers that it can write to."""
+    """If it computes prompts: agent ids of the workers that it can write KV to."""
     lanes: tuple[registry_pb2.LaneReport, ...] = ()
-    """Prefill only: its lanes to decode workers, as measured at first contact."""
+    """If it computes prompts: its lanes to those, as measured at first contact."""
     block_bytes: int = 0
     max_step_tokens: int = 0
     """Tokens of one step at most."""
@@ -110,6 +111,10 @@ class Worker:
     registered_standby: bool = False
     experimental: bool = False
     """Whether its engine is marked experimental; for people to see."""
+    neutral: bool = False
+    """Whether it serves both pools with one engine."""
+    registered_pool: PoolName | None = None
+    """The pool that it registered with; None: `pool`."""
     paces_prompts: bool = False
     """Whether its engine computes prompts only as far as the targets of its streams leave time."""
     circuit: CircuitStatus = CLOSED_CIRCUIT
@@ -130,8 +135,18 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """What messages call it: "decode worker w1"."""
-        return f"{self.pool} worker {self.worker_id}"
+        """What messages call it: "decode worker w1", or "worker w1" for a neutral one."""
+        return f"worker {self.worker_id}" if self.neutral else f"{self.pool} worker {self.worker_id}"
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Whether it serves the prefill pool, whatever it leans to."""
+        return self.neutral or self.pool == "prefill"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it serves the decode pool, whatever it leans to."""
+        return self.neutral or self.pool == "decode"
 
     def serves(self, model: str) -> bool:
         """Whether requests for this name may be sent here: its base model, or one of its adapters."""
@@ -140,7 +155,7 @@ class Worker:
     @property
     def usable(self) -> bool:
         """Whether it could take new requests, regardless of peers, rotation and breakers."""
-        return self.reported and not self.draining and (self.output_open or self.pool == "prefill")
+        return self.reported and not self.draining and (self.output_open or not self.decodes)
 
     @property
     def accepts(self) -> bool:
@@ -150,13 +165,21 @@ class Worker:
 
     @property
     def reached_agents(self) -> frozenset[str]:
-        """Prefill only: agent ids of the decode workers that it may be paired with."""
+        """Agent ids of the workers that it may be paired with as the one that computes the prompt."""
         ejected = self.circuit.ejected_agents | self.isolation.agents
         return self.connected_agents - ejected if ejected else self.connected_agents
 
     def reaches(self, decode: Worker) -> bool:
-        """Whether this prefill worker can and may write to that decode worker."""
+        """Whether this worker may compute prompts for that one: it can and may write to it, or is it, and neutral."""
+        if decode.agent_id == self.agent_id:
+            return self.neutral
         return decode.agent_id in self.reached_agents
+
+
+def has_pair(workers: Sequence[Worker]) -> bool:
+    """Whether any of these workers may compute prompts for one of them, itself included. Their states do not count."""
+    decodes = [worker for worker in workers if worker.decodes]
+    return any(p.reaches(d) for p in workers if p.computes_prompts for d in decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,16 +202,27 @@ class PoolSnapshot:
     """Lets readers that compare snapshots skip unchanged workers."""
 
     def accepting(self, model: str, pool: PoolName) -> list[Worker]:
-        """The workers of one pool that take new requests."""
+        """The workers of one pool, those that lean to it among them, that take new requests."""
         return [w for w in self.workers if w.pool == pool and w.serves(model) and w.accepts]
 
+    def serving(self, model: str, pool: PoolName) -> list[Worker]:
+        """The same; where there is none, the neutral workers that lean to the other pool and stand in."""
+        return self.accepting(model, pool) or self.stand_ins(model, pool)
+
+    def stand_ins(self, model: str, pool: PoolName) -> list[Worker]:
+        """The neutral workers that take new requests and lean to the other pool."""
+        return [w for w in self.workers if w.neutral and w.pool != pool and w.serves(model) and w.accepts]
+
     def is_ready(self, worker: Worker) -> bool:
-        """Whether the worker can serve now with at least one worker of the other pool."""
-        if not worker.accepts:
-            return False
+        """Whether the worker can serve now: alone if it is neutral, else with at least one of the other pool."""
+        if not worker.accepts or worker.neutral:
+            return worker.accepts
         if worker.pool == "prefill":
-            return any(worker.reaches(peer) for peer in self.accepting(worker.model.name, "decode"))
-        return any(peer.reaches(worker) for peer in self.accepting(worker.model.name, "prefill"))
+            return any(worker.reaches(peer) for peer in self._taking(worker.model.name) if peer.decodes)
+        return any(peer.reaches(worker) for peer in self._taking(worker.model.name) if peer.computes_prompts)
+
+    def _taking(self, model: str) -> list[Worker]:
+        return [worker for worker in self.workers if worker.serves(model) and worker.accepts]
 
     def state_of(self, worker: Worker) -> WorkerState:
         """The worker's lifecycle state. Peers count as connected even if they are out of rotation."""
@@ -199,21 +233,19 @@ class PoolSnapshot:
         return scaling_pb2.WORKER_STATE_READY if worker.in_rotation else scaling_pb2.WORKER_STATE_STANDBY
 
     def _is_connected(self, worker: Worker) -> bool:
+        if worker.neutral:
+            return True
         peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
         if worker.pool == "prefill":
-            return any(peer.agent_id in worker.connected_agents for peer in peers if peer.pool == "decode")
-        return any(worker.agent_id in peer.connected_agents for peer in peers if peer.pool == "prefill")
+            return any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
+        return any(worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts)
 
     def ready_models(self) -> frozenset[str]:
         """Models and adapters with at least one complete pair that takes requests."""
         return frozenset(
             name
             for name in {name for worker in self.workers for name in (worker.model.name, *worker.adapters)}
-            if any(
-                prefill.reaches(decode)
-                for prefill in self.accepting(name, "prefill")
-                for decode in self.accepting(name, "decode")
-            )
+            if has_pair(self._taking(name))
         )
 
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:

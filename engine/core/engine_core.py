@@ -272,7 +272,8 @@ class EngineCore(Engine):
         """The present load. Costs O(running)."""
         counts = self.pool.counts()
         running = self._scheduler.running
-        prompts = sum(sequence.remaining for sequence in running if sequence.remaining > 1)
+        unread = [sequence.remaining for sequence in running if sequence.remaining > 1]
+        prompts = sum(unread)
         return EngineLoad(
             waiting_requests=len(self._scheduler.waiting),
             running_requests=len(running),
@@ -287,6 +288,7 @@ class EngineCore(Engine):
             step_fit=self._meter.fit.latest,
             prompt_fit=self._meter.prompt_fit.latest,
             late_prompts=len(self._pacing.late) if prompts or self._scheduler.waiting_tokens else 0,
+            streams=len(running) - len(unread),
         )
 
     def close(self) -> None:

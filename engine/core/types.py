@@ -286,6 +286,7 @@ class EngineLoad:
     step_fit: DecodeStepFit | None = None
     prompt_fit: PromptFit | None = None
     late_prompts: int = 0
+    streams: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

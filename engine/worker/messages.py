@@ -190,6 +190,7 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         step_fit=step_fit_message(load.step_fit),
         prompt_fit=prompt_fit_message(load.prompt_fit),
         late_prompts=load.late_prompts,
+        streams=load.streams,
     )
 
 

@@ -237,6 +237,10 @@ class CoordinatorConfig(SecuritySettings):
     local_prefill: Literal["never", "auto", "always"] = "never"
     """Whether decode workers compute the other prompts themselves. `auto`: if measured rates predict that it is faster
     than a handoff, with the running batch taken into account. `always`: all prompts, with a target or without."""
+    leanings: Literal["auto", "fixed"] = "auto"
+    """Who says where neutral workers lean. `auto`: the coordinator moves them to where the targets `ttft_slo_s` and
+    `tpot_slo_s` are in danger, unless an autoscaler's plan says where; without both targets they stay where they are.
+    `fixed`: only such a plan."""
     routing: Routing = "prefix"
     """How workers are chosen. `prefix`: lowest predicted time to first token, cached prefixes included; `least-wait`:
     by load alone; `round-robin`: in turn, as a baseline."""

@@ -358,6 +358,7 @@ class WorkerLoad(_message.Message):
     STEP_FIT_FIELD_NUMBER: _builtins.int
     PROMPT_FIT_FIELD_NUMBER: _builtins.int
     LATE_PROMPTS_FIELD_NUMBER: _builtins.int
+    STREAMS_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Sequences waiting for their first step."""
@@ -389,6 +390,8 @@ class WorkerLoad(_message.Message):
     """Handoffs whose writes are in flight."""
     late_prompts: _builtins.int
     """Waiting and running prompts that are predicted to miss the target of their first token."""
+    streams: _builtins.int
+    """Sequences in the running batch whose prompts are computed. Not set: unknown."""
     rejected_handoffs: _builtins.int
     """Tickets and completions refused since the boot: stale, replayed, foreign, out of range or malformed."""
     @_builtins.property
@@ -419,13 +422,16 @@ class WorkerLoad(_message.Message):
         step_fit: Global___DecodeStepFit | None = ...,
         prompt_fit: Global___PromptFit | None = ...,
         late_prompts: _builtins.int = ...,
+        streams: _builtins.int | None = ...,
         rejected_handoffs: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_fit", b"prompt_fit", "step_fit", b"step_fit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "prompt_fit", b"prompt_fit", "step_fit", b"step_fit", "streams", b"streams"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "late_prompts", b"late_prompts", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "late_prompts", b"late_prompts", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__streams: _TypeAlias = _typing.Literal["streams"]  # noqa: Y015
+    _WhichOneofArgType__streams: _TypeAlias = _typing.Literal["_streams", b"_streams"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__streams) -> _WhichOneofReturnType__streams | None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
 

@@ -435,6 +435,7 @@ class WorkerSignals(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     LANE_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    NEUTRAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     epoch: _builtins.int
@@ -457,6 +458,8 @@ class WorkerSignals(_message.Message):
     """Median of its lanes to decode workers as measured, GB/s (10^9 bytes). Not set on decode workers and without lanes."""
     max_step_tokens: _builtins.int
     """Tokens of one step at most."""
+    neutral: _builtins.bool
+    """Whether it serves both pools; `pool` is then the one that it leans to now."""
     @_builtins.property
     def load(self) -> _registry_pb2.WorkerLoad:
         """Its last report. Blocks, sequences and rates; 0 in a rate means not measured yet."""
@@ -476,10 +479,11 @@ class WorkerSignals(_message.Message):
         max_running_requests: _builtins.int = ...,
         lane_gb_per_second: _builtins.float | None = ...,
         max_step_tokens: _builtins.int = ...,
+        neutral: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "pool", b"pool", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lane_gb_per_second: _TypeAlias = _typing.Literal["lane_gb_per_second"]  # noqa: Y015
     _WhichOneofArgType__lane_gb_per_second: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second"]  # noqa: Y015
@@ -498,6 +502,8 @@ class ApplyPlanRequest(_message.Message):
     LEND_DECODE_TO_PREFILL_FIELD_NUMBER: _builtins.int
     VALID_FOR_FIELD_NUMBER: _builtins.int
     LEASE_NUMBER_FIELD_NUMBER: _builtins.int
+    PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """Decode workers compute prompts themselves where that is sooner, whatever `local_prefill` says. Default false."""
@@ -524,6 +530,15 @@ class ApplyPlanRequest(_message.Message):
         """
 
     @_builtins.property
+    def prefill_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Neutral workers to lean to prefill, and to decode, while the plan is in force. With any of them the coordinator's own
+        planner of leanings rests. An id may be in one of the two; workers that are not neutral stay where they are. At most
+        65536 in each. Failure: INVALID_ARGUMENT. Default: none.
+        """
+
+    @_builtins.property
+    def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDecision]:
         """Why the plan is what it is, for people to see: one entry a pool. At most 2. Failure: INVALID_ARGUMENT. Default: none."""
 
@@ -535,11 +550,13 @@ class ApplyPlanRequest(_message.Message):
         lend_decode_to_prefill: _builtins.bool = ...,
         valid_for: _duration_pb2.Duration | None = ...,
         lease_number: _builtins.int = ...,
+        prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         decisions: _abc.Iterable[Global___PoolDecision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -781,6 +798,8 @@ class PlanInForce(_message.Message):
     ACTIVE_WORKER_IDS_FIELD_NUMBER: _builtins.int
     LEND_DECODE_TO_PREFILL_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """As in the request."""
     expires_in_seconds: _builtins.float
@@ -793,6 +812,14 @@ class PlanInForce(_message.Message):
     def active_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As in the request."""
 
+    @_builtins.property
+    def prefill_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in the request."""
+
+    @_builtins.property
+    def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in the request."""
+
     def __init__(
         self,
         *,
@@ -800,10 +827,12 @@ class PlanInForce(_message.Message):
         active_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         lend_decode_to_prefill: _builtins.bool = ...,
         expires_in_seconds: _builtins.float = ...,
+        prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "expires_in_seconds", b"expires_in_seconds", "lend_decode_to_prefill", b"lend_decode_to_prefill", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "expires_in_seconds", b"expires_in_seconds", "lend_decode_to_prefill", b"lend_decode_to_prefill", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -148,12 +148,12 @@ class RoutedWorkers:
             self._index.expect([pair.prefill.key], request.block_ids, now_s)
         prefill = self._prefill[pair.prefill.worker_id]
         if pair.decode is None:
-            self.loads.count_sent(pair.prefill.key, uncached_tokens)
+            self.loads.count_prompt(pair.prefill.key, uncached_tokens)
             return prefill, None
         expected = self.loads.expect(pair.prefill.key, uncached_tokens)
         if expected is not None:
             self._expected[request] = expected
-        self.loads.count_sent(pair.decode.key, request.prompt_tokens)
+        self.loads.count_stream(pair.decode.key, request.prompt_tokens)
         decode = self._decode[pair.decode.worker_id]
         is_local = (
             self._colocated

@@ -134,3 +134,63 @@ def test_there_is_a_pair_exactly_where_two_workers_are_connected(
         assert pair.decode is not None
         assert pair.prefill.reaches(pair.decode)
         assert names(choose(kind, *ps, *ds, turn=turn)) == names(pair)
+
+
+def neutral(number: int, pool: PoolName, *peers: int, **changed: Any) -> Worker:
+    """Reaches the neutral workers of these numbers, and all decode workers."""
+    agents = frozenset([f"agent-w{peer}" for peer in peers] + [f"agent-d{each}" for each in range(3)])
+    fields = {"neutral": True, "output_open": True, "connected_agents": agents} | changed
+    return worker(f"w{number}", pool, 20 + number, **fields)
+
+
+def test_neutral_workers_are_paired_by_where_they_lean(kind: Routing) -> None:
+    workers = (neutral(0, "prefill", 1, 2), neutral(1, "decode", 0, 2), neutral(2, "prefill", 0, 1))
+    for turn in range(8):
+        prefill_name, decode_name = names(choose(kind, *workers, turn=turn))
+        assert prefill_name in ("w0", "w2")
+        assert decode_name == "w1"
+
+
+def test_neutral_and_pinned_workers_serve_together(kind: Routing) -> None:
+    assert names(choose(kind, prefill(0), neutral(0, "prefill"), decode(1))) == ("w0", "d1")
+    reaching = dataclasses.replace(prefill(0), connected_agents=frozenset({"agent-w0"}))
+    assert names(choose(kind, reaching, neutral(0, "decode"))) == ("p0", "w0")
+
+
+@pytest.mark.parametrize("pool", ["prefill", "decode"])
+def test_neutral_workers_that_all_lean_to_one_side_serve_each_alone(kind: Routing, pool: PoolName) -> None:
+    assert names(choose(kind, neutral(0, pool))) == ("w0", "w0")
+    found = {names(choose(kind, neutral(0, pool, 1), neutral(1, pool, 0), turn=turn)) for turn in range(8)}
+    assert found == {("w0", "w0"), ("w1", "w1")}
+    assert names(choose(kind, neutral(0, pool), needs_decode=False)) == ("w0", None)
+
+
+def test_neutral_workers_without_a_lane_serve_each_alone(kind: Routing) -> None:
+    pair = choose(kind, neutral(0, "prefill"), neutral(1, "decode"))
+    assert pair is not None
+    assert pair.is_own
+
+
+def test_a_neutral_worker_serves_alone_when_the_other_one_has_failed_the_request(kind: Routing) -> None:
+    workers = (neutral(0, "prefill", 1), neutral(1, "decode", 0))
+    for failed, left in ((workers[0], "w1"), (workers[1], "w0")):
+        assert names(choose(kind, *workers, exclude=frozenset({failed.key}))) == (left, left)
+    everyone = frozenset(each.key for each in workers)
+    assert choose(kind, *workers, exclude=everyone) is None
+
+
+@pytest.mark.parametrize("change", [{"draining": True}, {"reported": False}, {"output_open": False}])
+def test_a_neutral_worker_that_takes_no_requests_is_never_chosen(kind: Routing, change: dict[str, bool]) -> None:
+    assert choose(kind, neutral(0, "prefill", **change)) is None
+    assert names(choose(kind, neutral(0, "prefill", 1, **change), neutral(1, "decode", 0))) == ("w1", "w1")
+
+
+def test_a_change_of_leaning_turns_the_pair_around(kind: Routing) -> None:
+    router = make_router(kind)
+    workers = (neutral(0, "prefill", 1), neutral(1, "decode", 0))
+    loads = LoadLedger.of(workers)
+    turned = tuple(
+        dataclasses.replace(each, pool="decode" if each.pool == "prefill" else "prefill") for each in workers
+    )
+    for snapshot, expected in ((workers, ("w0", "w1")), (turned, ("w1", "w0")), (workers, ("w0", "w1"))):
+        assert names(router.choose_pair(PoolSnapshot(snapshot), loads, REQUEST, now=0.0)) == expected

@@ -336,7 +336,8 @@ def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
             loads.changes = []  # a long list was replaced
         loads.on_report(workers[at].key, workers[at].load)
         if amount % 3:
-            loads.count_sent(workers[at].key, amount // 2)
+            loads.count_prompt(workers[at].key, amount // 2)
+            loads.count_stream(workers[at].key, amount // 2)
         if place == 7:
             workers, log = workers[1:] or workers, []
         if amount % 11 == 0:
@@ -362,7 +363,7 @@ def test_more_load_on_a_busy_one_or_more_hits_never_turns_the_choice_away(
     if other.key != first.prefill.key:
         if not other.load.waiting_tokens:
             return  # one more busy worker is another crowding
-        loads.count_sent(other.key, amount)
+        loads.count_prompt(other.key, amount)
     else:
         more = {slot: held.blocks(slot) + amount // 100 for slot in [first.prefill.prefix_slot]}
         kept = {w.prefix_slot: held.blocks(w.prefix_slot) for w in (*ps, *ds)}

@@ -74,7 +74,7 @@ def test_a_faster_worker_may_have_the_longer_queue() -> None:
 def test_what_was_sent_since_the_last_report_counts() -> None:
     workers = prefill("p0", "d0"), prefill("p1", "d0"), decode("d0")
     loads = LoadLedger.of(workers)
-    loads.count_sent(("p0", 1), 500)
+    loads.count_prompt(("p0", 1), 500)
     pair = LeastWaitRouter().choose_pair(PoolSnapshot(workers), loads, REQUEST, 0.0)
     assert pair is not None
     assert (pair.prefill.worker_id, pair.queued_tokens) == ("p1", 0)

@@ -15,7 +15,7 @@ def test_what_was_sent_counts_for_routing_until_the_next_report() -> None:
     loads = LoadLedger.of([PREFILL, DECODE])
     worker_load = loads.decode[DECODE.key]
     before = worker_load.batch_requests, worker_load.free_blocks
-    loads.count_sent(DECODE.key, 17)
+    loads.count_stream(DECODE.key, 17)
     assert (worker_load.batch_requests, worker_load.free_blocks) == (before[0] + 1, before[1] - 2)
     loads.on_report(DECODE.key, load(running_requests=1, free_blocks=4000))
     assert (worker_load.batch_requests, worker_load.free_blocks) == (1, 4000)
@@ -26,7 +26,7 @@ def test_no_reported_block_is_free_for_newcomers_while_reservations_wait() -> No
     account = loads.decode[DECODE.key]
     loads.on_report(DECODE.key, load(waiting_reservations=1, free_blocks=8))
     assert account.free_blocks == 0
-    loads.count_sent(DECODE.key, 17)
+    loads.count_stream(DECODE.key, 17)
     assert account.free_blocks == -2
     loads.on_report(DECODE.key, load(free_blocks=8))
     assert account.free_blocks == 8
@@ -54,8 +54,8 @@ def test_a_prompt_that_waits_for_decode_counts_at_its_prefill_worker_whatever_is
 def test_changes_are_logged_in_order() -> None:
     loads = LoadLedger()
     loads.add(PREFILL)
-    loads.count_sent(PREFILL.key, 5)
-    loads.count_sent(("gone", 1), 5)
+    loads.count_prompt(PREFILL.key, 5)
+    loads.count_prompt(("gone", 1), 5)
     loads.on_report(PREFILL.key, PREFILL.load)
     loads.remove(PREFILL.key)
     assert loads.changes == [PREFILL.key] * 3
