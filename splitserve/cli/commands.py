@@ -55,6 +55,7 @@ COMMANDS = {
     ),
     "coordinator": CommandEntry("splitserve.cli.services", "Run the coordinator", _SERVICES),
     "prefill-worker": CommandEntry("splitserve.cli.services", "Run a prefill worker", _SERVICES),
+    "worker": CommandEntry("splitserve.cli.services", "Run a neutral worker", _SERVICES),
     "decode-worker": CommandEntry("splitserve.cli.services", "Run a decode worker", _SERVICES),
     "autoscaler": CommandEntry("splitserve.cli.services", "Run the autoscaler", _SERVICES),
 }
