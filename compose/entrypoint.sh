@@ -4,7 +4,7 @@
 #
 #   fetch-model NAME    fetches an embedded model into /models; any other name needs no fetching
 #   show-key            prints the API key of clients, and Grafana's password
-#   prefill-worker ..., decode-worker ...
+#   prefill-worker ..., decode-worker ..., worker ...
 #                       with a worker id and an address that follow from the container: prefill-3f2a91c0d4e7 listens at
 #                       3f2a91c0d4e7, which is the start of the container's id and its name in Docker's DNS
 set -eu
@@ -25,7 +25,7 @@ case "${1-}" in
     echo "API key: ${SPLITSERVE_API_KEY:-}"
     echo "Grafana: admin / $(cat /keys/grafana_password)"
     ;;
-  prefill-worker | decode-worker)
+  prefill-worker | decode-worker | worker)
     command=$1
     shift
     set -- --worker-id "${command%-worker}-$(hostname)" --host 0.0.0.0 --port 50061 \

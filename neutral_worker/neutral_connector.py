@@ -48,6 +48,8 @@ class NeutralConnector(KvConnector):
 
 def merged(sent: WorkerStatus, received: WorkerStatus) -> WorkerStatus:
     """The status of a worker that sends KV and receives it. The load is the one of `received`, the later one."""
+    rejected = Counter(received.handoffs_rejected)
+    rejected.update(sent.handoffs_rejected)
     return replace(
         received,
         in_progress=sent.in_progress + received.in_progress,
@@ -56,6 +58,6 @@ def merged(sent: WorkerStatus, received: WorkerStatus) -> WorkerStatus:
         usable_agents=sent.usable_agents,
         handoffs_completed=sent.handoffs_completed + received.handoffs_completed,
         handoff_bytes=sent.handoff_bytes,
-        handoffs_rejected=dict(Counter(sent.handoffs_rejected) + Counter(received.handoffs_rejected)),
+        handoffs_rejected=rejected,
         writes=sent.writes,
     )

@@ -49,8 +49,8 @@ prices.
 
 Every setting can stand in a YAML file given with `--config FILE`. A variable of the environment wins over the file, an
 option on the command line over both. The file of a command holds that command's settings: `splitserve up` those of the
-cluster, `splitserve coordinator` those of the coordinator, `splitserve prefill-worker` and `decode-worker` those of the
-worker. A section is a nested mapping:
+cluster, `splitserve coordinator` those of the coordinator, `splitserve worker`, `prefill-worker` and `decode-worker`
+those of the worker. A section is a nested mapping:
 
     prefill: 2
     decode: 1

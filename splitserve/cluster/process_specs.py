@@ -137,9 +137,14 @@ def cluster_specs(
 
 
 def check_workers(config: ClusterConfig) -> None:
-    """Raises ConfigError for neutral workers beside settings that pin workers to a pool."""
+    """Raises ConfigError for neutral workers beside settings that pin workers to a pool, or an engine without them."""
     given: list[str] = [name for name in ("prefill", "decode") if name in config.model_fields_set]
     given += ["autoscale"] if config.autoscale is not None else []
+    if config.workers is not None and config.engine.kind == "vllm":
+        message = (
+            "engine.kind: engine vllm has no neutral workers; give prefill and decode in place of workers"
+        )
+        raise ConfigError(message, field="engine.kind")
     if config.workers is not None and given:
         message = (
             f"workers: {config.workers} neutral workers and {' and '.join(given)} at once; a local cluster has either "

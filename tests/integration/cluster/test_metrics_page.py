@@ -38,6 +38,10 @@ QUALITY = [
 NOT_SERVED_HERE = {
     "splitserve_step_read_bytes_total": "needs weights: tests/integration/monitoring/test_dashboards.py",
     "splitserve_step_matmul_flops_total": "needs weights",
+    **dict.fromkeys(
+        ("splitserve_leaning", "splitserve_leaning_changes_total"),
+        "needs a neutral worker: tests/unit/neutral_worker/test_neutral_role.py",
+    ),
     **dict.fromkeys(QUALITY, "needs the quality watch, which is off"),
     **dict.fromkeys(READINGS, "needs a GPU: tests/unit/engine/worker/test_worker_metrics.py"),
 }

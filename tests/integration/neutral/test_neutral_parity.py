@@ -15,7 +15,7 @@ from tests.support.neutral.direct_requests import MAX_TOKENS, direct_workers, ha
 from tests.support.neutral.neutral_processes import neutral_processes
 from tests.support.waiting import LEAST_TIMEOUT_S
 
-LENGTHS = [1, 16, 33, 90, 129, 257]
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33]
 """Around the borders of blocks and of chunks."""
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
@@ -25,7 +25,7 @@ async def test_all_four_ways_at_once_while_leanings_change(smollm2: str, log_dir
     tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
     prompts = [tokenizer.encode(sentences(n // 6 + 8, seed=n))[:n] for n in LENGTHS]
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
-    options = ["--dtype", "float32", "--block-size", "16", "--max-step-tokens", "128", "--num-blocks", "128"]
+    options = ["--dtype", "float32", "--block-size", "16", "--max-step-tokens", "16", "--num-blocks", "128"]
     async with neutral_processes(log_dir, smollm2, *options) as workers:
         registry = workers.registry
         async with direct_workers(registry, "a", "b") as (a, b):

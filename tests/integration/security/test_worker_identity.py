@@ -24,7 +24,7 @@ from tests.support.engine.word_tokenizer import load_word_tokenizer
 from tests.support.waiting import PATIENCE_S
 
 PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
-OWN: list[tuple[Role, str]] = [("decode", "d-1"), ("decode", "d-2"), ("prefill", "p-1")]
+OWN: list[tuple[Role, str]] = [("decode", "d-1"), ("decode", "d-2"), ("prefill", "p-1"), ("worker", "w-1")]
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,10 @@ class Worker:
         self._files = files
 
     async def register(
-        self, worker_id: str, pool: registry_pb2.Pool.ValueType, epoch: int = 1
+        self, worker_id: str, pool: registry_pb2.Pool.ValueType, epoch: int = 1, *, neutral: bool = False
     ) -> SplitserveError | None:
         request = registration(worker_id, pool, f"127.0.0.1:{10_000 + epoch}", epoch=epoch)
+        request.neutral = neutral
         async with ClusterCredentials(self._files).channel(self._address, "coordinator") as channel:
             try:
                 await RegistryServiceStub(channel).Register(request, timeout=PATIENCE_S)
@@ -92,6 +93,27 @@ async def test_a_certificate_registers_its_own_pool_only(certs: Path) -> None:
         assert await prefill.register("p", PREFILL) is None
         assert await decode.register("d", DECODE) is None
         assert registered(coordinator) == {"d": "decode", "p": "prefill"}
+
+
+async def test_neutral_workers_have_a_role_of_their_own(certs: Path) -> None:
+    """Whichever way one leans; and its certificate registers nobody who is in one pool."""
+    async with coordinator_of(certs) as coordinator:
+        neutral = Worker(coordinator, files_in(certs, "worker"))
+        for pool in (PREFILL, DECODE):
+            error = await neutral.register("w", pool)
+            assert isinstance(error, PermissionDeniedError)
+            assert (error.reason, error.field) == ("WRONG_ROLE", "pool")
+        for role in ("prefill", "decode"):
+            error = await Worker(coordinator, files_in(certs, role)).register("w", PREFILL, neutral=True)
+            assert isinstance(error, PermissionDeniedError)
+            assert (error.reason, error.field) == ("WRONG_ROLE", "neutral")
+        own = Worker(coordinator, worker_files(certs, "worker", "w-1"))
+        error = await own.register("w-2", DECODE, neutral=True)
+        assert isinstance(error, PermissionDeniedError)
+        assert (error.reason, error.field) == ("WRONG_WORKER_ID", "worker_id")
+        assert registered(coordinator) == {}
+        assert await own.register("w-1", DECODE, neutral=True) is None
+        assert await neutral.register("w-2", PREFILL, neutral=True) is None
 
 
 async def test_a_worker_s_own_certificate_registers_its_id_only(certs: Path) -> None:

@@ -32,6 +32,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "coordinator": CoordinatorConfig,
     "prefill-worker": WorkerConfig,
     "decode-worker": WorkerConfig,
+    "worker": WorkerConfig,
     "autoscaler": AutoscalerConfig,
 }
 PARTS = {
@@ -40,7 +41,7 @@ PARTS = {
     if isinstance(service.get("command"), str) and service["command"].split()[0] in COMMANDS
 }
 
-WORKERS = [name for name, words in PARTS.items() if words[0].endswith("-worker")]
+WORKERS = [name for name, words in PARTS.items() if words[0].endswith("worker")]
 
 
 def environment(name: str) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def test_all_services_are_there() -> None:
         "coordinator",
         "prefill",
         "decode",
+        "worker",
         "autoscaler",
         "prefill-gpu",
         "decode-gpu",
@@ -153,6 +155,15 @@ def test_the_profile_vllm_has_an_image_of_its_own() -> None:
         words = PARTS[name]
         assert words[words.index("--engine") + 1] == "vllm"
     assert SERVICES["autoscaler-vllm"]["depends_on"] == ["coordinator", "prefill-vllm", "decode-vllm"]
+
+
+def test_neutral_workers_are_scaled_by_hand() -> None:
+    """No label of a pool: an autoscaler that runs beside them leaves them alone."""
+    service = SERVICES["worker"]
+    assert service["profiles"] == ["neutral"]
+    assert "labels" not in service
+    assert service["pid"] == service["ipc"] == "service:namespaces"
+    assert not [name for name, other in SERVICES.items() if "worker" in other.get("depends_on", ())]
 
 
 def test_mps_changes_workers_on_gpus_alone() -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from splitserve.cluster.child_process import RestartPolicy
-from splitserve.cluster.process_specs import cluster_specs, ready_model
+from splitserve.cluster.process_specs import check_workers, cluster_specs, ready_model
+from splitserve.config.base import load_settings
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError, ResourceExhaustedError
+from splitserve.gpus.inventory import GpuInventory
 from splitserve.v1 import inference_pb2
 
 
@@ -34,6 +42,54 @@ def test_a_cluster_gives_each_worker_its_cores_and_engine() -> None:
     assert "--simulated-step-s 0.5" in command
     assert "--drain 7.0" in command
     assert specs[3].layout == "cores 2, 1 thread"
+
+
+def test_neutral_workers_share_out_cores_gpus_and_leanings() -> None:
+    config = ClusterConfig(model="simulated", workers=3, coordinator=CoordinatorConfig(grpc_port=4000))
+    gpus = GpuInventory.of_groups([[str(number) for number in range(3)]])
+    specs = cluster_specs(config, [0, 1, 2], gpus=gpus)
+    assert [(spec.name, spec.role) for spec in specs[1:]] == [(f"worker-{n}", "worker") for n in range(3)]
+    assert [spec.command[3] for spec in specs[1:]] == ["worker"] * 3
+    leanings = [dict(pairwise(spec.command)).get("--leaning", "prefill") for spec in specs[1:]]
+    assert leanings == ["prefill", "decode", "prefill"]
+    assert [dict(pairwise(spec.command))["--cpus"] for spec in specs[1:]] == ["0", "1", "2"]
+    assert [dict(pairwise(spec.command))["--gpus"] for spec in specs[1:]] == ["0", "1", "2"]
+    with pytest.raises(ResourceExhaustedError, match="4 neutral workers take 4"):
+        cluster_specs(config.model_copy(update={"workers": 4}), [0, 1, 2], gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prefill": 1}, "3 neutral workers and prefill at once"),
+        ({"prefill": 2, "decode": 2}, "3 neutral workers and prefill and decode at once"),
+        ({"autoscale": Path("policy.yaml")}, "3 neutral workers and autoscale at once"),
+    ],
+)
+def test_neutral_workers_beside_pinned_ones_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        check_workers(ClusterConfig(workers=3, **given))
+    assert refused.value.field == "workers"
+    with pytest.raises(ConfigError, match="vllm") as refused:
+        check_workers(ClusterConfig(workers=3, engine=EngineConfig(kind="vllm")))
+    assert refused.value.field == "engine.kind"
+    check_workers(ClusterConfig(workers=3))
+    check_workers(ClusterConfig(**given))
+
+
+def test_one_neutral_worker_is_no_cluster() -> None:
+    with pytest.raises(ConfigError, match="workers"):
+        load_settings(ClusterConfig, workers=1)
+
+
+def test_neutral_workers_are_ready_whichever_way_they_lean() -> None:
+    model = inference_pb2.ModelInfo(name="m", ready=True)
+    config = ClusterConfig(workers=3)
+    for pools in (("prefill", "decode", "decode"), ("decode", "decode", "decode")):
+        listed = [inference_pb2.WorkerInfo(pool=pool, state="ready", model="m") for pool in pools]
+        info = inference_pb2.GetServerInfoResponse(workers=listed)
+        assert ready_model([model], info, config) == "m"
+        assert ready_model([model], inference_pb2.GetServerInfoResponse(workers=listed[1:]), config) is None
 
 
 def test_ready_means_all_workers_and_a_ready_model() -> None:

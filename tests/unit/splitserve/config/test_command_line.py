@@ -194,6 +194,7 @@ def test_defaults_that_depend_on_the_machine_are_those_of_the_engine() -> None:
         ("coordinator", CoordinatorConfig),
         ("prefill-worker", WorkerConfig),
         ("decode-worker", WorkerConfig),
+        ("worker", WorkerConfig),
         ("autoscaler", AutoscalerConfig),
         ("up", ClusterConfig),
     ],
