@@ -132,9 +132,10 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
 
 
 def _prepare_environment(threads: int) -> None:
-    """Variables that vLLM and OpenMP read when they are loaded; those that are set stay."""
+    """Variables that vLLM and OpenMP read when they are loaded; from the fourth on those that are set stay."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default with Triton; it takes other logits processors
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

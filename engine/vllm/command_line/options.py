@@ -68,6 +68,7 @@ REFUSED = {
     "--spec-tokens": _NO_SPECULATION,
     "--diffusion-config": "tokens are sampled one after the other",
     "--logits-processors": "tokens are sampled by splitserve's own",
+    "--watermark-config": "tokens are sampled by splitserve's own",
     "--scheduler-cls": "the handoff depends on vLLM's own scheduler",
     "--async-scheduling": "the handoff needs the end of each step",
     "--config": "give the options themselves",
