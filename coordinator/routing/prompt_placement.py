@@ -175,7 +175,13 @@ class PromptPlacement:
             and pair.prefill.reaches(worker)
             and self._has_blocks(worker, asked.request)
         ]
-        return [worker for worker in (decode, *others) if asked.may_mix(worker)]
+        return [
+            worker
+            for worker in (decode, *others)
+            # Streams may have a pace where this request has none.
+            if asked.may_mix(worker)
+            and (worker.paces_prompts or not self._loads.decode[worker.key].targets_s)
+        ]
 
     def _has_blocks(self, worker: Worker, request: RoutingRequest) -> bool:
         load = self._loads.decode[worker.key]

@@ -106,7 +106,7 @@ def _config(name: str, folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise bad_adapter(name, f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise bad_adapter(name, f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise bad_adapter(name, f"{path} must be a JSON object")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from engine.core.types import ModelFacts
 from engine.kv_cache.cache_events import KvEventLog
 from engine.model.adapter import AdapterFiles, check_fits_base, folder_shapes, read_adapters
 from engine.vllm.bridge import VllmBridge, close_bridge, open_bridge
-from engine.vllm.options import FIELD, tensor_parallel_size, vllm_arguments
+from engine.vllm.command_line.options import FIELD, checked_options, own_arguments, tensor_parallel_size
+from engine.vllm.command_line.refusals import reason_of
 from kv_transfer.transports.transport import KvMemoryRegion
 from kv_transfer.wire_format import BlockReader, OrderConverter
 from splitserve.config.engine import EngineConfig
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 SUPPORTED = ("0.30", "0.31", "0.32")
 """The minor versions of vLLM that the tests ran with. Its connector interface is marked experimental."""
 
-REFUSALS = (ValueError, NotImplementedError, OSError, RuntimeError)
-"""What vLLM raises for models and options that it cannot take."""
 PLUGINS = "engine.vllm.connector:SplitserveConnector", "engine.vllm.sampling_processor:SamplingProcessor"
 _RANKS = "engine.vllm.ranks.rank_plugins"
 RANK_PLUGINS = f"{_RANKS}:RankedConnector", f"{_RANKS}:RankSamplingProcessor"
@@ -93,7 +92,15 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     threads = config.threads or len(os.sched_getaffinity(0))
     _prepare_environment(max(1, threads // size))
     version, on_cpu = _require_vllm()
-    arguments = vllm_arguments(config, str(folder), on_cpu=on_cpu)
+    # Imported here: they need vLLM, or torch.
+    from engine.vllm.command_line.option_parser import read_options
+    from engine.vllm.kv_memory import require_weights
+
+    own = own_arguments(config, str(folder), on_cpu=on_cpu)
+    args = read_options(own, checked_options(config.engine_args))
+    if args.tensor_parallel_size != size:
+        raise ConfigError(f"{FIELD}: write --tensor-parallel-size in full", field=FIELD)
+    require_weights(folder)
     adapters = read_adapters(config.adapters)
     if adapters:
         base = folder_shapes(folder)
@@ -106,31 +113,29 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     ranks: RankGroup | None = None
     try:
         if size == 1:
-            return _started(_load(arguments, 1, None, adapters, on_cpu), bridge, folder, version, adapters)
+            return _started(_load(args, None, adapters, on_cpu), bridge, folder, version, adapters)
         from engine.vllm.ranks.rank_group import RankGroup
 
         ranks = RankGroup(size, transport)
         with ranks.temporary_files():
-            engine = _load(arguments, size, ranks.connector_config, adapters, on_cpu)
+            engine = _load(args, ranks.connector_config, adapters, on_cpu)
         ranks.join(bridge, int(engine.model_config.get_vocab_size()))
         return _started(engine, bridge, folder, version, adapters, ranks)
     except BaseException as error:
         if ranks is not None:
             ranks.close()
         close_bridge()
-        # vLLM raises a bare Exception when a rank does not start.
-        if isinstance(error, SplitserveError) or not (
-            isinstance(error, REFUSALS) or type(error) is Exception
-        ):
+        # vLLM raises whatever it is: also AttributeError and ImportError for options, Exception for a lost rank.
+        if isinstance(error, SplitserveError) or not isinstance(error, Exception):
             raise
-        why = str(error).strip().splitlines()
-        raise UnsupportedModelError(f"vLLM cannot serve {folder}: {why[0] if why else error!r}") from error
+        raise UnsupportedModelError(f"vLLM cannot serve {folder}: {reason_of(error)}") from error
 
 
 def _prepare_environment(threads: int) -> None:
-    """Variables that vLLM and OpenMP read when they are loaded; those that are set stay."""
+    """Variables that vLLM and OpenMP read when they are loaded; from the fourth on those that are set stay."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the default with Triton; it takes other logits processors
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -157,27 +162,13 @@ def _require_vllm() -> tuple[str, bool]:
 
 
 def _load(
-    arguments: Sequence[str],
-    size: int,
-    connector_config: Mapping[str, Any] | None,
-    adapters: Mapping[str, AdapterFiles],
-    on_cpu: bool,
+    args: Any, connector_config: Mapping[str, Any] | None, adapters: Mapping[str, AdapterFiles], on_cpu: bool
 ) -> Any:
-    """vLLM's engine with `size` ranks; of several each is told `connector_config`."""
+    """vLLM's engine for its `EngineArgs`; each of several ranks is told `connector_config`."""
     from vllm.config import KVEventsConfig, KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="--engine-args", exit_on_error=False))
-    try:
-        parsed = parser.parse_args(list(arguments))
-    except SystemExit:
-        raise ConfigError(f"{FIELD}: vLLM does not know these options", field=FIELD) from None
-    args = EngineArgs.from_cli_args(parsed)
-    if args.tensor_parallel_size != size:
-        raise ConfigError(f"{FIELD}: write --tensor-parallel-size in full", field=FIELD)
-    connector, processor = PLUGINS if size == 1 else RANK_PLUGINS
+    connector, processor = PLUGINS if connector_config is None else RANK_PLUGINS
     args.kv_transfer_config = KVTransferConfig(
         kv_connector=connector.partition(":")[2],
         kv_connector_module_path=connector.partition(":")[0],

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM
 
 from engine.kv_cache.axis_orders import BlockConverter
@@ -53,6 +53,15 @@ class FileTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def require_weights(folder: Path) -> None:
+    """Raises UnsupportedModelError for a folder without safetensors files, or with a damaged one: their weights name
+    the model towards peers."""
+    try:
+        FileTensors(folder)
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedModelError(f"model {folder}: {error}") from None
 
 
 def kv_region(

@@ -19,7 +19,7 @@ from engine.core.types import (
 )
 from engine.vllm.boot import StartedVllm
 from engine.vllm.bridge import VllmRow
-from engine.vllm.options import step_tokens_of
+from engine.vllm.command_line.options import step_tokens_of
 from engine.vllm.rows import VllmRows
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (

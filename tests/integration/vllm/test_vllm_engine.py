@@ -143,6 +143,18 @@ def handed_over(
     return begun + stepper.tokens(name), reserved
 
 
+def test_the_model_runner_that_takes_our_sampler_is_asked_for(
+    stepper: Stepper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is Triton, vLLM's default is another one."""
+    from engine.vllm.vllm_engine import VllmEngine
+
+    core = stepper.core
+    assert isinstance(core, VllmEngine)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    assert core._vllm.engine.vllm_config.use_v2_model_runner is False
+
+
 @pytest.mark.parametrize(
     "length", [1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 97, 2 * CHUNK]
 )

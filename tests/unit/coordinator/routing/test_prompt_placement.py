@@ -170,7 +170,11 @@ def test_an_engine_that_does_not_pace_prompts_gets_none_beside_streams_that_are_
     bench.queue(P0, 900)
     pair = bench.pair(bench.request(250))
     assert (pair.decode, pair.local_tokens) == (unpaced, 0)
-    assert bench.pair(bench.request(250, targets=RequestTargets(1.0, None))).local_tokens
+    without_pace = bench.request(250, targets=RequestTargets(1.0, None))
+    assert bench.pair(without_pace).local_tokens
+    stream = Flight(prompt_tokens=10, uncached_tokens=10, expected_output=10, max_output=10, tpot_slo_s=0.05)
+    bench.loads.decode[unpaced.key].add_flight(stream)
+    assert bench.pair(without_pace).local_tokens == 0, "a stream there has a pace, if not this request"
 
 
 def test_a_decode_worker_that_has_failed_the_request_computes_no_prompt_for_it(clock: Clock) -> None:

@@ -56,6 +56,7 @@ def test_other_configurations_are_refused(tmp_path: Path, config: dict[str, Any]
         ("adapter_config.json", b"[]"),
         ("adapter_config.json", b"\xff\xfe\xfd"),
         ("adapter_config.json", b" " * (2**20 + 1)),
+        ("adapter_config.json", b"[" * 2**20),
         ("adapter_model.safetensors", None),
         ("adapter_model.safetensors", b"no tensors"),
     ],

@@ -25,6 +25,7 @@ from engine.vllm.kv_memory import (
     kv_region,
     order_of,
     read_blocks,
+    require_weights,
     tied_tensors,
 )
 from kv_transfer.layout import KEYS_BY_DIM
@@ -104,6 +105,12 @@ def test_nothing_is_tied_in_a_model_that_transformers_does_not_know() -> None:
     assert tied_tensors(PretrainedConfig()) == {}
 
 
-def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="safetensors"):
-        FileTensors(tmp_path)
+def test_a_folder_without_sound_safetensors_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="needs safetensors files"):
+        require_weights(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(2, 3)}, str(path))
+    require_weights(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UnsupportedModelError, match="incomplete metadata"):
+        require_weights(tmp_path)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kv_transfer.shard_map import MAX_RANKS
 from splitserve.config.engine import EngineConfig
@@ -25,7 +26,11 @@ BY_SETTING = {
     "--kv-cache-memory-bytes": "engine.kv_memory_bytes",
     "--max-model-len": "engine.context_tokens",
     "--max-num-batched-tokens": "engine.max_step_tokens",
+    "--max-num-scheduled-tokens": "engine.max_step_tokens",
     "--max-num-seqs": "engine.max_running_requests",
+    "--max-num-active-seqs": "engine.max_running_requests",
+    "--max-num-queued-reqs": "engine.max_waiting_requests",
+    "--max-num-queued-tokens": "engine.max_waiting_requests",
     "--enable-prefix-caching": "engine.prefix_cache",
     "--no-enable-prefix-caching": "engine.prefix_cache",
     "--served-model-name": "served_model_name",
@@ -34,34 +39,57 @@ BY_SETTING = {
     "--lora-modules": "engine.adapters",
 }
 """Options that a setting of splitserve stands for."""
+_NO_SPECULATION = "vLLM samples what it speculates on itself, and takes no sampler of others then"
 REFUSED = {
     "--kv-transfer-config": "the handoff is splitserve's",
+    "--kv-offloading-size": "the handoff is splitserve's",
     "--kv-events-config": "events of the prefix cache go to the coordinator",
     "--kv-cache-dtype": "KV travels as the model's own type",
     "--pipeline-parallel-size": "each rank holds all layers",
-    "-pp": "each rank holds all layers",
     "--data-parallel-size": "start more workers",
-    "-dp": "start more workers",
+    "--data-parallel-rank": "start more workers",
+    "--data-parallel-start-rank": "start more workers",
+    "--data-parallel-size-local": "start more workers",
+    "--data-parallel-hybrid-lb": "start more workers",
+    "--data-parallel-external-lb": "start more workers",
+    "--data-parallel-multi-port-external-lb": "start more workers",
+    "--enable-elastic-ep": "start more workers",
     "--prefill-context-parallel-size": "each rank holds all tokens",
     "--decode-context-parallel-size": "each rank holds all tokens",
     "--distributed-executor-backend": "ranks are child processes",
     "--nnodes": "a worker is on one machine",
-    "-n": "a worker is on one machine",
+    "--node-rank": "a worker is on one machine",
     "--worker-cls": "the handoff depends on vLLM's own",
-    "--speculative-config": "the first token of a handoff is given to vLLM, which then cannot speculate",
+    "--runner": "workers generate text",
+    "--convert": "workers generate text",
+    "--speculative-config": _NO_SPECULATION,
+    "--spec-method": _NO_SPECULATION,
+    "--spec-model": _NO_SPECULATION,
+    "--spec-tokens": _NO_SPECULATION,
+    "--diffusion-config": "tokens are sampled one after the other",
     "--logits-processors": "tokens are sampled by splitserve's own",
+    "--watermark-config": "tokens are sampled by splitserve's own",
     "--scheduler-cls": "the handoff depends on vLLM's own scheduler",
     "--async-scheduling": "the handoff needs the end of each step",
     "--config": "give the options themselves",
 }
 """Options that the handoff does not allow, and why."""
+REFUSED_VALUES = {("--load-format", "dummy"): "workers of a model have the weights of its files"}
+"""As above, single values."""
+_SHORT = {
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+    "-sc": "--speculative-config",
+}
+"""What vLLM takes for the names above."""
 
 
-def vllm_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> list[str]:
-    """vLLM's command line: first what the settings say, then the user's own options.
-
-    Raises ConfigError for an option that a setting stands for, or that the handoff does not allow.
-    """
+def own_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> list[str]:
+    """What the settings say, as vLLM's command line; the user's own options come behind it."""
     step_tokens = step_tokens_of(config)
     arguments = {
         "--model": model_path,
@@ -83,7 +111,7 @@ def vllm_arguments(config: EngineConfig, model_path: str, *, on_cpu: bool) -> li
     if config.adapters:
         flags.append("--enable-lora")
         arguments["--max-loras"] = str(min(len(config.adapters), DEFAULT_LOADED_ADAPTERS))
-    return [word for pair in arguments.items() for word in pair] + flags + checked_options(config.engine_args)
+    return [word for pair in arguments.items() for word in pair] + flags
 
 
 def checked_options(engine_args: str) -> list[str]:
@@ -93,11 +121,34 @@ def checked_options(engine_args: str) -> list[str]:
     except ValueError as error:
         raise ConfigError(f"{FIELD}: {error}", field=FIELD) from None
     for name in _names(words):
-        if name in BY_SETTING:
-            raise ConfigError(f"{FIELD}: {name} is set by {BY_SETTING[name]}", field=FIELD)
-        if name in REFUSED:
-            raise ConfigError(f"{FIELD}: {name} is refused: {REFUSED[name]}", field=FIELD)
+        _require_allowed(name)
     return words
+
+
+def require_own(own: Mapping[str, Any], parsed: Mapping[str, Any]) -> None:
+    """Checks that the user's options changed none of those that they may not give, whatever their spelling.
+
+    `own`, `parsed`: vLLM's values by name (`max_num_seqs`), of the settings alone and with the user's options. Raises
+    ConfigError (field `engine.engine_args`), naming the option.
+    """
+    for name in (*BY_SETTING, *REFUSED):
+        if parsed.get(_key(name)) != own.get(_key(name)):
+            _require_allowed(name)
+    for (name, value), why in REFUSED_VALUES.items():
+        if parsed.get(_key(name)) == value:
+            raise ConfigError(f"{FIELD}: {name} {value} is refused: {why}", field=FIELD)
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _require_allowed(name: str) -> None:
+    name = _SHORT.get(name, name)
+    if name in BY_SETTING:
+        raise ConfigError(f"{FIELD}: {name} is set by {BY_SETTING[name]}", field=FIELD)
+    if name in REFUSED:
+        raise ConfigError(f"{FIELD}: {name} is refused: {REFUSED[name]}", field=FIELD)
 
 
 def tensor_parallel_size(engine_args: str) -> int:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine.vllm.options import block_size_of, checked_options, tensor_parallel_size, vllm_arguments
+from engine.vllm.command_line.options import (
+    block_size_of,
+    checked_options,
+    own_arguments,
+    require_own,
+    tensor_parallel_size,
+)
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
 
 def pairs(config: EngineConfig, *, on_cpu: bool = True) -> dict[str, str]:
-    words = vllm_arguments(config, "/models/m", on_cpu=on_cpu)
+    words = own_arguments(config, "/models/m", on_cpu=on_cpu)
     return {
         word: "" if following.startswith("--") else following
         for word, following in zip(words, [*words[1:], "--"], strict=True)
@@ -55,9 +62,13 @@ def test_adapters_switch_lora_on() -> None:
         assert options["--max-loras"] == loaded
 
 
-def test_own_options_come_last() -> None:
-    config = EngineConfig(kind="vllm", engine_args="--seed 3 --rope-scaling '{\"a\": 1}'")
-    assert vllm_arguments(config, "m", on_cpu=True)[-4:] == ["--seed", "3", "--rope-scaling", '{"a": 1}']
+def test_options_are_words_of_a_shell() -> None:
+    assert checked_options("--seed 3 --rope-scaling '{\"a\": 1}'") == [
+        "--seed",
+        "3",
+        "--rope-scaling",
+        '{"a": 1}',
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,11 @@ def test_own_options_come_last() -> None:
     [
         ("--block-size 64", "--block-size is set by engine.block_size_tokens"),
         ("--max_num_seqs=3", "--max-num-seqs is set by engine.max_running_requests"),
-        ("-pp=2", "-pp is refused: each rank holds all layers"),
+        ("-pp=2", "--pipeline-parallel-size is refused: each rank holds all layers"),
+        ("-sc '{}'", "--speculative-config is refused"),
+        ("--spec_method ngram", "--spec-method is refused"),
+        ("-dcp 2", "--decode-context-parallel-size is refused"),
+        ("--kv-offloading-size 1", "--kv-offloading-size is refused: the handoff is splitserve's"),
         ("--seed 1 --speculative-config '{}'", "--speculative-config is refused"),
         ("--kv-transfer-config.kv_role x", "--kv-transfer-config is refused"),
         ("--enable-lora", "--enable-lora is set by engine.adapters"),
@@ -76,6 +91,23 @@ def test_own_options_come_last() -> None:
 def test_refused_options_are_named(given: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named) as raised:
         checked_options(given)
+    assert raised.value.field == "engine.engine_args"
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"nnodes": 2}, "--nnodes is refused: a worker is on one machine"),
+        ({"max_num_seqs": 3}, "--max-num-seqs is set by engine.max_running_requests"),
+        ({"speculative_config": {"method": "ngram"}}, "--speculative-config is refused"),
+        ({"load_format": "dummy"}, "--load-format dummy is refused"),
+    ],
+)
+def test_what_vllm_read_under_another_spelling_is_refused(changed: dict[str, Any], named: str) -> None:
+    own = {"nnodes": 1, "max_num_seqs": 64, "speculative_config": None, "load_format": "auto", "seed": 0}
+    require_own(own, own | {"seed": 3})
+    with pytest.raises(ConfigError, match=named) as raised:
+        require_own(own, own | changed)
     assert raised.value.field == "engine.engine_args"
 
 
