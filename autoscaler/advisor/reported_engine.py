@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic
+from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic, load_traffic
 from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.traces.trace import is_recording
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 
 LEAST_PROMPTS = 8
@@ -189,3 +190,15 @@ def load_engine_model(path: Path) -> EngineModel:
             message = f"engine_model.{name} must be a number of at least {least:g}, not {value!r}"
             raise InvalidArgumentError(message, field=f"engine_model.{name}")
     return EngineModel(**values)
+
+
+def measured_engine(path: Path) -> ReportedEngine:
+    """The engine model of a JSON file, or that which a recording of `splitserve record` describes.
+
+    Raises NotFoundError, InvalidArgumentError, FailedPreconditionError.
+    """
+    try:
+        recorded = is_recording(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError):
+        recorded = False
+    return reported_engine(load_traffic(path)) if recorded else ReportedEngine(load_engine_model(path))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from autoscaler.simulation.evaluation.comparison import Comparison
     from autoscaler.simulation.outcome import Outcome, Slo
     from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.traces.columns import ColumnMap
     from autoscaler.simulation.traces.synthetic import TraceShape
     from autoscaler.simulation.traces.trace import Trace
     from splitserve.config.coordinator import AdmissionConfig
@@ -35,7 +36,10 @@ BASELINE_HELP = (
 )
 
 TraceName = Annotated[
-    str, typer.Option(help="Azure CSV or Mooncake JSONL file; or constant, ramp, burst, diurnal.")
+    str,
+    typer.Option(
+        help="Azure CSV or Mooncake JSONL file, a log with --columns; or constant, ramp, burst, diurnal."
+    ),
 ]
 PolicyFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The scaling policy, YAML. Default: `slo` in both pools.")
@@ -117,6 +121,7 @@ class _TraceScaling:
 
 def simulate(
     trace: TraceName,
+    columns: options.Columns = None,
     policy: PolicyFile = None,
     as_json: options.AsJson = False,
     plot: PlotFile = None,
@@ -159,7 +164,7 @@ def simulate(
     engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
     scaling = _TraceScaling(peak_replicas, scale, jitter, seed)
-    replayed = _scaled(_load(shape), engine, slo, scaling)
+    replayed = _scaled(_load(shape, options.column_map(columns)), engine, slo, scaling)
     scenario = Scenario(
         replayed,
         engine,
@@ -209,12 +214,14 @@ def _admission(mode: str) -> AdmissionConfig:
         ) from error
 
 
-def _load(shape: TraceShape) -> Trace:
+def _load(shape: TraceShape, columns: ColumnMap | None) -> Trace:
     """The synthetic trace of that kind, or the file of that name."""
     from autoscaler.simulation.traces.synthetic import SYNTHETIC, synthetic
     from autoscaler.simulation.traces.trace import load_trace
 
-    return synthetic(shape) if shape.kind in SYNTHETIC else load_trace(Path(shape.kind), shape.seed)
+    if shape.kind in SYNTHETIC:
+        return synthetic(shape)
+    return load_trace(Path(shape.kind), shape.seed, columns)
 
 
 def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:
