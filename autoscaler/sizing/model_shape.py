@@ -73,7 +73,9 @@ def shape_of(name: str, config: Mapping[str, Any], given: GivenShape) -> ModelSh
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, Mapping) else config
     if "kv_lora_rank" in config:
-        message = "model: multi-head latent attention (kv_lora_rank) is not modelled: measure it, and give --engine-model"
+        message = (
+            "model: latent attention (kv_lora_rank) is not modelled: measure it, and give --engine-model"
+        )
         raise InvalidArgumentError(message, field="model")
     total = None if given.params is None else _size("params", given.params)
     layers = _count("layers", given.layers, config.get("num_hidden_layers"))

@@ -1,8 +1,8 @@
 """Plans how many replicas a mix of traffic needs, then measures the fewest real ones that reach the goal.
 
-`python -m bench.advisor.plan --json`. The engine model is fitted from a recording of half the traffic on 1P:1D; the plan
-reads the whole traffic through a column map. Then every cluster of 1, 2, ... replicas, split and colocated, serves that
-traffic as processes behind a coordinator, until one reaches the goal at the client.
+`python -m bench.advisor.plan --json`. The engine model is fitted from a recording of half the traffic on 1P:1D; the
+plan reads the whole traffic through a column map. Then every cluster of 1, 2, ... replicas, split and colocated, serves
+that traffic as processes behind a coordinator, until one reaches the goal at the client.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoscaler.advisor.candidates import ClusterShape
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.traces.trace import Trace
 from bench.advisor.mixes import MIXES, REAL_MIXES, TrafficMix
-from bench.advisor.regret import RECORD_MARGIN_S, attainment, program, replayed, served
+from bench.advisor.regret import attainment, program, recorded, replayed, served
 from bench.machine import OtherLoad, report, this_machine
 from splitserve.errors import SplitserveError
 
@@ -49,26 +49,15 @@ def write_log(path: Path, trace: Trace) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
 
 
-async def calibrated(mix: TrafficMix, options: argparse.Namespace, file: Path) -> None:
-    """Records half the traffic on one worker of each pool."""
-    half = replace(mix, rate=mix.rate / 2)
-    async with served(ClusterShape("split", 1, 1), options) as client:
-        seconds = options.seconds + RECORD_MARGIN_S
-        wanted = ("record", "--target", client.target, "--seconds", f"{seconds:g}", "--out", str(file))
-        recording = asyncio.create_task(program(*wanted))
-        while not file.exists():  # noqa: ASYNC110 - the recording begins at once then
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(RECORD_MARGIN_S / 3)
-        await replayed(client, half.trace("calibration", options.seconds, options.seed + CALIBRATION_SEED))
-        await recording
-
-
 async def planned(name: str, mix: TrafficMix, options: argparse.Namespace) -> dict[str, Any]:
     """What `splitserve plan --json` says of the mix."""
     with tempfile.TemporaryDirectory() as scratch:
-        recording, log = Path(scratch) / "calibration.jsonl", Path(scratch) / "log.jsonl"
+        log = Path(scratch) / "log.jsonl"
         write_log(log, mix.trace(name, options.seconds, options.seed))
-        await calibrated(mix, options, recording)
+        half = replace(mix, rate=mix.rate / 2)
+        calibration = half.trace("calibration", options.seconds, options.seed + CALIBRATION_SEED)
+        async with served(ClusterShape("split", 1, 1), options) as client:
+            recording = await recorded(client, calibration, scratch)
         targets = ("--ttft-ms", f"{mix.slo.ttft_s * 1e3:g}", "--tpot-ms", f"{mix.slo.tpot_s * 1e3:g}")
         read = ("--trace", str(log), "--columns", COLUMNS, "--engine-model", str(recording))
         found: dict[str, Any] = json.loads(
