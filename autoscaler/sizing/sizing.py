@@ -81,6 +81,13 @@ def idle_share(scenario: Scenario) -> float:
     return met / max(1, len(scenario.trace.requests))
 
 
+def least_replicas(scenario: Scenario) -> int:
+    """Colocated replicas whose time the work of the trace just fills: steady traffic needs no fewer of any kind."""
+    trace = scenario.trace
+    work = sum(pool_work_s(trace.requests, scenario.engine, scenario.slo.tpot_s))
+    return max(1, math.ceil(work / max(trace.duration_s, 1e-3)))
+
+
 def size(
     scenario: Scenario, terms: SizingTerms, on_replayed: Callable[[ClusterShape], None] | None = None
 ) -> Sizing:
@@ -136,9 +143,7 @@ class _Search:
 
     def colocated(self) -> Prediction | None:
         """The fewest replicas that compute prompts and decode."""
-        trace = self.scenario.trace
-        work = sum(pool_work_s(trace.requests, self.scenario.engine, self.scenario.slo.tpot_s))
-        floor = max(1, math.ceil(work / max(trace.duration_s, 1e-3)))
+        floor = least_replicas(self.scenario)
         below, count = (floor if self.terms.steady else 1) - 1, floor
         most, most_at = -1.0, count
         while (found := self._tried(ClusterShape("colocated", 0, count))) is not None:

@@ -1,8 +1,9 @@
 """Plans how many replicas a mix of traffic needs, then measures the fewest real ones that reach the goal.
 
 `python -m bench.advisor.plan --json`. The engine model is fitted from a recording of half the traffic on 1P:1D; the
-plan reads the whole traffic through a column map. Then every cluster of 1, 2, ... replicas, split and colocated, serves
-that traffic as processes behind a coordinator, until one reaches the goal at the client.
+plan reads the whole traffic through a column map. Then clusters of one replica less serve that traffic, split and
+colocated, as processes behind a coordinator, and clusters of fewer or more, until it is known how few reach the goal at
+the client. That no cluster of n replicas reaches it is taken to hold for fewer than n.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,36 +66,52 @@ async def planned(name: str, mix: TrafficMix, options: argparse.Namespace) -> di
     return found
 
 
-def clusters(replicas: int) -> Iterator[ClusterShape]:
-    """All clusters of so many replicas."""
-    yield ClusterShape("colocated", 0, replicas)
-    for prefill in range(1, replicas):
-        yield ClusterShape("split", prefill, replicas - prefill)
+def clusters(replicas: int, prefill_share: float) -> list[ClusterShape]:
+    """All clusters of so many replicas, those first that divide them as the plan does."""
+    split = [ClusterShape("split", prefill, replicas - prefill) for prefill in range(1, replicas)]
+    split.sort(key=lambda one: abs(one.prefill - replicas * prefill_share))
+    return [*split, ClusterShape("colocated", 0, replicas)]
 
 
-async def fewest(
-    trace: Trace, slo: Slo, most: int, options: argparse.Namespace, tell: Console
-) -> tuple[int | None, list[dict[str, Any]]]:
-    """The fewest replicas of which a cluster reaches the goal, None if no number up to `most` does; and all runs."""
-    rows, load = [], OtherLoad()
-    for replicas in range(1, most + 1):
-        reached = False
-        for shape in clusters(replicas):
+class _Measured:
+    """Real clusters, each with the same traffic; of each size until the first that reaches the goal."""
+
+    def __init__(
+        self, trace: Trace, slo: Slo, share: float, options: argparse.Namespace, tell: Console
+    ) -> None:
+        self._trace, self._slo, self._share, self._options, self._tell = trace, slo, share, options, tell
+        self.rows: list[dict[str, Any]] = []
+
+    async def reached(self, replicas: int) -> bool:
+        """Whether a cluster of so many replicas reaches the goal."""
+        load = OtherLoad()
+        for shape in clusters(replicas, self._share) if replicas else ():
             load.mark()
-            async with served(shape, options) as client:
-                answers = await replayed(client, trace)
+            async with served(shape, self._options) as client:
+                answers = await replayed(client, self._trace)
             row = {
                 "cluster": shape.name,
-                "measured": round(attainment(answers, slo), 4),
+                "measured": round(attainment(answers, self._slo), 4),
                 "failed": sum(answer is None for answer in answers),
                 "other_load": round(load.share(), 3),
             }
-            tell.print(trace.name, row)
-            rows.append(row)
-            reached = reached or row["measured"] >= options.goal
-        if reached:
-            return replicas, rows
-    return None, rows
+            self._tell.print(self._trace.name, row)
+            self.rows.append(row)
+            if row["measured"] >= self._options.goal:
+                return True
+        return False
+
+    async def fewest(self, planned: int) -> int | None:
+        """The fewest replicas that reach the goal, from one less than planned down, or up by `WITHIN`; None beyond."""
+        replicas = max(1, planned - WITHIN)
+        if await self.reached(replicas):
+            while await self.reached(replicas - 1):
+                replicas -= 1
+            return replicas
+        for more in range(replicas + 1, planned + WITHIN + 1):
+            if await self.reached(more):
+                return more
+        return None
 
 
 async def compared(name: str, options: argparse.Namespace, tell: Console) -> dict[str, Any]:
@@ -105,7 +121,10 @@ async def compared(name: str, options: argparse.Namespace, tell: Console) -> dic
     chosen = plan[plan["best"]]
     tell.print(name, "planned", chosen["name"], f"{chosen['attainment']:.1%}")
     trace = mix.trace(name, options.seconds, options.seed)
-    least, rows = await fewest(trace, mix.slo, chosen["gpus"] + WITHIN, options, tell)
+    split = plan["split"]
+    share = split["prefill_gpus"] / split["gpus"] if split else 0.5
+    measured = _Measured(trace, mix.slo, share, options, tell)
+    least = await measured.fewest(chosen["gpus"])
     return {
         "setup": name,
         "model": options.model,
@@ -115,7 +134,7 @@ async def compared(name: str, options: argparse.Namespace, tell: Console) -> dic
         "predicted": round(chosen["attainment"], 4),
         "measured_replicas": least,
         "within_bar": least is not None and abs(least - chosen["gpus"]) <= WITHIN,
-        "rows": rows,
+        "rows": measured.rows,
         "other_kind": {kind: plan[kind] and plan[kind]["name"] for kind in ("split", "colocated")},
         "engine": plan["replica"]["engine"],
         "notes": plan["notes"],

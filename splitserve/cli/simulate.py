@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from autoscaler.simulation.evaluation.comparison import Comparison
     from autoscaler.simulation.outcome import Outcome, Slo
     from autoscaler.simulation.simulator import Scenario
-    from autoscaler.simulation.traces.columns import ColumnMap
     from autoscaler.simulation.traces.synthetic import TraceShape
     from autoscaler.simulation.traces.trace import Trace
     from splitserve.config.coordinator import AdmissionConfig
@@ -164,7 +163,7 @@ def simulate(
     engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
     scaling = _TraceScaling(peak_replicas, scale, jitter, seed)
-    replayed = _scaled(_load(shape, options.column_map(columns)), engine, slo, scaling)
+    replayed = _scaled(_load(shape, columns), engine, slo, scaling)
     scenario = Scenario(
         replayed,
         engine,
@@ -214,14 +213,14 @@ def _admission(mode: str) -> AdmissionConfig:
         ) from error
 
 
-def _load(shape: TraceShape, columns: ColumnMap | None) -> Trace:
+def _load(shape: TraceShape, columns: str | None) -> Trace:
     """The synthetic trace of that kind, or the file of that name."""
     from autoscaler.simulation.traces.synthetic import SYNTHETIC, synthetic
     from autoscaler.simulation.traces.trace import load_trace
 
     if shape.kind in SYNTHETIC:
         return synthetic(shape)
-    return load_trace(Path(shape.kind), shape.seed, columns)
+    return load_trace(Path(shape.kind), shape.seed, options.column_map(columns))
 
 
 def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:

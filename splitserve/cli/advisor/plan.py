@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from splitserve.cli.advisor.plan_inputs import (
     GivenReplica,
     GivenTraffic,
     read_price,
-    read_replica,
+    read_replicas,
     read_traffic,
 )
 from splitserve.cli.advisor.plan_table import plan_text
@@ -73,7 +74,9 @@ Gpu = Annotated[
 ]
 GpusPerReplica = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="Default: the fewest of 1, 2, 4, 8 that do.", rich_help_panel=MODEL),
+    typer.Option(
+        min=1, max=64, help="Default: 1, 2, 4 or 8, with the fewest GPUs in all.", rich_help_panel=MODEL
+    ),
 ]
 EngineModelFile = Annotated[
     Path | None,
@@ -178,22 +181,25 @@ def _planned(
     from autoscaler.simulation.simulator import Scenario
     from autoscaler.simulation.traces.scaling import busiest
     from autoscaler.sizing.bill import bill_of, billed_json
-    from autoscaler.sizing.sizing import size
+    from autoscaler.sizing.replica_choice import cheapest
     from splitserve.config.coordinator import AdmissionConfig
 
     slo = Slo(targets_ms[0] / 1e3, targets_ms[1] / 1e3)
     whole, reported = read_traffic(traffic, slo)
-    design, model, notes = read_replica(replica, reported, whole, slo, terms.goal)
-    cut = busiest(whole, MOST_REQUESTS, design.engine, slo.tpot_s)
+    longest = max(one.prompt_tokens + one.output_tokens for one in whole.requests)
+    designs, model, notes = read_replicas(replica, reported, longest)
+    cut = busiest(whole, MOST_REQUESTS, designs[0].engine, slo.tpot_s)
     if len(cut.requests) < len(whole.requests):
         notes.append(f"of {len(whole.requests)} requests the busiest {MOST_REQUESTS} in a row are replayed")
-    scenario = Scenario(cut, design.engine, slo, admission=AdmissionConfig())
+    scenario = Scenario(cut, designs[0].engine, slo, admission=AdmissionConfig())
     with shown_progress("plan", lines=False) as progress:
 
         def tell(shape: ClusterShape) -> None:
             progress(f"replayed {shape.name}", 0.5)
 
-        found = size(scenario, terms, tell)
+        sized = cheapest(designs, scenario, terms, tell)
+    design, found = sized[0].design, sized[0].sizing
+    scenario = dataclasses.replace(scenario, engine=design.engine)
     if found.out_of_time:
         notes.append("the time was over before the search was (--limit): fewer replicas may do")
     for kind, reached in (("split", found.split), ("colocated", found.colocated)):
@@ -209,6 +215,10 @@ def _planned(
         **billed,
         "currency": None if price is None else price.currency,
         "replica": {**asdict(design), "gpu": replica.gpu},
+        "other_replicas": [
+            {"gpus_per_replica": one.design.gpus, "name": one.sizing.best.candidate.name, "gpus": one.gpus}
+            for one in sized[1:]
+        ],
         "model": None if model is None else asdict(model),
         "goal": terms.goal,
         "slo": asdict(slo),

@@ -11,14 +11,12 @@ from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from autoscaler.advisor.reported_engine import ReportedEngine
-    from autoscaler.simulation.engine_model import EngineModel
     from autoscaler.simulation.outcome import Slo
     from autoscaler.simulation.traces.lengths import LengthDistribution
     from autoscaler.simulation.traces.trace import Trace
     from autoscaler.sizing.bill import GpuPrice
-    from autoscaler.sizing.gpu_catalog import GpuClass
     from autoscaler.sizing.model_shape import GivenShape, ModelShape
-    from autoscaler.sizing.roofline import Efficiency, ReplicaDesign
+    from autoscaler.sizing.roofline import ReplicaDesign
 
 MOST_REQUESTS = 20_000
 """Longer traces are cut to their busiest stretch: a replay takes up to 0.7 ms of CPU a request."""
@@ -120,13 +118,14 @@ def read_model(given: GivenReplica) -> ModelShape | None:
     return shape_of(source.short_name, read_config(Path(source.path) / "config.json"), given.shape)
 
 
-def read_replica(
-    given: GivenReplica, reported: ReportedEngine | None, trace: Trace, slo: Slo, goal: float
-) -> tuple[ReplicaDesign, ModelShape | None, list[str]]:
-    """The replica with its engine model, the model if it is known, and notes."""
+def read_replicas(
+    given: GivenReplica, reported: ReportedEngine | None, longest: int
+) -> tuple[list[ReplicaDesign], ModelShape | None, list[str]]:
+    """The replicas to choose from, the model if it is known, and notes. `longest`: tokens of the longest request."""
     from autoscaler.advisor.reported_engine import measured_engine
     from autoscaler.sizing.gpu_catalog import gpu_class
-    from autoscaler.sizing.roofline import Efficiency, ReplicaDesign
+    from autoscaler.sizing.replica_choice import designs_of
+    from autoscaler.sizing.roofline import Efficiency, ReplicaDesign, design
 
     efficiency = Efficiency.parse(given.efficiency)
     gpu = None if given.gpu is None else gpu_class(given.gpu)
@@ -134,74 +133,24 @@ def read_replica(
     measured = measured_engine(given.engine_model) if given.engine_model is not None else None
     if measured is None and model is None:
         measured = reported
-    longest = max(one.prompt_tokens + one.output_tokens for one in trace.requests)
     if gpu is not None and model is not None:
-        wanted = _Wanted(model, gpu, efficiency, given.lane_gb_per_s, longest)
-        found = _designed(wanted, given.gpus, trace, slo, goal, measured.model if measured else None)
+        if given.gpus is not None:
+            designs = [design(model, gpu, given.gpus, efficiency, given.lane_gb_per_s)]
+        else:
+            designs = designs_of(model, gpu, efficiency, given.lane_gb_per_s, longest)
+        if measured is not None:
+            # Measured on a replica that somebody has: the smallest one, if nobody says more.
+            designs = [replace(designs[0], engine=measured.model)]
     elif measured is not None:
-        found = ReplicaDesign(given.gpus or 1, measured.model)
+        designs = [ReplicaDesign(given.gpus or 1, measured.model)]
     else:
         message = "give --model and --gpu, or --engine-model with a measured one"
         raise InvalidArgumentError(message, field="gpu" if given.gpu is None else "model")
-    _check_longest(found.engine, longest)
-    return found, model, list(measured.notes) if measured else []
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    model: ModelShape
-    gpu: GpuClass
-    efficiency: Efficiency
-    lane_gb_per_s: float
-    longest: int
-
-    def design(self, gpus: int) -> ReplicaDesign:
-        from autoscaler.sizing.roofline import design
-
-        return design(self.model, self.gpu, gpus, self.efficiency, self.lane_gb_per_s)
-
-
-def _designed(
-    wanted: _Wanted, gpus: int | None, trace: Trace, slo: Slo, goal: float, measured: EngineModel | None
-) -> ReplicaDesign:
-    """With so many GPUs, or the fewest that hold the model and its longest request and are fast enough when idle."""
-    from autoscaler.simulation.simulator import Scenario
-    from autoscaler.sizing.roofline import GPU_COUNTS
-    from autoscaler.sizing.sizing import idle_share
-
-    if gpus is not None:
-        found = wanted.design(gpus)
-        return found if measured is None else replace(found, engine=measured)
-    fitting: list[ReplicaDesign] = []
-    last: FailedPreconditionError | None = None
-    for count in GPU_COUNTS:
-        try:
-            found = wanted.design(count)
-        except FailedPreconditionError as error:
-            last = error
-            continue
-        except InvalidArgumentError:
-            continue  # the heads do not divide: this count is not a choice
-        if measured is not None:
-            return replace(found, engine=measured)
-        if found.engine.kv_capacity_tokens < wanted.longest:
-            continue
-        fitting.append(found)
-        if idle_share(Scenario(trace, found.engine, slo)) >= goal:
-            return found
-    if fitting:
-        return fitting[-1]
-    if last is not None:
-        raise last
-    message = f"gpu: no {wanted.gpu.name} replica of up to {GPU_COUNTS[-1]} GPUs holds {wanted.longest} tokens of KV"
-    raise FailedPreconditionError(message, reason="MODEL_DOES_NOT_FIT", field="gpu")
-
-
-def _check_longest(engine: EngineModel, longest: int) -> None:
-    most = min(engine.context_tokens, engine.kv_capacity_tokens)
+    most = max(min(one.engine.context_tokens, one.engine.kv_capacity_tokens) for one in designs)
     if longest > most:
         message = f"trace: its longest request has {longest} tokens, a replica holds {most}"
         raise FailedPreconditionError(message, reason="REQUEST_DOES_NOT_FIT", field="trace")
+    return designs, model, list(measured.notes) if measured else []
 
 
 def read_price(price: float | None, currency: str, prices: Path | None, gpu: str | None) -> GpuPrice | None:

@@ -73,4 +73,6 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         )
     else:
         yield f"A replica is {gpus}, as measured: {replica['engine']['kv_capacity_tokens']:,} tokens of KV"
+    for other in found["other_replicas"]:
+        yield f"Replicas of {other['gpus_per_replica']} GPUs: {other['name']}, {other['gpus']} GPUs"
     yield from (f"note: {note}" for note in found["notes"])
