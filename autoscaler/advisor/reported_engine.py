@@ -184,6 +184,11 @@ def load_engine_model(path: Path) -> EngineModel:
         what = f"unknown: {', '.join(unknown)}" if isinstance(values, dict) else "not an object"
         raise InvalidArgumentError(f"engine_model: {path}: {what}", field="engine_model")
     for name, value in values.items():
+        if isinstance(fields[name].default, bool):
+            if not isinstance(value, bool):
+                message = f"engine_model.{name} must be true or false, not {value!r}"
+                raise InvalidArgumentError(message, field=f"engine_model.{name}")
+            continue
         least = 0 if name.endswith("_s") and name != "link_gb_per_s" else 1e-9
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not (good and value >= least) and not (name == "prefill_step_s" and value is None):

@@ -81,6 +81,8 @@ def shape_of(name: str, config: Mapping[str, Any], given: GivenShape) -> ModelSh
     layers = _count("layers", given.layers, config.get("num_hidden_layers"))
     head_dim = given.head_dim or config.get("head_dim")
     hidden, heads = config.get("hidden_size"), given.heads or config.get("num_attention_heads")
+    hidden = None if hidden is None else _count("hidden_size", None, hidden)
+    heads = None if heads is None else _count("heads", None, heads)
     if head_dim is None and hidden and heads:
         head_dim = hidden // heads
     head_dim = _count("head_dim", None, head_dim)

@@ -162,8 +162,7 @@ def simulate(
     rules = _default_policy(ttft_ms, tpot_ms, peak_replicas) if policy is None else load_policy(policy)
     engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
-    scaling = _TraceScaling(peak_replicas, scale, jitter, seed)
-    replayed = _scaled(_load(shape, columns), engine, slo, scaling)
+    replayed = _scaled(_load(shape, columns), engine, slo, _TraceScaling(peak_replicas, scale, jitter, seed))
     scenario = Scenario(
         replayed,
         engine,
