@@ -19,6 +19,8 @@ from autoscaler.simulation.traces.scaling import pool_work_s
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
 MAX_REPLICAS = 1024
+STEADY_BUSY = 0.95
+"""Of traffic at random, queues of a busier pool grow for longer than any trace that one replays."""
 _PLATEAU = 0.002
 """A pool that is given more replicas and attains less than this share more is not what holds the requests back."""
 _PATIENCE = 2
@@ -36,8 +38,8 @@ class SizingTerms:
     max_replicas: int = 256
     """Of both pools together."""
     steady: bool = False
-    """Whether the traffic goes on like this: no pool may then have more work than it can do, even if the trace ends
-    before that shows."""
+    """Whether the traffic goes on like this: no pool may then have work for more than `STEADY_BUSY` of its time, even
+    if the trace ends before that shows."""
     limit_s: float = 120.0
     """For all replays, about."""
 
@@ -143,7 +145,7 @@ class _Search:
 
     def colocated(self) -> Prediction | None:
         """The fewest replicas that compute prompts and decode."""
-        floor = least_replicas(self.scenario)
+        floor = max(1, math.ceil(sum(self._work()) - 1e-9))
         below, count = (floor if self.terms.steady else 1) - 1, floor
         most, most_at = -1.0, count
         while (found := self._tried(ClusterShape("colocated", 0, count))) is not None:
@@ -184,11 +186,16 @@ class _Search:
         return found if found is not None and found.attainment >= self.terms.goal else None
 
     def _floor(self) -> tuple[int, int]:
-        """Replicas whose time the work of the trace just fills."""
+        """Replicas of each pool whose time the work of the trace just fills, as far as it may."""
+        prefill, decode = (max(1, math.ceil(each - 1e-9)) for each in self._work())
+        return prefill, decode
+
+    def _work(self) -> tuple[float, float]:
+        """Replicas, in fractions."""
         trace = self.scenario.trace
         work = pool_work_s(trace.requests, self.scenario.engine, self.scenario.slo.tpot_s)
-        prefill, decode = (max(1, math.ceil(each / max(trace.duration_s, 1e-3))) for each in work)
-        return prefill, decode
+        length_s = max(trace.duration_s, 1e-3) * (STEADY_BUSY if self.terms.steady else 1.0)
+        return work[0] / length_s, work[1] / length_s
 
     def _grown(self, shape: ClusterShape) -> Prediction | None:
         now = self._tried(shape)

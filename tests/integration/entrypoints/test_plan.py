@@ -34,7 +34,7 @@ async def test_a_plan_from_what_real_workers_measured(log_dir: Path, tmp_path: P
     recording, log = tmp_path / "recording.jsonl", tmp_path / "log.csv"
     cluster = Cluster(log_dir, model=smollm2, engine="torch", worker_options=OPTIONS)
     async with running(cluster), AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
-        wanted = ("record", "--target", cluster.target, "--seconds", "8", "--out", str(recording), "--json")
+        wanted = ("record", "--target", cluster.target, "--seconds", "5", "--out", str(recording), "--json")
         async with asyncio.timeout(PATIENCE_S):
             await client.generate([5] * 20, max_tokens=4, ignore_eos=True)
             recorder = asyncio.create_task(program(*wanted))
