@@ -130,6 +130,16 @@ SCENES = (
         {'splitserve generate "Hello" --tls certs/ca.pem --target front.example:50051': "{} --max-tokens 4"},
     ),
     Scene(
+        "autoscaling.md: policies in the shadow, with no coordinator there",
+        {},
+        {
+            "splitserve autoscaler --policy policy.yaml --shadow cheaper.yaml --shadow predictive.yaml": (
+                "bash -c 'cp policy.yaml cheaper.yaml; cp policy.yaml predictive.yaml; exec {}'"
+            )
+        },
+        {},
+    ),
+    Scene(
         "security.md: each part with its certificate",
         {CERTS: "{} --force"},
         {
