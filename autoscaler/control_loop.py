@@ -19,7 +19,7 @@ from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.plan_reasons import decisions_of
 from autoscaler.reconcile import Action, Activate, Bounds, Drain, ReplicaView, Rest, Start, members, reconcile
-from autoscaler.shadow import Shadows
+from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
 from splitserve.errors import ConfigError, DeadlineExceededError, SplitserveError

@@ -13,7 +13,7 @@ from autoscaler.policies.custom import loaded_functions, source_files
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool, policy_in
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
-from autoscaler.shadow import ShadowPolicy, Shadows
+from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
 from autoscaler.snapshot import PoolName
 from autoscaler.start_watch import StartLimits

@@ -15,7 +15,8 @@ from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
-from autoscaler.shadow import Shadows
+from autoscaler.shadows.shadow import Shadows
+from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.signals.observer import Observer
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
@@ -130,7 +131,7 @@ async def serve(config: AutoscalerConfig) -> None:
             with serving_metrics(
                 lambda: [
                     *loop_metrics(loop.status),
-                    *shadows.metrics(),
+                    *shadow_metrics(shadows),
                     loops.metric(),
                     *reload_metrics(reloaded),
                 ],

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.snapshot import POOLS, Snapshot
@@ -67,34 +65,3 @@ class Shadows:
         """Lets all of them decide."""
         for one in self.policies:
             one.look(snapshot, live)
-
-    def metrics(self) -> Iterator[Metric]:
-        """Their last decisions; nothing without shadows."""
-        if not self.policies:
-            return
-        desired, standby = (
-            GaugeMetricFamily(f"splitserve_autoscaler_shadow_{name}", text, labels=["policy", "pool"])
-            for name, text in (
-                ("desired_replicas", "Replicas that a shadow policy wants in rotation"),
-                ("desired_standby", "Warm standbys that a shadow policy wants"),
-            )
-        )
-        lending = GaugeMetricFamily(
-            "splitserve_autoscaler_shadow_lending",
-            "Whether decode would compute prompts meanwhile",
-            labels=["policy"],
-        )
-        errors = CounterMetricFamily(
-            "splitserve_autoscaler_shadow_errors",
-            "Decisions that the code of a shadow policy could not make",
-            labels=["policy"],
-        )
-        for one in self.policies:
-            errors.add_metric([one.name], one.errors)
-            if one.plan is None:
-                continue
-            lending.add_metric([one.name], one.plan.lend_decode_to_prefill)
-            for pool in POOLS:
-                desired.add_metric([one.name, pool], one.plan.pool(pool).desired)
-                standby.add_metric([one.name, pool], one.plan.pool(pool).standby)
-        yield from (desired, standby, lending, errors)
