@@ -25,6 +25,8 @@ _PLATEAU = 0.002
 """A pool that is given more replicas and attains less than this share more is not what holds the requests back."""
 _PATIENCE = 2
 """Twice as many colocated replicas that attain no more: what is missing is not replicas."""
+_NEAR = 0.5
+"""From this attainment on replicas are added in small steps."""
 _SOME = 0.1
 """Below this attainment a cluster is overloaded, and a few replicas more may show nothing yet."""
 
@@ -201,7 +203,9 @@ class _Search:
         now = self._tried(shape)
         while now is not None and now.attainment < self.terms.goal:
             prefill, decode = now.candidate.prefill, now.candidate.decode
-            more, wider = prefill + max(1, prefill // 8), decode + max(1, decode // 8)
+            # Far from the goal in larger steps; `_shrunk` takes back what was too much.
+            part = 8 if now.attainment >= _NEAR else 3
+            more, wider = prefill + max(1, prefill // part), decode + max(1, decode // part)
             one_pool = (ClusterShape("split", more, decode), ClusterShape("split", prefill, wider))
             nexts = [found for each in one_pool if (found := self._tried(each)) is not None]
             best = max(nexts, key=lambda one: (one.attainment, -one.strain), default=None)
@@ -211,7 +215,7 @@ class _Search:
         return now
 
     def _shrunk(self, best: Prediction, least: tuple[int, int]) -> Prediction:
-        step = max(1, max(best.candidate.prefill, best.candidate.decode) // 8)
+        step = max(1, max(best.candidate.prefill, best.candidate.decode) // 4)
         while step:
             fewer = [
                 found
