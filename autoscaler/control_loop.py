@@ -19,6 +19,7 @@ from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.plan_reasons import decisions_of
 from autoscaler.reconcile import Action, Activate, Bounds, Drain, ReplicaView, Rest, Start, members, reconcile
+from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
 from splitserve.errors import ConfigError, DeadlineExceededError, SplitserveError
@@ -88,6 +89,7 @@ class ControlLoop:
     """Without one nobody else may scale the same replicas."""
     changed_policy: Callable[[], PolicyChange | None] = lambda: None
     """Asked before each tick. Raises ConfigError for a file that cannot be taken, once for each of its versions."""
+    shadows: Shadows = field(default_factory=Shadows)
     status: LoopStatus = field(default_factory=LoopStatus)
     _starts: StartWatch = field(default_factory=StartWatch)
     _own_names: frozenset[str] = frozenset()
@@ -115,6 +117,7 @@ class ControlLoop:
             return
         snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
         plan, self._memory = self.decide(self._memory, snapshot)
+        self.shadows.look(snapshot, plan)
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
         actions = reconcile(plan, pools, self.settings.bounds, [pool for pool in POOLS if pauses[pool] > 0])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from autoscaler.policies.custom import loaded_functions, source_files
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool, policy_in
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
+from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
 from autoscaler.snapshot import PoolName
 from autoscaler.start_watch import StartLimits
@@ -66,6 +67,13 @@ def history_s(policy: ScalingPolicy) -> float:
     return max([DEFAULT_HISTORY_S, *wanted])
 
 
+def shadows_of(paths: Sequence[Path]) -> Shadows:
+    """The policies in these files, named after them. Raises ConfigError."""
+    loaded = [(path.stem, _loaded(path)) for path in paths]
+    policies = tuple(ShadowPolicy(name, make_decide(one.rules, one.functions)) for name, one in loaded)
+    return Shadows(policies, max((history_s(one.rules) for _, one in loaded), default=0.0))
+
+
 def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
     """The loop's settings under a policy. `given` has what is not the policy's; its interval wins unless it is 0."""
     pools: dict[PoolName, AnyPool] = {"prefill": policy.prefill, "decode": policy.decode}
@@ -89,10 +97,16 @@ class PolicyInForce:
     file: PolicyFile
     observer: Observer
     given: LoopSettings
+    shadows: Shadows = field(default_factory=Shadows)
 
     def first(self) -> PolicyChange:
         """The policy at the start."""
         return self._change(self.file.value, self.file.value)
+
+    @property
+    def history_s(self) -> float:
+        """How far back arrivals are kept for the policy and its shadows, seconds."""
+        return max(history_s(self.file.value.rules), self.shadows.history_s)
 
     def poll(self) -> PolicyChange | None:
         """The changed policy, if the file has changed. Raises ConfigError; the policy before stays in force."""
@@ -101,7 +115,7 @@ class PolicyInForce:
         if after is None:
             return None
         change = self._change(before, after)
-        self.observer.keep_history(history_s(after.rules))
+        self.observer.keep_history(self.history_s)
         log_event("policy.reloaded", policy=str(self.file.path))
         return change
 

@@ -14,7 +14,9 @@ from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
-from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s
+from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
+from autoscaler.shadows.shadow import Shadows
+from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.signals.observer import Observer
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
@@ -52,25 +54,27 @@ async def control_loop(
     lease_s: float | None = None,
     security: ClusterCredentials = UNSECURED,
     api_key: str | None = None,
+    shadows: Shadows | None = None,
 ) -> AsyncIterator[ControlLoop]:
     """A connected control loop; the caller runs it. The actuator is not closed here.
 
     With `lease_s` it acts only while it holds the coordinators' lease, which it gives up at the end.
     """
+    shadows = shadows or Shadows()
     async with AsyncExitStack() as stack:
         made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
         clients = [await stack.enter_async_context(client) for client in made]
         looks: dict[str, Any] = {
             "model": model,
             "window_s": window_s,
-            "history_s": history_s(policy.value.rules),
+            "history_s": max(history_s(policy.value.rules), shadows.history_s),
         }
         listing: dict[str, Any] = {} if actuator is None else {"replicas": actuator.replicas}
         if actuator is not None and actuator.proves_end and not dry_run:
             listing["on_ended"] = partial(report_ended, clients)
         observer = Observer(clients, **listing, **looks)
         in_force = PolicyInForce(
-            policy, observer, LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run)
+            policy, observer, LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run), shadows
         )
         first = in_force.first()
         lease = None
@@ -94,6 +98,7 @@ async def control_loop(
             settings=first.settings,
             lease=lease,
             changed_policy=changed_policy,
+            shadows=shadows,
         )
 
 
@@ -102,7 +107,7 @@ async def serve(config: AutoscalerConfig) -> None:
 
     Raises ConfigError for a wrong policy file or actuator, FailedPreconditionError for a taken metrics port.
     """
-    policy = PolicyFile(config.policy)
+    policy, shadows = PolicyFile(config.policy), shadows_of(config.shadow)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
     loops = LoopRunner()
     certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
@@ -121,9 +126,15 @@ async def serve(config: AutoscalerConfig) -> None:
             lease_s=config.lease_s,
             security=security,
             api_key=read_key(config.api_key_file),
+            shadows=shadows,
         ) as loop:
             with serving_metrics(
-                lambda: [*loop_metrics(loop.status), loops.metric(), *reload_metrics(reloaded)],
+                lambda: [
+                    *loop_metrics(loop.status),
+                    *shadow_metrics(shadows),
+                    loops.metric(),
+                    *reload_metrics(reloaded),
+                ],
                 config.host,
                 config.metrics_port,
                 security.server_tls,

@@ -12,7 +12,7 @@ from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.evaluation.comparison import bounds_of
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario, Simulation
-from autoscaler.simulation.traces.scaling import decode_claim
+from autoscaler.simulation.traces.scaling import pool_work_s
 from autoscaler.snapshot import PoolName
 
 ShapeKind = Literal["split", "colocated", "adaptive"]
@@ -74,11 +74,7 @@ def adaptive(budget: int, scenario: Scenario) -> ClusterShape:
 
 def prefill_share(scenario: Scenario) -> float:
     """Share of prefill in the work of a trace, 0..1: seconds of a full replica."""
-    prefill = decode = 0.0
-    for request in scenario.trace.requests:
-        share, busy_s = decode_claim(scenario.engine, request, scenario.slo.tpot_s)
-        prefill += scenario.engine.prompt_s(request.prompt_tokens)
-        decode += share * busy_s
+    prefill, decode = pool_work_s(scenario.trace.requests, scenario.engine, scenario.slo.tpot_s)
     return prefill / (prefill + decode) if prefill + decode > 0 else 0.5
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.traces.columns import ColumnMap
 from autoscaler.simulation.traces.trace import Trace, load_trace
 from splitserve.errors import InvalidArgumentError
 
@@ -58,22 +59,22 @@ class RecordedTraffic:
         return sum(request.attains(slo) for request in self.requests) / max(1, len(self.requests))
 
 
-def load_traffic(path: Path) -> RecordedTraffic:
-    """A recording, or any trace that the simulator reads.
+def load_traffic(path: Path, columns: ColumnMap | None = None) -> RecordedTraffic:
+    """A recording, or any trace that the simulator reads; with `columns` any log that has these.
 
     Raises NotFoundError, and InvalidArgumentError naming the first bad line or the bound.
     """
     if path.exists() and path.stat().st_size > MAX_BYTES:
         message = f"trace: {path} has more than {MAX_BYTES >> 20} MiB"
         raise InvalidArgumentError(message, reason="TRACE_TOO_LONG", field="trace")
-    trace = load_trace(path)
+    trace = load_trace(path, columns=columns)
     if len(trace.requests) > MAX_REQUESTS:
         message = f"trace: {len(trace.requests)} requests are more than {MAX_REQUESTS}: cut the file"
         raise InvalidArgumentError(message, reason="TRACE_TOO_LONG", field="trace")
     requests: list[MeasuredRequest] = []
     workers: list[Mapping[str, Any]] = []
     text = path.read_text(encoding="utf-8-sig")
-    if not text.lstrip().startswith("{"):
+    if columns is not None or not text.lstrip().startswith("{"):
         return RecordedTraffic(trace)
     for number, line in enumerate(text.splitlines(), 1):
         data = json.loads(line) if line.strip() else {}

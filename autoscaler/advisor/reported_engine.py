@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic
+from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic, load_traffic
 from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.traces.trace import is_recording
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 
 LEAST_PROMPTS = 8
@@ -183,9 +184,26 @@ def load_engine_model(path: Path) -> EngineModel:
         what = f"unknown: {', '.join(unknown)}" if isinstance(values, dict) else "not an object"
         raise InvalidArgumentError(f"engine_model: {path}: {what}", field="engine_model")
     for name, value in values.items():
+        if isinstance(fields[name].default, bool):
+            if not isinstance(value, bool):
+                message = f"engine_model.{name} must be true or false, not {value!r}"
+                raise InvalidArgumentError(message, field=f"engine_model.{name}")
+            continue
         least = 0 if name.endswith("_s") and name != "link_gb_per_s" else 1e-9
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not (good and value >= least) and not (name == "prefill_step_s" and value is None):
             message = f"engine_model.{name} must be a number of at least {least:g}, not {value!r}"
             raise InvalidArgumentError(message, field=f"engine_model.{name}")
     return EngineModel(**values)
+
+
+def measured_engine(path: Path) -> ReportedEngine:
+    """The engine model of a JSON file, or that which a recording of `splitserve record` describes.
+
+    Raises NotFoundError, InvalidArgumentError, FailedPreconditionError.
+    """
+    try:
+        recorded = is_recording(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError):
+        recorded = False
+    return reported_engine(load_traffic(path)) if recorded else ReportedEngine(load_engine_model(path))

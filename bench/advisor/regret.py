@@ -108,23 +108,28 @@ async def program(*arguments: str) -> str:
     return out.decode()
 
 
+async def recorded(client: AsyncClient, trace: Trace, folder: str) -> Path:
+    """A recording of a trace that is replayed meanwhile, in a file of that folder."""
+    file = Path(folder) / "traffic.jsonl"
+    seconds = trace.duration_s + RECORD_MARGIN_S
+    wanted = ("record", "--target", client.target, "--seconds", f"{seconds:g}", "--out", str(file))
+    recording = asyncio.create_task(program(*wanted))
+    while not file.exists():  # noqa: ASYNC110 - the recording begins at once then
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(RECORD_MARGIN_S / 3)
+    await replayed(client, trace)
+    await recording
+    return file
+
+
 async def measured(name: str, mix: TrafficMix, options: argparse.Namespace, tell: Console) -> dict[str, Any]:
     """One mix: recorded, advised on, measured."""
     budget = options.budget
-    recorded = ClusterShape("split", budget // 2, budget - budget // 2)
+    middle = ClusterShape("split", budget // 2, budget - budget // 2)
     load = OtherLoad()
     with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "traffic.jsonl"
-        async with served(recorded, options) as client:
-            seconds = options.seconds + RECORD_MARGIN_S
-            recording = asyncio.create_task(
-                program("record", "--target", client.target, "--seconds", f"{seconds:g}", "--out", str(file))
-            )
-            while not file.exists():  # noqa: ASYNC110 - the recording begins at once then
-                await asyncio.sleep(0.05)
-            await asyncio.sleep(RECORD_MARGIN_S / 3)
-            await replayed(client, mix.trace(name, options.seconds, options.seed))
-            tell.print((await recording).strip())
+        async with served(middle, options) as client:
+            file = await recorded(client, mix.trace(name, options.seconds, options.seed), scratch)
         targets = ("--ttft-ms", f"{mix.slo.ttft_s * 1e3:g}", "--tpot-ms", f"{mix.slo.tpot_s * 1e3:g}")
         wanted = ("--budget", str(budget), "--all-workers", "--json")
         advice = json.loads(await program("advise", "--trace", str(file), *targets, *wanted))

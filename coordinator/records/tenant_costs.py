@@ -37,6 +37,8 @@ class PriceFile(BaseModel):
     """Of a KV block held for a second."""
     gigabyte_written: Price = 0.0
     """Of 10^9 bytes of KV written by handoffs."""
+    gpu_hour: dict[str, Price] = Field(default_factory=dict)
+    """Of a GPU for an hour, by its name in docs/plan.md. Read by `splitserve plan` only."""
 
     def price_of(self, cost: CostOfRequest) -> float:
         """The price of a request."""

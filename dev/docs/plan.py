@@ -76,6 +76,7 @@ SCENES = (
             "splitserve advise --live --seconds 60 --budget 4": (
                 f"{_TRAFFIC}; splitserve advise --live --seconds 8 --budget 4 && wait"
             ),
+            "splitserve plan --trace traffic.jsonl --scale 4 --goal 0.95": "{}",
             "splitserve record --seconds 60 --out later.jsonl": "cp traffic.jsonl later.jsonl",
             "splitserve advise --check advice.json --trace later.jsonl": "{}",
             "splitserve top": "{} --count 1 --interval 1",
@@ -129,6 +130,16 @@ SCENES = (
         {'splitserve generate "Hello" --tls certs/ca.pem --target front.example:50051': "{} --max-tokens 4"},
     ),
     Scene(
+        "autoscaling.md: policies in the shadow, with no coordinator there",
+        {},
+        {
+            "splitserve autoscaler --policy policy.yaml --shadow cheaper.yaml --shadow predictive.yaml": (
+                "bash -c 'cp policy.yaml cheaper.yaml; cp policy.yaml predictive.yaml; exec {}'"
+            )
+        },
+        {},
+    ),
+    Scene(
         "security.md: each part with its certificate",
         {CERTS: "{} --force"},
         {
@@ -150,11 +161,22 @@ SHORT: Mapping[str, str] = {
     "splitserve simulate --trace constant": (
         "splitserve simulate --trace constant --rate 2 --duration 120 --steps --no-bound"
     ),
+    "splitserve plan --model": (
+        "splitserve plan --model smollm2-135m-instruct --gpu L4 --rate 40 --prompt-tokens p50=800,p95=4000"
+        " --output-tokens 250 --slo-ttft 1000 --slo-tpot 40 --price 0.8"
+    ),
+    "splitserve plan --params": (
+        "splitserve plan --params 70B --layers 80 --heads 64 --kv-heads 8 --head-dim 128 --gpu H100 --rate 3 --json"
+    ),
     "splitserve up --help": "splitserve up --help",
     "splitserve health --tls DIR": "splitserve health --help",
     "python -m bench.advisor": (
         "python -m bench.advisor --mix short-chat --seconds 2 --budget 2 --json > regret.json"
         " || grep -q '\"regret\"' regret.json"
+    ),
+    "python -m bench.advisor.plan": (
+        "python -m bench.advisor.plan --setup prefill-heavy --seconds 2 --json > plan.json"
+        " || grep -q '\"measured_replicas\"' plan.json"
     ),
     "python -m bench.autoscaling": (
         "python -m bench.autoscaling --traces . --only azure_2023_conv --cold-start 60 --no-bound --no-baselines"

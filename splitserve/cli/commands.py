@@ -50,6 +50,10 @@ COMMANDS = {
     "advise": CommandEntry(
         "splitserve.cli.advisor.advise", "Say which split of the workers a recorded traffic asks for, and why"
     ),
+    "plan": CommandEntry(
+        "splitserve.cli.advisor.plan",
+        "Say how many GPUs a traffic needs for each pool, and colocated, before you buy them",
+    ),
     "simulate": CommandEntry(
         "splitserve.cli.simulate", "Replay a trace against a scaling policy in simulated time"
     ),

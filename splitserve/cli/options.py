@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from autoscaler.simulation.traces.columns import ColumnMap
 
 Target = Annotated[
     str, typer.Option(envvar="SPLITSERVE_TARGET", metavar="HOST:PORT", help="Address of the coordinator.")
@@ -32,3 +35,17 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 ClusterTokenFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Secret that all parts of the cluster share.")
 ]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY=NAME,...",
+        help="The trace is any CSV or JSONL log with these columns: timestamp, input_length, output_length; unit=ms.",
+    ),
+]
+
+
+def column_map(text: str | None) -> ColumnMap | None:
+    """What `--columns` says. Raises InvalidArgumentError."""
+    from autoscaler.simulation.traces.columns import ColumnMap
+
+    return None if text is None else ColumnMap.parse(text)

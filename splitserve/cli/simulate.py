@@ -35,7 +35,10 @@ BASELINE_HELP = (
 )
 
 TraceName = Annotated[
-    str, typer.Option(help="Azure CSV or Mooncake JSONL file; or constant, ramp, burst, diurnal.")
+    str,
+    typer.Option(
+        help="Azure CSV or Mooncake JSONL file, a log with --columns; or constant, ramp, burst, diurnal."
+    ),
 ]
 PolicyFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The scaling policy, YAML. Default: `slo` in both pools.")
@@ -117,6 +120,7 @@ class _TraceScaling:
 
 def simulate(
     trace: TraceName,
+    columns: options.Columns = None,
     policy: PolicyFile = None,
     as_json: options.AsJson = False,
     plot: PlotFile = None,
@@ -158,8 +162,7 @@ def simulate(
     rules = _default_policy(ttft_ms, tpot_ms, peak_replicas) if policy is None else load_policy(policy)
     engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
-    scaling = _TraceScaling(peak_replicas, scale, jitter, seed)
-    replayed = _scaled(_load(shape), engine, slo, scaling)
+    replayed = _scaled(_load(shape, columns), engine, slo, _TraceScaling(peak_replicas, scale, jitter, seed))
     scenario = Scenario(
         replayed,
         engine,
@@ -209,12 +212,14 @@ def _admission(mode: str) -> AdmissionConfig:
         ) from error
 
 
-def _load(shape: TraceShape) -> Trace:
+def _load(shape: TraceShape, columns: str | None) -> Trace:
     """The synthetic trace of that kind, or the file of that name."""
     from autoscaler.simulation.traces.synthetic import SYNTHETIC, synthetic
     from autoscaler.simulation.traces.trace import load_trace
 
-    return synthetic(shape) if shape.kind in SYNTHETIC else load_trace(Path(shape.kind), shape.seed)
+    if shape.kind in SYNTHETIC:
+        return synthetic(shape)
+    return load_trace(Path(shape.kind), shape.seed, options.column_map(columns))
 
 
 def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:

@@ -64,6 +64,9 @@ class AutoscalerConfig(SecuritySettings):
         Option(flag="coordinator", metavar="HOST:PORT"),
     ] = ("127.0.0.1:50051",)
     """Address, "host:port", of each coordinator to observe and to send plans to."""
+    shadow: Annotated[tuple[Path, ...], Field(max_length=8), Option(metavar="FILE")] = ()
+    """Policy files that decide on the same snapshots beside `policy`, and are never acted on: metrics and the log show
+    what they want. Repeatable, up to 8; each is named after its file. Read at the start."""
     actuator: Literal["docker", "kubernetes", "none"] = "none"
     """Where replicas run. `none`: decide and log only."""
     dry_run: bool = False

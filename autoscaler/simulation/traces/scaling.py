@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -83,3 +85,31 @@ def scaled_to_peak(
     factor = replicas / peak_replicas(trace, engine, tpot_s)
     smoothed = peak_replicas(scaled(trace, factor, seed, jitter_s), engine, tpot_s)
     return scaled(trace, factor * replicas / smoothed, seed, jitter_s)
+
+
+def hastened(trace: Trace, factor: float) -> Trace:
+    """The same requests in 1 / `factor` of the time."""
+    return Trace(trace.name, [replace(one, arrival_s=one.arrival_s / factor) for one in trace.requests])
+
+
+def pool_work_s(requests: Sequence[TraceRequest], engine: EngineModel, tpot_s: float) -> tuple[float, float]:
+    """Seconds of a full replica that the requests take of each pool: (prefill, decode)."""
+    prefill = decode = 0.0
+    for request in requests:
+        share, busy_s = decode_claim(engine, request, tpot_s)
+        prefill += engine.prompt_s(request.prompt_tokens)
+        decode += share * busy_s
+    return prefill, decode
+
+
+def busiest(trace: Trace, requests: int, engine: EngineModel, tpot_s: float) -> Trace:
+    """The stretch of so many requests in a row that has the most work a second, from its own beginning."""
+    if len(trace.requests) <= requests:
+        return trace
+    work = np.cumsum([0.0, *(sum(pool_work_s([one], engine, tpot_s)) for one in trace.requests)])
+    arrivals = np.array([one.arrival_s for one in trace.requests])
+    spans = np.maximum(arrivals[requests - 1 :] - arrivals[: len(arrivals) - requests + 1], 1e-3)
+    first = int(np.argmax((work[requests:] - work[:-requests]) / spans))
+    began = trace.requests[first].arrival_s
+    cut = trace.requests[first : first + requests]
+    return Trace(trace.name, [replace(one, arrival_s=one.arrival_s - began) for one in cut])

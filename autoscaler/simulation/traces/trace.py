@@ -1,4 +1,5 @@
-"""Traces and their file formats: Azure CSV, Mooncake JSONL, and the recordings of `splitserve record`."""
+"""Traces and their file formats: Azure CSV, Mooncake JSONL, the recordings of `splitserve record`, and any log through
+a column map."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-from splitserve.errors import InvalidArgumentError, NotFoundError
+from autoscaler.simulation.traces.columns import ColumnMap
+from autoscaler.simulation.traces.line_checks import bad_line, token_count
+from splitserve.errors import NotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,12 @@ class Trace:
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 NOT_REQUESTS = frozenset({"recording", "workers"})
 """Keys of a recording's lines that are no requests: its head and its end."""
-MOST_TOKENS = 2**24
 _MICROSECOND_DIGITS = 26
 """Length of a timestamp with six digits of fraction, as far as datetime reads."""
 
 
-def load_trace(path: Path, seed: int = 0) -> Trace:
-    """The trace in a file; its first character tells the format.
+def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> Trace:
+    """The trace in a file; its first character tells the format. With `columns` it is any log that has these.
 
     `seed` decides how arrivals are spread inside the ticks of a Mooncake trace; a recording has exact times.
     Raises NotFoundError without the file, and InvalidArgumentError with the number of the first bad line.
@@ -61,12 +62,15 @@ def load_trace(path: Path, seed: int = 0) -> Trace:
     except OSError as error:
         raise NotFoundError(f"trace: cannot read {path}: {error.strerror}", reason="NO_TRACE") from None
     except UnicodeDecodeError as error:
-        raise _bad(path, 1, f"not UTF-8 text ({error.reason})") from None
-    mooncake = text.lstrip().startswith("{")
+        raise bad_line(path, 1, f"not UTF-8 text ({error.reason})") from None
+    mooncake = columns is None and text.lstrip().startswith("{")
     recorded = mooncake and is_recording(text)
-    found = list(_mooncake(path, text) if mooncake else _azure(path, text))
+    if columns is not None:
+        found = list(_mapped(path, text, columns))
+    else:
+        found = list(_mooncake(path, text) if mooncake else _azure(path, text))
     if not found:
-        raise _bad(path, 1, "no requests")
+        raise bad_line(path, 1, "no requests")
     found.sort(key=lambda request: request.arrival_s)
     if mooncake and not recorded:
         found = _spread(found, seed)
@@ -87,20 +91,27 @@ def is_recording(text: str) -> bool:
 def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
     rows = csv.reader(text.splitlines())
     if (header := next(rows, None)) != AZURE_HEADER:
-        raise _bad(
+        raise bad_line(
             path, 1, f"expected the columns {','.join(AZURE_HEADER)}, found {','.join(header or [])!r}"
         )
     for line, row in enumerate(rows, 2):
         if not row:
             continue
         if len(row) != len(AZURE_HEADER):
-            raise _bad(path, line, f"expected {len(AZURE_HEADER)} columns, found {len(row)}")
+            raise bad_line(path, line, f"expected {len(AZURE_HEADER)} columns, found {len(row)}")
         try:
             arrival_s = datetime.fromisoformat(row[0].strip()[:_MICROSECOND_DIGITS]).timestamp()
         except ValueError:
-            raise _bad(path, line, f"TIMESTAMP is not a time: {row[0]!r}") from None
-        prompt = _count(path, line, AZURE_HEADER[1], row[1])
-        yield TraceRequest(arrival_s, prompt, _count(path, line, AZURE_HEADER[2], row[2]))
+            raise bad_line(path, line, f"TIMESTAMP is not a time: {row[0]!r}") from None
+        prompt = token_count(path, line, AZURE_HEADER[1], row[1])
+        yield TraceRequest(arrival_s, prompt, token_count(path, line, AZURE_HEADER[2], row[2]))
+
+
+def _mapped(path: Path, text: str, columns: ColumnMap) -> Iterator[TraceRequest]:
+    for one in columns.lines(path, text):
+        prompt = token_count(path, one.line, columns.input_length, one.input_length)
+        output = token_count(path, one.line, columns.output_length, one.output_length)
+        yield TraceRequest(one.timestamp_s, prompt, output)
 
 
 def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
@@ -110,31 +121,20 @@ def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
         try:
             data = json.loads(row)
         except ValueError:
-            raise _bad(path, line, "not a JSON object") from None
+            raise bad_line(path, line, "not a JSON object") from None
         if not isinstance(data, dict):
-            raise _bad(path, line, "not a JSON object")
+            raise bad_line(path, line, "not a JSON object")
         if not data.keys().isdisjoint(NOT_REQUESTS):
             continue
         timestamp = data.get("timestamp")
         if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not timestamp >= 0:
-            raise _bad(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r}")
+            raise bad_line(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r}")
         blocks = data.get("hash_ids", [])
         if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
-            raise _bad(path, line, "hash_ids must be a list of integers")
-        prompt = _count(path, line, "input_length", data.get("input_length"))
-        output = _count(path, line, "output_length", data.get("output_length"))
+            raise bad_line(path, line, "hash_ids must be a list of integers")
+        prompt = token_count(path, line, "input_length", data.get("input_length"))
+        output = token_count(path, line, "output_length", data.get("output_length"))
         yield TraceRequest(timestamp / 1e3, prompt, output, tuple(blocks))
-
-
-def _count(path: Path, line: int, name: str, value: Any) -> int:
-    try:
-        count = int(value)
-    except (TypeError, ValueError):
-        raise _bad(path, line, f"{name} must be a whole number, not {value!r}") from None
-    if not 0 <= count <= MOST_TOKENS:
-        raise _bad(path, line, f"{name} must be 0..{MOST_TOKENS}, not {count}")
-    # The engine has at least one prompt token and one output token.
-    return max(1, count)
 
 
 def _spread(found: list[TraceRequest], seed: int) -> list[TraceRequest]:
@@ -158,7 +158,3 @@ def _shifted(request: TraceRequest, by_s: float) -> TraceRequest:
     return TraceRequest(
         request.arrival_s + by_s, request.prompt_tokens, request.output_tokens, request.block_ids
     )
-
-
-def _bad(path: Path, line: int, what: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"trace: {path}, line {line}: {what}", reason="BAD_TRACE", field="trace")

@@ -41,7 +41,10 @@ AllWorkers = Annotated[
 ]
 EngineModelFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Engine model, JSON. Default: fitted from the cluster's reports."),
+    typer.Option(
+        metavar="FILE",
+        help="Engine model: JSON, or a recording to fit it from. Default: fitted from the trace's own reports.",
+    ),
 ]
 EnginePreset = Annotated[str | None, typer.Option(help="Engine model by name, as for `splitserve simulate`.")]
 ColdStart = Annotated[
@@ -76,6 +79,7 @@ class _Wanted:
 
 def advise(
     trace: TraceFile = None,
+    columns: options.Columns = None,
     live: Live = False,
     seconds: Seconds = 60.0,
     budget: Budget = 2,
@@ -109,7 +113,7 @@ def advise(
         if trace is None:
             trace = Path(scratch) / "live.jsonl"
             record_to(trace, RecordingAccess.of(target, api_key, tls, cluster_token_file), seconds)
-        traffic = load_traffic(trace)
+        traffic = load_traffic(trace, options.column_map(columns))
     if check is not None:
         _check(check, traffic, as_json=as_json)
         return
@@ -157,11 +161,11 @@ def _advise(
 
 
 def _engine(traffic: RecordedTraffic, wanted: _Wanted) -> ReportedEngine:
-    from autoscaler.advisor.reported_engine import ReportedEngine, load_engine_model, reported_engine
+    from autoscaler.advisor.reported_engine import ReportedEngine, measured_engine, reported_engine
     from autoscaler.simulation.engine_model import preset
 
     if wanted.engine_model is not None:
-        return ReportedEngine(load_engine_model(wanted.engine_model))
+        return measured_engine(wanted.engine_model)
     if wanted.engine_preset is not None:
         return ReportedEngine(preset(wanted.engine_preset))
     return reported_engine(traffic)

@@ -16,6 +16,8 @@ from tests.support.waiting import PATIENCE_S
 
 POLICY = "{interval_s: 0.2, prefill: {target_ms: 500}, decode: {target_ms: 50}}"
 
+SHADOW = "{prefill: {target_ms: 500, min_replicas: 3}, decode: {target_ms: 50, min_replicas: 2}}"
+
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
@@ -26,7 +28,10 @@ def policy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def autoscaler(simulated_cluster: Cluster, policy: Path, tmp_path: Path) -> Iterator[ServiceProcess]:
+    shadow = tmp_path / "shadow.yaml"
+    shadow.write_text(SHADOW)
     options = ["--policy", str(policy), "--coordinator", simulated_cluster.target, "--metrics-port", "0"]
+    options += ["--shadow", str(shadow)]
     process = ServiceProcess("autoscaler", ["autoscaler", *options], tmp_path)
     process.start()
     yield process
@@ -43,6 +48,14 @@ def test_it_sees_the_cluster_and_acts_on_nothing(autoscaler: ServiceProcess) -> 
         text = page.read().decode()
     assert 'splitserve_autoscaler_replicas{pool="prefill",state="ready"} 1.0' in text
     assert 'splitserve_autoscaler_desired_replicas{pool="decode"} 1.0' in text
+    shadow = autoscaler.wait_event("scaling.shadow")
+    assert (shadow["policy"], shadow["pool"], shadow["desired"], shadow["live"]) == (
+        "shadow",
+        "prefill",
+        3,
+        1,
+    )
+    assert 'splitserve_autoscaler_shadow_desired_replicas{policy="shadow",pool="decode"} 2.0' in text
 
 
 @pytest.mark.parametrize(
@@ -52,6 +65,7 @@ def test_it_sees_the_cluster_and_acts_on_nothing(autoscaler: ServiceProcess) -> 
         (["--policy", "POLICY", "--interval", "0"], "error: interval_s: "),
         (["--policy", "POLICY", "--actuator", "magic"], "error: actuator: "),
         (["--policy", "/nowhere.yaml"], "error: "),
+        (["--policy", "POLICY", "--shadow", "POLICY", "--shadow", "POLICY"], "error: shadow: two policies"),
     ],
 )
 def test_wrong_settings_end_it_with_one_line(policy: Path, options: list[str], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,8 @@ def test_an_engine_model_file(tmp_path: Path) -> None:
     path.write_text('{"step_s": 0.01, "max_step_tokens": 256}')
     model = load_engine_model(path)
     assert (model.step_s, model.max_step_tokens) == (0.01, 256)
+    path.write_text(json.dumps(asdict(model)))
+    assert load_engine_model(path) == model
+    path.write_text('{"separate_steps": 1}')
+    with pytest.raises(InvalidArgumentError, match="separate_steps must be true or false"):
+        load_engine_model(path)

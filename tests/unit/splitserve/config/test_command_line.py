@@ -50,6 +50,7 @@ ODD: dict[str, Any] = {
     "advertise_address": "h:1",
     "coordinators": ["a:1", "b:2"],
     "cpus": [0, 1, 2, 5],
+    "shadow": ["a.yaml", "b.yaml"],
     "gpus": ["0", "GPU-1"],
     "docker.gpus": "0,1;2,3",
     "endpoint": "https://collector:4317",

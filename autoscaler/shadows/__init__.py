@@ -1,0 +1,1 @@
+"""Policies that decide beside the one in force. Read `shadow.py` first."""

@@ -1,0 +1,1 @@
+"""How many GPUs a traffic needs. Read `sizing.py` first."""

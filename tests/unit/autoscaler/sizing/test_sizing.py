@@ -1,0 +1,118 @@
+"""How many replicas: against trying them all, and what cannot be reached."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from autoscaler.advisor.advice import predicted
+from autoscaler.advisor.candidates import ClusterShape, replay
+from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.outcome import Slo
+from autoscaler.simulation.simulator import Scenario
+from autoscaler.simulation.traces.lengths import LengthDistribution, steady
+from autoscaler.simulation.traces.scaling import busiest, hastened
+from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.sizing.bill import GpuPrice, bill_of
+from autoscaler.sizing.gpu_catalog import gpu_class
+from autoscaler.sizing.model_shape import GivenShape, shape_of
+from autoscaler.sizing.replica_choice import cheapest, designs_of
+from autoscaler.sizing.roofline import Efficiency
+from autoscaler.sizing.sizing import SizingTerms, idle_share, size
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+
+ENGINE = EngineModel(prefill_token_s=1e-4, step_s=5e-3, sequence_s=1e-3, max_running_requests=32)
+"""10,000 prompt tokens a second; a batch of 45 keeps to 50 ms."""
+pytestmark = pytest.mark.timeout(60)
+
+
+def scenario(rate: float, prompt: str, output: str, seconds: float = 60, slo: Slo | None = None) -> Scenario:
+    prompts, outputs = LengthDistribution.parse("p", prompt), LengthDistribution.parse("o", output)
+    return Scenario(steady(rate, seconds, prompts, outputs, 1), ENGINE, slo or Slo(0.6, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("rate", "prompt", "output"),
+    [(6, "p50=2000,p95=4000", "10"), (6, "100", "p50=400,p99=900"), (10, "1000", "200"), (0.2, "300", "20")],
+)
+def test_it_is_the_least_of_all_splits(rate: float, prompt: str, output: str) -> None:
+    case, terms = scenario(rate, prompt, output), SizingTerms(0.95)
+    found = size(case, terms)
+    assert found.split is not None
+    workers = found.split.candidate.workers
+    smaller = [
+        predicted(shape, replay(shape, case)).attainment
+        for total in range(2, workers)
+        for shape in (ClusterShape("split", p, total - p) for p in range(1, total))
+    ]
+    assert max(smaller, default=0.0) < terms.goal <= found.split.attainment
+    if found.colocated is not None and (fewer := found.colocated.candidate.decode - 1):
+        shape = ClusterShape("colocated", 0, fewer)
+        assert predicted(shape, replay(shape, case)).attainment < terms.goal
+    assert found.best.candidate.workers <= workers
+    assert size(case, terms) == found, "the same input, another answer"
+
+
+def test_steady_traffic_is_not_served_from_a_queue_that_only_grows() -> None:
+    # 15,000 prompt tokens a second on 10,000: within two seconds only, one replica would look well.
+    case = scenario(15, "1000", "2", seconds=2, slo=Slo(5.0, 0.05))
+    once, forever = size(case, SizingTerms()), size(case, SizingTerms(steady=True))
+    assert once.split is not None
+    assert forever.split is not None
+    assert once.split.candidate.prefill == 1
+    assert forever.split.candidate.prefill > 1
+
+
+def test_what_no_number_of_replicas_reaches() -> None:
+    slow = scenario(1, "1000", "10", slo=Slo(0.05, 0.05))
+    assert idle_share(slow) == 0
+    with pytest.raises(FailedPreconditionError, match=r"even an idle replica keeps only 0\.0%") as caught:
+        size(slow, SizingTerms())
+    assert caught.value.reason == "TOO_SLOW"
+    with pytest.raises(FailedPreconditionError, match="no number of replicas up to 2 ") as caught:
+        size(scenario(40, "1000", "200"), SizingTerms(max_replicas=2))
+    assert caught.value.reason == "GOAL_NOT_REACHED"
+    with pytest.raises(FailedPreconditionError, match="within --limit"):
+        size(scenario(40, "1000", "200"), SizingTerms(limit_s=0.0))
+    for wrong in ({"goal": 0.0}, {"goal": math.nan}, {"max_replicas": 1}, {"max_replicas": 5000}):
+        with pytest.raises(InvalidArgumentError):
+            SizingTerms(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_replica_has_the_gpus_with_which_fewest_are_needed() -> None:
+    model = shape_of("70b", {}, GivenShape("70B", None, 80, 64, 8, 128))
+    designs = designs_of(model, gpu_class("H100"), Efficiency(), 25.0, 1200)
+    # Two GPUs hold the weights, and KV of two requests.
+    assert designs[0].gpus == 2
+    assert designs[0].engine.kv_capacity_tokens < 2400 * 2
+    case = dataclasses.replace(scenario(3, "1000", "200"), slo=Slo(2.0, 0.2))
+    found = cheapest(designs, case, SizingTerms(steady=True))
+    assert found[0].design.gpus == 4
+    assert found[0].gpus < 10
+    assert [one.gpus for one in found] == sorted(one.gpus for one in found)
+
+
+def test_the_bill() -> None:
+    requests = [TraceRequest(float(at), 900, 100) for at in range(101)]
+    case = Scenario(Trace("even", requests), ENGINE, Slo(0.6, 0.05))
+    one = predicted(ClusterShape("split", 2, 3), replay(ClusterShape("split", 2, 3), case))
+    bill = bill_of(one, case, 4, GpuPrice(2.5, "EUR"))
+    assert (bill.prefill_gpus, bill.decode_gpus, bill.gpus, bill.cost_per_hour) == (8, 12, 20, 50.0)
+    tokens_per_hour = 101 * 1000 / 100 * 3600
+    assert bill.cost_per_million_tokens == pytest.approx(50 / tokens_per_hour * 1e6)
+    assert bill.cost_per_million_output_tokens == pytest.approx(500 / tokens_per_hour * 1e6)
+    assert bill.gpu_hours_per_million_tokens == pytest.approx(20 / tokens_per_hour * 1e6)
+    assert bill.prefill_busy == pytest.approx(1.01 * ENGINE.prompt_s(900) / 2)
+    free = bill_of(one, case, 4, None)
+    assert free.cost_per_hour is free.cost_per_million_tokens is None
+
+
+def test_time_scaling_and_the_busiest_stretch() -> None:
+    arrivals = [0, 10, 20, 21, 22, 23, 40, 60]
+    trace = Trace("t", [TraceRequest(float(at), 100, 10) for at in arrivals])
+    assert [one.arrival_s for one in hastened(trace, 10).requests] == [at / 10 for at in arrivals]
+    cut = busiest(trace, 4, ENGINE, 0.05)
+    assert [one.arrival_s for one in cut.requests] == [0, 1, 2, 3]
+    assert busiest(trace, 8, ENGINE, 0.05) is trace
