@@ -57,7 +57,7 @@ async def _window(front: Process, cores: Cores, entrypoint: str, kind: str, seco
         warm_s=WARM_S,
         model=MODEL,
     )
-    return 1e6 * float(found["cpu_s"]) / max(1, found[kind])
+    return 1e6 * float(found["cpu_s"]) / max(1, int(found[kind]))
 
 
 async def measure(
