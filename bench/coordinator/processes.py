@@ -93,7 +93,9 @@ async def coordinator(
     ports = {"grpc_port": claim_port(HOST, 0), "http_port": claim_port(HOST, 0)}
     config = config.model_copy(update={"host": HOST, **ports})
     command = [sys.executable, "-m", "splitserve", "coordinator", *arguments(config)]
-    async with program(command, cores, folder=checkout) as process:
+    # A path that is set here would go before the folder.
+    variables = None if checkout is None else {"PYTHONPATH": str(checkout)}
+    async with program(command, cores, variables, checkout) as process:
         yield Process(
             process.pid, join_address(HOST, ports["grpc_port"]), join_address(HOST, ports["http_port"])
         )

@@ -59,7 +59,8 @@ class CapacityAdmission:
         self._models: dict[str, ModelAdmission] = {}
         self._waiting: dict[Entry, Waiting] = {}
         self._counts: dict[str, AdmissionCounts] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
+        """When each model's timer is due, on the monotonic clock, and the timer."""
         registry.subscribe(self._on_registry_change)
 
     async def admit(self, events: RequestEvents) -> None:
@@ -130,9 +131,10 @@ class CapacityAdmission:
     def ended(self, model: str, entry: Entry) -> None:
         """See RequestObserver. What the request held is free for the next one."""
         admission = self._models[model]
+        holds = entry.decode is not None or not (entry.started and entry.computed)
         had = admission.queue.requests
         admission.ended(entry)
-        if had:
+        if had and holds:
             self._release(model, admission, time.monotonic())
 
     def _on_registry_change(self, worker: Worker | None) -> None:
@@ -176,15 +178,18 @@ class CapacityAdmission:
         queue, counts = admission.queue, self._counts[model]
         counts.queued, counts.queued_prompt_tokens = queue.lengths(), queue.prompt_tokens
         self._publish_held(model, Held(queue.requests, queue.uncached_tokens, admission.held_by))
-        loop = asyncio.get_running_loop()
         now = time.monotonic()
         release_s = admission.next_release_s(now)
-        timer = self._timers.pop(model, None)
+        due_s, timer = self._timers.get(model, (float("inf"), None))
+        if release_s == due_s:
+            return
         if timer is not None:
             timer.cancel()
+            del self._timers[model]
         if release_s < float("inf"):
             delay_s = max(0.001, release_s - now)
-            self._timers[model] = loop.call_later(delay_s, self._on_timer, model)
+            timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer, model)
+            self._timers[model] = release_s, timer
 
     def _on_timer(self, model: str) -> None:
         self._timers.pop(model, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,7 +15,8 @@ from coordinator.request.request_trace import Operation
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.snapshot import PoolSnapshot, Worker
 from splitserve import __version__
-from splitserve.v1 import inference_pb2, records_pb2, registry_pb2, scaling_pb2, traffic_pb2
+from splitserve.rpc.writing import StreamWriter
+from splitserve.v1 import generation_pb2, inference_pb2, records_pb2, registry_pb2, scaling_pb2, traffic_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceServicer
 
 if TYPE_CHECKING:
@@ -43,7 +45,14 @@ class InferenceService(InferenceServiceServicer):
         trace = self._api.begin_trace(*trace_headers(context), operation, request.resume.traceparent)
         if trace is not None and self._api.traces:
             await context.send_initial_metadata(((TRACEPARENT, trace.context.traceparent),))
-        await self._api.generate(request, caller, context.write, context.time_remaining(), trace)
+        writer = StreamWriter(context.write)
+        try:
+            await self._api.generate(
+                request, caller, writer.write, context.time_remaining(), trace, _DirectDeltas(writer)
+            )
+        finally:
+            if not writer.is_ready:  # gRPC accepts no status while a write is in progress
+                await writer.settle()
 
     async def GetServerInfo(
         self, request: inference_pb2.GetServerInfoRequest, context: Any
@@ -84,6 +93,19 @@ class InferenceService(InferenceServiceServicer):
         """See InferenceService.RecordTraffic in the proto."""
         self._access.require_reader(context)
         await self._traffic.serve(request, context)
+
+
+@dataclass(frozen=True, slots=True)
+class _DirectDeltas:
+    """The DirectSend of a stream."""
+
+    writer: StreamWriter
+
+    def is_ready(self) -> bool:
+        return self.writer.is_ready
+
+    def send(self, delta: generation_pb2.OutputDelta) -> None:
+        self.writer.begin(inference_pb2.GenerateResponse(delta=delta))
 
 
 def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.WorkerInfo:

@@ -39,22 +39,22 @@ class LoopLag:
         self._sum_s += late_s
 
     async def watch(self) -> None:
-        """Samples until cancelled."""
-        while True:
-            then_s, busy_s = time.monotonic(), time.thread_time()
-            late_s = 0.0
-            while time.monotonic() < then_s + EVERY_S:
-                late_s = max(late_s, await self._tick())
-            self.add(late_s)
-            self._listener((time.thread_time() - busy_s) / (time.monotonic() - then_s), late_s)
+        """Samples until cancelled. Raises what the listener raises."""
+        # A chain of timers: waking a task for each tick would take more of a core than all else of an idle coordinator.
+        ticks = _Ticks(self)
+        try:
+            await ticks.over
+        finally:
+            ticks.timer.cancel()
 
-    async def _tick(self) -> float:
-        """How late the next tick is, in seconds."""
-        then_s, computed_s = time.monotonic(), self.computed_s()
-        await asyncio.sleep(TICK_S)
-        late_s = max(0.0, time.monotonic() - then_s - TICK_S)
-        self.longest_stall_s = max(self.longest_stall_s, min(late_s, self.computed_s() - computed_s))
-        return late_s
+    def tick(self, late_s: float, computed_s: float) -> None:
+        """Takes how late a tick was, and what this process computed since the one before, in seconds."""
+        self.longest_stall_s = max(self.longest_stall_s, min(late_s, computed_s))
+
+    def sample(self, busy: float, late_s: float) -> None:
+        """Counts a sample, and passes it on."""
+        self.add(late_s)
+        self._listener(busy, late_s)
 
     def metrics(self) -> list[Metric]:
         """The histogram so far, and the longest stall since the last call."""
@@ -71,3 +71,37 @@ class LoopLag:
         family.add_metric([], buckets, sum_value=self._sum_s)
         text = "Longest time since the previous scrape that computation kept the coordinator's event loop from running"
         return [family, gauge("splitserve_event_loop_longest_stall_seconds", text, longest_s)]
+
+
+class _Ticks:
+    """The timers of one `LoopLag.watch`. `over` gets what goes wrong in them."""
+
+    def __init__(self, lag: LoopLag) -> None:
+        self._lag, self._loop = lag, asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._computed_s = lag.computed_s()
+        self._begin(time.monotonic())
+
+    def _begin(self, now_s: float) -> None:
+        """Begins a sample."""
+        self._since_s, self._busy_s, self._late_s = now_s, time.thread_time(), 0.0
+        self._wait(now_s)
+
+    def _wait(self, now_s: float) -> None:
+        self._due_s = now_s + TICK_S
+        self.timer = self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now_s, computed_s = time.monotonic(), self._lag.computed_s()
+        late_s = max(0.0, now_s - self._due_s)
+        self._lag.tick(late_s, computed_s - self._computed_s)
+        self._computed_s, self._late_s = computed_s, max(self._late_s, late_s)
+        if now_s < self._since_s + EVERY_S:
+            self._wait(now_s)
+            return
+        try:
+            self._lag.sample((time.thread_time() - self._busy_s) / (now_s - self._since_s), self._late_s)
+        except Exception as error:
+            self.over.set_exception(error)
+            return
+        self._begin(now_s)

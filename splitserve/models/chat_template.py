@@ -55,7 +55,9 @@ class ChatTemplates:
             raise ValueError("there are no messages")
         text = self.text(with_tools=bool(tools))
         if text not in self._compiled:
-            self._compiled[text] = _environment().from_string(text)
+            template = _environment().from_string(text)
+            template.globals = dict(template.globals)  # not in layers, as each rendering copies them
+            self._compiled[text] = template
         return self._compiled[text].render(
             **self._special_tokens,
             messages=[_message(turn) for turn in turns],
