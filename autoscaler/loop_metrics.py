@@ -38,6 +38,8 @@ class LoopStatus:
     policy_reloads: int = 0
     failed_starts: Mapping[PoolName, int] = field(default_factory=dict)
     pauses_s: Mapping[PoolName, float] = field(default_factory=dict)
+    hosts: Mapping[str, bool] = field(default_factory=dict)
+    """Whether each of several hosts answers."""
 
     def starts(self, failed: Mapping[PoolName, int], pauses_s: Mapping[PoolName, float]) -> None:
         """Records failed starts since the process started, and for how long nothing is ordered."""
@@ -104,6 +106,12 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
             "Time for which nothing is ordered, because the last replicas failed",
             "pool",
             {str(pool): pause_s for pool, pause_s in status.pauses_s.items()},
+        ),
+        gauges(
+            "splitserve_autoscaler_host_reachable",
+            "Whether a host answers; what runs on one that does not is unknown",
+            "host",
+            {host: float(answers) for host, answers in status.hosts.items()},
         ),
         gauge("splitserve_autoscaler_holds_lease", "Whether this autoscaler may act", status.holds_lease),
         gauge(
