@@ -6,11 +6,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from docker import APIClient
+from docker.constants import DEFAULT_DOCKER_API_VERSION
 from docker.errors import DockerException, TLSParameterError
 from docker.tls import TLSConfig
 
@@ -51,8 +53,17 @@ def connector(host: DockerHost) -> tuple[Connect, Callable[[], None]]:
 
 
 def _client(endpoint: str, tls: TLSConfig | bool, timeout_s: float) -> APIClient:
-    # With the timeout at creation: it asks the Engine for its version.
-    return APIClient(endpoint, version="auto", timeout=max(1, round(timeout_s)), tls=tls)
+    with closing(_direct(endpoint, DEFAULT_DOCKER_API_VERSION, tls, timeout_s)) as first:
+        version = first.version(api_version=False)["ApiVersion"]
+    return _direct(endpoint, version, tls, timeout_s)
+
+
+def _direct(endpoint: str, version: str, tls: TLSConfig | bool, timeout_s: float) -> APIClient:
+    """A client that asks nothing yet. Variables of the environment for proxies and authorities do not apply to it: they
+    would take the place of the host's own authority."""
+    client = APIClient(endpoint, version=version, timeout=max(1, round(timeout_s)), tls=tls)
+    client.trust_env = False
+    return client
 
 
 def _tls(name: str, files: TlsFiles | None) -> TLSConfig | bool:

@@ -78,10 +78,14 @@ class HostsActuator(Actuator):
             await self._ask(self._hosts)
         self._refuse_while_unknown()
         ordered: Counter[str] = Counter()
-        for _ in range(count):
-            host = await self._place(pool, gpus_each, ordered)
-            await host.start(pool, gpus_each)
-            ordered[host.link.name] += 1
+        try:
+            for _ in range(count):
+                host = await self._place(pool, gpus_each, ordered)
+                await host.start(pool, gpus_each)
+                ordered[host.link.name] += 1
+        finally:
+            # So that their names are known if their host is cut off at once.
+            await self._ask([host for host in self._hosts if ordered[host.link.name]])
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator. Raises UnavailableError (HOST_UNKNOWN) for replicas of a host that does not answer, once all

@@ -15,6 +15,7 @@ from splitserve.addresses import check_address
 from splitserve.config.base import Settings
 from splitserve.config.gpu_list import GpuGroups
 from splitserve.config.yaml_file import read_yaml_file
+from splitserve.errors import ConfigError, InvalidArgumentError
 
 PORTS_EACH = 2
 """Ports of one worker with the host's network: one to serve, one for metrics."""
@@ -153,4 +154,9 @@ def load_hosts(path: Path) -> HostsFile:
     """Reads the file. Raises ConfigError naming file, line and field."""
     file = read_yaml_file(path)
     with file.naming_lines():
-        return file.validated(HostsFile, "hosts")
+        try:
+            return file.validated(HostsFile, "hosts")
+        except ConfigError:
+            raise
+        except InvalidArgumentError as error:
+            raise ConfigError(f"hosts: {error.message}", field=error.field or "hosts") from None
