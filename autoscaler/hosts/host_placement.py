@@ -13,7 +13,7 @@ from splitserve.errors import FailedPreconditionError, ResourceExhaustedError, S
 _PEER: Mapping[PoolName, PoolName] = {"prefill": "decode", "decode": "prefill"}
 
 
-class Lane(IntEnum):
+class HostLane(IntEnum):
     """How KV travels between two hosts; more is faster."""
 
     TCP = 0
@@ -24,7 +24,7 @@ class Lane(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class HostCandidate:
     """A host at this moment."""
 
     name: str
@@ -34,14 +34,14 @@ class Candidate:
     fabric: str = ""
 
 
-def lane(one: Candidate, other: Candidate) -> Lane:
+def lane(one: HostCandidate, other: HostCandidate) -> HostLane:
     """The best lane between workers of two hosts."""
     if one.name == other.name:
-        return Lane.SAME_HOST
-    return Lane.RDMA if one.fabric and one.fabric == other.fabric else Lane.TCP
+        return HostLane.SAME_HOST
+    return HostLane.RDMA if one.fabric and one.fabric == other.fabric else HostLane.TCP
 
 
-def choose_host(pool: PoolName, candidates: Sequence[Candidate], silent: Sequence[str] = ()) -> str:
+def choose_host(pool: PoolName, candidates: Sequence[HostCandidate], silent: Sequence[str] = ()) -> str:
     """The host for one more replica of this pool.
 
     Of those that have room the host is chosen by, in this order: most NVLink inside the replica, the best lane to a
@@ -56,20 +56,20 @@ def choose_host(pool: PoolName, candidates: Sequence[Candidate], silent: Sequenc
     if not fit:
         raise _nowhere(pool, candidates, silent)
 
-    def unpaired(host: Candidate) -> int:
+    def unpaired(host: HostCandidate) -> int:
         return max(0, host.replicas.get(_PEER[pool], 0) - host.replicas.get(pool, 0))
 
-    def best_lane(host: Candidate) -> int:
-        return max((lane(host, other) for other in candidates if unpaired(other)), default=Lane.TCP)
+    def best_lane(host: HostCandidate) -> int:
+        return max((lane(host, other) for other in candidates if unpaired(other)), default=HostLane.TCP)
 
-    def rank(host: Candidate) -> tuple[float, ...]:
+    def rank(host: HostCandidate) -> tuple[float, ...]:
         crowd = sum(host.replicas.values())
         return host.room.linked, best_lane(host), unpaired(host), host.room.replicas, -crowd
 
     return max(fit, key=rank).name
 
 
-def _nowhere(pool: PoolName, candidates: Sequence[Candidate], silent: Sequence[str]) -> SplitserveError:
+def _nowhere(pool: PoolName, candidates: Sequence[HostCandidate], silent: Sequence[str]) -> SplitserveError:
     reasons = {candidate.room.reason for candidate in candidates}
     why = [f"{candidate.name}: {candidate.room.why}" for candidate in candidates]
     why += [f"{name}: does not answer" for name in silent]

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator
-from autoscaler.hosts.host_placement import Candidate, choose_host
+from autoscaler.hosts.host_placement import HostCandidate, choose_host
 from autoscaler.hosts.host_watch import HostLink, HostWatch
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError, UnavailableError
@@ -129,7 +129,7 @@ class HostsActuator(Actuator):
             there = Counter(replica.pool for replica in host.replicas if not replica.stopping)
             there[pool] += ordered[host.link.name]
             counts = {one: there[one] for one in POOLS}
-            candidates.append(Candidate(host.link.name, room, counts, host.link.fabric))
+            candidates.append(HostCandidate(host.link.name, room, counts, host.link.fabric))
         silent = [host.link.name for host in self._hosts if not host.reachable]
         chosen = choose_host(pool, candidates, silent)
         return next(host for host in reachable if host.link.name == chosen)

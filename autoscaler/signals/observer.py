@@ -287,19 +287,21 @@ class ColdStarts:
 
     def __init__(self) -> None:
         self._starting: set[str] = set()
-        self._were_up: set[str] = set()
-        """Those that were up before: one that comes back after its host was cut off has not started."""
+        self._were_up: set[tuple[str, float]] = set()
+        """Those that were up before, by name and creation: one whose host was cut off does not start again."""
         self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=REMEMBERED) for pool in POOLS}
 
     def look(
         self, actual: Sequence[ActualReplica], up_since: Mapping[str, tuple[ReplicaState, float]]
     ) -> None:
         """Updates with the existing replicas. `up_since`: state and its start (seconds since the epoch) by name."""
-        starting, were_up = set(), set()
+        starting: set[str] = set()
+        were_up: set[tuple[str, float]] = set()
         for replica in actual:
             state, since_s = up_since.get(replica.name, (ReplicaState.STARTING, 0.0))
-            if replica.name in self._were_up or state in _UP:
-                were_up.add(replica.name)
+            start = replica.name, replica.created_wall_s
+            if start in self._were_up or state in _UP:
+                were_up.add(start)
             elif state is ReplicaState.STARTING:
                 starting.add(replica.name)
             if state in _UP and replica.name in self._starting:

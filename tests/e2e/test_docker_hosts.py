@@ -115,9 +115,9 @@ class Stage:
         self._stack.enter_context(self.pair.process("a", log, *words, token=self.token))
 
     def start_autoscaler(self) -> None:
-        words = ("autoscaler", "--actuator", "docker", "--docker-hosts", str(self.folder / "hosts.yaml"))
-        words += ("--policy", str(self.folder / "policy.yaml"), "--coordinator", COORDINATOR)
-        words += ("--lease", "2", "--window", "5", "--docker-request-timeout", "2")
+        words = ["autoscaler", "--actuator", "docker", "--docker-hosts", str(self.folder / "hosts.yaml")]
+        words += ["--policy", str(self.folder / "policy.yaml"), "--coordinator", COORDINATOR]
+        words += ["--lease", "2", "--window", "5", "--docker-request-timeout", "2"]
         process = self.pair.process("a", self.log, *words, token=self.token)
         self._autoscaler = self._stack.enter_context(process)
 

@@ -7,7 +7,8 @@ import pytest
 from autoscaler.actuators.docker_room import free_room
 from autoscaler.actuators.docker_seats import HostNetwork, choose_seat
 from autoscaler.actuators.room import Room
-from autoscaler.hosts.host_placement import Candidate, Lane, choose_host, lane
+from autoscaler.hosts.host_placement import HostCandidate, HostLane, choose_host, lane
+from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError, ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.placement import GpuUse
@@ -15,17 +16,17 @@ from splitserve.gpus.placement import GpuUse
 
 def host(
     name: str, room: int = 4, prefill: int = 0, decode: int = 0, fabric: str = "", linked: int = 0
-) -> Candidate:
-    return Candidate(name, Room(room, linked=linked), {"prefill": prefill, "decode": decode}, fabric)
+) -> HostCandidate:
+    return HostCandidate(name, Room(room, linked=linked), {"prefill": prefill, "decode": decode}, fabric)
 
 
 def test_lanes() -> None:
     a, b, c = host("a", fabric="x"), host("b", fabric="x"), host("c")
     assert (lane(a, a), lane(a, b), lane(a, c), lane(c, host("d"))) == (
-        Lane.SAME_HOST,
-        Lane.RDMA,
-        Lane.TCP,
-        Lane.TCP,
+        HostLane.SAME_HOST,
+        HostLane.RDMA,
+        HostLane.TCP,
+        HostLane.TCP,
     )
 
 
@@ -52,19 +53,20 @@ def test_a_replica_of_linked_gpus_goes_before_its_lane() -> None:
 
 
 def test_replicas_by_turns_give_pairs_on_each_host() -> None:
-    there = {"a": {"prefill": 0, "decode": 0}, "b": {"prefill": 0, "decode": 0}}
-    for pool in ("prefill", "decode", "decode", "prefill"):
+    there: dict[str, dict[PoolName, int]] = {name: dict.fromkeys(POOLS, 0) for name in ("a", "b")}
+    order: tuple[PoolName, ...] = ("prefill", "decode", "decode", "prefill")
+    for pool in order:
         candidates = [
-            Candidate(name, Room(4 - sum(count.values())), dict(count)) for name, count in there.items()
+            HostCandidate(name, Room(4 - sum(count.values())), dict(count)) for name, count in there.items()
         ]
-        there[choose_host(pool, candidates)][pool] += 1  # type: ignore[arg-type]
+        there[choose_host(pool, candidates)][pool] += 1
     assert there == {"a": {"prefill": 1, "decode": 1}, "b": {"prefill": 1, "decode": 1}}
 
 
 def test_no_room_says_why_for_each_host() -> None:
     none = [
-        Candidate("a", Room(0, "NO_GPU", "none is free")),
-        Candidate("b", Room(0, "NO_IMAGE", "no image x")),
+        HostCandidate("a", Room(0, "NO_GPU", "none is free")),
+        HostCandidate("b", Room(0, "NO_IMAGE", "no image x")),
     ]
     with pytest.raises(ResourceExhaustedError) as caught:
         choose_host("decode", none, ["c"])
@@ -75,7 +77,7 @@ def test_no_room_says_why_for_each_host() -> None:
         choose_host("decode", none[:1])
     assert caught.value.reason == "NO_GPU"
     with pytest.raises(FailedPreconditionError) as refused:
-        choose_host("decode", [Candidate("a", Room(0, "NO_TEMPLATE", "nothing to copy"))])
+        choose_host("decode", [HostCandidate("a", Room(0, "NO_TEMPLATE", "nothing to copy"))])
     assert refused.value.reason == "NO_TEMPLATE"
 
 

@@ -40,7 +40,11 @@ class Pair:
     def __init__(self, **settings: Any) -> None:
         self.a, self.b = MemoryHost("a"), MemoryHost("b")
         self.clock = Clock()
-        self._settings = {"answer_s": 0.2, "unknown_s": UNKNOWN_S, "clock": self.clock} | settings
+        self._settings: dict[str, Any] = {
+            "answer_s": 0.2,
+            "unknown_s": UNKNOWN_S,
+            "clock": self.clock,
+        } | settings
         self.restart()
 
     def restart(self) -> None:
