@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ActualReplica, Actuator, counted
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
@@ -167,7 +167,12 @@ class ControlLoop:
             seen = {"prefill": snapshot.prefill.replicas, "decode": snapshot.decode.replicas}
             return [ActualReplica(replica.name, pool, False, 0.0) for pool in POOLS for replica in seen[pool]]
         there = await _within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
-        return [replica for replica in there if replica.name not in snapshot.foreign]
+        self.status.hosts = dict(self.actuator.hosts)
+        known = (*snapshot.prefill.replicas, *snapshot.decode.replicas)
+        kept = counted(there, {replica.name for replica in known if replica.registered})
+        # Those that were given up are missed on purpose: that is no failed start.
+        self._starts.told_to_end(list({replica.name for replica in there} - {r.name for r in kept}))
+        return [replica for replica in kept if replica.name not in snapshot.foreign]
 
     def _pools(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica]

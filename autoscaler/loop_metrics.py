@@ -38,6 +38,8 @@ class LoopStatus:
     policy_reloads: int = 0
     failed_starts: Mapping[PoolName, int] = field(default_factory=dict)
     pauses_s: Mapping[PoolName, float] = field(default_factory=dict)
+    hosts: Mapping[str, bool] = field(default_factory=dict)
+    """Whether each of several hosts answers."""
 
     def starts(self, failed: Mapping[PoolName, int], pauses_s: Mapping[PoolName, float]) -> None:
         """Records failed starts since the process started, and for how long nothing is ordered."""
@@ -105,6 +107,7 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
             "pool",
             {str(pool): pause_s for pool, pause_s in status.pauses_s.items()},
         ),
+        _reachable(status),
         gauge("splitserve_autoscaler_holds_lease", "Whether this autoscaler may act", status.holds_lease),
         gauge(
             "splitserve_autoscaler_policy_current",
@@ -115,3 +118,12 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
             "splitserve_autoscaler_policy_reloads", "Policies taken since the start", status.policy_reloads
         ),
     ]
+
+
+def _reachable(status: LoopStatus) -> Metric:
+    return gauges(
+        "splitserve_autoscaler_host_reachable",
+        "Whether a host answers; what runs on one that does not is unknown",
+        "host",
+        {host: float(answers) for host, answers in status.hosts.items()},
+    )

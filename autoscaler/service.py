@@ -165,6 +165,10 @@ def _docker(config: AutoscalerConfig) -> Actuator:
     except ModuleNotFoundError:
         message = "actuator: docker needs `pip install 'splitserve[docker]'`"
         raise ConfigError(message, field="actuator") from None
+    if config.docker.hosts is not None:
+        from autoscaler.hosts.make_hosts import make_hosts_actuator  # it needs the same package
+
+        return make_hosts_actuator(config.docker, config.model)
     engine = DockerEngine(config.docker.request_timeout_s)
     gpus = docker_gpus(config.docker)
     return DockerActuator(engine, config.docker.project, gpus, config.model)

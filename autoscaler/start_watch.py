@@ -5,7 +5,7 @@ it has been up for one cold start is a failed start. After each failed start the
 log; time is that of the snapshots.
 
 The time before this process began does not count, nor any in which the start could not be judged: while a coordinator
-does not answer, and, for a registered replica, while the other pool has none that it could connect to.
+or its host does not answer, and, for a registered replica, while the other pool has none that it could connect to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
 
@@ -88,6 +88,7 @@ class StartWatch:
             elif not life.ending and (found is None or found.state is ReplicaState.STARTING):
                 peer: PoolName = "decode" if replica.pool == "prefill" else "prefill"
                 excused = not snapshot.complete or (found is not None and found.registered and not up[peer])
+                excused = excused or replica.presence is not Presence.HERE
                 deadline_s = cold_s * limits[replica.pool].deadline_cold_starts
                 deadline_s *= 2.0 ** min(self._in_a_row[replica.pool], MAX_DOUBLINGS)
                 if self._became_overdue(replica.name, life, snapshot.now_s, deadline_s, excused):

@@ -6,7 +6,8 @@
 #   show-key            prints the API key of clients, and Grafana's password
 #   prefill-worker ..., decode-worker ..., worker ...
 #                       with a worker id and an address that follow from the container: prefill-3f2a91c0d4e7 listens at
-#                       3f2a91c0d4e7, which is the start of the container's id and its name in Docker's DNS
+#                       3f2a91c0d4e7, which is the start of the container's id and its name in Docker's DNS. With the
+#                       host's network the address stands in SPLITSERVE_ADVERTISE_ADDRESS and variables beside it
 set -eu
 
 # Only clients have a target.
@@ -28,8 +29,10 @@ case "${1-}" in
   prefill-worker | decode-worker | worker)
     command=$1
     shift
-    set -- --worker-id "${command%-worker}-$(hostname)" --host 0.0.0.0 --port 50061 \
-      --advertise-address "$(hostname):50061" "$@"
+    set -- --worker-id "${command%-worker}-$(hostname)" "$@"
+    if [ -z "${SPLITSERVE_ADVERTISE_ADDRESS:-}" ]; then
+      set -- --host 0.0.0.0 --port 50061 --advertise-address "$(hostname):50061" "$@"
+    fi
     exec splitserve "$command" "$@"
     ;;
   *)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoscaler.snapshot import PoolName
+
+
+class Presence(enum.Enum):
+    """What is known of a replica now."""
+
+    HERE = "here"
+    """It was seen just now."""
+    UNKNOWN = "unknown"
+    """Its host does not answer: it was there when the host last did, and keeps its place."""
+    GIVEN_UP = "given up"
+    """Its host has not answered for so long that others may take its place. It may still run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +35,14 @@ class ActualReplica:
     """The GPU assigned to it, or several with commas between."""
     placeholder: bool = False
     """Ordered and not made yet: it will vanish, and another name stand in its place."""
+    host: str = ""
+    """The host that it runs on, where there are several."""
+    presence: Presence = Presence.HERE
+
+
+def counted(replicas: Iterable[ActualReplica], registered: Collection[str]) -> list[ActualReplica]:
+    """Without those that were given up, unless the coordinators still see them: they serve."""
+    return [r for r in replicas if r.presence is not Presence.GIVEN_UP or r.name in registered]
 
 
 class Actuator(ABC):
@@ -42,6 +62,11 @@ class Actuator(ABC):
     def gpu_inventory(self) -> int | None:
         """GPUs that it may give to replicas, used ones included; None where it gives none out."""
         return None
+
+    @property
+    def hosts(self) -> Mapping[str, bool]:
+        """Whether each host answered when it was last asked; empty where there is only one."""
+        return {}
 
     @abstractmethod
     async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,9 +20,11 @@ from typing import Any
 from docker import APIClient
 from docker.errors import APIError, NotFound
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.actuators.docker_engine import DockerEngine
 from autoscaler.actuators.docker_gpus import gpus_of
+from autoscaler.actuators.docker_room import free_room, readiness
+from autoscaler.actuators.docker_seats import HostNetwork, Seat, choose_seat, has_host_network, ports_of
 from autoscaler.actuators.docker_template import (
     MODEL_LABEL,
     POOL_LABEL,
@@ -33,6 +35,7 @@ from autoscaler.actuators.docker_template import (
     replica_name,
     worker_id,
 )
+from autoscaler.actuators.room import Room, RoomActuator
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError
 from splitserve.gpus.engine_command import check_command, environment_of
@@ -51,23 +54,49 @@ class _Facts:
     name: str
     """Of its worker."""
     gpus: tuple[str, ...]
+    ports: tuple[int, ...]
 
 
-class DockerActuator(Actuator):
+GpusOf = Callable[[APIClient], GpuInventory | None]
+"""Asks a host for its GPUs; None while it cannot be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """What one host of several gives to replicas."""
+
+    network: HostNetwork
+    """For containers that have the host's network."""
+    max_replicas: int | None = None
+    """Where it has no GPUs to give out."""
+    ask_gpus: GpusOf | None = None
+
+
+class DockerActuator(RoomActuator):
     """Scales the pools of one compose project. `gpus` are those that replicas may use; without any they need none.
 
     With `model` only containers whose label `splitserve.model` says so are replicas; nothing is done to the others.
+    `limits` are for one host of several; images are then pulled through `puller`.
     """
 
     proves_end = True  # the Engine lists a container until its processes have ended
 
     def __init__(
-        self, engine: DockerEngine, project: str, gpus: GpuInventory | None = None, model: str = ""
+        self,
+        engine: DockerEngine,
+        project: str,
+        gpus: GpuInventory | None = None,
+        model: str = "",
+        limits: HostLimits | None = None,
+        puller: DockerEngine | None = None,
     ) -> None:
         self._engine = engine
         self._project = project
         self._gpus = gpus or GpuInventory()
         self._model = model
+        self._limits, self._puller = limits, puller
+        self._ask_gpus = limits.ask_gpus if limits is not None else None
+        self._has_own_gpus = self._ask_gpus is not None
         self._taken_by_others = 0
         """How much of the inventory's capacity replicas of other models have."""
         self._facts: dict[str, _Facts] = {}
@@ -91,11 +120,24 @@ class DockerActuator(Actuator):
         """See Actuator."""
         await self._engine.call(f"stop {pool}", lambda client: self._stop(client, pool, names, drain_s))
 
+    async def room(self, pool: PoolName, gpus_each: int) -> Room:
+        """See RoomActuator."""
+        return await self._engine.call(f"room for {pool}", lambda client: self._room(client, pool, gpus_each))
+
+    async def pull(self, image: str) -> None:
+        """See RoomActuator."""
+        assert self._puller is not None
+        await self._puller.call(f"pull {image}", lambda client: _pulled(client, image))
+
     async def close(self) -> None:
         """See Actuator. Replicas stay."""
         await self._engine.close()
+        if self._puller is not None:
+            await self._puller.close()
 
     def _look(self, client: APIClient) -> tuple[ActualReplica, ...]:
+        if self._ask_gpus is not None and (asked := self._ask_gpus(client)) is not None:
+            self._gpus, self._ask_gpus = asked, None
         living = []
         everything = self._containers(client)
         self._facts = {c.id: self._facts[c.id] for c in everything if c.id in self._facts}
@@ -144,7 +186,8 @@ class DockerActuator(Actuator):
                 inspected = client.inspect_container(container.id)
             except NotFound:
                 return None
-            self._facts[container.id] = _Facts(worker_id(inspected, container.pool), gpus_of(inspected))
+            name = worker_id(inspected, container.pool)
+            self._facts[container.id] = _Facts(name, gpus_of(inspected), ports_of(inspected))
         return self._facts[container.id]
 
     def _remove(self, client: APIClient, container: Container) -> None:
@@ -183,8 +226,29 @@ class DockerActuator(Actuator):
                 check_command(config["Cmd"] or (), environment_of(config["Env"] or ()), gpus_each)
                 gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, gpus_each)
             name = replica_name(template.name, self._project, template.service, number)
-            self._create(client, name, inspected, number, gpus)
+            seat = self._seat(client, inspected, containers)
+            self._create(client, name, inspected, replica_body(inspected, number, gpus, seat))
             log_event("replica.ordered", container=name, pool=pool, gpu=",".join(gpus) or None)
+
+    def _room(self, client: APIClient, pool: PoolName, gpus_each: int) -> Room:
+        containers = self._containers(client)
+        members = [container for container in self._ours(containers) if container.pool == pool]
+        template = client.inspect_container(max(members, key=_age).id) if members else None
+        uses = self._uses(client, containers)
+        most = self._limits.max_replicas if self._limits is not None else None
+        unready = readiness(client, self._project, template, pool)
+        if unready is None and gpus_each and self._has_own_gpus and not self._gpus.gpus:
+            unready = Room(0, "NO_GPU", "its driver shows no GPU")
+        return unready or free_room(self._gpus, uses, pool, gpus_each, most)
+
+    def _seat(
+        self, client: APIClient, inspected: dict[str, Any], containers: Sequence[Container]
+    ) -> Seat | None:
+        """Ended containers hold their ports too: compose may start them again."""
+        if self._limits is None or not has_host_network(inspected):
+            return None
+        facts = [self._facts_of(client, container) for container in containers]
+        return choose_seat(self._limits.network, {port for one in facts if one for port in one.ports})
 
     def _uses(self, client: APIClient, containers: Sequence[Container]) -> list[GpuUse]:
         """Who has which GPUs, draining ones included: read anew each time, so that a restart changes nothing."""
@@ -195,11 +259,9 @@ class DockerActuator(Actuator):
         ]
         return [GpuUse(pool, facts.gpus) for pool, facts in living if facts is not None]
 
-    def _create(
-        self, client: APIClient, name: str, inspected: dict[str, Any], number: int, gpus: Sequence[str]
-    ) -> None:
+    def _create(self, client: APIClient, name: str, inspected: dict[str, Any], body: dict[str, Any]) -> None:
         create: Any = client.create_container_from_config  # not in the stubs
-        made = create(replica_body(inspected, number, gpus), name)["Id"]
+        made = create(body, name)["Id"]
         try:
             for network, endpoint in further_networks(inspected).items():
                 client.connect_container_to_network(made, network, aliases=endpoint["Aliases"])
@@ -223,6 +285,12 @@ class DockerActuator(Actuator):
             with _may_be_gone():
                 client.kill(container.id, signal)
                 client.rename(container.id, container.draining_name(time.time() + drain_s))
+
+
+def _pulled(client: APIClient, image: str) -> None:
+    client.pull(image)
+    inspect: Any = client.inspect_image  # untyped in the stubs
+    inspect(image)  # a failed pull says so only in its progress
 
 
 def _age(container: Container) -> tuple[float, int]:

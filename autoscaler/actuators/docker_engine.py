@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from docker import APIClient
-from docker.errors import DockerException
+from docker.errors import APIError, DockerException
 from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
@@ -17,24 +17,40 @@ from splitserve.errors import DeadlineExceededError, UnavailableError
 T = TypeVar("T")
 
 
+UNREACHABLE = "DOCKER_UNREACHABLE"
+"""The Engine gave no answer, so whether it did what was asked is not known."""
+
+
+def engine_of_environment(timeout_s: float) -> APIClient:
+    """The Engine that DOCKER_HOST names, by default the one behind /var/run/docker.sock."""
+    return APIClient(version="auto", timeout=round(timeout_s), **kwargs_from_env())
+
+
 class DockerEngine:
-    """The Engine that DOCKER_HOST names, by default the one behind /var/run/docker.sock.
+    """One Engine, by default that of the environment. `connect` takes the deadline of one request, seconds.
 
     One thread runs all calls in order: a call whose caller has given up still ends before the next one starts, so calls
-    never interleave.
+    never interleave. After a lost connection the next call opens a new one.
     """
 
-    def __init__(self, request_timeout_s: float = 10.0, deadline_s: float = 25.0) -> None:
+    def __init__(
+        self,
+        request_timeout_s: float = 10.0,
+        deadline_s: float = 25.0,
+        connect: Callable[[float], APIClient] = engine_of_environment,
+        let_go: Callable[[], None] = lambda: None,
+    ) -> None:
         self._request_timeout_s = request_timeout_s
         self._deadline_s = deadline_s
+        self._connect, self._let_go = connect, let_go
         self._thread = ThreadPoolExecutor(1, "docker")
         self._client: APIClient | None = None
 
     async def call(self, what: str, work: Callable[[APIClient], T]) -> T:
         """The result of `work`, which may be several requests.
 
-        Raises UnavailableError (DOCKER) with the Engine's own words, or DeadlineExceededError. A SplitserveError of
-        `work` comes as it is.
+        Raises UnavailableError with the Engine's own words (DOCKER) or without an answer of it (DOCKER_UNREACHABLE), or
+        DeadlineExceededError. A SplitserveError of `work` comes as it is.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -47,12 +63,15 @@ class DockerEngine:
     async def close(self) -> None:
         """Closes the connection. Queued calls are cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._let_go)
 
     def _run(self, what: str, work: Callable[[APIClient], T]) -> T:
         try:
-            if self._client is None:  # it asks the Engine for its version
-                timeout = round(self._request_timeout_s)
-                self._client = APIClient(version="auto", timeout=timeout, **kwargs_from_env())
+            if self._client is None:
+                self._client = self._connect(self._request_timeout_s)
             return work(self._client)
-        except (DockerException, RequestException) as error:
+        except APIError as error:
             raise UnavailableError(f"docker: {what}: {error}", reason="DOCKER") from error
+        except (DockerException, RequestException, OSError) as error:
+            self._client = None
+            raise UnavailableError(f"docker: {what}: {error}", reason=UNREACHABLE) from error

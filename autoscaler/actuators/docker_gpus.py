@@ -33,7 +33,7 @@ def give_gpus(config: dict[str, Any], host: dict[str, Any], gpus: Sequence[str])
     if _ids_of_runtime(config, host):
         variables[NVIDIA_VARIABLE] = ",".join(gpus)
     config["Labels"] = {**config["Labels"], GPU_LABEL: ",".join(gpus)}
-    config["Env"] = _with(config.get("Env") or (), variables)
+    config["Env"] = with_variables(config.get("Env") or (), variables)
 
 
 def _given_ids(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
@@ -62,6 +62,7 @@ def _numbers_inside(gpus: Sequence[str]) -> list[str]:
     return [str(number) if gpu.isdecimal() else gpu for number, gpu in enumerate(gpus)]
 
 
-def _with(entries: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+def with_variables(entries: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+    """A container's environment, "NAME=value" each, with these variables in place of its own."""
     kept = [entry for entry in entries if entry.partition("=")[0] not in variables]
     return [*kept, *(f"{name}={value}" for name, value in variables.items())]

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from autoscaler.actuators.docker_gpus import give_gpus
+from autoscaler.actuators.docker_gpus import give_gpus, with_variables
+from autoscaler.actuators.docker_seats import Seat
 from autoscaler.snapshot import POOLS, PoolName
 
 POOL_LABEL = "splitserve.pool"
@@ -86,8 +87,11 @@ def replica_name(template_name: str, project: str, service: str, number: int) ->
     return mark.join((project, service, str(number)))
 
 
-def replica_body(inspected: Mapping[str, Any], number: int, gpus: Sequence[str]) -> dict[str, Any]:
-    """The body of the request that creates a replica like the inspected container, on these GPUs (none: as it is).
+def replica_body(
+    inspected: Mapping[str, Any], number: int, gpus: Sequence[str], seat: Seat | None = None
+) -> dict[str, Any]:
+    """The body of the request that creates a replica like the inspected container, on these GPUs (none: as it is), and
+    with the host's network on this seat.
 
     Everything is copied except what must be unique: number, host name, addresses and published ports. The restart
     policy is `no`: the autoscaler replaces it.
@@ -102,6 +106,9 @@ def replica_body(inspected: Mapping[str, Any], number: int, gpus: Sequence[str])
     config["Labels"] = labels
     if gpus:
         give_gpus(config, host, gpus)
+    if seat is not None:
+        config["Hostname"] = seat.hostname
+        config["Env"] = with_variables(config.get("Env") or (), seat.variables)
     host["RestartPolicy"] = {"Name": "no", "MaximumRetryCount": 0}
     host["PortBindings"] = {}
     return {**config, "HostConfig": host, "NetworkingConfig": {"EndpointsConfig": _first(inspected)}}

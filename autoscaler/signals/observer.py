@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Protocol
 
-from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.actuators.actuator import ActualReplica, counted
 from autoscaler.signals.arrival_log import ArrivalLog
 from autoscaler.signals.ended_replicas import EndedReplicas
 from autoscaler.signals.totals import CoordinatorTrack, Totals, totals_of
@@ -158,6 +158,7 @@ class Observer:
         models = [(self._models(track.last), track.last_s) for track in held if track.last and track.last_s]
         seen = merged(models)
         since = {name: (worker.state, wall - (now - worker.since_s)) for name, worker in seen.items()}
+        actual = counted(actual, seen)
         self._cold_starts.look(actual, since)
         totals = _sum(track.window(now) for track in held)
         here = [model for answer, _ in models for model in answer]
@@ -286,20 +287,26 @@ class ColdStarts:
 
     def __init__(self) -> None:
         self._starting: set[str] = set()
+        self._were_up: set[tuple[str, float]] = set()
+        """Those that were up before, by name and creation: one whose host was cut off does not start again."""
         self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=REMEMBERED) for pool in POOLS}
 
     def look(
         self, actual: Sequence[ActualReplica], up_since: Mapping[str, tuple[ReplicaState, float]]
     ) -> None:
         """Updates with the existing replicas. `up_since`: state and its start (seconds since the epoch) by name."""
-        starting = set()
+        starting: set[str] = set()
+        were_up: set[tuple[str, float]] = set()
         for replica in actual:
             state, since_s = up_since.get(replica.name, (ReplicaState.STARTING, 0.0))
-            if state is ReplicaState.STARTING:
+            start = replica.name, replica.created_wall_s
+            if start in self._were_up or state in _UP:
+                were_up.add(start)
+            elif state is ReplicaState.STARTING:
                 starting.add(replica.name)
-            elif state in _UP and replica.name in self._starting:
+            if state in _UP and replica.name in self._starting:
                 self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
-        self._starting = starting
+        self._starting, self._were_up = starting, were_up
 
     def of(self, pool: PoolName) -> float | None:
         """Median of the latest cold starts, seconds; None before the first."""

@@ -36,12 +36,16 @@ class KubernetesConfig(Settings):
 
 
 class DockerConfig(Settings):
-    """The compose project whose workers are scaled, on the Docker Engine at DOCKER_HOST or the local one."""
+    """The compose project whose workers are scaled, on the Docker Engine at DOCKER_HOST or the local one, or on those
+    of `hosts`."""
 
     project: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$"), Option(env="COMPOSE_PROJECT_NAME")] = (
         "splitserve"
     )
     """Compose project to scale."""
+    hosts: Annotated[Path | None, Option(flag="docker-hosts")] = None
+    """File of several Docker hosts (docs/hosts.md), each with its own GPUs; `gpus` and `replicas_per_gpu` are then not
+    used. Default: one Engine."""
     gpus: Annotated[GpuGroups, Option(metavar="0,1;2,3|auto", env="SPLITSERVE_GPUS")] = ""
     """GPUs for Docker replicas: numbers as `nvidia-smi -L` prints them, UUIDs, or UUIDs of MIG slices. Semicolons stand
     between groups that share NVLink. `auto`: all GPUs of the autoscaler's machine, as NVIDIA's driver shows them to

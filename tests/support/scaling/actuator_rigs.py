@@ -18,6 +18,8 @@ from pathlib import Path
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.actuators.kubernetes import KubernetesActuator
 from autoscaler.actuators.process import ProcessActuator
+from autoscaler.hosts.host_watch import HostLink
+from autoscaler.hosts.hosts_actuator import HostsActuator
 from autoscaler.snapshot import PoolName
 from splitserve.cluster.child_process import ChildSpec, Event, RestartPolicy
 from splitserve.cluster.placement import Inventory, Place, make_inventory
@@ -25,6 +27,7 @@ from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.gpus.inventory import GpuInventory
 from tests.support.scaling.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
+from tests.support.scaling.memory_host import MemoryHost
 
 STUB = Path(__file__).resolve().parents[1] / "cluster" / "stub_worker.py"
 
@@ -167,9 +170,36 @@ async def open_docker(folder: Path, gpus: int | None) -> AsyncIterator[Rig]:
         yield rig
 
 
+class HostsRig(Rig):
+    """Two hosts with one half of the GPUs each."""
+
+    def __init__(self, gpus: int | None) -> None:
+        self._hosts = [MemoryHost(name, gpus // 2 if gpus is not None else None) for name in ("a", "b")]
+        self.actuator = self.again()
+
+    def again(self) -> HostsActuator:
+        return HostsActuator([HostLink(host.name, host) for host in self._hosts])
+
+    async def vanish(self, name: str) -> None:
+        for host in self._hosts:
+            host.there.pop(name, None)
+
+    def make_stubborn(self, name: str) -> None:
+        for host in self._hosts:
+            host.stubborn.add(name)
+
+
+@asynccontextmanager
+async def open_hosts(folder: Path, gpus: int | None) -> AsyncIterator[Rig]:
+    rig = HostsRig(gpus)
+    yield rig
+    await rig.actuator.close()
+
+
 RIGS: dict[str, OpenRig] = {
     "process": open_process,
     "docker": open_docker,
+    "hosts": open_hosts,
     "kubernetes-deployment": open_deployments,
     "kubernetes-statefulset": open_stateful_sets,
 }

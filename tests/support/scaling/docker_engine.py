@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from docker.errors import ImageNotFound
+
 from autoscaler.actuators.docker_template import NUMBER_LABEL, POOL_LABEL, PROJECT_LABEL, SERVICE_LABEL
 
 T = TypeVar("T")
@@ -17,6 +19,7 @@ class FakeDocker:
         self.project = project
         self.there: dict[str, dict[str, Any]] = {}
         self.killed: list[str] = []
+        self.images: set[str] = set()
 
     async def call(self, what: str, work: Callable[[Any], T]) -> T:
         return work(self)
@@ -38,6 +41,7 @@ class FakeDocker:
             },
             "Env": ["SPLITSERVE_GPU=0"],
             "Cmd": [f"{pool}-worker", *command],
+            "Image": "splitserve",
             "Hostname": "",
         }
         made = self._make(
@@ -45,6 +49,13 @@ class FakeDocker:
         )
         self.there[made]["State"] = "running"
         return f"{pool}-{self.there[made]['Config']['Hostname']}"
+
+    def runs_once(self, service: str, exit_code: int) -> str:
+        """A container of no pool that has ended; its id."""
+        labels = {PROJECT_LABEL: self.project, SERVICE_LABEL: service}
+        made = self._make(f"{self.project}-{service}-1", {"Labels": labels, "Hostname": ""}, {})
+        self.there[made] |= {"State": "exited", "ExitCode": exit_code}
+        return made
 
     def _make(self, name: str, config: dict[str, Any], host: dict[str, Any]) -> str:
         number = len(self.there)
@@ -72,11 +83,18 @@ class FakeDocker:
                 "Labels": made["Config"]["Labels"],
             }
             for made in self.there.values()
-            if made["Config"]["Labels"][PROJECT_LABEL] == self.project
+            if not [one for one in filters["label"] if not _matches(made["Config"]["Labels"], one)]
         ]
 
     def inspect_container(self, container: str) -> dict[str, Any]:
-        return self.there[container] | {"State": {"ExitCode": 0, "OOMKilled": False}}
+        made = self.there[container]
+        state = {"Status": made["State"], "ExitCode": made.get("ExitCode", 0), "OOMKilled": False}
+        return made | {"State": state}
+
+    def inspect_image(self, image: str) -> dict[str, Any]:
+        if image not in self.images:
+            raise ImageNotFound(image)
+        return {"Id": image}
 
     def create_container_from_config(self, body: dict[str, Any], name: str) -> dict[str, str]:
         config = {key: value for key, value in body.items() if key not in ("HostConfig", "NetworkingConfig")}
@@ -96,3 +114,8 @@ class FakeDocker:
 
     def rename(self, container: str, name: str) -> None:
         self.there[container]["Name"] = f"/{name}"
+
+
+def _matches(labels: Mapping[str, str], wanted: str) -> bool:
+    name, mark, value = wanted.partition("=")
+    return name in labels and (not mark or labels[name] == value)

@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client.core import Metric
 
+from autoscaler.actuators.actuator import Presence
 from autoscaler.control_loop import ControlLoop, LoopSettings
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
@@ -45,6 +47,7 @@ class World:
         self.now_s = 0.0
         self.foreign: frozenset[str] = frozenset()
         self.others: list[Replica] = []
+        self.unregistered: set[str] = set()
         limits = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
         settings = {"bounds": limits, "drain_s": {"prefill": 7.0, "decode": 9.0}} | settings
         self.loop = ControlLoop(self.observe, self.decide, self, self.actuator, LoopSettings(**settings))
@@ -55,7 +58,8 @@ class World:
         seen: dict[str, list[Replica]] = {"prefill": [], "decode": []}
         for replica in self.actuator.there.values():
             state = self.states.get(replica.name, ReplicaState.READY)
-            seen[replica.pool].append(Replica(replica.name, state, 0.0))
+            registered = replica.name not in self.unregistered
+            seen[replica.pool].append(Replica(replica.name, state, 0.0, registered=registered))
         for replica in self.others:
             seen["prefill"].append(replica)
         signals = PrefillSignals(tuple(seen["prefill"])), DecodeSignals(tuple(seen["decode"]))
@@ -353,6 +357,25 @@ async def test_workers_of_another_host_count_and_their_own_dead_do_not() -> None
     del world.actuator.there["prefill-0"]
     world.others = [*far, Replica("prefill-0", ReplicaState.READY, 0.0, ours=False)]
     assert "prefill-2" in await world.tick()
+
+
+async def test_places_of_a_host_that_was_given_up_are_filled_and_that_is_no_failed_start() -> None:
+    world = World()
+    world.plan = ScalingPlan(PoolPlan(2), PoolPlan(1))
+    await world.loop.tick()
+    there = world.actuator.there
+    lost = next(name for name in there if name.startswith("prefill"))
+    there[lost] = replace(there[lost], presence=Presence.UNKNOWN)
+    await world.loop.tick()
+    assert len(there) == 3
+    there[lost] = replace(there[lost], presence=Presence.GIVEN_UP)
+    world.states[lost] = ReplicaState.READY
+    await world.loop.tick()
+    assert len(there) == 3, "a coordinator sees it"
+    world.unregistered.add(lost)
+    await world.loop.tick()
+    assert len(there) == 4
+    assert metrics_of(world)["splitserve_autoscaler_failed_starts_total", "prefill"] == 0
 
 
 async def test_without_the_lease_it_decides_and_does_not_act() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.snapshot import DecodeSignals, PoolName, PrefillSignals, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import MAX_PAUSE_S, StartLimits, StartWatch
 
@@ -214,3 +214,15 @@ def test_each_failure_gives_the_next_one_more_time() -> None:
     pools.after(0)
     assert pools.after(59)["prefill-1"] is STARTING
     assert pools.after(2)["prefill-1"] is OVERDUE
+
+
+def test_a_replica_whose_host_does_not_answer_is_never_overdue() -> None:
+    pools = Pools()
+    pools.has("prefill-0", STARTING)
+    pools.after(5)
+    pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], presence=Presence.UNKNOWN)
+    for _ in range(20):
+        assert pools.after(10)["prefill-0"] is STARTING
+    pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], presence=Presence.HERE)
+    assert pools.after(25)["prefill-0"] is STARTING
+    assert pools.after(10)["prefill-0"] is OVERDUE

@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from autoscaler.actuators.docker import DockerActuator
+from autoscaler.actuators.docker import DockerActuator, HostLimits
 from autoscaler.actuators.docker_engine import DockerEngine
+from autoscaler.actuators.docker_seats import HostNetwork
 from autoscaler.service import docker_gpus
 from splitserve.config.autoscaler import DockerConfig
 from splitserve.errors import (
@@ -162,3 +163,64 @@ def test_the_inventory_comes_from_the_settings() -> None:
 
 def test_without_an_inventory_there_is_no_budget() -> None:
     assert actuator(FakeDocker()).gpu_inventory is None
+
+
+def limited(**limits: Any) -> HostLimits:
+    return HostLimits(HostNetwork("gpu-a", "10.0.0.1", 20000, 20003), **limits)
+
+
+async def test_copies_with_the_hosts_network_get_names_and_ports_of_their_own() -> None:
+    docker = FakeDocker()
+    docker.runs("decode", "decode")
+    (first,) = docker.there.values()
+    first["HostConfig"]["NetworkMode"] = "host"
+    first["Config"]["Hostname"] = "gpu-a"
+    first["Config"]["Env"] = ["SPLITSERVE_PORT=20000", "A=1"]
+    scaled = actuator(docker, limits=limited())
+    await scaled.start("decode", 1)
+    made = list(docker.there.values())[-1]
+    environment = dict(entry.split("=", 1) for entry in made["Config"]["Env"])
+    assert environment == {
+        "A": "1",
+        "SPLITSERVE_HOST": "10.0.0.1",
+        "SPLITSERVE_PORT": "20002",
+        "SPLITSERVE_METRICS_PORT": "20003",
+        "SPLITSERVE_ADVERTISE_ADDRESS": "10.0.0.1:20002",
+    }
+    assert await names(scaled) == ["decode-gpu-a", f"decode-{made['Config']['Hostname']}"]
+    with pytest.raises(ResourceExhaustedError) as caught:
+        await scaled.start("decode", 1)
+    assert caught.value.reason == "NO_PORT"
+
+
+async def test_room_needs_a_pattern_an_image_a_model_and_a_place() -> None:
+    docker = FakeDocker()
+    scaled = actuator(docker, limits=limited(max_replicas=2))
+    assert (await scaled.room("decode", 0)).reason == "NO_TEMPLATE"
+    docker.runs("decode", "decode")
+    assert (await scaled.room("decode", 0)).missing_image == "splitserve"
+    docker.images.add("splitserve")
+    assert (await scaled.room("decode", 0)).replicas == 1
+    models = docker.runs_once("models", 1)
+    assert "exit code 1" in (await scaled.room("decode", 0)).why
+    docker.there[models]["ExitCode"] = 0
+    assert (await scaled.room("decode", 0)).replicas == 1
+    docker.there[models]["State"] = "running"
+    assert (await scaled.room("decode", 0)).reason == "NO_MODEL"
+    docker.there[models]["State"] = "exited"
+    docker.runs("prefill", "prefill")
+    assert (await scaled.room("decode", 0)).reason == "NO_ROOM"
+
+
+async def test_a_host_asked_for_its_gpus_is_no_place_without_any() -> None:
+    docker = FakeDocker()
+    docker.images.add("splitserve")
+    docker.runs("decode", "decode")
+    answers: list[GpuInventory | None] = [None, GpuInventory()]
+    scaled = actuator(docker, limits=limited(ask_gpus=lambda client: answers.pop(0)))
+    await scaled.replicas()
+    await scaled.replicas()
+    assert not answers, "it is asked until it answers"
+    await scaled.replicas()
+    assert (await scaled.room("decode", 1)).reason == "NO_GPU"
+    assert (await scaled.room("decode", 0)).replicas > 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import StepTimeModel
 from splitserve.errors import UnavailableError
@@ -188,6 +189,28 @@ async def test_cold_starts_are_measured_from_the_order_and_only_where_seen() -> 
     assert (await rig.look(5)).prefill.cold_start_s == pytest.approx(41)
     rig.one.workers[-1] = worker("p1", "ready")
     assert (await rig.look(5)).prefill.cold_start_s == pytest.approx(41)
+
+
+async def test_a_replica_that_was_cut_off_has_not_started_again() -> None:
+    rig = Rig()
+    rig.order("p1")
+    await rig.look(20)
+    rig.one.workers = [worker("p1", "ready")]
+    took_s = (await rig.look(5)).prefill.cold_start_s
+    rig.one.workers = []
+    await rig.look(300)
+    rig.one.workers = [worker("p1", "ready")]
+    assert (await rig.look(5)).prefill.cold_start_s == took_s
+
+
+async def test_who_was_given_up_counts_only_while_a_coordinator_sees_it() -> None:
+    rig = Rig()
+    rig.order("p1")
+    rig.actual = [replace(rig.actual[0], presence=Presence.GIVEN_UP)]
+    rig.one.workers = [worker("p1", "ready")]
+    assert [replica.ours for replica in (await rig.look(5)).prefill.replicas] == [True]
+    rig.one.workers = []
+    assert (await rig.look(5)).prefill.replicas == ()
 
 
 async def test_memory_is_bounded_and_forgets_who_left() -> None:

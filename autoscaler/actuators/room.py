@@ -1,0 +1,36 @@
+"""What a host says when it is asked for room for one more replica, and who can be asked."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from autoscaler.actuators.actuator import Actuator
+from autoscaler.snapshot import PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many more replicas of a pool fit on a host now."""
+
+    replicas: int
+    reason: str = ""
+    """Without room: NO_GPU, NO_ROOM, NO_TEMPLATE, NO_IMAGE or NO_MODEL."""
+    why: str = ""
+    """The same for people."""
+    linked: int = 0
+    """NVLink pairs inside the next replica."""
+    missing_image: str = ""
+    """The image to pull."""
+
+
+class RoomActuator(Actuator):
+    """An actuator of one host among several."""
+
+    @abstractmethod
+    async def room(self, pool: PoolName, gpus_each: int) -> Room:
+        """Room for replicas of this pool. Raises SplitserveError where the host does not answer."""
+
+    @abstractmethod
+    async def pull(self, image: str) -> None:
+        """Fetches an image, beside all other calls. Raises SplitserveError."""

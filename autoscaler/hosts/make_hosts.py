@@ -1,0 +1,48 @@
+"""The actuator over the Docker hosts of a file."""
+
+from __future__ import annotations
+
+from autoscaler.actuators.docker import DockerActuator, GpusOf, HostLimits
+from autoscaler.actuators.docker_engine import DockerEngine
+from autoscaler.actuators.docker_seats import HostNetwork
+from autoscaler.hosts.connection import connector
+from autoscaler.hosts.host_watch import HostLink
+from autoscaler.hosts.hosts_actuator import HostsActuator
+from autoscaler.hosts.inventory_file import DockerHost, load_hosts
+from autoscaler.hosts.inventory_probe import probed_inventory
+from splitserve.config.autoscaler import DockerConfig
+from splitserve.config.gpu_list import AUTO, gpu_groups
+from splitserve.errors import ConfigError
+from splitserve.gpus.inventory import GpuInventory
+
+PULL_S = 3600.0
+"""An image of many gigabytes may take long. Nobody waits for it."""
+
+
+def make_hosts_actuator(config: DockerConfig, model: str) -> HostsActuator:
+    """Raises ConfigError for a wrong file."""
+    if config.hosts is None:
+        raise ConfigError("docker.hosts: there is no file of hosts", field="docker.hosts")
+    file = load_hosts(config.hosts)
+    links = [
+        HostLink(host.name, _actuator(host, config, model), host.fabric, host.pull) for host in file.hosts
+    ]
+    return HostsActuator(links, answer_s=file.answer_s, unknown_s=file.unknown_s)
+
+
+def _actuator(host: DockerHost, config: DockerConfig, model: str) -> DockerActuator:
+    connect, let_go = connector(host)
+    engine = DockerEngine(config.request_timeout_s, connect=connect, let_go=let_go)
+    puller = DockerEngine(PULL_S, PULL_S, connect=connect) if host.pull else None
+    network = HostNetwork(host.name, host.address, host.ports.first, host.ports.last)
+    gpus, ask = GpuInventory(), None
+    if host.gpus == AUTO:
+        ask = _asker(config.project, host.replicas_per_gpu)
+    else:
+        gpus = GpuInventory.of_groups(gpu_groups(host.gpus), host.replicas_per_gpu)
+    limits = HostLimits(network, host.max_replicas, ask)
+    return DockerActuator(engine, config.project, gpus, model, limits, puller)
+
+
+def _asker(project: str, replicas_per_gpu: int) -> GpusOf:
+    return lambda client: probed_inventory(client, project, replicas_per_gpu)

@@ -1,0 +1,143 @@
+"""How Engines are reached: the tunnel of `ssh` (by a stand-in), and what is asked of a host through its Engine."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shlex
+import socketserver
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from docker.errors import DockerException
+
+from autoscaler.actuators.docker_engine import UNREACHABLE, DockerEngine
+from autoscaler.hosts.connection import SshTunnel
+from autoscaler.hosts.inventory_probe import probe_body
+from splitserve.errors import UnavailableError
+from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.nvml import NvmlLibrary
+from splitserve.gpus.report import parse_report, report
+from tests.support.gpus.nvml import FakeNvml
+
+FAKE_SSH = """
+import os, sys, time
+if os.path.exists({refuses!r}):
+    sys.exit("ops@gpu-b: Permission denied (publickey).")
+near, _, far = sys.argv[sys.argv.index("-L") + 1].partition(":")
+open({said!r}, "a").write(" ".join(sys.argv[1:]) + "\\n")
+os.symlink({engine!r}, near)
+time.sleep(600)
+"""
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps({"Version": "1", "ApiVersion": "1.44"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def address_string(self) -> str:
+        return "socket"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class Far:
+    """A machine that a stand-in for `ssh` leads to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.refuses, self.said, self.program = folder / "refuses", folder / "said", folder / "ssh"
+        names = {"refuses": self.refuses, "said": self.said, "engine": folder / "engine.sock"}
+        script = folder / "ssh.py"
+        script.write_text(FAKE_SSH.format(**{name: str(path) for name, path in names.items()}))
+        self.program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {script} "$@"\n')
+        self.program.chmod(0o755)
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Far]:
+    with socketserver.ThreadingUnixStreamServer(str(tmp_path / "engine.sock"), Answers) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield Far(tmp_path)
+        server.shutdown()
+        serving.join()
+
+
+async def test_a_tunnel_by_ssh_that_is_opened_again(far: Far) -> None:
+    tunnel = SshTunnel("ssh://ops@gpu-b:2222/run/user/1000/docker.sock", str(far.program))
+    engine = DockerEngine(5.0, connect=tunnel.connect, let_go=tunnel.close)
+    try:
+        assert await engine.call("version", lambda client: client.version()["Version"]) == "1"
+        words = far.said.read_text().split()
+        assert words[-2:] == ["--", "gpu-b"]
+        assert words[words.index("-p") + 1] == "2222"
+        assert words[words.index("-l") + 1] == "ops"
+        assert words[words.index("-L") + 1].endswith(":/run/user/1000/docker.sock")
+        assert "BatchMode=yes" in words
+        assert tunnel._process is not None
+        tunnel._process.kill()
+        tunnel._process.wait()
+        far.refuses.touch()
+
+        def lost(client: Any) -> None:
+            raise DockerException("the connection is gone")
+
+        with pytest.raises(UnavailableError):
+            await engine.call("look", lost)
+        with pytest.raises(UnavailableError, match="Permission denied") as caught:
+            await engine.call("version", lambda client: client.version())
+        assert caught.value.reason == UNREACHABLE
+        far.refuses.unlink()
+        assert await engine.call("version", lambda client: client.version()["Version"]) == "1"
+    finally:
+        await engine.close()
+    assert len(far.said.read_text().splitlines()) == 2
+
+
+async def test_the_environments_proxies_do_not_apply(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere")
+    tunnel = SshTunnel("ssh://gpu-b", str(far.program))
+    try:
+        client = tunnel.connect(5.0)
+        assert not client.trust_env
+        client.close()
+    finally:
+        tunnel.close()
+    assert "-l" not in far.said.read_text().split()
+
+
+def test_a_report_of_gpus_says_what_nvml_says() -> None:
+    found = report(cast(NvmlLibrary, FakeNvml.of(4, [(0, 1), (2, 3)])))
+    inventory, _, why = parse_report(json.dumps(found), 2)
+    assert inventory.gpus == ("0", "1", "2", "3")
+    assert inventory.links == frozenset({frozenset({"0", "1"}), frozenset({"2", "3"})})
+    assert inventory.capacity == 8
+    assert why == ""
+
+
+def test_a_report_without_a_driver_and_text_that_is_none() -> None:
+    inventory, _, why = parse_report(
+        '{"gpus": [], "links": [], "aliases": {}, "nics": ["mlx5_0:1"], "error": "x"}', 1
+    )
+    assert (inventory, why) == (GpuInventory(), "x")
+    for text in ("", "[]", "{}", "Traceback"):
+        with pytest.raises(ValueError, match=r"report|Expecting"):
+            parse_report(text, 1)
+
+
+def test_the_probe_sees_all_gpus_and_may_do_nothing() -> None:
+    request = {"Driver": "nvidia", "Count": 0, "DeviceIDs": ["2"], "Capabilities": [["gpu"]]}
+    worker = {"Image": "sha256:1", "HostConfig": {"DeviceRequests": [request], "NetworkMode": "host"}}
+    body = probe_body(worker, "shop")
+    assert body["HostConfig"]["DeviceRequests"] == [request | {"Count": -1, "DeviceIDs": None}]
+    assert body["HostConfig"]["CapDrop"] == ["ALL"]
+    assert "splitserve.pool" not in body["Labels"], "it is no replica"
