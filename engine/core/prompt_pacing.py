@@ -11,6 +11,7 @@ from itertools import islice
 from engine.core.precedence import PrecedenceQueue, Turns, in_order, turns_by_urgency
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
+from engine.pacing.lending import spare_until_s
 from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, StreamPace, TokenClock
 from engine.pacing.triage import Job, OldestTurn, triage
@@ -125,7 +126,7 @@ class PromptPacing:
         self._meter = meter
         self._step_s = 0.0
         self._chunk_before = False
-        """Whether prompt tokens were computed since the latest step that decoded."""
+        """Whether prompt tokens were computed since the latest step that decoded, or it waited for a neighbour's."""
 
     def grant(self, now: float, decodes: Iterable[Sequence], first: Sequence | None) -> int | None:
         """Prompt tokens of the next step, where `first` is the first prompt; 0: the step only decodes.
@@ -154,6 +155,20 @@ class PromptPacing:
             context_tokens=first.num_computed,
             mixed=not self.separate,
         )
+
+    def spare_until_s(self, now: float, running: Collection[Sequence]) -> float:
+        """Until when the next step may wait, where `running` are all sequences; `now` where it may not, because one has
+        no target or is a prompt, or no steps were measured. Costs O(running)."""
+        streams = [each.pace for each in running if each.pace is not None and each.remaining == 1]
+        fit = self._meter.fit.latest
+        if fit is None or not streams or len(streams) < len(running):
+            return now
+        self._step_s = fit.step_s(len(running), sum(each.num_computed for each in running))
+        return spare_until_s(now, streams, self.clock, self._step_s)
+
+    def waits(self) -> None:
+        """Streams wait for a neighbour's prompt."""
+        self._chunk_before = True
 
     def order(
         self,
