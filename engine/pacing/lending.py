@@ -77,7 +77,8 @@ class StepLending:
         unused = now - self._used_s >= UNUSED_S
         if unused:
             self._not_before_s = now + AGAIN_S
-        if used is None or unused or now >= min(self._until_s, self._spare_until_s(now)):
+        self._until_s = min(self._until_s, self._spare_until_s(now))
+        if used is None or unused or now >= self._until_s:
             self.end()
             return False
         return True
