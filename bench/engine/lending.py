@@ -1,7 +1,8 @@
 """What cores lent between steps do to a neighbour's prompts: `python -m bench.engine.lending [--json]`. Some minutes.
 
-Two processes on a core each, with real weights: the owner decodes streams that have a target, the borrower computes one
-prompt after the other in chunks as a prefill worker does. Turns with a shared file and without alternate (A B B A ...).
+Two processes on a core each, with real weights: the owner decodes streams, the borrower computes one prompt after the
+other in chunks as a prefill worker does. Turns in which streams have a target, so that the owner lends its core, and
+turns in which they have none alternate (A B B A ...).
 
 * prompt_p50_ms, prompt_min_ms: time of a prompt;
 * tpot_mean_ms: of the streams, while prompts are computed;
@@ -48,19 +49,17 @@ def _ask(core: EngineCore, name: str, prompt: int, answer: int, tpot_s: float | 
     )
 
 
-def own(connection: Connection, engines: dict[bool, EngineCore], tpot_s: float) -> None:
+def own(connection: Connection, core: EngineCore, tpot_s: float) -> None:
     """Decodes: takes (whether to lend, streams), answers once streams are ahead, and again, when told, with the times
     of their tokens. Waits for work as the engine thread does."""
     turn = 0
     while (asked := connection.recv()) is not None:
         lends, streams = asked
-        core, turn = engines[lends], turn + 1
+        turn += 1
         times: dict[str, list[float]] = {f"{turn}-{number}": [] for number in range(streams)}
         for name in times:
-            _ask(core, name, STREAM_PROMPT, LONGEST, tpot_s)
-        ahead = not times
-        if ahead:
-            connection.send(None)
+            _ask(core, name, STREAM_PROMPT, LONGEST, tpot_s if lends else None)
+        ahead = False
         while not connection.poll(0 if core.has_work() else _sleep_s(core)):
             if core.has_work():
                 _step(core, times)
@@ -83,12 +82,11 @@ def _step(core: EngineCore, times: dict[str, list[float]]) -> None:
         times[output.request_id] += [now] * len(output.token_ids)
 
 
-def borrow(connection: Connection, engines: dict[bool, EngineCore]) -> None:
-    """Computes prompts: takes (whether to borrow, length), answers with the seconds until the first token."""
+def borrow(connection: Connection, core: EngineCore) -> None:
+    """Computes prompts: takes a length, answers with the seconds until the first token."""
     count = 0
-    while (asked := connection.recv()) is not None:
-        borrows, length = asked
-        core, count = engines[borrows], count + 1
+    while (length := connection.recv()) is not None:
+        count += 1
         _ask(core, str(count), length, 1, None)
         began_s = time.monotonic()
         while core.has_work():
@@ -97,12 +95,14 @@ def borrow(connection: Connection, engines: dict[bool, EngineCore]) -> None:
 
 
 def serve(connection: Connection, what: str, model: str, exchange: Path, tpot_s: float) -> None:
-    """A child process: two engines, one of them with the shared file, that `own` or `borrow`."""
-    engines = {lends: engine_of(model, 1, exchange if lends else None) for lends in (True, False)}
+    """A child process: an engine that will `own` or `borrow`."""
+    core = engine_of(model, 1, exchange)
     connection.send(None)
-    own(connection, engines, tpot_s) if what == "own" else borrow(connection, engines)
-    for core in engines.values():
-        core.close()
+    if what == "own":
+        own(connection, core, tpot_s)
+    else:
+        borrow(connection, core)
+    core.close()
 
 
 class LendingTurns:
@@ -132,17 +132,16 @@ class LendingTurns:
         began_s = time.monotonic()
         taken_s = []
         for _ in range(prompts):
-            borrower.send((lends, prompt))
+            borrower.send(prompt)
             taken_s.append(borrower.recv())
             time.sleep(PAUSE_S)
         owner.send(None)
         row = {"prompt_p50": median(taken_s), "prompt_min": min(taken_s)}
         times = owner.recv()
-        if times:
-            during = [[now for now in own if now >= began_s] for own in times]
-            row["tpot_mean"] = mean((own[-1] - own[0]) / (len(own) - 1) for own in during)
-            row["tpot_worst"] = max((now - own[0]) / k for own in times for k, now in enumerate(own) if k)
-            row["gap_max"] = max(after - own[k] for own in times for k, after in enumerate(own[1:]))
+        during = [[now for now in own if now >= began_s] for own in times]
+        row["tpot_mean"] = mean((own[-1] - own[0]) / (len(own) - 1) for own in during)
+        row["tpot_worst"] = max((now - own[0]) / k for own in times for k, now in enumerate(own) if k)
+        row["gap_max"] = max(after - own[k] for own in times for k, after in enumerate(own[1:]))
         return row
 
     def close(self) -> None:
@@ -160,7 +159,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measures, and prints a table or one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.lending")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--streams", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--prompt", type=int, default=768, help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=3, help="of a turn")
     parser.add_argument("--tpot", type=float, default=0.05, help="seconds a token")
@@ -174,13 +173,15 @@ def main(arguments: Sequence[str]) -> None:
     found: dict[tuple[int, bool], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         turns = LendingTurns(options.model, Path(folder, "cores"), options.tpot, cores)
-        for lends in (True, False):
-            turns.turn(lends, 1, options.prompt, 2)  # what is captured first
+        for streams in options.streams:
+            turns.turn(False, streams, options.prompt, 1)  # what is captured first
         for turn in range(options.turns):
             for streams in options.streams:
                 for lends in (True, False) if turn % 2 == 0 else (False, True):
                     row = turns.turn(lends, streams, options.prompt, options.prompts)
                     found.setdefault((streams, lends), []).append(row)
+                    shown = {name: round(value * 1e3, 1) for name, value in row.items()}
+                    print(f"{streams} streams, lent: {lends}, ms: {shown}", file=sys.stderr, flush=True)
         turns.close()
     rows: list[dict[str, Any]] = [
         {"streams": streams, "lent": lends}

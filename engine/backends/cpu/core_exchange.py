@@ -158,7 +158,7 @@ class CoreExchange:
     def _is_locked(self, at: int) -> bool:
         """Whether another one has locked a byte of the file."""
         found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, at))
-        return struct.unpack_from("@h", found)[0] != fcntl.F_UNLCK
+        return bool(struct.unpack_from("@h", found)[0] != fcntl.F_UNLCK)
 
     def _set_lock(self, kind: int, at: int) -> None:
         """Of the open file, not of the process."""
