@@ -23,7 +23,6 @@ from engine.core.types import (
 )
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
-from engine.pacing.lending import StepLending
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
@@ -69,9 +68,6 @@ class EngineCore(Engine):
         self.step_totals = self._meter.totals
         # On cpu steps that only decode, or compute a chunk, are captured; mixed ones are not.
         self._pacing = PromptPacing(self._meter, separate=runner.pool_memory.memory_kind == "DRAM")
-        self._lending = StepLending(runner.demand, self._spare_until_s)
-        self._refused = False
-        """Whether the latest reservation found too few blocks or no slot: what ends streams sooner helps it."""
         self._scheduler = Scheduler(
             self._kv,
             max_step_tokens=self.max_step_tokens,
@@ -79,6 +75,7 @@ class EngineCore(Engine):
             max_bypasses=config.max_bypasses,
             pacing=self._pacing,
         )
+        self._pacing.lend(runner.demand, self._scheduler.running, self._scheduler.waiting)
         self._limits = RequestLimits.of(runner.facts, config.context_tokens, runner.num_blocks * block_size)
         self._live: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
@@ -149,7 +146,7 @@ class EngineCore(Engine):
             raise BrokenInvariantError("a reservation is for decoding")
         if reservation in self._reserved or reservation in self._writers:
             raise BrokenInvariantError(f"reservation {reservation} is in use")
-        self._refused = True
+        self._pacing.reservation_waits = True
         if not self._scheduler.has_slot or not self._scheduler.may_bypass(request.precedence):
             return None
         watermark = self._scheduler.watermark_blocks
@@ -161,7 +158,7 @@ class EngineCore(Engine):
         fresh = self._kv.start(sequence, watermark=watermark, writer=True)
         if fresh is None:
             return None
-        self._refused = False
+        self._pacing.reservation_waits = False
         self._scheduler.count_bypass(request.precedence)
         self._register(sequence)
         sequence.status, sequence.reservation = SequenceStatus.RESERVED, reservation
@@ -207,30 +204,20 @@ class EngineCore(Engine):
 
     def has_work(self) -> bool:
         """See `Engine`."""
-        now = self._clock()
-        rests = self._lending.rests(now)
+        rests = self._pacing.lending.rests(self._clock())
         if self._changed and not rests and (self._scheduler.running or self._scheduler.waiting):
             return True
-        return self._first_deadline_s <= now
+        return self.next_deadline() <= self._clock()
 
     def next_deadline(self) -> float:
         """See `Engine`."""
-        return min(self._first_deadline_s, self._lending.next_look_s)
+        first = self._deadlines.peek()
+        return min(self._pacing.lending.next_look_s, float("inf") if first is None else first[0])
 
     @property
     def lent(self) -> bool:
         """See `Engine`."""
         return self._runner.demand() is not None
-
-    @property
-    def _first_deadline_s(self) -> float:
-        first = self._deadlines.peek()
-        return float("inf") if first is None else first[0]
-
-    def _spare_until_s(self, now: float) -> float:
-        """Until when the next step may wait, for a neighbour's sake; `now` if it may not."""
-        spare = not self._scheduler.waiting and not self._refused
-        return self._pacing.spare_until_s(now, self._scheduler.running) if spare else now
 
     def step(self) -> StepResult:
         """Runs both halves of a step and returns its result.
@@ -248,7 +235,7 @@ class EngineCore(Engine):
         call of `computing` with the time that this will take; see `StepMeter.expected_s`."""
         self._require_no_step()
         began_s = self._clock()
-        self._lending.end()
+        self._pacing.lending.end()
         self._meter.begin(began_s)
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)
@@ -274,8 +261,6 @@ class EngineCore(Engine):
         self._pending.put(step.result)
         if self._pacing.active:
             self._pacing.stepped(ended_s, step.num_new)
-            if self._lending.begin(ended_s):
-                self._pacing.waits()
         more = self.has_work()
         self._meter.end(ended_s, step.num_new, more=more, speedup=self._runner.speedup)
         if not more:
