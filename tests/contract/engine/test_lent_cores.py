@@ -187,7 +187,7 @@ time.sleep(60)
 
 def test_an_owner_that_freezes_or_is_killed_stalls_nobody(runner: TorchRunner, tmp_path: Path) -> None:
     alone = step(runner, PROMPT)
-    command = [sys.executable, "-c", OWNER, tmp_path / "cores"]
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "cores")]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
