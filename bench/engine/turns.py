@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,15 @@ GREEDY = SamplingParams(temperature=0.0)
 TOKENS = range(1000, 30_000)
 
 
-def engine_of(model: str, threads: int) -> EngineCore:
+def engine_of(model: str, threads: int, core_exchange: Path | None = None) -> EngineCore:
     """A warm engine on this many cores, without a prefix cache."""
-    config = EngineConfig(dtype="bfloat16", threads=threads, kv_memory_bytes=2**30, prefix_cache=False)
+    config = EngineConfig(
+        dtype="bfloat16",
+        threads=threads,
+        kv_memory_bytes=2**30,
+        prefix_cache=False,
+        core_exchange=core_exchange,
+    )
     source = resolve_model(model)
     runner = build_torch_runner(config, source, lambda _fraction: None)
     warm_up(runner, None)

@@ -47,6 +47,10 @@ class Forward(ABC):
         """There is nothing to do until the next `logits`."""
         return
 
+    def demand(self) -> int | None:
+        """See `ModelRunner.demand`."""
+        return None
+
     def close(self) -> None:
         """Gives back what is not memory."""
         return

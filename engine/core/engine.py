@@ -88,11 +88,18 @@ class Engine(ABC):
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether a step can do anything now; False while everything waits for blocks."""
+        """Whether a step can do anything now; False while everything waits for blocks, or streams that are ahead of
+        their targets for a neighbour that computes on this worker's cores."""
 
     @abstractmethod
     def next_deadline(self) -> float:
-        """The next deadline of a request, on `time.monotonic`; infinity if none has one."""
+        """When to ask `has_work` again at the latest, on `time.monotonic`: at the next deadline of a request, or to end
+        a rest for a neighbour's sake. Infinity if there is neither."""
+
+    @property
+    def lent(self) -> bool:
+        """Whether a neighbour computes on this worker's cores while this one rests: wake up less often then."""
+        return False
 
     @abstractmethod
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:

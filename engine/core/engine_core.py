@@ -75,6 +75,7 @@ class EngineCore(Engine):
             max_bypasses=config.max_bypasses,
             pacing=self._pacing,
         )
+        self._pacing.lend(runner.demand, self._scheduler.running, self._scheduler.waiting)
         self._limits = RequestLimits.of(runner.facts, config.context_tokens, runner.num_blocks * block_size)
         self._live: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
@@ -145,6 +146,7 @@ class EngineCore(Engine):
             raise BrokenInvariantError("a reservation is for decoding")
         if reservation in self._reserved or reservation in self._writers:
             raise BrokenInvariantError(f"reservation {reservation} is in use")
+        self._pacing.reservation_waits = True
         if not self._scheduler.has_slot or not self._scheduler.may_bypass(request.precedence):
             return None
         watermark = self._scheduler.watermark_blocks
@@ -156,6 +158,7 @@ class EngineCore(Engine):
         fresh = self._kv.start(sequence, watermark=watermark, writer=True)
         if fresh is None:
             return None
+        self._pacing.reservation_waits = False
         self._scheduler.count_bypass(request.precedence)
         self._register(sequence)
         sequence.status, sequence.reservation = SequenceStatus.RESERVED, reservation
@@ -201,14 +204,20 @@ class EngineCore(Engine):
 
     def has_work(self) -> bool:
         """See `Engine`."""
-        if self._changed and (self._scheduler.running or self._scheduler.waiting):
+        rests = self._pacing.lending.rests(self._clock())
+        if self._changed and not rests and (self._scheduler.running or self._scheduler.waiting):
             return True
         return self.next_deadline() <= self._clock()
 
     def next_deadline(self) -> float:
         """See `Engine`."""
         first = self._deadlines.peek()
-        return float("inf") if first is None else first[0]
+        return min(self._pacing.lending.next_look_s, float("inf") if first is None else first[0])
+
+    @property
+    def lent(self) -> bool:
+        """See `Engine`."""
+        return self._runner.demand() is not None
 
     def step(self) -> StepResult:
         """Runs both halves of a step and returns its result.
@@ -226,6 +235,7 @@ class EngineCore(Engine):
         call of `computing` with the time that this will take; see `StepMeter.expected_s`."""
         self._require_no_step()
         began_s = self._clock()
+        self._pacing.lending.end()
         self._meter.begin(began_s)
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)

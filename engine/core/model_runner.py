@@ -81,6 +81,11 @@ class ModelRunner(ABC):
         """There is nothing to do until the next step. Ignored where nobody can use the device meanwhile."""
         return
 
+    def demand(self) -> int | None:
+        """None unless a neighbour would compute on this worker's cores now, if it rested. Then a number that changes as
+        long as one does so."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Releases the KV blocks and the weights."""

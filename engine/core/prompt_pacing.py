@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from itertools import islice
 
 from engine.core.precedence import PrecedenceQueue, Turns, in_order, turns_by_urgency
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import StepMeter
+from engine.pacing.lending import StepLending, spare_until_s
 from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, StreamPace, TokenClock
 from engine.pacing.triage import Job, OldestTurn, triage
@@ -119,13 +120,17 @@ class PromptPacing:
         self.window = TriageWindow()
         self.late: frozenset[Sequence] = frozenset()
         """Prompts that the latest triage found late."""
+        self.lending = StepLending(lambda: None, lambda now: now)
+        """Rests for a neighbour's sake; none before `lend`."""
+        self.reservation_waits = False
+        """Whether the latest reservation found too few blocks or no slot: what ends streams sooner helps it."""
         self._turn: OldestTurn[Sequence] = OldestTurn()
         self._urgent_s = math.inf
         """The least TTFT target that its prompt could keep, were it alone."""
         self._meter = meter
         self._step_s = 0.0
         self._chunk_before = False
-        """Whether prompt tokens were computed since the latest step that decoded."""
+        """Whether prompt tokens were computed since the latest step that decoded, or it waited for a neighbour's."""
 
     def grant(self, now: float, decodes: Iterable[Sequence], first: Sequence | None) -> int | None:
         """Prompt tokens of the next step, where `first` is the first prompt; 0: the step only decodes.
@@ -154,6 +159,21 @@ class PromptPacing:
             context_tokens=first.num_computed,
             mixed=not self.separate,
         )
+
+    def lend(self, demand: Callable[[], int | None], running: Collection[Sequence], waiting: Sized) -> None:
+        """Lets streams wait for a neighbour's sake from now on. `demand` is `ModelRunner.demand`; `running` and
+        `waiting` are, at any time, all sequences."""
+        self.lending = StepLending(demand, lambda now: self._spare_until_s(now, running, waiting))
+
+    def _spare_until_s(self, now: float, running: Collection[Sequence], waiting: Sized) -> float:
+        """Until when the next step may wait; `now` where it may not, because a prompt or a reservation waits, a stream
+        has no target, or no steps were measured. Costs O(running)."""
+        streams = [each.pace for each in running if each.pace is not None and each.remaining == 1]
+        fit = self._meter.fit.latest
+        if fit is None or self.reservation_waits or len(waiting) or len(streams) < len(running):
+            return now
+        self._step_s = fit.step_s(len(running), sum(each.num_computed for each in running))
+        return spare_until_s(now, streams, self.clock, self._step_s)
 
     def order(
         self,
@@ -248,6 +268,7 @@ class PromptPacing:
         self.clock.margin.record(now, timed, late)
         if any(tokens == 1 for tokens in num_new.values()):
             self._chunk_before = False
+        self._chunk_before |= self.lending.begin(now)
 
     def _share(self, decodes: Collection[Sequence]) -> float:
         """The share of the time that streams with targets leave to prompts."""

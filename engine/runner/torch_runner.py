@@ -139,6 +139,10 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.rest`."""
         self._forward.rest()
 
+    def demand(self) -> int | None:
+        """See `ModelRunner.demand`."""
+        return self._forward.demand()
+
     def close(self) -> None:
         """Releases the pool and the weights."""
         self._forward.close()

@@ -36,6 +36,8 @@ L = TypeVar("L", bound=StepListener)
 T = TypeVar("T")
 
 _MAX_SLEEP_S = 3600.0
+LENT_POLL_S = 0.002
+"""Poll interval of a thread whose cores a neighbour uses: all of its threads wait for the one that was interrupted."""
 BETWEEN_STEPS_S = 30.0
 """Time between two steps after which the engine counts as hung."""
 EXPECTED_TIMES = 20.0
@@ -98,7 +100,7 @@ class EngineThread(Generic[L]):
 
     `factory` builds core and listener on that thread, because torch and NIXL objects belong to the thread that made
     them. All queued calls are run between two steps. An idle thread sleeps until a call comes, a deadline passes, or
-    `idle_poll_s` seconds are over (`poll_interval_s` while the listener polls).
+    `idle_poll_s` seconds are over (`poll_interval_s` while the listener polls, `LENT_POLL_S` while cores are lent).
 
     If the device computes asynchronously, a step's result goes to the listener once the next step is queued, or at once
     if there is none; see `Engine.result_can_wait`.
@@ -244,7 +246,7 @@ class EngineThread(Generic[L]):
     def _sleep(self, core: Engine, listener: L, *, polling: bool) -> None:
         timeout = min(core.next_deadline() - time.monotonic(), self.idle_poll_s)
         if polling:
-            timeout = min(timeout, self._poll_interval_s)
+            timeout = min(timeout, LENT_POLL_S if core.lent else self._poll_interval_s)
         if timeout <= 0:
             return
         self._activity = None

@@ -1,10 +1,11 @@
-"""Lends the cores of workers that have nothing to do to their neighbours on one host.
+"""Lends the cores of workers that have nothing to do for a while to their neighbours on one host.
 
 Workers share a file. Each claims a slot of it, and writes there which cores it has and whether it rests. A worker
-that computes a prompt takes resting neighbours' cores for it, and the kernels look at the slots before each operation:
-as soon as a neighbour has work again, they go on without its cores. Locks on ranges of the file say who has claimed a
-slot and who has borrowed its cores; the system releases them when their owner ends, so that nothing has to be cleaned
-up after a crash.
+that computes a chunk of a prompt borrows its neighbours' cores for it, those that rest and those that do not: the
+kernels look at the slots before each operation, and use the cores of those that rest at the time. So a neighbour need
+only look whether its cores are borrowed to know that a rest would be of use. Locks on ranges of the file say who has
+claimed a slot and who has borrowed its cores; the system releases them when their owner ends, so that nothing has to be
+cleaned up after a crash.
 """
 
 from __future__ import annotations
@@ -30,19 +31,23 @@ _RESTS = 0
 """Offset of the byte that is 1 while the slot's owner rests."""
 _CORES = 4
 """Offset of the number of cores, and of the cores, 16 bits each."""
+USES = 192
+"""Offset of a counter of 32 bits of what a borrower computes on the cores; in a cache line of its own."""
 FILE_BYTES = MAX_SLOTS * SLOT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class BorrowedCores:
-    """Cores of neighbours that rest. `addresses`: of the bytes that become 0 when their owners want them back."""
+    """Cores of neighbours, for as long as these rest: `counts` of each. `addresses`: of the bytes that are 1 while they
+    do."""
 
     cores: tuple[int, ...]
     addresses: tuple[int, ...]
+    counts: tuple[int, ...]
     slots: tuple[int, ...]
 
 
-NOTHING = BorrowedCores((), (), ())
+NOTHING = BorrowedCores((), (), (), ())
 
 
 class CoreExchange:
@@ -89,31 +94,45 @@ class CoreExchange:
         self._memory[self._at(_RESTS)] = 0
 
     def borrow(self) -> BorrowedCores:
-        """The cores of all neighbours that rest now and that nobody else has borrowed. End it by `give_back`."""
+        """The cores of all neighbours that live and that nobody else has borrowed. End it by `give_back`."""
         cores: list[int] = []
         addresses: list[int] = []
+        counts: list[int] = []
         slots: list[int] = []
         taken = {*self._own}
         for slot in range(MAX_SLOTS):
-            if slot == self._slot or not self._memory[slot * SLOT_BYTES + _RESTS]:
+            if slot == self._slot:
                 continue
             theirs = self._cores_of(slot)
-            if not theirs or not taken.isdisjoint(theirs) or not self._lock(MAX_SLOTS + slot):
+            # A slot without an owner is what a worker left that was killed: a new one may have its cores.
+            if not theirs or not taken.isdisjoint(theirs) or not self._is_locked(slot):
+                continue
+            if not self._lock(MAX_SLOTS + slot):
                 continue
             taken.update(theirs)
             cores += theirs
             addresses.append(self._address + slot * SLOT_BYTES + _RESTS)
+            counts.append(len(theirs))
             slots.append(slot)
-        return BorrowedCores(tuple(cores), tuple(addresses), tuple(slots)) if slots else NOTHING
+        return (
+            BorrowedCores(tuple(cores), tuple(addresses), tuple(counts), tuple(slots)) if slots else NOTHING
+        )
 
     def give_back(self, borrowed: BorrowedCores) -> None:
         """Ends a `borrow`."""
         for slot in borrowed.slots:
             self._set_lock(fcntl.F_UNLCK, MAX_SLOTS + slot)
 
+    def demand(self) -> int | None:
+        """None unless a neighbour has borrowed this worker's cores; then a number that changes while they compute."""
+        if not self._is_locked(MAX_SLOTS + self._slot):
+            return None
+        (uses,) = struct.unpack_from("<I", self._memory, self._at(USES))
+        return int(uses)
+
     def close(self) -> None:
         """Gives up the slot."""
-        self.work()
+        self._memory[self._at(0) : self._at(SLOT_BYTES)] = bytes(SLOT_BYTES)
         self._memory.close()  # it refers to the open file, too, and so to its locks
         os.close(self._file)
 
@@ -136,9 +155,19 @@ class CoreExchange:
             return True
         return False
 
+    def _is_locked(self, at: int) -> bool:
+        """Whether another one has locked a byte of the file."""
+        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, at))
+        return bool(struct.unpack_from("@h", found)[0] != fcntl.F_UNLCK)
+
     def _set_lock(self, kind: int, at: int) -> None:
-        """Of the open file, not of the process; `struct flock` of fcntl(2)."""
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", kind, os.SEEK_SET, at, 1, 0))
+        """Of the open file, not of the process."""
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _flock(kind, at))
+
+
+def _flock(kind: int, at: int) -> bytes:
+    """`struct flock` of fcntl(2), for one byte."""
+    return struct.pack("@hhqqi4x", kind, os.SEEK_SET, at, 1, 0)
 
 
 def _address_of(memory: mmap.mmap) -> int:

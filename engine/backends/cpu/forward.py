@@ -76,6 +76,10 @@ class CpuForward(Forward):
         if self._exchange is not None:
             self._exchange.rest()
 
+    def demand(self) -> int | None:
+        """See `Forward.demand`."""
+        return None if self._exchange is None else self._exchange.demand()
+
     def close(self) -> None:
         """See `Forward.close`."""
         if self._exchange is not None:
@@ -83,7 +87,7 @@ class CpuForward(Forward):
             self._exchange = None
 
     def _chunk_logits(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor | None:
-        """Of one chunk, with the cores of neighbours that rest."""
+        """Of one chunk, with the cores of neighbours while these rest."""
         exchange, kernels = self._exchange, self._kernels
         if exchange is None or batch[0].num_new < MIN_LENT_TOKENS or not (lent := exchange.borrow()).cores:
             return self.prefill_graphs.logits(batch)
@@ -93,8 +97,7 @@ class CpuForward(Forward):
                 self._exchange = None
                 return self.prefill_graphs.logits(batch)
             logits = self.prefill_graphs.logits(batch)
-            shared = kernels.ops_shared / max(1, kernels.ops_run)
-            self.speedup = 1.0 + shared * len(lent.cores) / kernels.threads
+            self.speedup = 1.0 + kernels.ops_lent / (max(1, kernels.ops_run) * kernels.threads)
             return logits
         finally:
             kernels.use_own()

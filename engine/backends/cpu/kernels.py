@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.backends.cpu.build import load_library
-from engine.backends.cpu.core_exchange import BorrowedCores
+from engine.backends.cpu.core_exchange import USES, BorrowedCores
 from engine.backends.cpu.ops import (
     OP,
     NormKind,
@@ -47,8 +47,8 @@ class CpuKernels:
         self._threads = threads
         self._borrowed: BorrowedCores | None = None
         self._placed: tuple[int, ...] = ()
-        self.ops_run = self.ops_shared = 0
-        """Operations that `run` computed since the latest `use`, and those that borrowed cores had a part in."""
+        self.ops_run = self.ops_lent = 0
+        """Operations that `run` computed since the latest `use`, and with borrowed cores, once for each of these."""
         self._weights = WeightMemory()
         library = load_library()
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -59,7 +59,16 @@ class CpuKernels:
         self._run = library.splitserve_run
         self._run.argtypes = [pointer, number, ctypes.c_int]
         self._run_lent = library.splitserve_run_lent
-        self._run_lent.argtypes = [pointer, number, ctypes.c_int, ctypes.c_int, pointer, ctypes.c_int]
+        self._run_lent.argtypes = [
+            pointer,
+            number,
+            ctypes.c_int,
+            pointer,
+            number,
+            pointer,
+            pointer,
+            ctypes.c_int,
+        ]
         self._run_lent.restype = number
         self._place = library.splitserve_place
         self._place.argtypes = [ctypes.c_int, ctypes.c_int, pointer]
@@ -83,15 +92,21 @@ class CpuKernels:
             self._run(ops.ctypes.data, len(ops), self._threads)
             return
         lent = self._borrowed
-        owners = (ctypes.c_void_p * len(lent.addresses))(*lent.addresses)
-        more = len(lent.cores)
         self.ops_run += len(ops)
-        self.ops_shared += self._run_lent(
-            ops.ctypes.data, len(ops), self._threads, more, owners, len(lent.addresses)
+        self.ops_lent += self._run_lent(
+            ops.ctypes.data,
+            len(ops),
+            self._threads,
+            (ctypes.c_void_p * len(lent.addresses))(*lent.addresses),
+            USES,
+            (ctypes.c_int * len(lent.counts))(*lent.counts),
+            (ctypes.c_int * len(lent.cores))(*lent.cores),
+            len(lent.addresses),
         )
 
     def use(self, borrowed: BorrowedCores) -> bool:
-        """Lets `run` use these cores too, until `use_own`; returns whether the system lets it."""
+        """Lets `run` use these cores too, while their owners rest, until `use_own`. Returns whether the system lets
+        it."""
         if borrowed.cores != self._placed:
             cores = (ctypes.c_int * len(borrowed.cores))(*borrowed.cores)
             if not self._place(self._threads, len(borrowed.cores), cores):
@@ -99,7 +114,7 @@ class CpuKernels:
                 return False
             self._placed = borrowed.cores
         self._borrowed = borrowed
-        self.ops_run = self.ops_shared = 0
+        self.ops_run = self.ops_lent = 0
         return True
 
     def use_own(self) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +24,7 @@ from tests.support.engine.cpu_kernels import kernels_or_skip
 from tests.support.engine.runner_driver import Sequence_, make_sequences, prompt_of, runner_of
 
 kernels_or_skip()
-MINE, THEIRS = 1000, 1001
+MINE, THEIRS, OTHERS = 1000, 1001, 1002
 """Names of cores; where threads really run does not matter here."""
 PROMPT = 100
 
@@ -84,6 +89,20 @@ def test_a_resting_neighbour_changes_no_logit(runner: TorchRunner, neighbour: Co
     assert runner.speedup == 1
 
 
+def test_an_owner_learns_that_its_cores_are_wanted_while_a_chunk_is_computed(
+    runner: TorchRunner, neighbour: CoreExchange
+) -> None:
+    seen: list[int | None] = []
+    computing(runner, lambda at: seen.append(neighbour.demand()))
+    neighbour.rest()
+    step(runner, PROMPT)
+    assert neighbour.demand() is None
+    used = [number for number in seen if number is not None]
+    assert len(used) == len(seen)
+    assert used == sorted(used)
+    assert used[-1] > used[0] + len(used) / 4
+
+
 def test_short_chunks_and_decode_steps_stay_at_home(runner: TorchRunner, neighbour: CoreExchange) -> None:
     neighbour.rest()
     step(runner, MIN_LENT_TOKENS - 1)
@@ -93,34 +112,96 @@ def test_short_chunks_and_decode_steps_stay_at_home(runner: TorchRunner, neighbo
     assert runner.speedup == 1
 
 
-class TakenBack(CpuKernels):
-    """Wants the cores back before the operation with this number."""
+class Interrupted(CpuKernels):
+    """Calls `between` before each operation of a chunk, with a number that counts them."""
 
-    neighbour: CoreExchange
-    at: int
+    between: Callable[[int], object]
+    count: int
 
     def run(self, ops: Any) -> None:
-        if self._borrowed is None or len(ops) <= self.at:
+        if self._borrowed is None:
             super().run(ops)
             return
-        super().run(ops[: self.at])
-        self.neighbour.work()
-        super().run(ops[self.at :])
+        for at in range(len(ops)):
+            self.between(self.count)
+            self.count += 1
+            super().run(ops[at : at + 1])
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 7, 12])
-def test_cores_that_are_wanted_back_in_the_middle_change_no_logit(
-    runner: TorchRunner, neighbour: CoreExchange, at: int
-) -> None:
-    alone = step(runner, PROMPT)
+def computing(runner: TorchRunner, between: Callable[[int], object]) -> None:
+    """Makes a runner call this before each operation that might be computed on borrowed cores."""
     assert isinstance(runner._forward, CpuForward)
     kernels: Any = runner._forward._kernels
-    kernels.__class__, kernels.neighbour, kernels.at = TakenBack, neighbour, at
-    for _ in range(3):
-        neighbour.rest()
-        assert torch.equal(step(runner, PROMPT), alone)
-        assert 1 <= runner.speedup < 2
-    kernels.__class__ = CpuKernels
+    kernels.__class__, kernels.between, kernels.count = Interrupted, between, 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_cores_that_come_and_go_at_any_time_change_no_logit(
+    runner: TorchRunner, neighbour: CoreExchange, tmp_path: Path, seed: int
+) -> None:
+    alone = step(runner, PROMPT)
+    other = CoreExchange(tmp_path / "cores", (OTHERS,))
+    pick = random.Random(seed)
+
+    def come_and_go(_: int) -> None:
+        for owner in (neighbour, other):
+            pick.choice((owner.rest, owner.work, lambda: None))()
+
+    computing(runner, come_and_go)
+    assert torch.equal(step(runner, PROMPT), alone)
+    assert 1 < runner.speedup < 3
+    other.close()
+
+
+def test_cores_that_come_and_go_within_operations_change_no_logit(
+    runner: TorchRunner, neighbour: CoreExchange
+) -> None:
+    alone = step(runner, PROMPT)
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            neighbour.rest()
+            neighbour.work()
+
+    restless = threading.Thread(target=come_and_go)
+    restless.start()
+    try:
+        for _ in range(5):
+            assert torch.equal(step(runner, PROMPT), alone)
+    finally:
+        ended.set()
+        restless.join()
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from engine.backends.cpu.core_exchange import CoreExchange
+exchange = CoreExchange(Path(sys.argv[1]), (1003,))
+exchange.rest()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_owner_that_freezes_or_is_killed_stalls_nobody(runner: TorchRunner, tmp_path: Path) -> None:
+    alone = step(runner, PROMPT)
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "cores")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"ready\n"
+        try:
+            owner.send_signal(signal.SIGSTOP)
+            assert torch.equal(step(runner, PROMPT), alone)
+            assert runner.speedup == 2
+            computing(runner, lambda at: owner.kill() if at == 3 else None)
+            assert torch.equal(step(runner, PROMPT), alone)
+            owner.wait()
+            assert torch.equal(step(runner, PROMPT), alone)
+            assert runner.speedup == 1
+        finally:
+            owner.kill()
 
 
 def test_where_the_system_does_not_let_it_nothing_is_borrowed_again(

@@ -1,4 +1,5 @@
-"""Two workers with cores of their own and real weights: a decode worker that rests lends its core to the prompts."""
+"""Two workers with cores of their own and real weights: a decode worker that rests, or whose streams are ahead of their
+targets, lends its core to the prompts."""
 
 from __future__ import annotations
 
@@ -20,6 +21,10 @@ from tests.support.engine.cpu_kernels import have_kernels
 CORES = sorted(os.sched_getaffinity(0))
 LENGTHS = (200, 100, 333)
 ANSWER = 4
+TPOT_MS = 200.0
+"""Far above a step, even on a busy machine."""
+FITTED = 16
+"""Decode steps after which the worker knows what one takes."""
 
 
 def lent_steps(cluster: Cluster, name: str) -> float:
@@ -57,11 +62,21 @@ async def test_answers_are_the_same_with_the_neighbour_s_core(
             before = lent_steps(cluster, "prefill-0")
             lent = [await ask(prompt) for prompt in prompts]
             assert lent_steps(cluster, "prefill-0") > before
-            # With a stream beside them the decode worker keeps its core, or wants it back in the middle.
-            stream = Reading(client, tokens[:40], max_tokens=400, ignore_eos=True)
+            # Beside a stream without a target the decode worker keeps its core.
+            stream = Reading(client, tokens[:40], max_tokens=900, ignore_eos=True)
             await stream.got(2)
+            before = lent_steps(cluster, "prefill-0")
             assert [await ask(prompt) for prompt in prompts] == lent
             await stream.leave()
+            assert lent_steps(cluster, "prefill-0") == before
+            # With a target it lends what it is ahead of that.
+            stream = Reading(client, tokens[:40], max_tokens=900, ignore_eos=True, tpot_ms=TPOT_MS)
+            await stream.got(2 * FITTED)
+            assert [await ask(prompt) for prompt in prompts] == lent
+            assert lent_steps(cluster, "prefill-0") > before
+            times = stream.times
+            await stream.leave()
+            assert (times[-1] - times[0]) / (len(times) - 1) < TPOT_MS / 1e3
             assert await asyncio.gather(*map(ask, prompts)) == lent
             assert lent_steps(cluster, "decode-0") == 0
         await cluster.assert_no_leaks()

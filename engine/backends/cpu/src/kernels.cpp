@@ -34,30 +34,69 @@ void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   }
 }
 
-// Bytes that are 1 while the neighbours rest whose cores some of the threads run on.
-struct Lent {
-  const volatile uint8_t* const* rests;
-  int count;
+// Neighbours whose cores are borrowed. `rests`: of each a byte that is 1 while it rests; `uses`, so many bytes after it:
+// a counter of what is computed on its cores. `counts`: how many it has; `cores`: those of all.
+struct Lenders {
+  volatile uint8_t* const* rests;
+  int64_t uses;
+  const int* counts;
+  const int* cores;
+  int number;
 
-  bool wanted_back() const {
-    for (int i = 0; i < count; i++)
-      if (!*rests[i]) return true;
-    return false;
+  uint64_t resting() const {
+    uint64_t found = 0;
+    for (int i = 0; i < number; i++) found |= (uint64_t)(*rests[i] != 0) << i;
+    return found;
   }
 };
 
+// Which of them rest while a list of operations is computed, and the cores of those.
+struct Loan {
+  const Lenders& lenders;
+  uint64_t resting;
+  std::vector<int> cores;
+
+  explicit Loan(const Lenders& lenders) : lenders(lenders), resting(lenders.resting()) {
+    const int* next = lenders.cores;
+    for (int i = 0; i < lenders.number; next += lenders.counts[i++])
+      if (resting >> i & 1) cores.insert(cores.end(), next, next + lenders.counts[i]);
+  }
+
+  bool changed() const { return lenders.resting() != resting; }
+
+  void count_use() const {
+    for (int i = 0; i < lenders.number; i++)
+      if (resting >> i & 1) ++*(volatile uint32_t*)(lenders.rests[i] + lenders.uses);
+  }
+};
+
+// Moves the calling thread to a core, unless it is there. Returns whether the system lets it.
+bool move_to(int core) {
+  static thread_local int at = -1;
+  if (at == core) return true;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  if (sched_setaffinity(0, sizeof(set), &set)) return false;
+  at = core;
+  return true;
+}
+
 // Every thread walks the whole list. Parallel operations are shared by all threads, with a barrier before and after;
-// thread 0 computes runs of serial operations alone, without barriers between them. Once cores are wanted back, it ends
-// before the next operation that has a barrier; `*end` says which.
-void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<bf16>& shared, const Lent& lent,
+// thread 0 computes runs of serial operations alone, without barriers between them. Once a neighbour wants its cores
+// back or another one rests, it ends before the next operation that has a barrier; `*end` says which.
+void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<bf16>& shared, const Loan* loan,
              int64_t* end) {
   bool parallel = false;  // whether the previous operation was parallel
   for (int64_t i = 0; i < count; i++) {
     if (!ops[i].serial || parallel) {
-      // Only a thread that has passed the barrier writes again, and then another number: so all see the same.
-      if (lent.count && thread == 0 && lent.wanted_back()) __atomic_store_n(end, i, __ATOMIC_RELAXED);
+      if (loan && thread == 0) {
+        loan->count_use();
+        // Only a thread that has passed the barrier writes again, and then another number: so all see the same.
+        if (loan->changed()) __atomic_store_n(end, i, __ATOMIC_RELAXED);
+      }
 #pragma omp barrier
-      if (lent.count && __atomic_load_n(end, __ATOMIC_RELAXED) == i) return;
+      if (loan && __atomic_load_n(end, __ATOMIC_RELAXED) == i) return;
     }
     parallel = !ops[i].serial;
     if (parallel)
@@ -67,18 +106,26 @@ void execute(const Op* ops, int64_t count, int thread, int threads, std::vector<
   }
 }
 
-// Returns how many operations were computed: all, unless cores were lent and wanted back.
-int64_t run(const Op* ops, int64_t count, int threads, const Lent& lent = {nullptr, 0}) {
+// Returns how many operations were computed: all, unless the neighbours that rest are others than those of `loan` now.
+int64_t run(const Op* ops, int64_t count, int own, const Loan* loan = nullptr) {
   static thread_local std::vector<bf16> memory;  // the calling thread's; all OpenMP threads use it
   std::vector<bf16>& shared = memory;
+  int threads = own + (loan ? loan->cores.size() : 0);
   if (threads == 1 || (count == 1 && ops->serial)) {
-    for (int64_t i = 0; i < count; i++) perform(ops[i], 0, 1, shared);
+    for (int64_t i = 0; i < count; i++) {
+      if (loan && loan->changed()) return i;
+      perform(ops[i], 0, 1, shared);
+    }
     return count;
   }
   int64_t end = count;
   // OpenMP's threads, because torch's operations before and after use them too: other threads would compete for cores.
 #pragma omp parallel num_threads(threads)
-  execute(ops, count, omp_get_thread_num(), omp_get_num_threads(), shared, lent, &end);
+  {
+    int thread = omp_get_thread_num();
+    if (thread >= own) move_to(loan->cores[thread - own]);
+    execute(ops, count, thread, omp_get_num_threads(), shared, loan, &end);
+  }
   return end;
 }
 
@@ -90,12 +137,19 @@ int64_t splitserve_op_bytes() { return sizeof(Op); }
 
 void splitserve_run(const void* ops, int64_t count, int threads) { run((const Op*)ops, count, threads); }
 
-// The same on `own` threads and on `more` whose cores are lent, until one of `owners` bytes `rests` is 0: from then on
-// with its own threads alone. Returns how many operations the lent cores had a part in.
-int64_t splitserve_run_lent(const void* ops, int64_t count, int own, int more, const uint8_t* const* rests, int owners) {
-  int64_t done = run((const Op*)ops, count, own + more, Lent{rests, owners});
-  run((const Op*)ops + done, count - done, own);
-  return done;
+// The same on `own` threads, and on the cores of those of `number` neighbours (see `Lenders`) that rest at the time.
+// Returns how many operations were computed with lent cores, once for each of these.
+int64_t splitserve_run_lent(const void* ops, int64_t count, int own, uint8_t* const* rests, int64_t uses,
+                            const int* counts, const int* cores, int number) {
+  Lenders lenders{rests, uses, counts, cores, number};
+  int64_t done = 0, with_lent = 0;
+  while (done < count) {
+    Loan loan(lenders);
+    int64_t computed = run((const Op*)ops + done, count - done, own, &loan);
+    done += computed;
+    with_lent += computed * (int64_t)loan.cores.size();
+  }
+  return with_lent;
 }
 
 // Moves OpenMP's threads behind the first `own` to a core each. Returns whether the system let it.
@@ -104,12 +158,7 @@ int splitserve_place(int own, int more, const int* cores) {
 #pragma omp parallel num_threads(own + more) reduction(+ : failed)
   {
     int thread = omp_get_thread_num();
-    if (thread >= own) {
-      cpu_set_t set;
-      CPU_ZERO(&set);
-      CPU_SET(cores[thread - own], &set);
-      failed = sched_setaffinity(0, sizeof(set), &set) != 0;
-    }
+    if (thread >= own) failed = !move_to(cores[thread - own]);
   }
   return !failed;
 }

@@ -13,7 +13,7 @@ import pytest
 from engine.core.engine_core import EngineCore
 from engine.core.types import RequestOutput, StepResult
 from engine.runner.simulated_runner import SimulatedRunner, expected_tokens
-from engine.worker.engine_thread import EngineThread
+from engine.worker.engine_thread import LENT_POLL_S, EngineThread
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import BrokenInvariantError, NotFoundError, UnavailableError
 from tests.support.engine.byte_tokenizer import ByteTokenizer
@@ -100,6 +100,27 @@ async def test_an_idle_thread_sleeps_and_responds_at_once() -> None:
             delays.append(time.perf_counter() - began)
         assert recorder.polls - before <= 51
         assert sorted(delays)[5] < 0.001
+
+
+async def test_a_thread_whose_cores_are_lent_polls_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedRunner, "demand", lambda _runner: 0)
+    async with running() as (thread, recorder):
+        times: list[float] = []
+        seen = asyncio.Event()
+
+        def on_poll(_core: EngineCore) -> None:
+            times.append(time.monotonic())
+            if len(times) == 20:
+                recorder.polling = False
+                recorder.loop.call_soon_threadsafe(seen.set)
+
+        def begin(_core: EngineCore, _recorder: Recorder) -> None:
+            recorder.on_poll, recorder.polling = on_poll, True
+
+        await thread.call(begin)
+        async with asyncio.timeout(PATIENCE_S):
+            await seen.wait()
+        assert times[-1] - times[0] >= 19 * LENT_POLL_S
 
 
 async def test_a_listener_is_polled_while_it_wants_to_be() -> None:

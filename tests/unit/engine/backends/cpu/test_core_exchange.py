@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import signal
+import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from engine.backends.cpu import core_exchange
-from engine.backends.cpu.core_exchange import FILE_BYTES, MAX_SLOTS, NOTHING, SLOT_BYTES, CoreExchange
+from engine.backends.cpu.core_exchange import (
+    FILE_BYTES,
+    MAX_SLOTS,
+    NOTHING,
+    SLOT_BYTES,
+    USES,
+    BorrowedCores,
+    CoreExchange,
+)
 from splitserve.errors import ConfigError
 
 Make = Callable[..., CoreExchange]
@@ -43,32 +57,41 @@ def byte_at(address: int) -> int:
     return ctypes.c_uint8.from_address(address).value
 
 
-def test_cores_are_lent_while_their_owner_rests(make: Make) -> None:
+def test_a_borrower_sees_when_an_owner_rests(make: Make) -> None:
     mine, other = make(0), make(1, 2)
-    assert mine.borrow() == NOTHING
-    other.rest()
     borrowed = mine.borrow()
-    assert borrowed.cores == (1, 2)
+    assert (borrowed.cores, borrowed.counts) == ((1, 2), (2,))
     (address,) = borrowed.addresses
+    assert byte_at(address) == 0
+    other.rest()
     assert byte_at(address) == 1
     other.work()
     assert byte_at(address) == 0
     mine.give_back(borrowed)
-    assert mine.borrow() == NOTHING
+
+
+def test_an_owner_sees_that_its_cores_are_wanted_and_used(make: Make) -> None:
+    mine, other = make(0), make(1)
+    assert other.demand() is None
+    borrowed = mine.borrow()
+    assert other.demand() == 0
+    assert mine.demand() is None
+    ctypes.c_uint32.from_address(borrowed.addresses[0] + USES).value += 5
+    assert other.demand() == 5
+    mine.give_back(borrowed)
+    assert other.demand() is None
 
 
 def test_nobody_borrows_what_is_borrowed_or_its_own(make: Make) -> None:
-    first, second, resting = make(0), make(1), make(2)
-    resting.rest()
-    first.rest()
+    first, second, third = make(0), make(1), make(2)
     borrowed = first.borrow()
-    assert borrowed.cores == (2,)
+    assert borrowed.cores == (1, 2)
     other = second.borrow()
     assert other.cores == (0,)
+    assert third.borrow() == NOTHING
     second.give_back(other)
     first.give_back(borrowed)
-    first.work()
-    assert second.borrow().cores == (2,)
+    assert second.borrow().cores == (0, 2)
 
 
 def test_cores_that_are_not_apart_are_not_lent(make: Make) -> None:
@@ -79,28 +102,90 @@ def test_cores_that_are_not_apart_are_not_lent(make: Make) -> None:
 
 
 def test_a_worker_that_ends_gives_up_slot_and_loan(make: Make, path: Path) -> None:
-    mine, resting = make(0), make(2)
-    resting.rest()
+    mine, other = make(0), make(2)
     ended = CoreExchange(path, (1,))
-    assert ended.borrow().cores == (2,)
-    assert mine.borrow() == NOTHING
+    assert ended.borrow().cores == (0, 2)
+    assert mine.borrow().cores == (1,)
     ended.rest()
     ended.close()
+    assert mine.demand() is None
     borrowed = mine.borrow()
     assert borrowed.cores == (2,)
     mine.give_back(borrowed)
     # The next one has its slot, and does not rest.
     make(5)
-    assert mine.borrow().cores == (2,)
+    borrowed = mine.borrow()
+    assert borrowed.cores == (2, 5)
+    assert [byte_at(address) for address in borrowed.addresses] == [0, 0]
+    other.rest()
+    assert [byte_at(address) for address in borrowed.addresses] == [1, 0]
+
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from engine.backends.cpu.core_exchange import CoreExchange
+os.cpu_count = lambda: 16
+exchange = CoreExchange(Path(sys.argv[1]), (7,))
+if sys.argv[2] == "borrows":
+    assert exchange.borrow().cores
+else:
+    exchange.rest()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def child(path: Path, does: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", CHILD, path, does], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_a_borrower_that_is_killed_wants_nothing(make: Make, path: Path) -> None:
+    mine = make(0)
+    with child(path, "borrows") as borrower:
+        assert mine.demand() == 0
+        borrower.send_signal(signal.SIGSTOP)  # frozen: it still wants the cores, and uses nothing
+        assert mine.demand() == 0
+        borrower.kill()
+        borrower.wait()
+        assert mine.demand() is None
+
+
+def test_the_cores_of_an_owner_that_was_killed_are_not_borrowed(make: Make, path: Path) -> None:
+    mine = make(0)
+    with child(path, "rests") as owner:
+        owner.send_signal(signal.SIGSTOP)  # frozen while it rests: its cores are free for as long
+        borrowed = mine.borrow()
+        assert borrowed.cores == (7,)
+        mine.give_back(borrowed)
+        owner.kill()
+        owner.wait()
+        assert mine.borrow() == NOTHING
 
 
 def test_nonsense_in_a_slot_lends_nothing(make: Make, path: Path) -> None:
     mine = make(0)
-    for cores in (b"\x01\x00\xff\xff", b"\xff\xff", b"\x00\x00\x01\x00", b"\x02\x00\x03\x00\x03\x00"):
-        with path.open("r+b") as file:
+    with path.open("r+b", buffering=0) as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 7, 1, 0))
+
+        def in_slot(cores: bytes) -> BorrowedCores:
             file.seek(7 * SLOT_BYTES)
             file.write(b"\x01\0\0\0" + cores)
-        assert mine.borrow() == NOTHING, cores
+            return mine.borrow()
+
+        for cores in (b"\x01\x00\xff\xff", b"\xff\xff", b"\x00\x00\x01\x00", b"\x02\x00\x03\x00\x03\x00"):
+            assert in_slot(cores) == NOTHING, cores
+        assert in_slot(b"\x01\x00\x05\x00").cores == (5,)
 
 
 def test_files_that_cannot_be_used_are_refused(path: Path, tmp_path: Path) -> None:
