@@ -12,7 +12,7 @@ from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, Wa
 from engine.core.engine import Engine
 from engine.core.types import RequestOutput, ReservedBlocks, StepResult
 from engine.worker.build import EngineParts
-from engine.worker.kv_connector import KvConnector
+from engine.worker.engine_thread import KvConnector
 from engine.worker.status import WorkerStatus
 from kv_transfer.handoff.checksums import HandoffVerifier, verify_one_in
 from kv_transfer.handoff.notification import WriteCompletion

@@ -10,7 +10,7 @@ from decode_worker.kv_consumer import KvConsumer
 from engine.core.engine import Engine
 from engine.core.types import StepResult
 from engine.worker.build import EngineParts
-from engine.worker.kv_connector import KvConnector
+from engine.worker.engine_thread import KvConnector
 from engine.worker.status import WorkerStatus
 from prefill_worker.kv_producer import KvProducer
 

@@ -7,8 +7,7 @@ from typing import Generic, TypeVar
 
 from engine.core.engine import Engine
 from engine.worker.build import EngineParts
-from engine.worker.engine_thread import EngineThread
-from engine.worker.kv_connector import KvConnector
+from engine.worker.engine_thread import EngineThread, KvConnector
 from engine.worker.process import WorkerProcess
 from engine.worker.role import EngineCalls
 from splitserve.tracing.finished_span import SpanSink

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from engine.core.engine import Engine
 from engine.core.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
 from engine.worker.build import EngineParts
-from engine.worker.kv_connector import KvConnector
+from engine.worker.engine_thread import KvConnector
 from engine.worker.status import HandoffWrites, WorkerStatus
 from kv_transfer.handoff.push_state import PushDone, PushEvent, PushFailed
 from kv_transfer.handoff.pusher import KvPusher

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 
 from engine.core.engine import Engine
 from engine.worker.build import EngineParts
-from engine.worker.kv_connector import KvConnector
+from engine.worker.engine_thread import KvConnector
 from engine.worker.status import WorkerStatus
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.config.worker import WorkerConfig

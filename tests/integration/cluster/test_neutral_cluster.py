@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,14 +50,15 @@ async def test_up_serves_with_neutral_workers() -> None:
         async with AsyncClient(target) as client:
             answers = await asyncio.gather(*(client.generate(p, max_tokens=12) for p in prompts))
             assert [list(answer.token_ids) for answer in answers] == [expected_tokens(p, 12) for p in prompts]
-            async with asyncio.timeout(PATIENCE_S):
-                while held_resources(info := await client.server_info()):
-                    await asyncio.sleep(0.05)
+            deadline = time.monotonic() + PATIENCE_S
+            while held := held_resources(info := await client.server_info()):
+                assert time.monotonic() < deadline, f"leaked: {held}"
+                await asyncio.sleep(0.05)
         assert sorted(worker.worker_id for worker in info.workers) == ["worker-0", "worker-1"]
         assert {worker.pool for worker in info.workers} <= {"prefill", "decode"}
         command = [*SPLITSERVE, "generate", "hello", "--target", target, "--max-tokens", "5", "--json"]
-        answer = json.loads(subprocess.check_output(command, timeout=PATIENCE_S))
-        assert len(answer["token_ids"]) == 5
+        told = await asyncio.to_thread(subprocess.check_output, command, timeout=PATIENCE_S)
+        assert len(json.loads(told)["token_ids"]) == 5
 
 
 async def test_with_certificates_of_their_role(tmp_path: Path) -> None:
@@ -72,17 +74,9 @@ async def test_with_certificates_of_their_role(tmp_path: Path) -> None:
         assert list(answer.token_ids) == expected_tokens(prompt, 8)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--workers", "2", "--prefill", "1"], "workers: 2 neutral workers and prefill at once"),
-        (["--workers", "1"], "workers"),
-        (["--workers", "2", "--engine", "vllm"], "engine.kind: engine vllm has no neutral workers"),
-    ],
-)
-def test_wrong_settings_are_one_line(options: list[str], words: str) -> None:
-    command = [*SPLITSERVE, "up", *options]
+def test_workers_beside_pools_are_one_line() -> None:
+    command = [*SPLITSERVE, "up", "--workers", "2", "--prefill", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode != 0
-    assert words in ended.stderr
+    assert "workers: 2 neutral workers and prefill at once" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1

@@ -59,7 +59,8 @@ async def neutral_processes(
             yield workers
         except BaseException:
             for member in workers.members.values():
-                print(f"--- {member.name}\n{member.log_tail(60)}")
+                if member.log_path.exists():
+                    print(f"--- {member.name}\n{member.log_tail(60)}")
             raise
         finally:
             workers.stop()

@@ -11,7 +11,7 @@ import pytest
 from engine.core.engine_core import EngineCore
 from engine.core.types import StepResult
 from engine.worker.build import EngineParts
-from engine.worker.kv_connector import KvConnector
+from engine.worker.engine_thread import KvConnector
 from engine.worker.process import WorkerProcess
 from engine.worker.role import WorkerRole
 from engine.worker.status import WorkerStatus
