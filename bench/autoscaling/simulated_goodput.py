@@ -1,5 +1,6 @@
-"""`python -m bench.autoscaling.simulated_goodput`: what neutral workers attain against a fixed split and colocated ones,
-in simulation, step by step, with the coordinator's own policies.
+"""`python -m bench.autoscaling.simulated_goodput`: what neutral workers attain, a fixed split, and colocated ones.
+
+In simulation, step by step, with the coordinator's own policies.
 
 `cpu`: two cores, one worker each (or one worker on both), the mixes of `bench.goodput`. `gpu`: four replicas as
 `h100-8b`; `shift` is prefill-heavy and decode-heavy for 40 s each in turn. No prefix caches, no admission, no failures.

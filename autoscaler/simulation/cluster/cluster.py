@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoscaler.reconcile import Action, Activate, Drain, ReplicaView, Rest, Start
+from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import AdmittedRequests
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
 from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica, neutral_replica
@@ -119,6 +119,8 @@ class Cluster:
                 self._named(pool, name).enter(ReplicaState.READY, now_s)
             case Rest(pool, name):
                 self._named(pool, name).enter(ReplicaState.STANDBY, now_s)
+            case Lean():
+                pass  # replicas that the autoscaler scales are not neutral
             case Drain(pool, names):
                 for name in names:
                     replica = self._named(pool, name)
