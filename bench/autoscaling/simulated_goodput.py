@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one row for each machine, mix and rate: attained, and TTFT and TPOT alone, of each system."""
     parser = argparse.ArgumentParser(prog="python -m bench.autoscaling.simulated_goodput")
     parser.add_argument("--machines", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--mixes", nargs="+", help="Default: all of each machine.")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300)
     chosen = parser.parse_args(arguments)
@@ -93,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("|" + "---|" * (2 + len(SYSTEMS)))
     for machine in chosen.machines:
         for mix, rates in CASES[machine].rates.items():
+            if chosen.mixes and mix not in chosen.mixes:
+                continue
             for rate in rates:
                 cells = [cell(machine, mix, rate, name, chosen.seeds, chosen.requests) for name in SYSTEMS]
                 print(f"| {machine}, {mix} | {rate:g} |", " | ".join(cells), "|", flush=True)

@@ -43,6 +43,7 @@ def neutral_replica(
             part.stepped(result, began_s, now_s)
 
     engine = VirtualEngine(model, events, prefix_cache, stepped)
+    engine.core.keep_prompt_room()
     prefill = SteppedPrefill(name, ordered_s, model, events, targets, prefix_cache, computed, engine)
     decode = SteppedDecode(name, ordered_s, model, events, targets, prefix_cache, reserved, decoded, engine)
     parts.append(NeutralReplica(prefill, decode))
