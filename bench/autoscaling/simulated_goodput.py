@@ -154,7 +154,8 @@ def _gpu_load(mix: str, rate: float, seed: int) -> Iterator[TraceRequest]:
         kind = "balanced" if mix == "bursty" else mix
         if mix == "shift":
             kind = "decode-heavy" if int(at_s // SHIFT_S) % 2 else "prefill-heavy"
-        yield TraceRequest(at_s, *(chance.randint(mean // 2, 3 * mean // 2) for mean in GPU_LENGTHS[kind]))
+        prompt, answer = (chance.randint(mean // 2, 3 * mean // 2) for mean in GPU_LENGTHS[kind])
+        yield TraceRequest(at_s, prompt, answer)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,9 @@ class RoutedWorkers:
         before = self._prefill.keys() | self._decode.keys()
         self._prefill = {replica.name: replica for replica in prefill}
         self._decode = {replica.name: replica for replica in decode}
-        everyone = list({replica.name: replica for replica in (*prefill, *decode)}.values())
+        named: dict[str, PrefillReplica | DecodeReplica] = {replica.name: replica for replica in prefill}
+        named |= {replica.name: replica for replica in decode}
+        everyone = list(named.values())
         self._due = [(at_s, name) for at_s, name in self._due if self._replica(name) is not None]
         heapify(self._due)
         for replica in everyone:
