@@ -18,7 +18,18 @@ from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.plan_reasons import decisions_of
-from autoscaler.reconcile import Action, Activate, Bounds, Drain, ReplicaView, Rest, Start, members, reconcile
+from autoscaler.reconcile import (
+    Action,
+    Activate,
+    Bounds,
+    Drain,
+    Lean,
+    ReplicaView,
+    Rest,
+    Start,
+    members,
+    reconcile,
+)
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
@@ -38,9 +49,10 @@ class Rotation(Protocol):
         active: Sequence[str],
         lend: bool,
         decisions: Sequence[scaling_pb2.PoolDecision],
+        leanings: Mapping[str, PoolName],
     ) -> None:
-        """Takes `standby` out of rotation and `active` into it; `decisions` say why, for people. Called at every tick.
-        Raises SplitserveError."""
+        """Takes `standby` out of rotation and `active` into it; `decisions` say why, for people; `leanings` are those
+        of all neutral workers in rotation. Called at every tick. Raises SplitserveError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +214,12 @@ class ControlLoop:
         there = [member for pool in POOLS for member in pools[pool] if member.ours]
         standby = {member.name for member in there if member.state is ReplicaState.STANDBY}
         active = {member.name for member in there if member.state is ReplicaState.READY}
+        leanings = {
+            member.name: pool
+            for pool in POOLS
+            for member in pools[pool]
+            if member.neutral and member.state is ReplicaState.READY
+        }
         for action in actions:
             match action:
                 case Activate(name=name):
@@ -214,10 +232,16 @@ class ControlLoop:
                     # Out of rotation before it drains: no request is routed to a worker that refuses it.
                     active.difference_update(names)
                     standby.update(names)
+                case Lean(pool, name):
+                    leanings[name] = pool
                 case Start():
                     pass
         applied = self.rotation.apply(
-            sorted(standby), sorted(active), plan.lend_decode_to_prefill, decisions_of(plan, pools, actions)
+            sorted(standby),
+            sorted(active),
+            plan.lend_decode_to_prefill,
+            decisions_of(plan, pools, actions),
+            leanings,
         )
         try:
             await _within(self.settings.act_s, applied, "apply the plan")
@@ -228,7 +252,7 @@ class ControlLoop:
             self.lease.lose()
             return False
         for action in actions:
-            if isinstance(action, Activate | Rest):
+            if isinstance(action, Activate | Rest | Lean):
                 self._acted(plan, action)
         return True
 
@@ -242,7 +266,7 @@ class ControlLoop:
                     self._starts.told_to_end(names)
                     stopped = actuator.stop(pool, names, self.settings.drain_s[pool])
                     await _within(self.settings.act_s, stopped, "stop")
-                case Activate() | Rest():
+                case Activate() | Rest() | Lean():
                     return
         except SplitserveError as error:
             self._failed(_word(action), error, pool=action.pool)
@@ -278,7 +302,7 @@ class ControlLoop:
                 what: dict[str, Any] = {"count": count}
             case Drain(names=names):
                 what = {"names": list(names)}
-            case Activate(name=name) | Rest(name=name):
+            case Activate(name=name) | Rest(name=name) | Lean(name=name):
                 what = {"names": [name]}
         reason = plan.pool(action.pool).reason
         log_event("scaling.acted", pool=action.pool, action=_word(action), reason=reason, **what)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autoscaler.plan import ScalingPlan
-from autoscaler.reconcile import Action, Activate, Drain, ReplicaView, Rest, Start
+from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
 from autoscaler.snapshot import POOLS, PoolName, ReplicaState
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -48,3 +48,5 @@ def _texts(action: Action) -> list[str]:
             return [f"activate {name}"]
         case Rest(name=name):
             return [f"rest {name}"]
+        case Lean(name=name):
+            return [f"let {name} lean here, which takes no cold start"]

@@ -55,7 +55,16 @@ class Drain:
     names: tuple[str, ...]
 
 
-Action = Start | Activate | Rest | Drain
+@dataclass(frozen=True, slots=True)
+class Lean:
+    """Let a neutral worker of the other pool lean to this one."""
+
+    pool: PoolName
+    name: str
+
+
+_COMING = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING)
+Action = Start | Activate | Rest | Drain | Lean
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +76,9 @@ class ReplicaView:
     load: float
     created_wall_s: float
     ours: bool = True
-    """Whether the actuator has it. Others are capacity; nothing is done to them."""
+    """Whether the actuator has it. Others are capacity; nothing is done to them, but that neutral ones may lean
+    elsewhere."""
+    neutral: bool = False
 
 
 def members(
@@ -81,7 +92,10 @@ def members(
     `others` are registered workers that the actuator does not have, as those of another host: they count, and are left
     alone.
     """
-    found = [ReplicaView(other.name, other.state, other.load, 0.0, ours=False) for other in others]
+    found = [
+        ReplicaView(other.name, other.state, other.load, 0.0, ours=False, neutral=other.neutral)
+        for other in others
+    ]
     for replica in actual:
         if replica.pool != pool:
             continue
@@ -90,7 +104,8 @@ def members(
         if replica.stopping:
             state = ReplicaState.DRAINING
         load = known.load if known is not None else 0.0
-        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s))
+        neutral = known is not None and known.neutral
+        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s, neutral=neutral))
     return tuple(found)
 
 
@@ -102,12 +117,15 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Actions that bring both pools to the plan. Idempotent: once they have taken effect there are none.
 
-    In `paused` pools nothing is ordered and no overdue replica replaced, because the last ones failed.
+    In `paused` pools nothing is ordered and no overdue replica replaced, because the last ones failed. Where one pool
+    has more in rotation than it shall, and the other less, standby and starting ones counted, neutral workers change
+    sides before anything is started or drained: that takes seconds and no cold start.
     """
+    goals = {pool: min(max(plan.pool(pool).desired, bounds[pool].min), bounds[pool].max) for pool in POOLS}
     actions: list[Action] = []
+    pools = _leant(goals, pools, actions)
     for pool in POOLS:
-        wanted = plan.pool(pool)
-        desired = min(max(wanted.desired, bounds[pool].min), bounds[pool].max)
+        wanted, desired = plan.pool(pool), goals[pool]
         others = [member for member in pools[pool] if not member.ours]
         serving = len(_in_state(others, ReplicaState.READY))
         spare = len(_in_state(others, ReplicaState.STANDBY))
@@ -118,6 +136,24 @@ def reconcile(
         ours = [member for member in pools[pool] if member.ours]
         actions += _reconcile_pool(pool, max(0, desired), max(0, standby), ours, pool in paused)
     return tuple(actions)
+
+
+def _leant(
+    goals: Mapping[PoolName, int], pools: Mapping[PoolName, Sequence[ReplicaView]], actions: list[Action]
+) -> Mapping[PoolName, Sequence[ReplicaView]]:
+    """The pools once neutral workers have changed sides, with the actions for it. The total stays."""
+    after = {pool: list(pools[pool]) for pool in POOLS}
+    sides: tuple[tuple[PoolName, PoolName], ...] = (("prefill", "decode"), ("decode", "prefill"))
+    for side, other in sides:
+        while sum(member.state in _COMING for member in after[side]) < goals[side]:
+            ready = _in_state(after[other], ReplicaState.READY)
+            able = sorted((member for member in ready if member.neutral), key=_least_loaded)
+            if not able or len(ready) <= max(1, goals[other]):
+                break
+            actions.append(Lean(side, able[0].name))
+            after[other].remove(able[0])
+            after[side].append(able[0])
+    return after
 
 
 def _reconcile_pool(

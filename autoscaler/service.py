@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from autoscaler.actuators.actuator import Actuator
@@ -18,6 +19,7 @@ from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, sha
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.signals.observer import Observer
+from autoscaler.snapshot import PoolName
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
 from splitserve.config.gpu_list import AUTO, gpu_groups
@@ -222,10 +224,17 @@ class CoordinatorRotation:
         active: Sequence[str],
         lend: bool,
         decisions: Sequence[scaling_pb2.PoolDecision] = (),
+        leanings: Mapping[str, PoolName] = MappingProxyType({}),
     ) -> None:
         """See `Rotation`. Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act,
         and UnavailableError naming the coordinators that could not be reached."""
-        plan: dict[str, Any] = {"standby": standby, "active": active, "lend": lend, "decisions": decisions}
+        plan: dict[str, Any] = {
+            "standby": standby,
+            "active": active,
+            "lend": lend,
+            "decisions": decisions,
+            "leanings": leanings,
+        }
         calls = [self._apply_to(client, plan) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)

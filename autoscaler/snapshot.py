@@ -46,6 +46,8 @@ class Replica:
     """Whether a coordinator knows it."""
     ours: bool = True
     """Whether the actuator made or adopted it. Others are capacity, but are never started, moved or ended."""
+    neutral: bool = False
+    """Whether it serves both pools; it is counted in the one that it leans to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,8 @@ def replicas(
         if replica is not None and replica.stopping:
             state = ReplicaState.DRAINING
         registered = worker is not None and worker.pool == pool
-        found.append(Replica(name, state, since_s, load, registered, replica is not None))
+        neutral = worker is not None and worker.signals.neutral
+        found.append(Replica(name, state, since_s, load, registered, replica is not None, neutral))
     return tuple(found)
 
 

@@ -53,7 +53,12 @@ class Scenario:
     hybrid: bool = False
     """Whether the coordinator's pair policy says who computes a prompt, as its setting `hybrid`; with `steps` only."""
 
+    neutral: bool = False
+    """Whether the first replicas are neutral ones, as many as lean where at first; see `ClusterSettings`."""
+
     def __post_init__(self) -> None:
+        if self.neutral and not self.hybrid:
+            raise InvalidArgumentError("neutral replicas need the pair policy (hybrid)", field="neutral")
         if self.steps:
             _check_steps(self)
         elif self.hybrid:
@@ -73,6 +78,7 @@ class Scenario:
             colocated=self.colocated,
             steps=self.steps,
             hybrid=self.hybrid,
+            neutral=self.neutral,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
         )
 

@@ -52,7 +52,8 @@ class DecodeCapacity:
         self._seen_s: dict[PriorityClass, float] = {}
 
     def set_workers(self, loads: Iterable[DecodeLoad], stand_ins: Iterable[DecodeLoad] = ()) -> None:
-        """Replaces the set of workers. `stand_ins` lean to prefill, and take what has a target and fits nowhere else."""
+        """Replaces the set of workers. `stand_ins`, which lean to prefill, take what has a target and fits nowhere
+        else."""
         self.workers = {load.key: load for load in loads}
         self._stand_ins = tuple(load for load in stand_ins if load.key not in self.workers)
 

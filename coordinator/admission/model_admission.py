@@ -90,7 +90,9 @@ class ModelAdmission:
         self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.serving(model, "prefill"))
         self.decode.set_workers(
             (loads.decode[worker.key] for worker in snapshot.serving(model, "decode")),
-            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode")) if self.decodes_anywhere else (),
+            (loads.decode[w.key] for w in snapshot.stand_ins(model, "decode"))
+            if self.decodes_anywhere
+            else (),
         )
 
     def arrive(self, entry: Entry, now: float) -> Arrival:

@@ -133,6 +133,7 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         circuit=worker.circuit.state,
         tripped=worker.circuit.tripped,
         experimental=worker.experimental,
+        neutral=worker.neutral,
     )
 
 

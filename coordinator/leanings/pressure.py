@@ -46,9 +46,8 @@ class Pressure:
         return self.prefill if pool == "prefill" else self.decode
 
 
-def work_of(worker: Worker) -> WorkerWork:
+def work_of(worker: Worker, load: registry_pb2.WorkerLoad) -> WorkerWork:
     """A worker's work by its last report alone, which all coordinators see."""
-    load = worker.load
     rate = load.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_S
     streams = load.streams if load.HasField("streams") else load.running_requests
     return WorkerWork(
@@ -65,7 +64,7 @@ def work_of(worker: Worker) -> WorkerWork:
 
 def work_of_model(snapshot: PoolSnapshot, model: str) -> list[WorkerWork]:
     """The work of a base model's workers that take requests."""
-    return [work_of(w) for w in snapshot.workers if w.model.name == model and w.accepts]
+    return [work_of(w, w.load) for w in snapshot.workers if w.model.name == model and w.accepts]
 
 
 def pressure_on(

@@ -54,6 +54,8 @@ def decisions_of(record: RequestRecord, routing: str) -> list[Decision]:
             found.append(_choice("decode", attempt.decode_worker, attempt, prompt, routing))
         if attempt.is_local:
             reason = "computing the prompt there was expected to be sooner than a handoff, or in time as well"
+            if attempt.prefill_worker == attempt.decode_worker:
+                reason = "the worker that computes it keeps the answer, without a handoff"
             found.append(Decision("local_prefill", attempt.decode_worker, (), reason, attempt.number))
     return found
 
@@ -84,7 +86,25 @@ def _resume(failed: AttemptFacts, attempt: AttemptFacts) -> Decision:
 
 def _choice(pool: PoolName, chosen: str, attempt: AttemptFacts, prompt_tokens: int, routing: str) -> Decision:
     candidates = tuple(one for one in attempt.candidates if one.pool == pool)
-    return Decision(pool, chosen, candidates, _why(pool, candidates, prompt_tokens, routing), attempt.number)
+    reason = _why(pool, candidates, prompt_tokens, routing)
+    if candidates and candidates[0].worker_id != chosen:
+        reason = _why_another(pool, candidates[0].worker_id, attempt)
+    elif not candidates and chosen == attempt.prefill_worker == attempt.decode_worker:
+        reason = "serves it alone: no two workers could together"
+    return Decision(pool, chosen, candidates, reason, attempt.number)
+
+
+def _why_another(pool: PoolName, routed: str, attempt: AttemptFacts) -> str:
+    """Why the pair policy took another worker than routing did, to keep the targets."""
+    if pool == "prefill":
+        return f"is ready before {routed}, which routing preferred and whose streams leave it less time"
+    if attempt.prefill_worker == attempt.decode_worker:
+        return (
+            f"decodes where it was computed: {routed}, which routing preferred, had no room within the target"
+        )
+    if attempt.is_local:
+        return f"computes the prompt itself before {routed}, which routing preferred"
+    return f"has room within the target, unlike {routed}, which routing preferred"
 
 
 def _why(pool: PoolName, candidates: Sequence[Candidate], prompt_tokens: int, routing: str) -> str:

@@ -123,11 +123,13 @@ class PromptPlacement:
             and prefill.reaches(worker)
             and self._has_blocks(worker, asked.request)
             and asked.may_mix(worker)
+            and (worker.pool == "decode" or self._is_measured(worker))
         ]
         # Of equal ones the one that has computed the prompt, which hands nothing off.
         able.sort(key=lambda worker: worker.key != prefill.key)
         workers = [decode, *able]
-        places = [self._stream_place(worker, asked) for worker in workers]
+        fit = _step_fit(self._loads.decode[decode.key].fit)
+        places = [self._stream_place(worker, asked, fit) for worker in workers]
         chosen = choose_stream(places, asked.tpot_s)
         if chosen is None:
             keeps_it = any(worker.key == prefill.key for worker in able)
@@ -138,8 +140,15 @@ class PromptPlacement:
         held = cached_tokens(worker, asked.request)
         return replace(pair, decode=worker, cost=replace(pair.cost, decode_cached_tokens=held))
 
-    def _stream_place(self, worker: Worker, asked: _Asked) -> StreamPlace:
+    def _is_measured(self, worker: Worker) -> bool:
+        """Whether a worker's clock knows its steps, or will soon: it does not hold prompts back before. One stream at a
+        time measures them."""
+        return self._loads.decode[worker.key].fit is not None or not self._streams(worker)[0]
+
+    def _stream_place(self, worker: Worker, asked: _Asked, usual: DecodeStepFit | None) -> StreamPlace:
+        """A worker that has not decoded yet is taken for as fast as `usual`, the fit of the router's decode worker."""
         fit, (streams, context_tokens) = _step_fit(self._loads.decode[worker.key].fit), self._streams(worker)
+        fit = fit or usual
         if fit is None:
             return StreamPlace(None, worker.pool == "decode")
         step_s = fit.step_s(streams + 1, context_tokens + asked.request.prompt_tokens)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from types import TracebackType
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType, TracebackType
+from typing import Literal
 
 import grpc
 
@@ -63,15 +64,19 @@ class ScalingClient:
         valid_s: float = DEFAULT_VALID_S,
         lease_number: int = 0,
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
+        leanings: Mapping[str, Literal["prefill", "decode"]] = MappingProxyType({}),
     ) -> scaling_pb2.ApplyPlanResponse:
-        """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why.
-        Raises SplitserveError; FailedPreconditionError (STALE_LEASE) when another may scale."""
+        """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why,
+        `leanings` where neutral workers are to lean, by their ids. Raises SplitserveError; FailedPreconditionError
+        (STALE_LEASE) when another may scale."""
         request = scaling_pb2.ApplyPlanRequest(
             standby_worker_ids=sorted(standby),
             active_worker_ids=sorted(active),
             lend_decode_to_prefill=lend,
             lease_number=lease_number,
             decisions=decisions,
+            prefill_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "prefill"),
+            decode_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "decode"),
         )
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
         try:

@@ -40,13 +40,14 @@ class HostVerdict:
 
 
 def pair_verdicts(workers: Iterable[inference_pb2.WorkerInfo], host: HostFacts) -> list[PairVerdict]:
-    """A verdict on each pair of a prefill and a decode worker of the same model."""
+    """A verdict on each pair of workers of the same model of which one writes KV to the other."""
     known = list(workers)
     verdicts = []
-    for prefill in (worker for worker in known if worker.pool == "prefill"):
+    for prefill in (worker for worker in known if worker.neutral or worker.pool == "prefill"):
         lanes = {lane.peer: lane for lane in prefill.lanes}
         for decode in known:
-            if decode.pool == "decode" and decode.model == prefill.model:
+            decodes = decode.neutral or decode.pool == "decode"
+            if decodes and decode.model == prefill.model and decode.worker_id != prefill.worker_id:
                 lane = lanes.get(decode.worker_id)
                 verdicts.append(_pair(prefill.worker_id, decode.worker_id, lane, host))
     return verdicts

@@ -585,6 +585,7 @@ class WorkerInfo(_message.Message):
     CIRCUIT_FIELD_NUMBER: _builtins.int
     TRIPPED_FIELD_NUMBER: _builtins.int
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
+    NEUTRAL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     pool: _builtins.str
@@ -630,6 +631,8 @@ class WorkerInfo(_message.Message):
     """Whether it gets no requests because of its circuit breaker. One that is open serves on where nobody else could."""
     experimental: _builtins.bool
     """Whether its engine computes in a way that is experimental: splitserve's own CUDA path."""
+    neutral: _builtins.bool
+    """Whether it serves both pools; `pool` is then the one that it leans to now."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
         """Lanes to decode workers (prefill workers only), in order of their ids."""
@@ -659,10 +662,11 @@ class WorkerInfo(_message.Message):
         circuit: _builtins.str = ...,
         tripped: _builtins.bool = ...,
         experimental: _builtins.bool = ...,
+        neutral: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "neutral", b"neutral", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoscaler.reconcile import Action, Activate, Drain, ReplicaView, Rest, Start
+from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import AdmittedRequests
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
+from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica, neutral_replica
 from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill, PrefixCache
 from autoscaler.simulation.cluster.replica import (
     DecodeReplica,
@@ -53,6 +54,9 @@ class ClusterSettings:
     """Of every request, where replicas are computed step by step."""
     hybrid: bool = False
     """Whether the pair policy says who computes a prompt; step by step only."""
+    neutral: bool = False
+    """Whether replicas are neutral, and lean at first to the pool that they are ordered for; with `hybrid` only. They
+    are neither scaled nor drained."""
 
 
 class Cluster:
@@ -78,6 +82,7 @@ class Cluster:
         self.ended: list[SimulatedReplica] = []
         hybrid = settings.targets if settings.hybrid else None
         self._routed = RoutedWorkers(settings.engine, router, settings.colocated, hybrid)
+        self._neutral: list[NeutralReplica] = []
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             self._admitted = AdmittedRequests(
@@ -114,6 +119,8 @@ class Cluster:
                 self._named(pool, name).enter(ReplicaState.READY, now_s)
             case Rest(pool, name):
                 self._named(pool, name).enter(ReplicaState.STANDBY, now_s)
+            case Lean():
+                pass  # replicas that the autoscaler scales are not neutral
             case Drain(pool, names):
                 for name in names:
                     replica = self._named(pool, name)
@@ -222,6 +229,8 @@ class Cluster:
         self._on_end(request, now_s)
 
     def _make(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
+        if self._settings.neutral:
+            return self._make_neutral(pool, name, now_s)
         if pool == "prefill":
             prefill = self._make_prefill(name, now_s)
             self.prefill.append(prefill)
@@ -229,6 +238,27 @@ class Cluster:
         decode = self._make_decode(name, now_s)
         self.decode.append(decode)
         return decode
+
+    def _make_neutral(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
+        """A neutral replica, which counts in the pool that it leans to at first."""
+        settings = self._settings
+        made = neutral_replica(
+            name,
+            now_s,
+            settings.engine,
+            self._events,
+            settings.targets,
+            settings.prefix_cache == "worker",
+            self._computed,
+            self._reserved,
+            self._decoded,
+        )
+        self._neutral.append(made)
+        if pool == "prefill":
+            self.prefill.append(made.prefill)
+            return made.prefill
+        self.decode.append(made.decode)
+        return made.decode
 
     def _make_prefill(self, name: str, now_s: float) -> PrefillReplica:
         settings, events = self._settings, self._events
@@ -269,11 +299,15 @@ class Cluster:
 
     def _rotation_changed(self, now_s: float) -> None:
         ready = ReplicaState.READY
-        self._routed.rotate(
-            [replica for replica in self.prefill if replica.state is ready],
-            [replica for replica in self.decode if replica.state is ready],
-            now_s,
-        )
+        prefill = [replica for replica in self.prefill if replica.state is ready]
+        decode = [replica for replica in self.decode if replica.state is ready]
+        leaning: dict[str, PoolName] = {}
+        if self._settings.neutral:
+            leaning |= dict.fromkeys((replica.name for replica in prefill), "prefill")
+            leaning |= dict.fromkeys((replica.name for replica in decode), "decode")
+            there = [made for made in self._neutral if made.prefill.name in leaning]
+            prefill, decode = [made.prefill for made in there], [made.decode for made in there]
+        self._routed.rotate(prefill, decode, now_s, leaning)
         waiting, self._unrouted = self._unrouted, []
         self._unrouted = [request for request in waiting if not self._route(request, now_s)]
         if self._admitted is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
+from autoscaler.simulation.cluster.neutral_replicas import SimulatedLeanings
 from autoscaler.simulation.cluster.replica import (
     DecodeReplica,
     PrefillReplica,
@@ -74,6 +75,8 @@ class RoutedWorkers:
         self._turn = -1
         self._expected_output, self._answers = float(DEFAULT_OUTPUT_TOKENS), 0
         self._workers: dict[str, Worker] = {}
+        self._rotated: list[str] = []
+        self.leanings = SimulatedLeanings(hybrid)
         self._prefill: dict[str, PrefillReplica] = {}
         self._decode: dict[str, DecodeReplica] = {}
         self._due: list[tuple[float, str]] = []
@@ -84,13 +87,21 @@ class RoutedWorkers:
         """By request: prompts that wait for KV blocks on decode."""
 
     def rotate(
-        self, prefill: Sequence[PrefillReplica], decode: Sequence[DecodeReplica], now_s: float
+        self,
+        prefill: Sequence[PrefillReplica],
+        decode: Sequence[DecodeReplica],
+        now_s: float,
+        leaning: Mapping[str, PoolName] | None = None,
     ) -> None:
-        """Sets the replicas in rotation. New ones report at once."""
+        """Sets the replicas in rotation. New ones report at once. `leaning`: where neutral replicas lean at first, by
+        their names; they are among both kinds."""
+        self.leanings.first = leaning or {}
         before = self._prefill.keys() | self._decode.keys()
         self._prefill = {replica.name: replica for replica in prefill}
         self._decode = {replica.name: replica for replica in decode}
-        everyone: list[PrefillReplica | DecodeReplica] = [*prefill, *decode]
+        named: dict[str, PrefillReplica | DecodeReplica] = {replica.name: replica for replica in prefill}
+        named |= {replica.name: replica for replica in decode}
+        everyone = list(named.values())
         self._due = [(at_s, name) for at_s, name in self._due if self._replica(name) is not None]
         heapify(self._due)
         for replica in everyone:
@@ -100,8 +111,9 @@ class RoutedWorkers:
                 self._report(replica, now_s)
         agents = frozenset(self._decode)
         for name in self._prefill:
-            self._workers[name] = dataclasses.replace(self._workers[name], connected_agents=agents)
-        self.snapshot = PoolSnapshot(tuple(self._workers[replica.name] for replica in everyone))
+            self._workers[name] = dataclasses.replace(self._workers[name], connected_agents=agents - {name})
+        self._rotated = [replica.name for replica in everyone]
+        self.snapshot = PoolSnapshot(tuple(self._workers[name] for name in self._rotated))
 
     def ended(self, replica: SimulatedReplica) -> None:
         """Forgets a replica that has ended."""
@@ -128,6 +140,7 @@ class RoutedWorkers:
         self._turn += 1
         self._meter.count_arrival(now_s)
         self.take_reports(now_s)
+        self._look_at_leanings(now_s)
         if request.block_ids:
             self._take_cache_changes(now_s)
         routing_request = RoutingRequest(
@@ -157,6 +170,7 @@ class RoutedWorkers:
         decode = self._decode[pair.decode.worker_id]
         is_local = (
             self._colocated
+            or pair.is_own
             or bool(pair.local_tokens)
             or (lending and uncached_tokens <= self._local_tokens(pair, pair.decode, uncached_tokens, now_s))
         )
@@ -176,9 +190,17 @@ class RoutedWorkers:
         pair = self._placement.placed(pair, routing_request, self.snapshot, due_s, targets.tpot_s, now_s)
         worker = pair.decode if pair.local_tokens and pair.decode is not None else pair.prefill
         cached = pair.cost.decode_cached_tokens if pair.local_tokens else pair.cost.cached_tokens
-        prompt = BookedPrompt(max(1, request.prompt_tokens - cached), cached, due_s, 0)
+        decode = None if pair.decode is None else pair.decode.key
+        prompt = BookedPrompt(max(1, request.prompt_tokens - cached), cached, due_s, 0, decode)
         self._book.place(_name_of(request), worker.key, prompt, now_s)
         return pair
+
+    def _look_at_leanings(self, now_s: float) -> None:
+        moved = self.leanings.look(self.snapshot.workers, self.loads, now_s)
+        if moved is not None:
+            name, pool = moved
+            self._workers[name] = dataclasses.replace(self._workers[name], pool=pool)
+            self.snapshot = PoolSnapshot(tuple(self._workers[each] for each in self._rotated))
 
     def first_token(self, request: SimulatedRequest, now_s: float) -> None:
         """The prompt is computed."""
@@ -239,6 +261,7 @@ class RoutedWorkers:
 
     def _register(self, replica: PrefillReplica | DecodeReplica) -> None:
         pool: PoolName = "prefill" if isinstance(replica, PrefillReplica) else "decode"
+        pool = self.leanings.first.get(replica.name, pool)
         worker = Worker(
             worker_id=replica.name,
             epoch=1,
@@ -253,21 +276,24 @@ class RoutedWorkers:
             output_open=True,
             block_bytes=BLOCK_TOKENS * self._engine.kv_bytes_per_token,
             paces_prompts=True,
+            neutral=replica.name in self.leanings.first,
         )
         self.loads.add(worker)
-        if isinstance(replica, PrefillReplica):
-            self._tell_cache(replica, worker)
+        if (prefill := self._prefill.get(replica.name)) is not None:
+            self._tell_cache(prefill, worker)
             worker = dataclasses.replace(worker, prefix_slot=self._index.slot_of(worker.key))
         self._workers[replica.name] = worker
 
     def _report(self, replica: PrefillReplica | DecodeReplica, now_s: float) -> None:
-        worker = self._workers[replica.name]
-        if isinstance(replica, PrefillReplica):
-            self._tell_cache(replica, worker)
-            self.loads.on_report(worker.key, _prefill_load(replica))
-        else:
-            step_s = replica.step_s or self.loads.decode[worker.key].measured_step_s
-            self.loads.on_report(worker.key, _decode_load(replica, self._engine, step_s))
+        worker, load = self._workers[replica.name], registry_pb2.WorkerLoad()
+        prefill, decode = self._prefill.get(replica.name), self._decode.get(replica.name)
+        if decode is not None:
+            step_s = decode.step_s or self.loads.decode[worker.key].measured_step_s
+            load.CopyFrom(_decode_load(decode, self._engine, step_s))
+        if prefill is not None:
+            self._tell_cache(prefill, worker)
+            _add_prompts(load, prefill)
+        self.loads.on_report(worker.key, load)
         if replica.name not in self._reported_s:
             # Staggers the reports of replicas that started together.
             now_s -= len(self._workers) * _GOLDEN % REPORT_S
@@ -292,14 +318,14 @@ def _name_of(request: SimulatedRequest) -> str:
     return str(id(request))
 
 
-def _prefill_load(replica: PrefillReplica) -> registry_pb2.WorkerLoad:
-    return registry_pb2.WorkerLoad(
-        waiting_requests=replica.waiting,
-        running_requests=replica.load - replica.waiting,
-        waiting_tokens=replica.queued_tokens,
-        prefill_tokens_per_second=replica.prefill_tokens_per_s,
-        prompt_fit=prompt_fit_message(replica.prompt_fit),
-    )
+def _add_prompts(load: registry_pb2.WorkerLoad, replica: PrefillReplica) -> None:
+    """Adds what a replica computes for others."""
+    load.waiting_requests += replica.waiting
+    load.running_requests += replica.load - replica.waiting
+    load.waiting_tokens += replica.queued_tokens
+    load.prefill_tokens_per_second = replica.prefill_tokens_per_s
+    if (fit := prompt_fit_message(replica.prompt_fit)) is not None:
+        load.prompt_fit.CopyFrom(fit)
 
 
 def _decode_load(replica: DecodeReplica, engine: EngineModel, step_s: float) -> registry_pb2.WorkerLoad:
@@ -310,6 +336,7 @@ def _decode_load(replica: DecodeReplica, engine: EngineModel, step_s: float) -> 
         free_blocks=max(0, total - used),
         referenced_blocks=used,
         running_requests=replica.running,
+        streams=replica.running,
         waiting_reservations=replica.waiting_reservations,
         waiting_tokens=replica.local_tokens,
         decode_step_ms=step_s * 1e3,

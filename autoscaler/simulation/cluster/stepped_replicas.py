@@ -26,6 +26,8 @@ from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from engine.pacing.token_clock import ServiceTargets
 
 GREEDY = SamplingParams(temperature=0.0)
+_PREFILL_NUMBERS = 2**40
+"""Where the numbers of prompts begin that are computed for others: an engine may have requests of both kinds."""
 
 
 @dataclass(slots=True)
@@ -57,13 +59,15 @@ class SteppedPrefill(PrefillReplica):
         targets: ServiceTargets | None,
         prefix_cache: bool,
         done: Callable[[SimulatedRequest, float, float], None],
+        engine: VirtualEngine | None = None,
     ) -> None:
+        """`engine`: of a neutral replica, which has one for both of its parts and passes on what steps produce."""
         super().__init__(name, ordered_s)
         self._model, self._events, self._targets, self._done = model, events, targets, done
-        self._engine = VirtualEngine(model, events, prefix_cache, self._stepped)
+        self._engine = engine or VirtualEngine(model, events, prefix_cache, self.stepped)
         self._cache = EngineCacheChanges(self._engine.core.kv_events) if prefix_cache else None
         self._live: dict[str, _Live] = {}
-        self._enqueued = 0
+        self._enqueued = _PREFILL_NUMBERS
         self._lane_free_s = 0.0
         self._computed_tokens = 0
         self._busy_s = 0.0
@@ -128,20 +132,26 @@ class SteppedPrefill(PrefillReplica):
             self._cache.expect(asked, request.block_ids)
         self._engine.between_steps(now_s, lambda core: core.add_request(asked))
 
-    def _stepped(self, result: StepResult, began_s: float, now_s: float) -> None:
+    def stepped(self, result: StepResult, began_s: float, now_s: float) -> None:
+        """Takes what a step of the engine has produced for prompts of this part."""
         self._computed_tokens += result.scheduled_tokens
         self._busy_s += now_s - began_s if result.scheduled_tokens else 0.0
         for name in result.started:
-            self._live[name].request.started_s = began_s
+            if (live := self._live.get(name)) is not None:
+                live.request.started_s = began_s
         written = 0
         for progress in result.progress:
-            live = self._live[progress.request_id]
+            live = self._live.get(progress.request_id)
+            if live is None:
+                continue
             live.request.cached, live.done_tokens = progress.cached_tokens, progress.end
             written += progress.end - progress.start
         # Writes overlap with the next step; the lane carries one chunk after the other.
         self._lane_free_s = max(self._lane_free_s, now_s) + self._model.transfer_s(written)
         for output in result.outputs:
-            live = self._live.pop(output.request_id)
+            live = self._live.pop(output.request_id, None)
+            if live is None:
+                continue
             self._release(live.name, self._lane_free_s)
             self._done(live.request, now_s, self._lane_free_s)
 
@@ -167,10 +177,12 @@ class SteppedDecode(DecodeReplica):
         prefix_cache: bool,
         reserved: Callable[[SimulatedRequest, float], None],
         done: Callable[[SimulatedRequest, float], None],
+        engine: VirtualEngine | None = None,
     ) -> None:
+        """`engine`: see SteppedPrefill."""
         super().__init__(name, ordered_s)
         self._targets, self._reserved, self._done = targets, reserved, done
-        self._engine = VirtualEngine(model, events, prefix_cache, self._stepped)
+        self._engine = engine or VirtualEngine(model, events, prefix_cache, self.stepped)
         self._live: dict[str, _Live] = {}
         """Requests that hold a reservation, are computed here or decode."""
         self._by_request: dict[SimulatedRequest, _Live] = {}
@@ -283,16 +295,22 @@ class SteppedDecode(DecodeReplica):
 
         self._engine.between_steps(now_s, end)
 
-    def _stepped(self, result: StepResult, began_s: float, now_s: float) -> None:
+    def stepped(self, result: StepResult, began_s: float, now_s: float) -> None:
+        """Takes what a step of the engine has produced for requests of this part."""
         for name in result.started:
-            if self._live[name].request.started_s is None:
-                self._live[name].request.started_s = began_s
+            live = self._live.get(name)
+            if live is not None and live.request.started_s is None:
+                live.request.started_s = began_s
         for progress in result.progress:
-            live = self._live[progress.request_id]
+            live = self._live.get(progress.request_id)
+            if live is None:
+                continue
             live.done_tokens = min(progress.end, live.request.prompt_tokens)
             live.request.cached = progress.cached_tokens
         for output in result.outputs:
-            live = self._live[output.request_id]
+            live = self._live.get(output.request_id)
+            if live is None:
+                continue
             first, live.output_tokens = not live.output_tokens, live.output_tokens + len(output.token_ids)
             if first and live.computed is not None:
                 live.computed(now_s)

@@ -92,7 +92,7 @@ def _table(
     for worker in info.workers:
         table.add_row(
             worker.worker_id,
-            worker.pool,
+            f"leans to {worker.pool}" if worker.neutral else worker.pool,
             f"[{STATE_STYLES.get(worker.state, 'default')}]{worker.state}[/]",
             worker.address,
             f"{worker.model} (experimental CUDA path)" if worker.experimental else worker.model,

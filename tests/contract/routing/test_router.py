@@ -180,7 +180,9 @@ def test_a_neutral_worker_serves_alone_when_the_other_one_has_failed_the_request
 
 
 @pytest.mark.parametrize("change", [{"draining": True}, {"reported": False}, {"output_open": False}])
-def test_a_neutral_worker_that_takes_no_requests_is_never_chosen(kind: Routing, change: dict[str, bool]) -> None:
+def test_a_neutral_worker_that_takes_no_requests_is_never_chosen(
+    kind: Routing, change: dict[str, bool]
+) -> None:
     assert choose(kind, neutral(0, "prefill", **change)) is None
     assert names(choose(kind, neutral(0, "prefill", 1, **change), neutral(1, "decode", 0))) == ("w1", "w1")
 

@@ -34,6 +34,7 @@ class Cluster:
         engine: str = "simulated",
         prefill: int = 1,
         decode: int = 1,
+        neutral: int = 0,
         worker_options: Sequence[str] = (),
         coordinator_options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
@@ -42,11 +43,15 @@ class Cluster:
         api_key: str | None = None,
         fresh: bool = False,
     ) -> None:
-        """`fresh`: see ServiceProcess."""
+        """`neutral`: so many workers that serve both pools instead, `worker-0`, …; every other one leans to prefill at
+        first. `fresh`: see ServiceProcess."""
         self.log_dir = log_dir
         self.members: dict[str, ServiceProcess] = {}
         self._common = ["--model", model, "--engine", engine, "--threads", "1", *worker_options]
+        self._neutral = neutral
         self._counts = {"prefill": prefill, "decode": decode}
+        if neutral:
+            self._counts = {"prefill": (neutral + 1) // 2, "decode": neutral // 2}
         self._environment = dict(environment or {})
         self._imports: Imports = "torch" if engine == "torch" else "simulated"
         self._fresh = fresh
@@ -74,15 +79,18 @@ class Cluster:
         self.target = f"127.0.0.1:{ready['port']}"
         self.parts_target = f"127.0.0.1:{ready['cluster_port']}" if self._tls else self.target
         self.base_url = f"http://127.0.0.1:{ready['http_port']}/v1"
-        for pool, count in self._counts.items():
+        for number in range(self._neutral):
+            self.add_worker("neutral", f"worker-{number}", "--leaning", ("prefill", "decode")[number % 2])
+        for pool, count in self._counts.items() if not self._neutral else ():
             for number in range(count):
                 self.add_worker(pool, f"{pool}-{number}")
         if wait_ready:
             await self.wait_ready()
 
     def add_worker(self, pool: str, name: str, *options: str, module: str = "splitserve") -> ServiceProcess:
-        """Starts one more worker; does not wait for it. `module`: see ServiceProcess."""
-        arguments = [f"{pool}-worker", "--worker-id", name, "--coordinator", self.parts_target]
+        """Starts one more worker, of a pool or `neutral`; does not wait for it. `module`: see ServiceProcess."""
+        command = "worker" if pool == "neutral" else f"{pool}-worker"
+        arguments = [command, "--worker-id", name, "--coordinator", self.parts_target]
         arguments += [*self._common, *options]
         worker = self._process(name, arguments, module)
         worker.start()

@@ -70,7 +70,9 @@ class World:
         self.snapshots.append(snapshot)
         return self.plan, (memory or 0) + 1
 
-    async def apply(self, standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any) -> None:
+    async def apply(
+        self, standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any, leanings: Any
+    ) -> None:
         if self.deaf is not None:
             raise self.deaf
         self.applied.append((list(standby), list(active), lend))
@@ -408,7 +410,9 @@ async def test_one_that_sleeps_through_the_end_of_its_lease_does_nothing_when_it
             await coordinator.passes_to("other")
         return await world.observe()
 
-    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any) -> None:
+    async def apply(
+        standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any, leanings: Any
+    ) -> None:
         if sleeps_in == "apply":
             await coordinator.passes_to("other")
 
@@ -423,7 +427,9 @@ async def test_a_coordinator_that_refuses_a_stale_plan_stops_the_tick() -> None:
     coordinator = FencedCoordinator()
     world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
 
-    async def apply(standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any) -> None:
+    async def apply(
+        standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any, leanings: Any
+    ) -> None:
         raise FailedPreconditionError("lease_number 1 is not in force", reason="STALE_LEASE")
 
     world.apply = apply  # type: ignore[method-assign]

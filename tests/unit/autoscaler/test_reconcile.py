@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import PoolPlan, ScalingPlan
-from autoscaler.reconcile import Activate, Bounds, Drain, ReplicaView, Rest, Start, members, reconcile
+from autoscaler.reconcile import Activate, Bounds, Drain, Lean, ReplicaView, Rest, Start, members, reconcile
 from autoscaler.snapshot import PoolName, Replica, ReplicaState
 
 READY, STANDBY, STARTING, DRAINING, OVERDUE = (
@@ -201,3 +201,57 @@ def apply(done: Sequence[object], there: Sequence[ReplicaView]) -> list[ReplicaV
                 for name in names:
                     after[name] = replace(after[name], state=DRAINING)
     return list(after.values())
+
+
+def neutral(name: str, load: float = 0.0) -> ReplicaView:
+    return ReplicaView(name, ReplicaState.READY, load, 0.0, ours=False, neutral=True)
+
+
+def leans(
+    desired: tuple[int, int], prefill: Sequence[ReplicaView], decode: Sequence[ReplicaView]
+) -> tuple[object, ...]:
+    plan = ScalingPlan(PoolPlan(desired[0]), PoolPlan(desired[1]))
+    bounds: dict[PoolName, Bounds] = {"prefill": Bounds(1, 9), "decode": Bounds(1, 9)}
+    return reconcile(plan, {"prefill": prefill, "decode": decode}, bounds)
+
+
+def test_neutral_workers_change_sides_before_anything_starts() -> None:
+    decode = [neutral("a", 3), neutral("b", 1), neutral("c", 2)]
+    assert leans((2, 2), [neutral("p")], decode) == (Lean("prefill", "b"),)
+    assert leans((2, 2), decode, [neutral("p")]) == (Lean("decode", "b"),)
+    assert leans((3, 1), [neutral("p")], decode) == (Lean("prefill", "b"), Lean("prefill", "c"))
+    # What is missing on both sides starts, and what has no use there stays.
+    assert leans((3, 2), [neutral("p")], decode) == (Lean("prefill", "b"), Start("prefill", 1))
+    assert leans((1, 1), [neutral("p")], decode) == ()
+
+
+def test_a_side_that_will_have_enough_gets_no_neutral_worker() -> None:
+    coming = ReplicaView("s", ReplicaState.STARTING, 0.0, 0.0)
+    assert leans((2, 1), [neutral("p"), coming], [neutral("a"), neutral("b")]) == ()
+    pinned = [replace(neutral(name), neutral=False) for name in "ab"]
+    assert leans((2, 1), [neutral("p")], pinned) == (Start("prefill", 1),)
+
+
+@given(
+    st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    st.tuples(st.integers(0, 6), st.integers(0, 6)),
+    st.tuples(st.integers(0, 3), st.integers(0, 3)),
+)
+def test_changes_of_sides_keep_the_total_and_end_where_the_plan_is(
+    desired: tuple[int, int], counts: tuple[int, int], pinned: tuple[int, int]
+) -> None:
+    there = {
+        name: [
+            *(neutral(f"{name}{n}") for n in range(count)),
+            *(replace(neutral(f"{name}x{n}"), neutral=False) for n in range(fixed)),
+        ]
+        for name, count, fixed in zip(("prefill", "decode"), counts, pinned, strict=True)
+    }
+    actions = leans(desired, there["prefill"], there["decode"])
+    for action in (action for action in actions if isinstance(action, Lean)):
+        other = "decode" if action.pool == "prefill" else "prefill"
+        (moved,) = [member for member in there[other] if member.name == action.name]
+        there[other].remove(moved)
+        there[action.pool].append(moved)
+        assert there[other], "a side keeps one"
+    assert not any(isinstance(action, Lean) for action in leans(desired, there["prefill"], there["decode"]))

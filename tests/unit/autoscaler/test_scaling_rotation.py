@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import pytest
 
@@ -29,6 +30,7 @@ class Told(ScalingClient):
         valid_s: float = 30.0,
         lease_number: int = 0,
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
+        leanings: Mapping[str, str] = MappingProxyType({}),
     ) -> scaling_pb2.ApplyPlanResponse:
         if self.away:
             raise UnavailableError("no answer")

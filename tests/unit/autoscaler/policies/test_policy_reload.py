@@ -49,7 +49,7 @@ class Edited:
             changed_policy=self.policy.poll,
         )
 
-    async def apply(self, standby: Any, active: Any, lend: bool, decisions: Any) -> None:
+    async def apply(self, standby: Any, active: Any, lend: bool, decisions: Any, leanings: Any) -> None:
         pass
 
     async def tick(self) -> tuple[int, float, float]:

@@ -148,6 +148,60 @@ def test_nothing_is_lost_where_small_chunks_are_dear(rate: float) -> None:
     assert fmean(attained[True]) > fmean(attained[False]) - 0.005
 
 
+def test_neutral_replicas_decode_where_there_is_room() -> None:
+    """Streams are too many for the replica that leans to them."""
+    slo = Slo(1.0, 0.03)
+    attained: dict[bool, list[float]] = {True: [], False: []}
+    for seed in (1, 2, 3):
+        chance = random.Random(seed)
+        at, requests = 0.0, []
+        for _ in range(150):
+            at += chance.expovariate(4.0)
+            requests.append((at, chance.randint(32, 128), chance.randint(96, 192)))
+        for neutral in (True, False):
+            outcome = run(trace_of(*requests), CPU, slo=slo, hybrid=True, neutral=neutral)
+            attained[neutral].append(outcome.attainment)
+    assert fmean(attained[True]) > fmean(attained[False]) + 0.1
+
+
+def leanings_of(requests: list[tuple[float, int, int]], prefill: int, decode: int) -> list[tuple[float, int]]:
+    """Times, and how many of so many neutral replicas lean to prefill then. All requests end."""
+    events, done, found = EventQueue(), [], []
+    settings = ClusterSettings(
+        CPU, 0.0, steps=True, targets=ServiceTargets(0.05, 1.0), hybrid=True, neutral=True
+    )
+    cluster = Cluster(settings, events, lambda *_: None, lambda request, _: done.append(request))
+    cluster.order("prefill", prefill, 0.0, cold_start_s=0)
+    cluster.order("decode", decode, 0.0, cold_start_s=0)
+    for asked in requests:
+        request = SimulatedRequest(TraceRequest(*asked))
+        events.at(request.arrival_s, lambda now, request=request: cluster.arrive(request, now))  # type: ignore[misc]
+    while events.next_s < float("inf"):
+        when, event = events.pop()
+        event(when)
+        found.append((when, sum(w.pool == "prefill" for w in cluster._routed.snapshot.workers)))
+    assert len(done) == len(requests)
+    assert not any(request.failed for request in done)
+    return found
+
+
+@pytest.mark.parametrize("counts", [(2, 0), (0, 2)])
+def test_neutral_replicas_that_all_lean_to_one_side_serve_and_divide_themselves(
+    counts: tuple[int, int],
+) -> None:
+    found = leanings_of([(0.5 * n, 100, 20) for n in range(20)], *counts)
+    assert found[-1][1] == 1
+
+
+def test_neutral_replicas_follow_a_load_that_shifts() -> None:
+    """40 s of long prompts, then 40 s of long answers; a replica goes back after 30 s at the earliest."""
+    prompts = [(0.2 * n, 600, 4) for n in range(200)]
+    tokens = [(40 + 0.1 * n, 40, 150) for n in range(400)]
+    found = leanings_of([*prompts, *tokens], 2, 2)
+    assert {count for when, count in found if 20 < when < 40} == {3}
+    assert {count for when, count in found if 70 < when < 80} == {1}
+
+
 def mixed_lengths(rate: float, count: int, long_share: float, seed: int) -> Trace:
     chance = random.Random(seed)
     at, requests = 0.0, []
@@ -168,7 +222,14 @@ def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
     )
     engine = replace(engine, separate_steps=bool(seed % 2))
     cluster = Cluster(
-        ClusterSettings(engine, 5.0, steps=True, targets=ServiceTargets(0.02, 0.5), hybrid=seed % 3 > 0),
+        ClusterSettings(
+            engine,
+            5.0,
+            steps=True,
+            targets=ServiceTargets(0.02, 0.5),
+            hybrid=seed % 3 > 0,
+            neutral=seed % 3 == 2,
+        ),
         events,
         lambda *_: None,
         lambda request, _: ended.append(request),
@@ -196,6 +257,8 @@ def test_every_request_ends_and_nothing_is_left(seed: int) -> None:
     assert len(cluster._routed._book) == 0
     for prefill in cluster.prefill:
         assert (prefill.load, prefill.queued_tokens) == (0, 0)
+    for neutral in cluster._neutral:
+        assert (neutral.prefill.load, neutral.decode.load, neutral.decode.context_tokens) == (0, 0, 0)
 
 
 class Restless:

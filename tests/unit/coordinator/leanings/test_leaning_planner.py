@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -22,11 +23,18 @@ from coordinator.workers.snapshot import PoolName, WorkerKey
 CALM, PROMPTS, TOKENS = Pressure(0.5, 0.5), Pressure(2.0, 0.5), Pressure(0.5, 2.0)
 
 
-def work(name: str, pool: PoolName, prompt_s: float = 0.0, streams: int = 0, neutral: bool = True) -> WorkerWork:
+def work(
+    name: str, pool: PoolName, prompt_s: float = 0.0, streams: int = 0, neutral: bool = True
+) -> WorkerWork:
     return WorkerWork((name, 1), pool, neutral, prompt_s, streams, 0)
 
 
-FOUR = [work("a", "prefill"), work("b", "prefill"), work("c", "decode", streams=3), work("d", "decode", streams=2)]
+FOUR = [
+    work("a", "prefill"),
+    work("b", "prefill"),
+    work("c", "decode", streams=3),
+    work("d", "decode", streams=2),
+]
 
 
 def looks(works: list[WorkerWork], *pressures: Pressure | None, every_s: float = 1.0) -> LeaningMemory:
@@ -74,7 +82,7 @@ def test_each_side_keeps_a_worker_and_one_that_has_none_gets_one() -> None:
 def test_pinned_workers_stay_and_count() -> None:
     pinned = [work("p", "prefill", neutral=False), work("d", "decode", neutral=False), work("w", "decode")]
     assert asked(looks(pinned, PROMPTS, PROMPTS)) == ("w", "prefill")
-    assert asked(looks(pinned[:2] + [work("e", "decode", neutral=False)], PROMPTS, PROMPTS)) is None
+    assert asked(looks([*pinned[:2], work("e", "decode", neutral=False)], PROMPTS, PROMPTS)) is None
 
 
 def test_an_order_stands_until_it_is_followed_or_has_failed() -> None:
@@ -113,7 +121,9 @@ class Cluster:
         return sum(work.pool == pool for work in self.works.values())
 
 
-pressures_st = st.builds(Pressure, st.sampled_from([0.0, 0.5, 0.9, 1.1, 3.0]), st.sampled_from([0.0, 0.9, 1.1, 3.0]))
+pressures_st = st.builds(
+    Pressure, st.sampled_from([0.0, 0.5, 0.9, 1.1, 3.0]), st.sampled_from([0.0, 0.9, 1.1, 3.0])
+)
 
 
 def cluster(leanings: list[PoolName], planners: int, follows_s: float) -> Cluster:
@@ -157,7 +167,7 @@ def test_one_planner_never_empties_a_side_nor_moves_two_in_5_s(
         assert all(here.leaning(pool) for pool in had)
     times = [at_s for at_s, _ in here.moves]
     # A worker that takes a while to follow moves later than it was asked to.
-    assert all(b - a >= MOVE_EVERY_S - follows_s - 1 for a, b in zip(times, times[1:], strict=False))
+    assert all(b - a >= MOVE_EVERY_S - follows_s - 1 for a, b in pairwise(times))
 
 
 @settings(deadline=None)

@@ -13,12 +13,12 @@ import pytest
 from coordinator.records.decisions import decisions_of
 from coordinator.records.phases import PhaseOfRequest, phases_of
 from coordinator.records.record_keeper import RecordKeeper
-from coordinator.records.request_record import RequestRecord, cost_of
+from coordinator.records.request_record import AttemptFacts, RequestRecord, cost_of
 from coordinator.request.caller import Caller
-from coordinator.request.candidates import Candidate, PairCost
+from coordinator.request.candidates import NO_COST, Candidate, PairCost
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents, RequestObserver
-from coordinator.request.state import RequestEstimate, RequestState, Waits
+from coordinator.request.state import AttemptReport, RequestEstimate, RequestState, Waits
 from coordinator.workers.registration import checked_worker
 from coordinator.workers.snapshot import Model, Worker
 from splitserve.config.coordinator import RecordsConfig
@@ -390,3 +390,27 @@ def test_the_counterfactual_of_each_candidate(clock: Clock) -> None:
         "d2 was predicted the same; equal workers take turns"
     )
     assert [one.worker_id for one in decode.candidates] == ["d0", "d1", "d2"]
+
+
+def placed_by_policy(prefill: str, decode: str, is_local: bool, *candidates: Candidate) -> list[str]:
+    """Reasons of the choices, and of a local prefill."""
+    attempt = AttemptFacts(
+        1, prefill, decode, is_local, candidates, AttemptReport(""), 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0, "", ""
+    )
+    record = RequestRecord("r", "t", "m", "completed", 0.0, 5.0, served_model="m", attempts=[attempt])
+    return [one.reason for one in decisions_of(record, "prefix") if one.attempt]
+
+
+def test_reasons_say_where_an_answer_is_decoded_that_has_no_room_elsewhere() -> None:
+    routed = (Candidate("w0", "prefill", NO_COST), Candidate("w1", "decode", NO_COST))
+    _, decode, local = placed_by_policy("w0", "w0", True, *routed)
+    assert (
+        decode == "decodes where it was computed: w1, which routing preferred, had no room within the target"
+    )
+    assert local == "the worker that computes it keeps the answer, without a handoff"
+    _, elsewhere = placed_by_policy("w0", "w2", False, *routed)
+    assert elsewhere == "has room within the target, unlike w1, which routing preferred"
+    sooner, _ = placed_by_policy("w2", "w1", False, *routed)
+    assert sooner.startswith("is ready before w0")
+    alone = placed_by_policy("w0", "w0", True)
+    assert alone[:2] == ["serves it alone: no two workers could together"] * 2

@@ -56,7 +56,10 @@ def worker(name: str, pool: PoolName, streams: int = 0, neutral: bool = True, **
 
 
 def placed(
-    *workers: Worker, pair: tuple[int, int] = (0, 1), book: PromptBook | None = None, tpot_s: float | None = TPOT_S
+    *workers: Worker,
+    pair: tuple[int, int] = (0, 1),
+    book: PromptBook | None = None,
+    tpot_s: float | None = TPOT_S,
 ) -> tuple[str, str, int | None]:
     """With 100 ms of prompt that is due in a second."""
     placement = PromptPlacement(LoadLedger.of(workers), book or PromptBook())

@@ -1,0 +1,180 @@
+"""Neutral workers as real processes under a coordinator: leanings change under load, and follow it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from operator import eq
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from splitserve.client import AsyncClient
+from splitserve.client.scaling_client import ScalingClient
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.reference import Reference
+from tests.support.waiting import PATIENCE_S
+
+Leaning = Literal["prefill", "decode"]
+SWITCHED: tuple[dict[str, Leaning], ...] = (
+    {"worker-0": "decode", "worker-1": "prefill"},
+    {"worker-0": "decode", "worker-1": "decode"},
+    {"worker-0": "prefill", "worker-1": "decode"},
+    {"worker-0": "prefill", "worker-1": "prefill"},
+)
+"""All ways for two workers to lean, in a circle of steps that change one or both."""
+
+
+async def until(client: AsyncClient, is_so: Callable[[dict[str, str]], bool]) -> None:
+    """Waits until leanings are such, as the coordinator has it from the workers."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not is_so({w.worker_id: w.pool for w in (await client.server_info()).workers}):
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.02)
+
+
+async def switched_under(load: asyncio.Task[None], cluster: Cluster, client: AsyncClient, times: int) -> None:
+    """Changes leanings by plans, each once the one before has been followed, while the load runs."""
+    async with ScalingClient(cluster.target) as scaling:
+        for leanings in itertools.islice(itertools.cycle(SWITCHED), times):
+            await scaling.apply_plan(leanings=leanings)
+            await until(client, partial(eq, leanings))
+            assert not load.done() or load.exception() is None
+    load.cancel()
+
+
+@asynccontextmanager
+async def loaded(ask: Callable[[int], Awaitable[None]], lanes: int) -> AsyncIterator[asyncio.Task[None]]:
+    """So many requests at any time, as long as the context is open. `ask(number)` fails a wrong answer."""
+
+    async def lane(first: int) -> None:
+        for number in itertools.count(first, lanes):
+            await ask(number)
+
+    async def all_lanes() -> None:
+        async with asyncio.TaskGroup() as group:
+            for first in range(lanes):
+                group.create_task(lane(first))
+
+    task = asyncio.create_task(all_lanes())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+@pytest.mark.timeout(180)
+async def test_leanings_change_20_times_under_load_and_nothing_fails(log_dir: Path) -> None:
+    options = ["--leanings", "fixed", "--ttft-slo", "5", "--tpot-slo", "1"]
+    engine = ["--simulated-step-s", "0.002", "--heartbeat", "0.1"]
+    setup = Cluster(log_dir, neutral=2, worker_options=engine, coordinator_options=options)
+    async with running(setup) as cluster:
+        async with AsyncClient(cluster.target) as client:
+            answered = 0
+
+            async def ask(number: int) -> None:
+                nonlocal answered
+                prompt = [(number * 31 + 7 * n) % 250 for n in range(20 + number * 13 % 300)]
+                answer = await client.generate(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
+                assert list(answer.token_ids) == expected_tokens(prompt, 24)
+                assert answer.served_by.attempts == 1
+                answered += 1
+
+            async with loaded(ask, lanes=8) as load:
+                await switched_under(load, cluster, client, times=20)
+        await cluster.assert_no_leaks()
+    assert answered > 20
+
+
+@pytest.mark.timeout(180)
+async def test_a_load_that_turns_from_prompts_to_tokens_is_followed_within_10_s(log_dir: Path) -> None:
+    """Of three workers two lean to prefill at first. Long prompts keep them there; many streams take one away."""
+    options = ["--ttft-slo", "2", "--tpot-slo", "0.05", "--admission", "off"]
+    engine = [
+        "--simulated-prefill-token-s",
+        "0.0005",
+        "--simulated-step-s",
+        "0.005",
+        "--simulated-sequence-s",
+        "0.002",
+    ]
+    engine += ["--heartbeat", "0.2", "--no-prefix-cache"]
+    setup = Cluster(log_dir, neutral=3, worker_options=engine, coordinator_options=options)
+    async with running(setup) as cluster:
+        async with AsyncClient(cluster.target) as client:
+
+            async def prompts(number: int) -> None:
+                await client.generate([number % 250] * 400, max_tokens=4, ignore_eos=True)
+
+            async def tokens(number: int) -> None:
+                await client.generate([number % 250] * 16, max_tokens=400, ignore_eos=True)
+
+            async def leaning_to_decode() -> int:
+                return sum(w.pool == "decode" for w in (await client.server_info()).workers)
+
+            async with loaded(prompts, lanes=4):
+                await asyncio.sleep(3.0)
+                assert await leaning_to_decode() == 1
+            turned_s = time.monotonic()
+            async with loaded(tokens, lanes=24):
+                await until(client, lambda leanings: list(leanings.values()).count("decode") == 2)
+                took_s = time.monotonic() - turned_s
+        await cluster.assert_no_leaks()
+    assert took_s <= 10.0
+    (asked,) = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
+    assert asked["pool"] == "decode"
+    assert asked["decode_pressure"] > 1
+
+
+async def test_one_worker_alone_serves(log_dir: Path) -> None:
+    async with running(Cluster(log_dir, neutral=1)) as cluster:
+        async with AsyncClient(cluster.target) as client:
+            for size in (1, 40, 300):
+                prompt = [(11 * n) % 250 for n in range(size)]
+                answer = await client.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+                assert list(answer.token_ids) == expected_tokens(prompt, 8)
+                single = await client.generate(prompt, max_tokens=1, temperature=0.0, ignore_eos=True)
+                assert list(single.token_ids) == expected_tokens(prompt, 1)
+        await cluster.assert_no_leaks()
+    assert answer.served_by.decode_worker == "worker-0"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_real_answers_do_not_depend_on_leanings(log_dir: Path, smollm2: str) -> None:
+    options = ["--leanings", "fixed", "--ttft-slo", "4", "--tpot-slo", "0.5"]
+    engine = ["--dtype", "float32", "--kv-memory-bytes", "100000000", "--heartbeat", "0.1"]
+    setup = Cluster(
+        log_dir,
+        model=smollm2,
+        engine="torch",
+        neutral=2,
+        worker_options=engine,
+        coordinator_options=options,
+    )
+    tokens, reference = load_tokenizer(smollm2).encode(sentences(60, seed=8)), Reference(smollm2)
+    prompts = [tokens[7 * n : 7 * n + 40 + 30 * n] for n in range(6)]
+    right = [reference.greedy(prompt, 8) for prompt in prompts]
+    async with running(setup) as cluster:
+        async with AsyncClient(cluster.target, timeout_s=120) as client:
+
+            async def ask(number: int) -> None:
+                prompt, expected = prompts[number % 6], right[number % 6]
+                answer = await client.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True)
+                assert list(answer.token_ids) == expected
+                assert answer.served_by.attempts == 1
+
+            async with loaded(ask, lanes=3) as load:
+                await switched_under(load, cluster, client, times=4)
+        await cluster.assert_no_leaks()
