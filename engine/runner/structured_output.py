@@ -69,6 +69,24 @@ class GrammarMatcher:
         if new and not self._matcher.consume_tokens(new):
             raise InvalidArgumentError(self.error, reason=GRAMMAR_FAILED, field=FIELD)
 
+    def leading(self, token_ids: Sequence[int]) -> int:
+        """How many of these next tokens the grammar allows without ending with them."""
+        tried = self.after(())
+        for count, token in enumerate(token_ids):
+            raw = tried.raw
+            if token in self.eos_token_ids or not raw.try_consume_tokens([token]) or raw.is_stopped():
+                return count
+        return len(token_ids)
+
+    def after(self, token_ids: Sequence[int]) -> GrammarMatcher:
+        """A matcher of the output with these next tokens, all of them `leading`."""
+        copied = GrammarMatcher(self._matcher.deep_copy(), self.eos_token_ids)
+        copied._consumed = self._consumed
+        if token_ids:
+            copied._matcher.consume_tokens(list(token_ids))
+            copied._consumed += len(token_ids)
+        return copied
+
     @property
     def complete(self) -> bool:
         """Whether the output is complete and nothing can follow."""
@@ -177,9 +195,14 @@ class MaskFiller:
         if not wanted:
             return {}
         errors: dict[int, SplitserveError] = {}
-        for index, matcher in wanted:
+        for place, (index, matcher) in enumerate(wanted):
             try:
-                matcher.advance(batch[index].token_ids, batch[index].prompt_tokens)
+                row = batch[index]
+                if row.ahead:  # behind its sequence's own row, so the matcher has consumed the output
+                    end = row.num_computed + 1
+                    wanted[place] = index, matcher.after(row.token_ids[end - row.ahead : end])
+                else:
+                    matcher.advance(row.token_ids, row.prompt_tokens)
             except BaseException as error:
                 errors[index] = request_error(error, batch[index].request_id)
         going = [(index, matcher) for index, matcher in wanted if index not in errors]
