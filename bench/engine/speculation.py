@@ -28,7 +28,7 @@ from engine.speculation.speculator import make_drafter, warm_up_drafts
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import resolve_model
-from splitserve.models.tokenizer import Tokenizer
+from splitserve.models.tokenizer import Tokenizer, Turn
 
 MODEL = "smollm2-135m-instruct"
 REPORT = (
@@ -143,7 +143,7 @@ class Bench:
 
 def chat(tokenizer: Tokenizer, text: str) -> list[int]:
     """The tokens of a conversation that begins with this text."""
-    return tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": text}]))
+    return tokenizer.render_chat([Turn("user", text)])
 
 
 def main() -> None:
