@@ -26,12 +26,14 @@ MAX_PROBE_COST = 1.2
 """Unless it makes the step longer than this multiple."""
 FORGET_AFTER = 1024
 """Steps after which a time that was not measured again is forgotten: it may have been of other contexts."""
-_PRIOR_ACCEPTANCE = (0.3, 0.5, 0.65, 0.8)
+_PRIOR_ACCEPTANCE = (0.15, 0.35, 0.6, 0.8)
 """By support, before anything was measured."""
 _PRIOR_TRIALS = 3.0
 _DECAY_SEQUENCE, _DECAY_ALL = 0.85, 0.98
 _PRIOR_ROW_COST = 0.08
 """A further row, as a share of a step of one row, before it was measured."""
+_LEAST_ROW_COST = 0.02
+"""A further row costs at least this share: where steps seem to cost the same, the measurement is noisy."""
 _SMOOTHING = 0.15
 _OUTLIER = 1.5
 
@@ -111,9 +113,9 @@ class RowCosts:
                 del self._seconds[old], self._measured_at[old]
 
     def ratio(self, rows: int, more: int) -> float:
-        """t(rows + more) / t(rows), at least 1; what was not measured lies on the line between its neighbours."""
-        plain = self._estimate(rows)
-        return max(1.0, self._estimate(rows + more) / plain) if plain else 1.0 + _PRIOR_ROW_COST * more
+        """t(rows + more) / t(rows), above 1; what was not measured lies on the line between its neighbours."""
+        plain, least = self._estimate(rows), 1.0 + _LEAST_ROW_COST * more
+        return max(least, self._estimate(rows + more) / plain) if plain else 1.0 + _PRIOR_ROW_COST * more
 
     def _estimate(self, rows: int) -> float:
         measured = self._seconds
