@@ -32,8 +32,8 @@ from splitserve.models.tokenizer import Tokenizer, Turn
 
 MODEL = "smollm2-135m-instruct"
 REPORT = (
-    "The harbour of Norwick was rebuilt in three stages. The first stage, finished in the spring, replaced the old wooden"
-    " pier with a stone one. The second stage deepened the basin, so that larger ships can now enter at low tide. The"
+    "The harbour of Norwick was rebuilt in three stages. The first stage, finished in the spring, replaced the old"
+    " wooden pier with a stone one. The second stage deepened the basin, so that larger ships can now enter at low tide. The"
     " third stage, which the council approved last week, adds a market hall and forty berths for fishing boats. The"
     " harbour master expects that the number of visiting ships will double within two years. Residents of the old"
     " quarter complain about the noise of the night deliveries, and the council has promised to limit them to ten hours"
@@ -45,7 +45,7 @@ MAIL = (
     " for new ones. Our driver can bring the boxes to you're shop on Friday, if that is convenient for you. Please let"
     " us know at what time your shop open. We are looking forward to hear from you. With kind regards, Peter Aldous"
 )
-CODE = '''def total_price(items, discount):
+CODE = """def total_price(items, discount):
     total = 0
     for item in items:
         if item.price < 0:
@@ -60,7 +60,7 @@ def print_receipt(items, discount):
     for item in items:
         print(item.name, item.quantity, item.price)
     print("total", total_price(items, discount))
-'''
+"""
 COPY = {
     "summary": f"Repeat the sentences of this report that matter, word for word, in their order.\n\n{REPORT}",
     "edit": f"Correct the spelling and grammar of this letter and write out the whole letter.\n\n{MAIL}",
@@ -113,7 +113,9 @@ class Bench:
         self._plain = EngineCore(runner, config, self._tokenizer)
         self._drafting = EngineCore(runner, config, self._tokenizer, drafter=make_drafter(config))
 
-    def row(self, kind: str, name: str, texts: list[str], sampling: SamplingParams, turns: int, count: int) -> Any:
+    def row(
+        self, kind: str, name: str, texts: list[str], sampling: SamplingParams, turns: int, count: int
+    ) -> Any:
         """One row of the report."""
         prompts = [chat(self._tokenizer, text) for text in texts]
         totals = self._drafting.step_totals["decode"]

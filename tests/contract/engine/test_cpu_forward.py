@@ -163,7 +163,9 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, family: str) -> None:
     assert all(map(torch.equal, forced(other, texts(lengths, stagger=0), CONTEXT), together))
 
 
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=4, logprobs=2, repetition_penalty=1.2, presence_penalty=0.3)
+SAMPLED = SamplingParams(
+    temperature=0.9, top_p=0.9, seed=4, logprobs=2, repetition_penalty=1.2, presence_penalty=0.3
+)
 
 
 @pytest.mark.parametrize("family", ["wide_llama", "wide_mistral", "wide_gemma2"])

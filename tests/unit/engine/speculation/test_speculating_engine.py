@@ -196,14 +196,21 @@ def test_grammars_hold_position_by_position(seed: int, overlaps: bool) -> None:
     compiler = GrammarCompiler(load_tokenizer("simulated"), Rig().runner.facts)
     grammars = [
         Grammar(regex=r"[a-z]{3,9}(, [a-z]{2,7}){0,4}\."),
-        Grammar(json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'),
+        Grammar(
+            json_schema='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+        ),
         Grammar(regex=r"(yes|no|perhaps)"),
     ]
     compiled = [compiler.compile(grammar) for grammar in grammars]
 
     def asked() -> list[EngineRequest]:
         return [
-            request(f"r{n}", b"q%d-%d" % (n, seed), stop=stopping(max_tokens=48, min_tokens=3 * (n % 2)), grammar=each)
+            request(
+                f"r{n}",
+                b"q%d-%d" % (n, seed),
+                stop=stopping(max_tokens=48, min_tokens=3 * (n % 2)),
+                grammar=each,
+            )
             for n, each in enumerate(compiled)
         ]
 
