@@ -1,7 +1,7 @@
 """What drafts by prompt lookup save: `python -m bench.engine.speculation`.
 
 Each prompt is answered greedily and with a seed, plainly and with speculation in turns, one after the other by the same
-model: milliseconds a token after the first one, and the ratio of each pair of neighbours. `same`: whether all answers
+model: milliseconds a token after the first one, and the ratio of each pair of neighbours, of CPU time, too. `same`: whether all answers
 were the same, token for token. Kinds: `copy`, answers that repeat much of their prompts (a summary of quoted
 sentences, a corrected text, changed code); `free`, answers that do not. `several` answers four prompts at a time.
 """
@@ -81,6 +81,7 @@ class Answer:
 
     tokens: list[list[int]]
     ms_a_token: float
+    cpu_ms_a_token: float
 
 
 def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, count: int) -> Answer:
@@ -89,15 +90,15 @@ def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, co
     stop = StopParams(max_tokens=count, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         core.add_request(EngineRequest(str(number), tuple(prompt), sampling, stop))
-    began, before = 0.0, 0
+    began, cpu, before = 0.0, 0.0, 0
     while core.has_work():
         for output in core.step().outputs:
             tokens[output.request_id] += output.token_ids
         if not began and all(tokens.values()):
-            began, before = time.perf_counter(), sum(map(len, tokens.values()))
-    spent = time.perf_counter() - began
-    decoded = sum(map(len, tokens.values())) - before
-    return Answer(list(tokens.values()), 1e3 * spent * len(prompts) / decoded)
+            began, cpu, before = time.perf_counter(), time.process_time(), sum(map(len, tokens.values()))
+    spent, cpu_spent = time.perf_counter() - began, time.process_time() - cpu
+    each = 1e3 * len(prompts) / (sum(map(len, tokens.values())) - before)
+    return Answer(list(tokens.values()), spent * each, cpu_spent * each)
 
 
 class Bench:
@@ -121,25 +122,27 @@ class Bench:
         totals = self._drafting.step_totals["decode"]
         drafted, accepted = totals.drafted_tokens, totals.accepted_tokens
         ask(self._plain, prompts, sampling, count)
-        plain, drafting, same = [], [], True
+        plain: list[Answer] = []
+        drafting: list[Answer] = []
         for turn in range(turns):
             answers = {}
             for core in (self._plain, self._drafting) if turn % 2 == 0 else (self._drafting, self._plain):
                 answers[core] = ask(core, prompts, sampling, count)
-            plain.append(answers[self._plain].ms_a_token)
-            drafting.append(answers[self._drafting].ms_a_token)
-            same &= answers[self._plain].tokens == answers[self._drafting].tokens
+            plain.append(answers[self._plain])
+            drafting.append(answers[self._drafting])
+        pairs = list(zip(plain, drafting, strict=True))
         return {
             "kind": kind,
             "prompt": name,
             "sampled": not sampling.greedy,
             "batch": len(prompts),
-            "plain_ms": round(median(plain), 2),
-            "drafting_ms": round(median(drafting), 2),
-            "ratio": round(median(a / b for a, b in zip(plain, drafting, strict=True)), 3),
+            "plain_ms": round(median(one.ms_a_token for one in plain), 2),
+            "drafting_ms": round(median(one.ms_a_token for one in drafting), 2),
+            "ratio": round(median(a.ms_a_token / b.ms_a_token for a, b in pairs), 3),
+            "cpu_ratio": round(median(a.cpu_ms_a_token / b.cpu_ms_a_token for a, b in pairs), 3),
             "drafted": round((totals.drafted_tokens - drafted) / turns / count / len(prompts), 2),
             "accepted": round((totals.accepted_tokens - accepted) / turns / count / len(prompts), 2),
-            "same": same,
+            "same": all(a.tokens == b.tokens for a, b in pairs),
         }
 
 
@@ -155,6 +158,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, "several"], help="only these")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
@@ -173,6 +177,7 @@ def main() -> None:
         ("free", "several", list(FREE.values()), greedy),
         ("free", "several", list(FREE.values()), SAMPLED),
     ]
+    cases = [case for case in cases if case[1] in options.prompts]
     rows = [bench.row(*case, options.turns, options.tokens) for case in cases]
     show("speculation", sys.argv[1:], machine, rows, as_json=options.json)
 

@@ -197,12 +197,12 @@ class MaskFiller:
         errors: dict[int, SplitserveError] = {}
         for place, (index, matcher) in enumerate(wanted):
             try:
-                row = batch[index]
-                if row.ahead:  # behind its sequence's own row, so the matcher has consumed the output
-                    end = row.num_computed + 1
-                    wanted[place] = index, matcher.after(row.token_ids[end - row.ahead : end])
+                sequence = batch[index]
+                if sequence.ahead:  # behind its sequence's own row, so the matcher has consumed the output
+                    end = sequence.num_computed + 1
+                    wanted[place] = index, matcher.after(sequence.token_ids[end - sequence.ahead : end])
                 else:
-                    matcher.advance(row.token_ids, row.prompt_tokens)
+                    matcher.advance(sequence.token_ids, sequence.prompt_tokens)
             except BaseException as error:
                 errors[index] = request_error(error, batch[index].request_id)
         going = [(index, matcher) for index, matcher in wanted if index not in errors]

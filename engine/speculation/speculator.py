@@ -100,18 +100,18 @@ class Speculator:
 
     def _guesses(self, step: SchedulerOutput, batch: list[Sequence]) -> dict[Sequence, Draft]:
         """The drafts that could be accepted, none of them empty."""
-        asked = [
-            DraftRequest(sequence, sequence.tokens, most)
+        most = {
+            sequence: min(MAX_DRAFT, further - 1)
             for sequence in batch
-            if (most := min(MAX_DRAFT, sequence.further_tokens(self._sequence_tokens) - 1)) > 0
-        ]
+            if (further := sequence.further_tokens(self._sequence_tokens)) > 1
+        }
+        asked = [DraftRequest(sequence, sequence.tokens, tokens) for sequence, tokens in most.items()]
         guesses: dict[Sequence, Draft] = {}
-        for request, draft in zip(asked, self._drafter.drafts(asked), strict=True):
+        for sequence, draft in zip(most, self._drafter.drafts(asked), strict=True):
             if not draft.token_ids:
                 continue
-            sequence = request.key
             try:
-                count = sequence.leading(draft.token_ids[: request.most])
+                count = sequence.leading(draft.token_ids[: most[sequence]])
             except BaseException as error:  # from its grammar
                 step.fail(sequence, error)
                 continue

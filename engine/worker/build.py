@@ -142,6 +142,9 @@ def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
 
 
 def _vllm(config: WorkerConfig) -> EngineParts:
+    if config.engine.speculation != "off":
+        message = "engine.speculation: engine vllm takes none, it is given the first token of a handoff"
+        raise ConfigError(message, field="engine.speculation")
     # Imported here, because few installations have vLLM.
     from engine.vllm.boot import start_vllm
 
@@ -150,9 +153,6 @@ def _vllm(config: WorkerConfig) -> EngineParts:
     if config.engine.quantization != NO_QUANTIZATION:
         message = "engine.quantization: with engine vllm the checkpoint says how it is quantized"
         raise ConfigError(message, field="engine.quantization")
-    if config.engine.speculation != "off":
-        message = "engine.speculation: vLLM is given the first token of a handoff, and cannot speculate then"
-        raise ConfigError(message, field="engine.speculation")
     source = localize_model(resolve_model(config.model))
     if source.gguf_file:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
