@@ -1,9 +1,10 @@
 """What drafts by prompt lookup save: `python -m bench.engine.speculation`.
 
 Each prompt is answered greedily and with a seed, plainly and with speculation in turns, one after the other by the same
-model: milliseconds a token after the first one, and the ratio of each pair of neighbours, of CPU time, too. `same`: whether all answers
-were the same, token for token. Kinds: `copy`, answers that repeat much of their prompts (a summary of quoted
-sentences, a corrected text, changed code); `free`, answers that do not. `several` answers four prompts at a time.
+model: milliseconds a token after the first one, and the ratio of each pair of neighbours, of CPU time, too. `same`:
+whether all answers were the same, token for token. Kinds: `copy`, answers that repeat much of their prompts (a summary
+of quoted sentences, a corrected text, changed code); `free`, answers that do not. `several` answers four prompts at a
+time.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from splitserve.models.tokenizer import Tokenizer, Turn
 MODEL = "smollm2-135m-instruct"
 REPORT = (
     "The harbour of Norwick was rebuilt in three stages. The first stage, finished in the spring, replaced the old"
-    " wooden pier with a stone one. The second stage deepened the basin, so that larger ships can now enter at low tide. The"
-    " third stage, which the council approved last week, adds a market hall and forty berths for fishing boats. The"
-    " harbour master expects that the number of visiting ships will double within two years. Residents of the old"
+    " wooden pier with a stone one. The second stage deepened the basin, so that larger ships can now enter at low"
+    " tide. The third stage, which the council approved last week, adds a market hall and forty berths for fishing boats."
+    " The harbour master expects that the number of visiting ships will double within two years. Residents of the old"
     " quarter complain about the noise of the night deliveries, and the council has promised to limit them to ten hours"
     " a day. The whole project costs twelve million, of which the region pays a third."
 )

@@ -15,7 +15,7 @@ from engine.speculation.prompt_lookup import PromptLookup
 from splitserve.generation.kv_blocks import extend_block_hashes
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.v1.generation_pb2 import Grammar
-from tests.support.engine.drafters import GuessingDrafter, garbage, mostly_right, oracle, replay
+from tests.support.drafters import GuessingDrafter, garbage, mostly_right, oracle, replay
 from tests.support.engine.engine_rig import (
     BLOCK,
     PROMPT,
