@@ -33,12 +33,12 @@ from splitserve.models.tokenizer import Tokenizer, Turn
 
 MODEL = "smollm2-135m-instruct"
 REPORT = (
-    "The harbour of Norwick was rebuilt in three stages. The first stage, finished in the spring, replaced the old"
-    " wooden pier with a stone one. The second stage deepened the basin, so that larger ships can now enter at low"
-    " tide. The third stage, which the council approved last week, adds a market hall and forty berths for fishing boats."
-    " The harbour master expects that the number of visiting ships will double within two years. Residents of the old"
-    " quarter complain about the noise of the night deliveries, and the council has promised to limit them to ten hours"
-    " a day. The whole project costs twelve million, of which the region pays a third."
+    "The harbour of Norwick was rebuilt in three stages. The first stage, finished in the spring, replaced the"
+    " old wooden pier with a stone one. The second stage deepened the basin, so that larger ships can now enter at"
+    " low tide. The third stage, which the council approved last week, adds a market hall and forty berths for"
+    " fishing boats. The harbour master expects that the number of visiting ships will double within two years."
+    " Residents of the old quarter complain about the noise of the night deliveries, and the council has promised"
+    " to limit them to ten hours a day. The whole project costs twelve million, of which the region pays a third."
 )
 MAIL = (
     "Dear Ms Hollis, thank you for you're letter of the third of May. We have recieved the two boxes with the lamps,"
