@@ -6,10 +6,10 @@ that the drafted tokens are the ones sampled; otherwise nobody looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
-from engine.core.types import SampledToken, ScheduledSequence
+from engine.core.types import RowsFailedError, SampledToken, ScheduledSequence
 
 SampleRows = Callable[[list[int]], Sequence[SampledToken]]
 """Samples the tokens of these rows."""
@@ -31,21 +31,32 @@ def draft_rows(batch: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence
     return rows
 
 
-def sample_in_order(rows: Sequence[ScheduledSequence], sample: SampleRows) -> list[SampledToken | None]:
+def sample_in_order(
+    rows: Sequence[ScheduledSequence], masks: Container[int], sample: SampleRows
+) -> list[SampledToken | None]:
     """Samples the rows of sequences, then those of drafts for as long as the token before was the drafted one.
 
-    Returns one entry for each sequence, None where nothing is sampled. What `sample` raises propagates.
+    Returns one entry for each sequence, None where nothing is sampled. What `sample` raises for sequences propagates. A
+    draft's row that fails, or has a grammar and no mask, ends the draft: the sequence's own row fails next time.
     """
     first_rows = [index for index, row in enumerate(rows) if not row.ahead]
     tokens: dict[int, list[SampledToken]] = {}
     going = [(index, index) for index in first_rows if rows[index].sample]
     while going:
-        sampled = sample([row for _, row in going])
+        try:
+            sampled = sample([row for _, row in going])
+        except RowsFailedError as error:
+            if not rows[going[0][1]].ahead:
+                raise
+            going = [each for each in going if each[1] not in error.rows]
+            continue
         further = []
         for (first, row), token in zip(going, sampled, strict=True):
             tokens.setdefault(first, []).append(token)
             behind = rows[row + 1] if row + 1 < len(rows) else None
-            if behind and behind.ahead and behind.token_ids[behind.num_computed] == token.token_id:
+            if behind is None or not behind.ahead or (behind.matcher is not None and row + 1 not in masks):
+                continue
+            if behind.token_ids[behind.num_computed] == token.token_id:
                 further.append((first, row + 1))
         going = further
     return [_joined(tokens[index]) if index in tokens else None for index in first_rows]

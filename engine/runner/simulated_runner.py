@@ -106,7 +106,9 @@ class SimulatedRunner(ModelRunner):
         end = time.monotonic() + self._duration_s(rows)
         masks = self._mask_filler.masks(rows)
         computed = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(rows)]
-        sampled = sample_in_order(rows, lambda wanted: [token for row in wanted if (token := computed[row])])
+        sampled = sample_in_order(
+            rows, masks, lambda wanted: [token for row in wanted if (token := computed[row]) is not None]
+        )
         left = end - time.monotonic()
         if left > 0:
             time.sleep(left)

@@ -182,7 +182,8 @@ class MaskFiller:
         self._executor: LLExecutor | None = None
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> dict[int, Mask]:
-        """The mask of each sequence that is sampled with a grammar, by its index in the batch.
+        """The mask of each sequence that is sampled with a grammar, by its index in the batch. Rows of drafts have none
+        where they cannot continue.
 
         Raises GrammarFailedError with the sequences that cannot continue, RowsFailedError (INTERNAL) with those whose
         grammar raised anything else.
@@ -221,9 +222,9 @@ class MaskFiller:
                     errors[index] = GrammarFailedError(why, (index,))
             except BaseException as error:
                 errors[index] = request_error(error, batch[index].request_id)
-        if errors:
-            raise _rows_failed(errors)
-        return {index: masks[row] for row, (index, _) in enumerate(going)}
+        if own := {index: error for index, error in errors.items() if not batch[index].ahead}:
+            raise _rows_failed(own)
+        return {index: masks[row] for row, (index, _) in enumerate(going) if index not in errors}
 
     def _compute(self, matchers: list[OutputMatcher], masks: Mask) -> None:
         if self._threads == 1 or len(matchers) < 2:

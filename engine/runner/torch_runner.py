@@ -119,7 +119,7 @@ class TorchRunner(ModelRunner):
                 masks = self._mask_filler.masks(rows)
                 if self._samples_on_host:
                     logits = StepLogits(logits.values.cpu(), logits.order)
-                return sample_in_order(rows, _Sampling(rows, logits, masks))
+                return sample_in_order(rows, masks, _Sampling(rows, logits, masks))
             except RowsFailedError as error:
                 if len(rows) == 1:
                     raise

@@ -56,6 +56,8 @@ def replay(answers: dict[str, list[int]], prompts: dict[str, int], seed: int = 0
 
     def guess(request: DraftRequest) -> list[int]:
         name = request.key.request_id  # type: ignore[attr-defined]
+        if name not in answers:
+            return []
         at = len(request.token_ids) - prompts[name]
         tokens = answers[name][at : at + request.most]
         if tokens and pick.random() < 0.4:
