@@ -92,7 +92,7 @@ class EngineCore(Engine):
         """Whether the next step may do something that the last one could not."""
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
-        self._speculator = Speculator(drafter, self._kv, self.context_tokens) if drafter is not None else None
+        self._speculator = Speculator(drafter, self._kv, self.context_tokens)
         self._outputs = OutputProcessor(
             block_size, self._kv.cache_computed, self._limits, self._pending, self._end
         )
@@ -235,8 +235,7 @@ class EngineCore(Engine):
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)
         step = self._scheduler.schedule(began_s)
-        watermark = self._scheduler.watermark_blocks
-        drafts = self._speculator.plan(step, watermark) if self._speculator is not None else {}
+        drafts = self._speculator.plan(step, self._scheduler.watermark_blocks)
         batch = self._outputs.batch(step, drafts, result)
         # After an empty step the next one is empty too, until something else sets the flag.
         self._changed = bool(step.num_new or step.preempted or step.failed)
@@ -260,8 +259,7 @@ class EngineCore(Engine):
             self._pacing.stepped(ended_s, step.num_new, step.outcomes)
         more, speedup = self.has_work(), self._runner.speedup
         duration_s = self._meter.end(ended_s, step.num_new, more, speedup, step.outcomes)
-        if self._speculator is not None:
-            self._speculator.stepped(step.num_new, step.outcomes, duration_s)
+        self._speculator.stepped(step.num_new, step.outcomes, duration_s)
         if not more:
             self._runner.rest()
 
@@ -330,8 +328,7 @@ class EngineCore(Engine):
     def _end(self, sequence: Sequence) -> None:
         """Removes a live sequence everywhere, and frees its blocks unless they must be held."""
         del self._live[sequence.request_id]
-        if self._speculator is not None:
-            self._speculator.forget(sequence)
+        self._speculator.forget(sequence)
         self._deadlines.discard(sequence)
         self._scheduler.remove(sequence)
         self._changed = True
