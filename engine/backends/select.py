@@ -16,6 +16,7 @@ from engine.backends.interface import Forward
 from engine.backends.torch_native.attention import TorchForward
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
+from engine.speculation.speculator import max_decode_rows
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
@@ -43,7 +44,7 @@ def make_forward(
             exchange = None
             if config.core_exchange is not None:
                 exchange = CoreExchange(config.core_exchange, os.sched_getaffinity(0))
-            return CpuForward(model, pool, kernels, config.max_running_requests, context_tokens, exchange)
+            return CpuForward(model, pool, kernels, max_decode_rows(config), context_tokens, exchange)
         contiguous_kv_bytes = config.contiguous_kv_bytes
         if contiguous_kv_bytes is None:
             contiguous_kv_bytes = pool.num_blocks * pool.layout.block_bytes // 4

@@ -23,6 +23,8 @@ from engine.core.types import (
 )
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
+from engine.speculation.drafter import Drafter
+from engine.speculation.speculator import Speculator
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
@@ -54,7 +56,9 @@ class EngineCore(Engine):
         config: EngineConfig,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
+        """`drafter`: guesses tokens that steps then check; None: steps give one token a sequence."""
         self._runner = runner
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
@@ -89,6 +93,7 @@ class EngineCore(Engine):
         """Whether the next step may do something that the last one could not."""
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
+        self._speculator = Speculator(drafter, self._kv, self.context_tokens)
         self._outputs = OutputProcessor(
             block_size, self._kv.cache_computed, self._limits, self._pending, self._end
         )
@@ -240,7 +245,8 @@ class EngineCore(Engine):
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)
         step = self._scheduler.schedule(began_s)
-        batch = self._outputs.batch(step, result)
+        drafts = self._speculator.plan(step, self._scheduler.watermark_blocks)
+        batch = self._outputs.batch(step, drafts, result)
         # After an empty step the next one is empty too, until something else sets the flag.
         self._changed = bool(step.num_new or step.preempted or step.failed)
         for sequence in step.num_new:
@@ -249,7 +255,7 @@ class EngineCore(Engine):
                 result.started.append(sequence.request_id)
         result.scheduled_tokens = sum(step.num_new.values())
         computing(self._meter.expected_s(step.num_new))
-        self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result)
+        self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result, drafts)
 
     def finish_step(self) -> None:
         """See `Engine`."""
@@ -260,9 +266,10 @@ class EngineCore(Engine):
         step.result.duration_s = ended_s - step.began_s
         self._pending.put(step.result)
         if self._pacing.active:
-            self._pacing.stepped(ended_s, step.num_new)
-        more = self.has_work()
-        self._meter.end(ended_s, step.num_new, more=more, speedup=self._runner.speedup)
+            self._pacing.stepped(ended_s, step.num_new, step.outcomes)
+        more, speedup = self.has_work(), self._runner.speedup
+        duration_s = self._meter.end(ended_s, step.num_new, more, speedup, step.outcomes)
+        self._speculator.stepped(step.num_new, step.outcomes, duration_s)
         if not more:
             self._runner.rest()
 
@@ -331,6 +338,7 @@ class EngineCore(Engine):
     def _end(self, sequence: Sequence) -> None:
         """Removes a live sequence everywhere, and frees its blocks unless they must be held."""
         del self._live[sequence.request_id]
+        self._speculator.forget(sequence)
         self._deadlines.discard(sequence)
         self._scheduler.remove(sequence)
         self._changed = True

@@ -64,12 +64,13 @@ class KVCacheManager:
         sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
         return fresh
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Extends the block table to all tokens; False, and nothing changed, if there are not enough free blocks."""
-        missing = blocks_for(len(sequence.tokens), self.block_size) - len(sequence.block_ids)
+    def grow(self, sequence: Sequence, *, ahead: int = 0, watermark: int = 0) -> bool:
+        """Extends the block table to all tokens and `ahead` more; False, and nothing changed, if fewer than `watermark`
+        blocks would stay free."""
+        missing = blocks_for(len(sequence.tokens) + ahead, self.block_size) - len(sequence.block_ids)
         if missing <= 0:
             return True
-        if missing > self.pool.free:
+        if missing + watermark > self.pool.free:
             return False
         after = sequence.block_ids[-1] if sequence.block_ids else None
         sequence.block_ids.extend(self.pool.allocate(missing, after=after))

@@ -95,17 +95,24 @@ PROMPT_TOKENS = 64
 """Length of the warm-up's prompt."""
 
 
-def warm_up(runner: ModelRunner, max_step_tokens: int | None, prompt_tokens: int = PROMPT_TOKENS) -> None:
+def warm_up(
+    runner: ModelRunner,
+    max_step_tokens: int | None,
+    prompt_tokens: int = PROMPT_TOKENS,
+    drafts: Sequence[int] = (),
+) -> None:
     """Computes a prompt of up to `prompt_tokens` and one token more, in blocks that nobody owns yet, to compile and
-    allocate early."""
+    allocate early. The token also with `drafts` of these lengths."""
     size = runner.layout.block_size_tokens
     limit = min(max_step_tokens or prompt_tokens + 1, runner.num_blocks * size, runner.facts.context_tokens)
     prompt = min(prompt_tokens, limit - 1)
     if prompt < 1:
         return
-    blocks = range(blocks_for(prompt + 1, size))
+    room = min(runner.num_blocks * size, runner.facts.context_tokens) - prompt - 1
+    drafts = [length for length in drafts if length <= room]
+    blocks = range(blocks_for(prompt + 1 + max(drafts, default=0), size))
     try:
-        for computed, new in ((0, prompt), (prompt, 1)):
+        for computed, new, draft in ((0, prompt, 0), *((prompt, 1, length) for length in (0, *drafts))):
             sequence = ScheduledSequence(
                 request_id="warm-up",
                 token_ids=[token % runner.facts.vocabulary_size for token in range(computed + new)],
@@ -115,6 +122,7 @@ def warm_up(runner: ModelRunner, max_step_tokens: int | None, prompt_tokens: int
                 block_ids=list(blocks),
                 sample=True,
                 sampling=SamplingParams(temperature=0.0),
+                draft=(0,) * draft,
             )
             runner.execute([sequence])
         runner.rest()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from engine.core.model_runner import ModelRunner, PendingStep
 from engine.core.scheduler import SchedulerOutput
 from engine.core.sequence import Sequence, SequenceStatus
+from engine.core.step_stats import DraftOutcome
 from engine.core.types import (
     FinishReason,
     RequestLimits,
@@ -32,6 +33,9 @@ class BegunStep:
     num_new: Mapping[Sequence, int]
     result: StepResult
     tokens: PendingStep
+    drafted: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
+    outcomes: dict[Sequence, DraftOutcome] = field(default_factory=dict)
+    """What became of the drafts, once the step is processed."""
 
     @classmethod
     def at(
@@ -41,6 +45,7 @@ class BegunStep:
         num_new: Mapping[Sequence, int],
         batch: list[ScheduledSequence],
         result: StepResult,
+        drafted: Mapping[Sequence, tuple[int, ...]],
     ) -> BegunStep:
         """Queues a step at a runner if there is anything to compute. A SplitserveError is raised later, by `tokens`."""
         if not num_new:
@@ -49,7 +54,7 @@ class BegunStep:
             tokens = runner.begin(batch)
         except SplitserveError as error:
             tokens = partial(_raise, error)
-        return cls(began_s, num_new, result, tokens)
+        return cls(began_s, num_new, result, tokens, drafted)
 
 
 class OutputProcessor:
@@ -71,12 +76,14 @@ class OutputProcessor:
         self._pending = pending
         self._end = end
 
-    def batch(self, step: SchedulerOutput, result: StepResult) -> list[ScheduledSequence]:
+    def batch(
+        self, step: SchedulerOutput, drafts: Mapping[Sequence, tuple[int, ...]], result: StepResult
+    ) -> list[ScheduledSequence]:
         """The runner's view of a step. Sequences that cannot be scheduled leave the step and fail."""
         batch: list[ScheduledSequence] = []
         for sequence, num_new in list(step.num_new.items()):
             try:
-                batch.append(sequence.scheduled(num_new))
+                batch.append(sequence.scheduled(num_new, drafts.get(sequence, ())))
             except BaseException as error:
                 step.fail(sequence, error)
         for sequence, why in step.failed:
@@ -100,6 +107,8 @@ class OutputProcessor:
             self._fail_running(batch, error, result)
             return
         for sequence, token in zip(batch, sampled, strict=True):
+            if token is not None and (drafted := step.drafted.get(sequence)):
+                step.outcomes[sequence] = DraftOutcome(len(drafted), len(token.following))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             try:
@@ -154,18 +163,28 @@ class OutputProcessor:
         if sequence.request.prefill_only:
             result.progress.append(sequence.take_progress(self._block_size))
         if token is not None:
-            result.outputs.append(self._on_token(sequence, token))
+            result.outputs.append(self._on_tokens(sequence, (token, *token.following)))
 
-    def _on_token(self, sequence: Sequence, token: SampledToken) -> RequestOutput:
-        output = RequestOutput(sequence.request_id, sequence.num_output, [token.token_id])
-        if token.logprob is not None:
-            output.logprobs.append(token.logprob)
-        has_text, output.finish_reason = self._append(sequence, token.token_id)
+    def _on_tokens(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> RequestOutput:
+        """Appends a sampled token and those that follow it by its draft, up to one that ends the answer."""
+        output = RequestOutput(sequence.request_id, sequence.num_output)
         # Text is detokenized while the device computes the next step, unless it may end the answer.
-        if self._pending.late and not sequence.request.stop.stop_strings:
+        late, has_text = self._pending.late and not sequence.request.stop.stop_strings, False
+        for place, token in enumerate(tokens):
+            if place:  # the token before it was the drafted one, whose KV the step computed
+                sequence.num_computed += 1
+            output.token_ids.append(token.token_id)
+            if token.logprob is not None:
+                output.logprobs.append(token.logprob)
+            has_text, output.finish_reason = self._append(sequence, token.token_id)
+            if not late:
+                self._pending.add_text(sequence, output, place, has_text)
+            if output.finish_reason is not None:
+                break
+        if late:
             self._pending.defer_text(sequence, output, has_text)
-        else:
-            self._pending.add_text(sequence, output, has_text)
+        if len(output.token_ids) > 1:
+            self._cache_computed(sequence)
         if output.finish_reason is not None or sequence.request.prefill_only:
             self._end(sequence)
         return output
@@ -186,11 +205,13 @@ class PendingResult:
         self._result: StepResult | None = None
         self._deferred: list[tuple[Sequence, RequestOutput, bool]] = []
 
-    def add_text(self, sequence: Sequence, output: RequestOutput, has_text: bool) -> None:
-        """Adds the text of an output's token, if it `has_text`. A stop string ends the answer."""
+    def add_text(self, sequence: Sequence, output: RequestOutput, first: int, has_text: bool) -> None:
+        """Adds the text of an output's tokens from `first` on; of the last one if it `has_text`. A stop string, where
+        there is one token, ends the answer."""
         text = sequence.text(self._tokenizer)
-        if has_text:
-            output.text, stopped = text.push(output.token_ids[0])
+        for token_id in output.token_ids[first:] if has_text else output.token_ids[first:-1]:
+            more, stopped = text.push(token_id)
+            output.text += more
             if stopped:
                 output.finish_reason = FinishReason.STOP
         if output.finish_reason is not None:
@@ -230,7 +251,7 @@ class PendingResult:
         deferred, self._deferred = self._deferred, []
         for sequence, output, has_text in deferred:
             try:
-                self.add_text(sequence, output, has_text)
+                self.add_text(sequence, output, 0, has_text)
             except BaseException as error:
                 known = request_error(error, sequence.request_id, sequence.request.trace)
                 output.token_ids, output.logprobs, output.text = [], [], ""

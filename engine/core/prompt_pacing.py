@@ -10,7 +10,7 @@ from itertools import islice
 
 from engine.core.precedence import PrecedenceQueue, Turns, in_order, turns_by_urgency
 from engine.core.sequence import Sequence, SequenceStatus
-from engine.core.step_stats import StepMeter
+from engine.core.step_stats import NO_DRAFTS, DraftOutcome, StepMeter
 from engine.pacing.lending import StepLending, spare_until_s
 from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, StreamPace, TokenClock
@@ -243,8 +243,10 @@ class PromptPacing:
         """A stream goes on here whose first token another worker computed."""
         sequence.pace = _pace(sequence, now)
 
-    def stepped(self, now: float, num_new: Mapping[Sequence, int]) -> None:
-        """A step ended that computed `num_new` tokens of each sequence."""
+    def stepped(
+        self, now: float, num_new: Mapping[Sequence, int], drafts: Mapping[Sequence, DraftOutcome] = NO_DRAFTS
+    ) -> None:
+        """A step ended that computed `num_new` tokens of each sequence; accepted drafts are tokens, too."""
         streams = [
             (sequence, tokens)
             for sequence, tokens in num_new.items()
@@ -264,7 +266,7 @@ class PromptPacing:
             if self._chunk_before and self._step_s < pace.tpot_s:
                 timed += 1
                 late += now > self.clock.due_s(pace, self._step_s)
-            pace.emitted(now)
+            pace.emitted(now, 1 + drafts[sequence].accepted if sequence in drafts else 1)
         self.clock.margin.record(now, timed, late)
         if any(tokens == 1 for tokens in num_new.values()):
             self._chunk_before = False

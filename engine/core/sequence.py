@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import abc
 from dataclasses import dataclass, field
 
 from engine.core.detokenizer import IncrementalDetokenizer, StopMatcher
@@ -178,14 +179,34 @@ class Sequence:
             return True, FinishReason.LENGTH
         return True, None
 
+    def further_tokens(self, sequence_tokens: int) -> int:
+        """Most tokens that may be appended, to at most `sequence_tokens`, while `banned_token_ids` stays what it is; 0
+        where the answer goes on elsewhere."""
+        stop = self.request.stop
+        if self.request.prefill_only:
+            return 0
+        most = min(stop.max_tokens - self.num_output, sequence_tokens - len(self.tokens))
+        return min(most, stop.min_tokens - self.num_output) if self.num_output < stop.min_tokens else most
+
+    def leading(self, token_ids: abc.Sequence[int]) -> int:
+        """How many of these guessed tokens may follow the present ones without ending the answer."""
+        count = next(
+            (place for place, token in enumerate(token_ids) if token in self._ending), len(token_ids)
+        )
+        matcher = self.matcher
+        if matcher is None or not count:
+            return count
+        matcher.advance(self.tokens, self.prompt_tokens)
+        return matcher.leading(token_ids[:count])
+
     def text(self, tokenizer: Tokenizer) -> OutputText:
         """The output's text, created when first needed; it may lag behind `tokens`."""
         if self._text is None:
             self._text = OutputText(tokenizer, self.request)
         return self._text
 
-    def scheduled(self, num_new: int) -> ScheduledSequence:
-        """This sequence's part of a step that computes its next `num_new` tokens."""
+    def scheduled(self, num_new: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
+        """This sequence's part of a step that computes its next `num_new` tokens, and checks a `draft` after them."""
         return ScheduledSequence(
             request_id=self.request_id,
             token_ids=self.tokens,
@@ -198,6 +219,7 @@ class Sequence:
             banned_token_ids=self.banned_token_ids,
             matcher=self.matcher,
             table_id=self.table_id,
+            draft=draft,
         )
 
     def take_progress(self, block_size: int) -> ChunkProgress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from engine.core.sequence import Sequence
 from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
@@ -56,7 +56,7 @@ class StepRates:
 
     @property
     def decode_step_s(self) -> float:
-        """Seconds of a step that only decodes."""
+        """Seconds of a step that only decodes; of one with drafts, for each token that a sequence got on average."""
         return self._decode_step_s
 
     def retry_after_s(self, waiting_tokens: int) -> float:
@@ -65,6 +65,14 @@ class StepRates:
         return min(max(waiting_tokens / rate if rate else 1.0, _MIN_RETRY_S), _MAX_RETRY_S)
 
 
+class DraftOutcome(NamedTuple):
+    """What became of a draft: its tokens, and how many of them, from the first on, were the ones sampled."""
+
+    drafted: int
+    accepted: int
+
+
+NO_DRAFTS: Mapping[Sequence, DraftOutcome] = {}
 StepKind = Literal["prefill", "decode"]
 """Steps that compute prompt tokens, beside output tokens or not, and those that only decode."""
 BATCH_BOUNDS = tuple(2**power for power in range(11))
@@ -81,10 +89,14 @@ class StepTotals:
     sequences: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    """Rows of output; those of drafts among them."""
     context_tokens: int = 0
     """Tokens of which KV was read, added up over the sequences of each step."""
     lent_steps: int = 0
     """Steps that neighbours lent cores to."""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    """Drafted tokens that were the ones sampled."""
 
     def record(
         self, prompt_tokens: int, output_tokens: int, num_new: Mapping[Sequence, int], s: float
@@ -155,31 +167,53 @@ class StepMeter:
         """A step begins."""
         self._began_s = now if self._busy_since_s is None else self._busy_since_s
 
-    def end(self, now: float, num_new: Mapping[Sequence, int], more: bool, speedup: float = 1.0) -> None:
-        """A step ends that computed `num_new` tokens of each sequence; `more`: another can follow at once.
+    def end(
+        self,
+        now: float,
+        num_new: Mapping[Sequence, int],
+        more: bool,
+        speedup: float = 1.0,
+        drafts: Mapping[Sequence, DraftOutcome] = NO_DRAFTS,
+    ) -> float:
+        """A step ends that computed `num_new` tokens of each sequence, and drafted ones; `more`: another can follow at
+        once. Returns how long it took.
 
+        To the fit of decode steps a drafted token is one more row over its sequence's context, as it is to the device.
         The fit of prompt times is of what the worker can do alone: a step that had `speedup` times as much compute
         counts for as much longer there.
         """
         self._busy_since_s = now if more else None
+        duration_s = now - self._began_s
         if not num_new:
-            return
+            return duration_s
         decoding = sum(1 for tokens in num_new.values() if tokens == 1)
         prefill_tokens = sum(num_new.values()) - decoding
-        duration_s = now - self._began_s
-        self.rates.record(prefill_tokens, duration_s)
+        drafted = sum(draft.drafted for draft in drafts.values())
+        accepted = sum(draft.accepted for draft in drafts.values())
+        self.rates.record(
+            prefill_tokens, duration_s * decoding / (decoding + accepted) if drafts else duration_s
+        )
         totals = self.totals["prefill" if prefill_tokens else "decode"]
-        totals.record(prefill_tokens, decoding, num_new, duration_s)
+        totals.record(prefill_tokens, decoding + drafted, num_new, duration_s)
         totals.lent_steps += speedup > 1
-        self._fit_parts(num_new, prefill_tokens, decoding, duration_s * speedup)
+        totals.drafted_tokens += drafted
+        totals.accepted_tokens += accepted
+        self._fit_parts(num_new, prefill_tokens, decoding + drafted, duration_s * speedup, drafts)
+        return duration_s
 
     def _fit_parts(
-        self, num_new: Mapping[Sequence, int], prefill_tokens: int, decoding: int, duration_s: float
+        self,
+        num_new: Mapping[Sequence, int],
+        prefill_tokens: int,
+        decoding: int,
+        duration_s: float,
+        drafts: Mapping[Sequence, DraftOutcome],
     ) -> None:
         context, pairs = 0, 0.0
         for sequence, tokens in num_new.items():
             if tokens == 1:
-                context += sequence.num_computed
+                rows = 1 + drafts[sequence].drafted if sequence in drafts else 1
+                context += rows * sequence.num_computed
             else:
                 # What was computed before; unknown, and taken for nothing, where the request ended and gave up its KV.
                 pairs += pairs_of(tokens, max(0, sequence.num_computed - tokens))

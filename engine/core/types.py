@@ -48,6 +48,12 @@ class OutputMatcher(Protocol):
     def complete(self) -> bool:
         """Whether the output is complete and nothing can follow."""
 
+    def leading(self, token_ids: Sequence[int]) -> int:
+        """How many of these next tokens the grammar allows without ending with them."""
+
+    def after(self, token_ids: Sequence[int]) -> OutputMatcher:
+        """A matcher of the output with these next tokens, all of them `leading`."""
+
     @property
     def error(self) -> str:
         """Why the grammar cannot continue; empty while it can."""
@@ -57,10 +63,8 @@ class OutputMatcher(Protocol):
         """The library's own object, for computing several masks at a time."""
 
     def advance(self, token_ids: Sequence[int], prompt_tokens: int) -> None:
-        """Consumes the output tokens of a sequence that are new since the last call.
-
-        `token_ids` is the whole sequence. Raises InvalidArgumentError (GRAMMAR_FAILED) for a token that the grammar
-        does not allow.
+        """Consumes the output tokens of a sequence, `token_ids` in whole, that are new since the last call. Raises
+        InvalidArgumentError (GRAMMAR_FAILED) for a token that the grammar does not allow.
         """
 
     def fill(self, mask: NDArray[np.int32]) -> None:
@@ -156,7 +160,8 @@ class ScheduledSequence(NamedTuple):
     The step computes positions [`num_computed`, `num_computed + num_new`) of `token_ids`, which is the whole sequence
     so far, prompt and output; it is shared with the scheduler and must not be changed. `block_ids` is the block table
     and covers those positions. With `sample`, the last computed position is the end of the sequence, and its next token
-    is sampled. The output begins at `prompt_tokens` (for penalties and the position of the sampled token).
+    is sampled. The output begins at `prompt_tokens` (for penalties and the position of the sampled token). With a
+    `draft`, which guesses the tokens after a single new one, `block_ids` covers these positions, too.
     """
 
     request_id: str
@@ -174,6 +179,9 @@ class ScheduledSequence(NamedTuple):
     table_id: int = 0
     """Names the block table in this process: as long as it is the same, `block_ids` only grows. 0: a table without a
     name, which may be another one in each step."""
+    draft: tuple[int, ...] = ()
+    ahead: int = 0
+    """For a row of a draft, see `draft_rows`: how many drafted tokens end at its position."""
 
 
 class RowsFailedError(SplitserveError):
@@ -205,6 +213,8 @@ class SampledToken:
 
     token_id: int
     logprob: Logprob | None = None
+    following: tuple[SampledToken, ...] = ()
+    """With a draft: the tokens sampled after it, one for each drafted token that was the one sampled."""
 
 
 @dataclass(slots=True)
@@ -319,13 +329,11 @@ class RequestLimits:
         if not tokens:
             raise InvalidArgumentError("the prompt is empty", field="prompt")
         if min(tokens) < 0 or max(tokens) >= self.vocabulary_size:
-            raise InvalidArgumentError(
-                f"token ids must be in 0..{self.vocabulary_size - 1}", field="token_ids"
-            )
+            message = f"token ids must be in 0..{self.vocabulary_size - 1}"
+            raise InvalidArgumentError(message, field="token_ids")
         if not 0 <= request.prior_output_tokens < len(tokens):
-            raise InvalidArgumentError(
-                f"prior_output_tokens must be in 0..{len(tokens) - 1}", field="prior_output_tokens"
-            )
+            message = f"prior_output_tokens must be in 0..{len(tokens) - 1}"
+            raise InvalidArgumentError(message, field="prior_output_tokens")
         if request.stop.max_tokens <= request.prior_output_tokens:
             raise InvalidArgumentError(
                 f"max_tokens must exceed the {request.prior_output_tokens} tokens that were output already",
@@ -338,7 +346,5 @@ class RequestLimits:
                 field="prompt",
             )
         if len(tokens) > self.pool_tokens:
-            raise ResourceExhaustedError(
-                f"the prompt has {len(tokens)} tokens, the KV pool holds {self.pool_tokens}",
-                reason="KV_POOL_TOO_SMALL",
-            )
+            message = f"the prompt has {len(tokens)} tokens, the KV pool holds {self.pool_tokens}"
+            raise ResourceExhaustedError(message, reason="KV_POOL_TOO_SMALL")

@@ -45,10 +45,10 @@ class StreamPace:
     last_s: float
     tokens: int = 0
 
-    def emitted(self, now: float) -> None:
-        """A token came."""
+    def emitted(self, now: float, tokens: int = 1) -> None:
+        """So many tokens came."""
         self.last_s = now
-        self.tokens += 1
+        self.tokens += tokens
 
 
 class ClockMargin:

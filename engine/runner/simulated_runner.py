@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.core.model_runner import ModelRunner
 from engine.core.types import ModelFacts, SampledToken, ScheduledSequence
+from engine.runner.draft_rows import draft_rows, sample_in_order
 from engine.runner.structured_output import Mask, MaskFiller, allowed_tokens
 from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import KvLayout
@@ -101,9 +102,13 @@ class SimulatedRunner(ModelRunner):
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See ModelRunner."""
-        end = time.monotonic() + self._duration_s(batch)
-        masks = self._mask_filler.masks(batch)
-        sampled = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(batch)]
+        rows = draft_rows(batch)
+        end = time.monotonic() + self._duration_s(rows)
+        masks = self._mask_filler.masks(rows)
+        computed = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(rows)]
+        sampled = sample_in_order(
+            rows, masks, lambda wanted: [token for row in wanted if (token := computed[row]) is not None]
+        )
         left = end - time.monotonic()
         if left > 0:
             time.sleep(left)

@@ -69,6 +69,24 @@ class GrammarMatcher:
         if new and not self._matcher.consume_tokens(new):
             raise InvalidArgumentError(self.error, reason=GRAMMAR_FAILED, field=FIELD)
 
+    def leading(self, token_ids: Sequence[int]) -> int:
+        """How many of these next tokens the grammar allows without ending with them."""
+        tried = self.after(())
+        for count, token in enumerate(token_ids):
+            raw = tried.raw
+            if token in self.eos_token_ids or not raw.try_consume_tokens([token]) or raw.is_stopped():
+                return count
+        return len(token_ids)
+
+    def after(self, token_ids: Sequence[int]) -> GrammarMatcher:
+        """A matcher of the output with these next tokens, all of them `leading`."""
+        copied = GrammarMatcher(self._matcher.deep_copy(), self.eos_token_ids)
+        copied._consumed = self._consumed
+        if token_ids:
+            copied._matcher.consume_tokens(list(token_ids))
+            copied._consumed += len(token_ids)
+        return copied
+
     @property
     def complete(self) -> bool:
         """Whether the output is complete and nothing can follow."""
@@ -164,7 +182,8 @@ class MaskFiller:
         self._executor: LLExecutor | None = None
 
     def masks(self, batch: Sequence[ScheduledSequence]) -> dict[int, Mask]:
-        """The mask of each sequence that is sampled with a grammar, by its index in the batch.
+        """The mask of each sequence that is sampled with a grammar, by its index in the batch. Rows of drafts have none
+        where they cannot continue.
 
         Raises GrammarFailedError with the sequences that cannot continue, RowsFailedError (INTERNAL) with those whose
         grammar raised anything else.
@@ -177,9 +196,14 @@ class MaskFiller:
         if not wanted:
             return {}
         errors: dict[int, SplitserveError] = {}
-        for index, matcher in wanted:
+        for place, (index, matcher) in enumerate(wanted):
             try:
-                matcher.advance(batch[index].token_ids, batch[index].prompt_tokens)
+                sequence = batch[index]
+                if sequence.ahead:  # behind its sequence's own row, so the matcher has consumed the output
+                    end = sequence.num_computed + 1
+                    wanted[place] = index, matcher.after(sequence.token_ids[end - sequence.ahead : end])
+                else:
+                    matcher.advance(sequence.token_ids, sequence.prompt_tokens)
             except BaseException as error:
                 errors[index] = request_error(error, batch[index].request_id)
         going = [(index, matcher) for index, matcher in wanted if index not in errors]
@@ -198,9 +222,9 @@ class MaskFiller:
                     errors[index] = GrammarFailedError(why, (index,))
             except BaseException as error:
                 errors[index] = request_error(error, batch[index].request_id)
-        if errors:
-            raise _rows_failed(errors)
-        return {index: masks[row] for row, (index, _) in enumerate(going)}
+        if own := {index: error for index, error in errors.items() if not batch[index].ahead}:
+            raise _rows_failed(own)
+        return {index: masks[row] for row, (index, _) in enumerate(going) if index not in errors}
 
     def _compute(self, matchers: list[OutputMatcher], masks: Mask) -> None:
         if self._threads == 1 or len(matchers) < 2:

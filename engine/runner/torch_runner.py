@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,13 +22,14 @@ from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.model.loaded_model import LoadedModel, resolve_dtype
 from engine.runner.device import choose_device
+from engine.runner.draft_rows import batch_index, draft_rows, sample_in_order
 from engine.runner.fp8_wire import Fp8Wire
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.model_loader import load_model
 from engine.runner.sampler import NanLogitsError, sample
 from engine.runner.sampling_row import SamplingRow
 from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
-from engine.runner.structured_output import GrammarFailedError, MaskFiller
+from engine.runner.structured_output import Mask, MaskFiller
 from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
 from kv_transfer.wire_format import KvWire, PlainWire, check_wire_dtype
@@ -107,24 +108,25 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.begin`. When it returns, the model has run on cpu, and has been queued on a GPU."""
         if not batch:
             return list
+        rows = draft_rows(batch)
         with torch.inference_mode():
-            return partial(self._finish, batch, self._forward.logits(batch))
+            return partial(self._finish, rows, self._forward.logits(rows))
 
-    def _finish(self, batch: Sequence[ScheduledSequence], logits: StepLogits) -> list[SampledToken | None]:
-        tokens: list[SampledToken | None] = [None] * len(batch)
+    def _finish(self, rows: Sequence[ScheduledSequence], logits: StepLogits) -> list[SampledToken | None]:
         with torch.inference_mode():
             try:
                 # On a GPU the masks are computed while the model runs.
-                masks = self._mask_filler.masks(batch)
-                rows = [SamplingRow.of(batch[index], masks.get(index)) for index in logits.order]
+                masks = self._mask_filler.masks(rows)
                 if self._samples_on_host:
                     logits = StepLogits(logits.values.cpu(), logits.order)
-                sampled = _sample(logits, rows, batch) if rows else []
+                return sample_in_order(rows, masks, _Sampling(rows, logits, masks))
+            except RowsFailedError as error:
+                if len(rows) == 1:
+                    raise
+                failed = sorted({batch_index(rows, row) for row in error.rows})
+                raise type(error)(error.message, tuple(failed), reason=error.reason) from None
             finally:
                 self._forward.finish()
-        for index, token in zip(logits.order, sampled, strict=True):
-            tokens[index] = token
-        return tokens
 
     def poll_while_computing(self, poll: Callable[[], None]) -> None:
         """See `ModelRunner.poll_while_computing`."""
@@ -152,22 +154,44 @@ class TorchRunner(ModelRunner):
             torch.cuda.empty_cache()
 
 
-def _sample(
-    logits: StepLogits, rows: list[SamplingRow], batch: Sequence[ScheduledSequence]
-) -> list[SampledToken]:
-    """Samples a token for each row of the logits; `rows` of an error index the batch, not the logits."""
-    try:
-        return sample(logits.values, rows, logits.argmax)
-    except NanLogitsError as error:
-        failed = tuple(sorted(logits.order[row] for row in error.rows))
-        names = ", ".join(batch[index].request_id for index in failed)
-        raise NanLogitsError(f"logits are not finite: {names}", failed) from None
-    except GrammarFailedError as error:
-        failed = tuple(sorted(logits.order[row] for row in error.rows))
-        raise GrammarFailedError(error.message, failed) from None
-    except RowsFailedError as error:
-        failed = tuple(sorted(logits.order[row] for row in error.rows))
-        raise RowsFailedError(error.message, failed, reason=error.reason) from None
+class _Sampling:
+    """Samples rows of a step; `rows` of an error index the step, not the logits."""
+
+    def __init__(
+        self, rows: Sequence[ScheduledSequence], logits: StepLogits, masks: Mapping[int, Mask]
+    ) -> None:
+        self._rows, self._masks, self._values = rows, masks, logits.values
+        self._order = logits.order
+        self._place = {row: place for place, row in enumerate(logits.order)}
+        self._wait_argmax = logits.argmax
+        self._argmax: list[int] | None = None
+
+    def __call__(self, rows: list[int]) -> list[SampledToken]:
+        places = sorted(self._place[row] for row in rows)
+        order = [self._order[place] for place in places]
+        sampling = [SamplingRow.of(self._rows[row], self._masks.get(row)) for row in order]
+        values = self._values if len(places) == len(self._order) else self._values[places]
+        try:
+            sampled = sample(values, sampling, self._argmax_of(places))
+        except RowsFailedError as error:
+            failed = tuple(sorted(order[place] for place in error.rows))
+            message = error.message
+            if isinstance(error, NanLogitsError):
+                message = f"logits are not finite: {', '.join(self._rows[row].request_id for row in failed)}"
+            raise type(error)(message, failed, reason=error.reason) from None
+        token_of = dict(zip(order, sampled, strict=True))
+        return [token_of[row] for row in rows]
+
+    def _argmax_of(self, places: list[int]) -> Callable[[], list[int]] | None:
+        if (wait := self._wait_argmax) is None:
+            return None
+
+        def wanted() -> list[int]:
+            if self._argmax is None:
+                self._argmax = wait()
+            return [self._argmax[place] for place in places]
+
+        return wanted
 
 
 def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:

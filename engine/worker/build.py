@@ -14,6 +14,7 @@ from engine.core.types import ModelFacts
 from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
+from engine.speculation.speculator import make_drafter, warm_up_drafts
 from kv_transfer.layout import NO_QUANTIZATION, SAME
 from kv_transfer.transports.buffered import BufferedTransport
 from kv_transfer.transports.factory import make_transport
@@ -77,12 +78,12 @@ def build_engine(config: WorkerConfig) -> EngineParts:
     grammars = GrammarCompiler(tokenizer, runner.facts)
     if config.engine.kind != SIMULATED:
         grammars.prepare()
-    warm_up(runner, config.engine.max_step_tokens)
+    warm_up(runner, config.engine.max_step_tokens, drafts=warm_up_drafts(config.engine))
     if runner.pool_memory.memory_kind == VRAM:
         _require_transfer(config.transport, runner.pool_memory.device_index)
     transport = _polled(_transport(config), runner)
     endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
-    core = EngineCore(runner, config.engine, tokenizer)
+    core = EngineCore(runner, config.engine, tokenizer, drafter=make_drafter(config.engine))
     facts = replace(runner.facts, adapters=adapters)
     return EngineParts(core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work)
 
@@ -141,6 +142,9 @@ def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
 
 
 def _vllm(config: WorkerConfig) -> EngineParts:
+    if config.engine.speculation != "off":
+        message = "engine.speculation: engine vllm takes none, it is given the first token of a handoff"
+        raise ConfigError(message, field="engine.speculation")
     # Imported here, because few installations have vLLM.
     from engine.vllm.boot import start_vllm
 

@@ -99,7 +99,16 @@ def step_metrics(totals: TotalsByKind) -> list[Metric]:
         tokens.add_metric([kind, "output"], total.output_tokens)
     lent = {str(kind): float(total.lent_steps) for kind, total in totals.items()}
     text = "Steps that neighbours lent cores to"
-    return [durations, batches, tokens, counters("splitserve_steps_with_lent_cores", text, "kind", lent)]
+    decode = totals["decode"]
+    drafts = {"drafted": float(decode.drafted_tokens), "accepted": float(decode.accepted_tokens)}
+    metrics = [counters("splitserve_speculated_tokens", "Drafted tokens and accepted ones", "tokens", drafts)]
+    return [
+        *metrics,
+        durations,
+        batches,
+        tokens,
+        counters("splitserve_steps_with_lent_cores", text, "kind", lent),
+    ]
 
 
 def work_metrics(totals: TotalsByKind, work: StepWork | None, config: EngineConfig) -> list[Metric]:

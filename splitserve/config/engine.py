@@ -115,6 +115,10 @@ class EngineConfig(Settings):
     """How many later requests may bypass one that does not fit before it blocks the queue."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts for later prompts with the same prefix."""
+    speculation: Literal["off", "prompt-lookup"] = "off"
+    """Drafts of next tokens, which decode steps check several at a time; answers stay the same, token for token.
+    `prompt-lookup`: what followed the last tokens when they occurred before, in the prompt or the answer. Engine vllm
+    takes none. See docs/engine.md."""
     context_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most prompt plus output tokens of a request. Default and upper bound: the model's own."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -49,14 +49,15 @@ class HostBlockTable:
             raise ValueError(f"a step of {what}; there is room for {self.rows} of {self.columns}")
         rows = self._rows_of(flat)
         starts = rows * self.columns
-        known = self._widths[rows]
         changed: list[Ints] = []
-        for index in np.flatnonzero(widths > known).tolist():
-            first, last = int(known[index]), int(widths[index])
+        for index in np.flatnonzero(widths > self._widths[rows]).tolist():
+            first, last = int(self._widths[rows[index]]), int(widths[index])
+            if first >= last:  # a row of a draft, behind one that has the block already
+                continue
+            self._widths[rows[index]] = last
             place = np.arange(starts[index] + first, starts[index] + last)
             self.entries[place[0] : place[-1] + 1] = flat.sequences[index].block_ids[first:last]
             changed.append(place)
-        self._widths[rows] = np.maximum(known, widths)
         return starts, np.concatenate(changed) if changed else np.empty(0, np.int64)
 
     def forget(self) -> None:
@@ -72,7 +73,9 @@ class HostBlockTable:
         # First of all the others are marked as used, so that nobody gets the row of a sequence in the same step.
         self._last_used[rows[rows != _NO_ROW]] = self._step
         for index in without.tolist():
-            rows[index] = self._take_row(flat.sequences[index].table_id)
+            table_id = flat.sequences[index].table_id
+            known = row_of.get(table_id, _NO_ROW)  # of a draft, whose sequence is in the step as well
+            rows[index] = self._take_row(table_id) if known == _NO_ROW else known
         return rows
 
     def _take_row(self, table_id: int) -> int:

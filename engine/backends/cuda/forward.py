@@ -19,6 +19,7 @@ from engine.backends.interface import Forward, StepLogits, flatten
 from engine.core.types import ScheduledSequence
 from engine.model.attention_interface import AttentionBackend
 from engine.model.loaded_model import LoadedModel
+from engine.speculation.speculator import max_decode_rows
 from splitserve.config.engine import EngineConfig
 from splitserve.generation.kv_blocks import blocks_for
 
@@ -44,7 +45,7 @@ class CudaForward(Forward):
         self._device = model.device
         columns = blocks_for(context_tokens, config.block_size_tokens)
         self._table = DeviceBlockTable(
-            config.max_running_requests, columns, config.block_size_tokens, model.device
+            max_decode_rows(config), columns, config.block_size_tokens, model.device
         )
         self._staging = Staging(FIRST_CAPACITY, model.device)
         self._poll: Callable[[], None] | None = None
@@ -52,7 +53,7 @@ class CudaForward(Forward):
         model.context.backend = backend
         if config.cuda_graphs == "auto" and model.device.type == "cuda":
             self._graphs = CudaDecodeGraphs(
-                self._every_row, model.device, config.max_running_requests, self._table
+                self._every_row, model.device, max_decode_rows(config), self._table
             )
 
     @property

@@ -134,7 +134,9 @@ def build_step_batch(
     a row in `contiguous_kv` are in a ContiguousGroup instead.
     """
     decode = [index for index, sequence in enumerate(batch) if sequence.num_new == 1]
-    contiguous_rows = contiguous_kv.assign_rows(batch, decode) if contiguous_kv is not None else []
+    # Rows of drafts read from the blocks what is not certain to become KV of the sequence.
+    certain = [index for index in decode if not batch[index].ahead]
+    contiguous_rows = contiguous_kv.assign_rows(batch, certain) if contiguous_kv is not None else []
     contiguous = [index for rows in contiguous_rows for index in rows.members]
     rest = sorted(set(decode).difference(contiguous), key=lambda index: -batch[index].num_computed)
     order = [*contiguous, *rest, *(index for index, sequence in enumerate(batch) if sequence.num_new != 1)]

@@ -88,16 +88,31 @@ class _SizeClass:
         """Copies a sequence's computed KV from the pool into the next row, which must have memory."""
         index, length = len(self.rows), sequence.num_computed
         row = self._memory[:, :, index]
-        if length:
-            _, layers, both, heads, block_size, head_dim = self._pool.shape
-            blocks = torch.as_tensor(sequence.block_ids[: blocks_for(length, block_size)])
-            # [blocks, layers, 2, heads, block_size, head_dim] to [layers, 2, heads, blocks, block_size, head_dim]
-            gathered = self._pool.index_select(0, blocks).permute(1, 2, 3, 0, 4, 5)
-            row[:, :, :, :length] = gathered.reshape(layers, both, heads, -1, head_dim)[:, :, :, :length]
+        self._copy(index, sequence, 0)
         # The mask is added to scores, so it would not hide a NaN that an earlier sequence left here.
         row[:, :, :, length : self._written[index]] = 0
         self._written[index] = max(length, self._written[index])
         self.rows.append(_Row(sequence.token_ids, length))
+
+    def catch_up(self, index: int, sequence: ScheduledSequence) -> None:
+        """Copies what was computed since into a row: the accepted tokens of a draft."""
+        self._copy(index, sequence, self.rows[index].length)
+        self.rows[index].length = sequence.num_computed
+        self._written[index] = max(sequence.num_computed, self._written[index])
+
+    def _copy(self, index: int, sequence: ScheduledSequence, begin: int) -> None:
+        """Copies KV of positions from `begin` to the last computed one from the pool into a row."""
+        end = sequence.num_computed
+        if begin == end:
+            return
+        _, layers, both, heads, block_size, head_dim = self._pool.shape
+        first = begin // block_size
+        blocks = torch.as_tensor(sequence.block_ids[first : blocks_for(end, block_size)])
+        # [blocks, layers, 2, heads, block_size, head_dim] to [layers, 2, heads, blocks, block_size, head_dim]
+        gathered = self._pool.index_select(0, blocks).permute(1, 2, 3, 0, 4, 5)
+        gathered = gathered.reshape(layers, both, heads, -1, head_dim)
+        origin = first * block_size
+        self._memory[:, :, index, :, begin:end] = gathered[:, :, :, begin - origin : end - origin]
 
     def drop(self, index: int) -> None:
         """Frees a row and moves the last one into it."""
@@ -171,8 +186,10 @@ class ContiguousKv:
                 row = size_class.rows[row_index]
                 index = wanted.get(id(row.tokens))
                 computed = -1 if index is None else batch[index].num_computed
-                # A row is ahead of its sequence when a step is run again.
-                if 0 <= computed <= row.length and computed < size_class.capacity:
+                if 0 <= computed < size_class.capacity:
+                    # A row is ahead of its sequence when a step is run again, and behind after an accepted draft.
+                    if computed > row.length:
+                        size_class.catch_up(row_index, batch[wanted[id(row.tokens)]])
                     row.length = computed
                     del wanted[id(row.tokens)]
                 else:

@@ -21,6 +21,7 @@ from tests.support.engine.runner_driver import (
     BLOCK,
     Sequence_,
     drive,
+    drive_drafting,
     make_sequences,
     prompt_of,
     runner_of,
@@ -160,6 +161,24 @@ def test_a_row_does_not_depend_on_the_others(folder: Path, family: str) -> None:
         assert all(map(torch.equal, forced(runner, texts(lengths, stagger=2), chunk), together)), chunk
     other, _ = kernel_runner(folder, family, threads=2)
     assert all(map(torch.equal, forced(other, texts(lengths, stagger=0), CONTEXT), together))
+
+
+SAMPLED = SamplingParams(
+    temperature=0.9, top_p=0.9, seed=4, logprobs=2, repetition_penalty=1.2, presence_penalty=0.3
+)
+
+
+@pytest.mark.parametrize("family", ["wide_llama", "wide_mistral", "wide_gemma2"])
+@pytest.mark.parametrize("threads", THREADS)
+def test_drafts_change_nothing_to_the_last_bit(folder: Path, family: str, threads: int) -> None:
+    """Log probabilities among it, on any number of threads, each of which has rows whose KV another one computes."""
+    runner, _ = kernel_runner(folder, family, threads=threads)
+    prompts = [prompt_of(length, seed=5) for length in LENGTHS]
+    for sampling in (SamplingParams(temperature=0.0, logprobs=1), SAMPLED):
+        plain = drive(runner, make_sequences(prompts, 24, 0, sampling), 24, CONTEXT)
+        runner._pool.tensor.fill_(float("nan"))
+        sequences = make_sequences(prompts, 24, 0, sampling)
+        assert drive_drafting(runner, sequences, tokens_of(plain), threads) == plain
 
 
 @pytest.mark.parametrize("family", DENSE)

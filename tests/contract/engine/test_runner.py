@@ -15,6 +15,7 @@ from tests.support.engine.runner_driver import (
     BLOCK,
     NUM_BLOCKS,
     drive,
+    drive_drafting,
     make_sequences,
     prompt_of,
     runner_of,
@@ -76,6 +77,12 @@ def test_tokens_depend_neither_on_chunks_nor_on_the_batch(
     runner: ModelRunner, expected: list[list[int]], chunk: int
 ) -> None:
     assert tokens_of(drive(runner, make_sequences(PROMPTS, MAX_TOKENS), MAX_TOKENS, chunk)) == expected
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_change_no_token(runner: ModelRunner, expected: list[list[int]], seed: int) -> None:
+    sequences = make_sequences(PROMPTS, MAX_TOKENS)
+    assert tokens_of(drive_drafting(runner, sequences, expected, seed)) == expected
 
 
 def test_a_sequence_goes_on_where_its_blocks_were_copied(

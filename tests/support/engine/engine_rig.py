@@ -17,6 +17,7 @@ from engine.core.types import (
     StopParams,
 )
 from engine.runner.simulated_runner import EOS_TOKEN_ID, SimulatedRunner, expected_tokens
+from engine.speculation.drafter import Drafter
 from splitserve.config.engine import EngineConfig
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 
@@ -74,6 +75,7 @@ class Rig:
         error: Exception | None = None,
         overlaps: bool | None = None,
         kind: type[Script] = Script,
+        drafter: Drafter | None = None,
         **overrides: int | bool,
     ) -> None:
         values = {"block_size_tokens": BLOCK, "num_blocks": 64, "max_step_tokens": 32, **INSTANT, **overrides}
@@ -81,7 +83,7 @@ class Rig:
         self.clock = Clock()
         self.runner = kind(config, script, error)
         self.runner.overlaps = self.overlaps if overlaps is None else overlaps
-        self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock)
+        self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock, drafter)
         self.outputs: dict[str, RequestOutput] = {}
         self.results: list[StepResult] = []
         self.between_halves: Callable[[], object] = lambda: None

@@ -167,8 +167,20 @@ void attend_row(const Op& op, const PoolView& kv, const int32_t* table, int64_t 
   }
 }
 
+// How many rows directly before this one are of the same sequence, a token earlier each: those of a draft. A position
+// that is being written belongs to one sequence, so the block of the one before tells.
+inline int64_t rows_before(const Step& step, int64_t row, int64_t block_size) {
+  int64_t count = 0, length = step.lengths[row];
+  for (; count < row && length - count > 1 && step.lengths[row - count - 1] == length - count - 1; count++) {
+    int64_t block = (length - count - 2) / block_size;
+    if (step.tables[(row - count - 1) * step.columns + block] != step.tables[row * step.columns + block]) break;
+  }
+  return count;
+}
+
 // Writes each sequence's new KV into its block, then attends over all of its positions, or the last `window`. Threads
-// divide (row, KV head) items; a thread computes those of one row together. Fields:
+// divide (row, KV head) items; a thread computes those of one row together. What a row reads of the rows before it, the
+// thread writes first: the same bytes as whoever computes those. Fields:
 // pointer: query [heads, rows, D], key, value [kv_heads, rows, D], out [rows, heads, D], pool of the layer, Step;
 // stride[0..2]: of query, key, value (head, row); real: scale, softcap or 0;
 // number: rows, kv_heads, query heads per KV head, D, block_size, window or 0, then strides of the pool: from keys to
@@ -189,12 +201,13 @@ void attend(const Op& op, int thread, int threads) {
       continue;
     }
     const int32_t* table = step.tables + row * step.columns;
-    for (int64_t h = begin; h < end; h++) {
-      const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + row * op.stride[1][1];
-      const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + row * op.stride[2][1];
-      std::memcpy(kv.at(kv.keys, table, h, length - 1), key, D * 2);
-      std::memcpy(kv.at(kv.values, table, h, length - 1), value, D * 2);
-    }
+    for (int64_t back = rows_before(step, row, kv.block_size); back >= 0; back--)
+      for (int64_t h = begin; h < end; h++) {
+        const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + (row - back) * op.stride[1][1];
+        const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + (row - back) * op.stride[2][1];
+        std::memcpy(kv.at(kv.keys, table, h, length - 1 - back), key, D * 2);
+        std::memcpy(kv.at(kv.values, table, h, length - 1 - back), value, D * 2);
+      }
     attend_row(op, kv, table, row, begin, end, first, length, result);
   }
 }

@@ -1,0 +1,187 @@
+"""What drafts by prompt lookup save: `python -m bench.engine.speculation`.
+
+Each prompt is answered greedily and with a seed, plainly and with speculation in turns, one after the other by the same
+model: milliseconds a token after the first one, and the ratio of each pair of neighbours, of CPU time, too. `same`:
+whether all answers were the same, token for token. Kinds: `copy`, answers that repeat much of their prompts (a summary
+of quoted sentences, a corrected text, changed code); `free`, answers that do not. `several` answers four prompts at a
+time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from bench.engine.turns import show
+from bench.machine import this_machine
+from engine.core.engine_core import EngineCore
+from engine.core.model_runner import warm_up
+from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.runner.torch_runner import build_torch_runner
+from engine.speculation.speculator import make_drafter, warm_up_drafts
+from splitserve.config.engine import EngineConfig
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.models.sources import resolve_model
+from splitserve.models.tokenizer import Tokenizer, Turn
+
+MODEL = "smollm2-135m-instruct"
+REPORT = (
+    "The harbour of Norwick was rebuilt in three stages. The first stage, finished in the spring, replaced the"
+    " old wooden pier with a stone one. The second stage deepened the basin, so that larger ships can now enter at"
+    " low tide. The third stage, which the council approved last week, adds a market hall and forty berths for"
+    " fishing boats. The harbour master expects that the number of visiting ships will double within two years."
+    " Residents of the old quarter complain about the noise of the night deliveries, and the council has promised"
+    " to limit them to ten hours a day. The whole project costs twelve million, of which the region pays a third."
+)
+MAIL = (
+    "Dear Ms Hollis, thank you for you're letter of the third of May. We have recieved the two boxes with the lamps,"
+    " but one of the lamps dont work and the other has a scratch on it's foot. We would like too exchange both lamps"
+    " for new ones. Our driver can bring the boxes to you're shop on Friday, if that is convenient for you. Please let"
+    " us know at what time your shop open. We are looking forward to hear from you. With kind regards, Peter Aldous"
+)
+CODE = """def total_price(items, discount):
+    total = 0
+    for item in items:
+        if item.price < 0:
+            raise ValueError("negative price")
+        total = total + item.price * item.quantity
+    if discount > 0:
+        total = total - total * discount
+    return total
+
+
+def print_receipt(items, discount):
+    for item in items:
+        print(item.name, item.quantity, item.price)
+    print("total", total_price(items, discount))
+"""
+COPY = {
+    "summary": f"Repeat the sentences of this report that matter, word for word, in their order.\n\n{REPORT}",
+    "edit": f"Correct the spelling and grammar of this letter and write out the whole letter.\n\n{MAIL}",
+    "code": f"Rename `discount` to `rebate` in this Python code and print all of the code.\n\n```python\n{CODE}```",
+}
+FREE = {
+    "story": "Write a story about a lighthouse keeper who finds a strange bird on a stormy night.",
+    "explain": "Explain how vaccines work and why some of them need more than one dose.",
+    "advice": "What should I think about before I move from a small village to a big city?",
+    "chat": "I had a bad day at work today. Can you cheer me up a little?",
+}
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of a turn's prompts, and milliseconds a token of each prompt after its first."""
+
+    tokens: list[list[int]]
+    ms_a_token: float
+    cpu_ms_a_token: float
+
+
+def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, count: int) -> Answer:
+    """Answers the prompts together. All get as many tokens, whatever they are."""
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    stop = StopParams(max_tokens=count, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        core.add_request(EngineRequest(str(number), tuple(prompt), sampling, stop))
+    began, cpu, before = 0.0, 0.0, 0
+    while core.has_work():
+        for output in core.step().outputs:
+            tokens[output.request_id] += output.token_ids
+        if not began and all(tokens.values()):
+            began, cpu, before = time.perf_counter(), time.process_time(), sum(map(len, tokens.values()))
+    spent, cpu_spent = time.perf_counter() - began, time.process_time() - cpu
+    each = 1e3 * len(prompts) / (sum(map(len, tokens.values())) - before)
+    return Answer(list(tokens.values()), spent * each, cpu_spent * each)
+
+
+class Bench:
+    """Two engines over one model, of which one works at a time: with speculation and without."""
+
+    def __init__(self, dtype: str, threads: int) -> None:
+        values = {"dtype": dtype, "threads": threads, "kv_memory_bytes": 2**29, "prefix_cache": False}
+        config = EngineConfig.model_validate({**values, "speculation": "prompt-lookup"})
+        source = resolve_model(MODEL)
+        runner = build_torch_runner(config, source, lambda _fraction: None)
+        warm_up(runner, None, drafts=warm_up_drafts(config))
+        self._tokenizer = load_tokenizer(source.tokenizer_source)
+        self._plain = EngineCore(runner, config, self._tokenizer)
+        self._drafting = EngineCore(runner, config, self._tokenizer, drafter=make_drafter(config))
+
+    def row(
+        self, kind: str, name: str, texts: list[str], sampling: SamplingParams, turns: int, count: int
+    ) -> Any:
+        """One row of the report."""
+        prompts = [chat(self._tokenizer, text) for text in texts]
+        totals = self._drafting.step_totals["decode"]
+        drafted, accepted = totals.drafted_tokens, totals.accepted_tokens
+        ask(self._plain, prompts, sampling, count)
+        plain: list[Answer] = []
+        drafting: list[Answer] = []
+        for turn in range(turns):
+            answers = {}
+            for core in (self._plain, self._drafting) if turn % 2 == 0 else (self._drafting, self._plain):
+                answers[core] = ask(core, prompts, sampling, count)
+            plain.append(answers[self._plain])
+            drafting.append(answers[self._drafting])
+        pairs = list(zip(plain, drafting, strict=True))
+        return {
+            "kind": kind,
+            "prompt": name,
+            "sampled": not sampling.greedy,
+            "batch": len(prompts),
+            "plain_ms": round(median(one.ms_a_token for one in plain), 2),
+            "drafting_ms": round(median(one.ms_a_token for one in drafting), 2),
+            "ratio": round(median(a.ms_a_token / b.ms_a_token for a, b in pairs), 3),
+            "cpu_ratio": round(median(a.cpu_ms_a_token / b.cpu_ms_a_token for a, b in pairs), 3),
+            "drafted": round((totals.drafted_tokens - drafted) / turns / count / len(prompts), 2),
+            "accepted": round((totals.accepted_tokens - accepted) / turns / count / len(prompts), 2),
+            "same": all(a.tokens == b.tokens for a, b in pairs),
+        }
+
+
+def chat(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a conversation that begins with this text."""
+    return tokenizer.render_chat([Turn("user", text)])
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, "several"], help="only these")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    torch.set_num_threads(options.threads)
+    machine = this_machine()
+    bench = Bench(options.dtype, options.threads)
+    greedy = SamplingParams(temperature=0.0)
+    cases = [
+        (kind, name, [text], sampling)
+        for kind, texts in (("copy", COPY), ("free", FREE))
+        for name, text in texts.items()
+        for sampling in (greedy, SAMPLED)
+    ]
+    cases += [
+        ("copy", "several", [*COPY.values(), REPORT], greedy),
+        ("free", "several", list(FREE.values()), greedy),
+        ("free", "several", list(FREE.values()), SAMPLED),
+    ]
+    cases = [case for case in cases if case[1] in options.prompts]
+    rows = [bench.row(*case, options.turns, options.tokens) for case in cases]
+    show("speculation", sys.argv[1:], machine, rows, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Which engines speculate, and which refuse to."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.core.engine_core import EngineCore
+from engine.speculation.draft_lengths import MAX_ROWS
+from engine.speculation.speculator import make_drafter, max_decode_rows, warm_up_drafts
+from engine.worker.build import build_engine
+from splitserve.config.engine import EngineConfig
+from splitserve.config.worker import WorkerConfig
+from splitserve.errors import ConfigError
+from tests.support.engine.engine_rig import request
+
+
+def worker(**engine: object) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id="w", model="simulated", transport="memory", engine=EngineConfig.model_validate(engine)
+    )
+
+
+def test_it_is_off_unless_asked_for() -> None:
+    config = EngineConfig()
+    assert make_drafter(config) is None
+    assert not warm_up_drafts(config)
+    assert max_decode_rows(config) == config.max_running_requests
+
+
+def test_a_step_has_room_for_drafts_where_few_may_run() -> None:
+    assert max_decode_rows(EngineConfig(speculation="prompt-lookup", max_running_requests=2)) == MAX_ROWS
+
+
+def test_vllm_refuses_it_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.speculation: ") as refusal:
+        build_engine(worker(kind="vllm", speculation="prompt-lookup"))
+    assert refusal.value.field == "engine.speculation"
+
+
+def test_the_simulated_engine_checks_drafts() -> None:
+    """Its text is as good as random, so pairs of its characters come again, and mean little."""
+    parts = build_engine(
+        worker(kind="simulated", num_blocks=64, speculation="prompt-lookup", simulated_step_s=0.0)
+    )
+    assert isinstance(parts.core, EngineCore)
+    parts.core.add_request(request(max_tokens=500, prompt=b"abcabcabcabcabc"))
+    while parts.core.has_work():
+        parts.core.step()
+    assert parts.core.step_totals["decode"].drafted_tokens
+    parts.core.close()
