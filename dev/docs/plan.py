@@ -186,6 +186,12 @@ SHORT: Mapping[str, str] = {
     "python -m bench.observability.observation_cost": (
         "python -m bench.observability.observation_cost --turns 1 --seconds 0.5 --json"
     ),
+    "python -m bench.observability.version_cost": (
+        "python -m bench.observability.version_cost --before . --cases sse:tokens --turns 1 --seconds 0.3 --json"
+    ),
+    "python -m bench.autoscaling.simulated_goodput": (
+        "python -m bench.autoscaling.simulated_goodput --machines cpu --mixes bursty --seeds 1 --requests 10"
+    ),
     "python -m bench.coordinator": "python -m bench.coordinator --parts tokens --entrypoints sse --seconds 0.3 --json",
     "python -m bench.observability.page_cost": (
         "python -m bench.observability.page_cost --workers 4 --requests-per-s 5 --rounds 1 --seconds 0.5 --json"
