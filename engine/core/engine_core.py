@@ -65,7 +65,6 @@ class EngineCore(Engine):
         self.max_step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[runner.pool_memory.memory_kind]
         block_size = runner.layout.block_size_tokens
         self.kv_events = KvEventLog()
-        """Changes of the prefix cache; may be read on any thread."""
         pool = BlockPool(runner.num_blocks, self.kv_events)
         self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
         self._meter = StepMeter()
@@ -225,10 +224,7 @@ class EngineCore(Engine):
         return self._runner.demand() is not None
 
     def step(self) -> StepResult:
-        """Runs both halves of a step and returns its result.
-
-        A SplitserveError of the runner fails the requests of the batch; any other exception propagates.
-        """
+        """Runs both halves of a step and returns its result."""
         self.begin_step()
         self.finish_step()
         result = self.take_result()
@@ -236,8 +232,7 @@ class EngineCore(Engine):
         return result
 
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
-        """The first half of a step: expires requests, schedules the next batch and queues it at the runner, after a
-        call of `computing` with the time that this will take; see `StepMeter.expected_s`."""
+        """See `Engine`; for the time see `StepMeter.expected_s`."""
         self._require_no_step()
         began_s = self._clock()
         self._pacing.lending.end()
@@ -275,10 +270,7 @@ class EngineCore(Engine):
 
     @property
     def result_can_wait(self) -> bool:
-        """Whether to take the latest result only after the next `begin_step`, while the device computes.
-
-        True if there is a next step to begin, and no peer waits for the result's KV.
-        """
+        """See `Engine`. True if there is a next step to begin, and no peer waits for the result's KV."""
         return self._runner.overlaps and self._pending.can_wait and self.has_work()
 
     def take_result(self) -> StepResult | None:

@@ -154,7 +154,7 @@ def chat(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.speculation", description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5)

@@ -1,0 +1,1 @@
+"""What drafts save: `python -m bench.engine.speculation`."""
