@@ -94,16 +94,16 @@ class PairSelector(RequestObserver):
             self._meter.count_arrival(attempt.began_s)
         tokens = len(request.prompt) + len(state.token_ids)
         uncached_tokens = tokens - attempt.expected_cached_tokens
-        if attempt.decode is None:
-            self._registry.count_prompt(attempt.prefill.key, uncached_tokens)
-        elif attempt.decode.key == attempt.prefill.key:
-            self._registry.loads.count_prompt(attempt.prefill.key, uncached_tokens)
-            self._registry.count_stream(attempt.decode.key, tokens)
+        loads, prefill = self._registry.loads, attempt.prefill.key
+        self._registry.count_request(prefill)
+        if attempt.decode is None or attempt.decode.key == prefill:
+            loads.count_prompt(prefill, uncached_tokens)
         else:
-            expected = self._registry.count_expected(attempt.prefill.key, uncached_tokens)
-            if expected is not None:
+            self._registry.count_request(attempt.decode.key)
+            if (expected := loads.expect(prefill, uncached_tokens)) is not None:
                 self._expected[attempt.attempt_id] = expected
-            self._registry.count_stream(attempt.decode.key, tokens)
+        if attempt.decode is not None:
+            loads.count_stream(attempt.decode.key, tokens)
         for size, keys in request.block_keys.items():
             workers = (attempt.prefill, attempt.decode)
             sent_to = [w.key for w in workers if w is not None and w.block_size_tokens == size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker
+from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker, WorkerKey
 from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.addresses import check_address
 from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
@@ -287,6 +287,39 @@ def _require(condition: bool, name: str, bound: str, field: str | None = None) -
 
 JOIN_WAIT_S = 10.0
 """How long a worker waits for its lanes before it joins without them: a peer may be stuck."""
+
+
+class Joining:
+    """Workers that have not joined, and since when each of them is usable. Time is an argument, in seconds."""
+
+    def __init__(self) -> None:
+        self._waiting: set[str] = set()
+        self._usable_since_s: dict[WorkerKey, float] = {}
+        self._now = 0.0
+
+    def add(self, worker: Worker) -> None:
+        """A worker has registered."""
+        self._waiting.add(worker.worker_id)
+
+    def remove(self, worker: Worker) -> None:
+        """A worker is gone."""
+        self._waiting.discard(worker.worker_id)
+        self._usable_since_s.pop(worker.key, None)
+
+    def ready(self, workers: Mapping[str, Worker], now: float) -> list[Worker]:
+        """Those of all `workers` that join now, and wait no more. A time before the latest counts as that one."""
+        self._now = max(self._now, now)
+        if not self._waiting:
+            return []
+        joining = []
+        for worker in workers.values():
+            if worker.usable and not worker.joined:
+                since_s = self._usable_since_s.setdefault(worker.key, self._now)
+                if may_join(worker, workers.values(), self._now - since_s):
+                    joining.append(worker)
+        for worker in joining:
+            self.remove(worker)
+        return joining
 
 
 def may_join(worker: Worker, others: Iterable[Worker], waited_s: float) -> bool:

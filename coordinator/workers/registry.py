@@ -5,13 +5,16 @@ No I/O and no clock: `now` is an argument, in seconds on the monotonic clock. Li
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
 from coordinator.workers.catalog import ModelCatalog
-from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
+from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import check_fits, check_names, checked_worker, leaning_of, may_join
+from coordinator.workers.registration import Joining, check_fits, check_names, checked_worker, leaning_of
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
@@ -28,7 +31,6 @@ from coordinator.workers.snapshot import (
 )
 from splitserve.errors import NotFoundError, UnavailableError
 from splitserve.logs import log_event
-from splitserve.runtime.versioned import Versioned
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 MAX_ENDED = 256
@@ -38,8 +40,10 @@ MAX_CHANGES = 2**14
 SWEPT_SHARDS = 64
 """Shards of the prefix index swept per call of `expire`."""
 
+T = TypeVar("T")
 
-class Registry(Versioned):
+
+class Registry:
     """The registered workers.
 
     `version` grows with every change that can alter which pairs may serve (membership, readiness, draining,
@@ -48,7 +52,7 @@ class Registry(Versioned):
     """
 
     def __init__(self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None) -> None:
-        super().__init__()
+        self.version = 0
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.prefixes = PrefixIndex() if prefixes is None else prefixes
         self.loads = LoadLedger()
@@ -56,7 +60,7 @@ class Registry(Versioned):
         """Sorted by id, so that a snapshot is a plain copy."""
         self._snapshot: PoolSnapshot | None = None
         self._changes: list[str] = []
-        self._unjoined: set[str] = set()
+        self._joining = Joining()
         self._silent: set[WorkerKey] = set()
         """Decode workers without a report stream whose output stream is open."""
         self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
@@ -64,10 +68,9 @@ class Registry(Versioned):
         self._catalog = ModelCatalog()
         self._ended: dict[str, None] = {}
         self._plan = NO_PLAN
-        self._usable_since_s: dict[WorkerKey, float] = {}
-        self._now = 0.0
         self._asked: dict[WorkerKey, PoolName] = {}
         self._listeners: list[Callable[[Worker | None], None]] = []
+        self._changed = asyncio.Event()
 
     @property
     def plan(self) -> RotationPlan:
@@ -116,7 +119,7 @@ class Registry(Versioned):
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
         self._catalog.add(worker)
         self.loads.add(worker)
-        self._unjoined.add(worker.worker_id)
+        self._joining.add(worker)
         self._endpoints[worker.key] = request.endpoint
         self._last_seen_s[worker.key] = now
         self._bump_version()
@@ -174,7 +177,7 @@ class Registry(Versioned):
             self.drop(key, "its streams have ended")
         elif worker is not None and worker.output_open != is_open:
             self._put(dataclasses.replace(worker, output_open=is_open))
-            self._join(self._now)
+            self._join()
             self._bump_version()
 
     def ask_leanings(self, asked: Mapping[WorkerKey, PoolName]) -> None:
@@ -199,22 +202,8 @@ class Registry(Versioned):
         wanted = ((w, isolations.get(w.key, NOT_ISOLATED)) for w in self._workers.values())
         self._replace([dataclasses.replace(w, isolation=one) for w, one in wanted if one != w.isolation])
 
-    def count_prompt(self, key: WorkerKey, tokens: int) -> None:
-        """Counts a prompt as sent; see `LoadLedger.count_prompt`."""
-        self.loads.count_prompt(key, tokens)
-        self._count_request(key)
-
-    def count_stream(self, key: WorkerKey, tokens: int) -> None:
-        """Counts a request as sent to where it is decoded; see `LoadLedger.count_stream`."""
-        self.loads.count_stream(key, tokens)
-        self._count_request(key)
-
-    def count_expected(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
-        """Counts a request whose `tokens` prompt tokens will be sent later; see `LoadLedger.expect`."""
-        self._count_request(key)
-        return self.loads.expect(key, tokens)
-
-    def _count_request(self, key: WorkerKey) -> None:
+    def count_request(self, key: WorkerKey) -> None:
+        """Counts a request as sent to a worker, as far as `COUNTED_REQUESTS`. What it has to do is in `loads`."""
         worker = self.get(key)
         if worker is not None and worker.total_requests < COUNTED_REQUESTS:
             self._put(dataclasses.replace(worker, total_requests=worker.total_requests + 1))
@@ -225,9 +214,8 @@ class Registry(Versioned):
         if worker is None:
             return False
         del self._workers[worker.worker_id], self._endpoints[key], self._last_seen_s[key]
-        self._unjoined.discard(worker.worker_id)
+        self._joining.remove(worker)
         self._silent.discard(key)
-        self._usable_since_s.pop(key, None)
         self.prefixes.forget(key)
         self.loads.remove(key)
         self._bump_version()
@@ -291,21 +279,30 @@ class Registry(Versioned):
             if peer.decodes and peer.model.name == worker.model.name and peer.worker_id != worker.worker_id
         ]
 
-    def _join(self, now: float) -> bool:
+    async def wait_change(self, version: int) -> int:
+        """Waits until `version` differs from the given one; returns the new one."""
+        while self.version == version:
+            await self._changed.wait()
+        return self.version
+
+    async def wait_until(self, condition: Callable[[], T], wait_s: float) -> T:
+        """The first truthy result of `condition`, evaluated at each change of `version`, or its last result after
+        `wait_s` seconds."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        while True:
+            version, found = self.version, condition()
+            left_s = deadline_s - loop.time()
+            if found or left_s <= 0:
+                return found
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self.wait_change(version)
+
+    def _join(self, now: float = 0.0) -> bool:
         """Joins the workers that may join. True if any did."""
-        self._now = max(self._now, now)
-        if not self._unjoined:
-            return False
-        workers = list(self._workers.values())
-        joining = []
-        for worker in workers:
-            if worker.usable and not worker.joined:
-                since_s = self._usable_since_s.setdefault(worker.key, self._now)
-                if may_join(worker, workers, self._now - since_s):
-                    joining.append(worker)
+        joining = self._joining.ready(self._workers, now)
         for worker in joining:
-            del self._usable_since_s[worker.key]
-            self._unjoined.discard(worker.worker_id)
             self._put(dataclasses.replace(worker, joined=True))
             log_event("worker.joined", worker_id=worker.worker_id, pool=worker.pool)
         return bool(joining)
@@ -338,7 +335,8 @@ class Registry(Versioned):
         self._snapshot = None
         self._changes = []
         self._catalog.update(self.snapshot())
-        self.announce()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
         for listener in self._listeners:
             listener(None)
 

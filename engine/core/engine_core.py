@@ -85,14 +85,13 @@ class EngineCore(Engine):
         self._reserved: dict[int, Sequence] = {}
         self._writers: dict[int, list[int]] = {}
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
-        self._prompt_room = 0
-        """Blocks that reservations leave; see `keep_prompt_room`."""
+        self._prompt_room = 0  # blocks that reservations leave
         self._arrivals = 0
         self._changed = False
         """Whether the next step may do something that the last one could not."""
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
-        self._speculator = Speculator(drafter, self._kv, self.context_tokens)
+        self._speculator = Speculator(drafter, self._kv, self.context_tokens) if drafter else None
         self._outputs = OutputProcessor(
             block_size, self._kv.cache_computed, self._limits, self._pending, self._end
         )
@@ -208,7 +207,7 @@ class EngineCore(Engine):
 
     def has_work(self) -> bool:
         """See `Engine`."""
-        rests = self._pacing.lending.rests(self._clock())
+        rests = self._pacing.active and self._pacing.rests(self._clock())
         if self._changed and not rests and (self._scheduler.running or self._scheduler.waiting):
             return True
         return self.next_deadline() <= self._clock()
@@ -216,7 +215,8 @@ class EngineCore(Engine):
     def next_deadline(self) -> float:
         """See `Engine`."""
         first = self._deadlines.peek()
-        return min(self._pacing.lending.next_look_s, float("inf") if first is None else first[0])
+        due_s = float("inf") if first is None else first[0]
+        return min(self._pacing.next_look_s, due_s) if self._pacing.active else due_s
 
     @property
     def lent(self) -> bool:
@@ -235,12 +235,11 @@ class EngineCore(Engine):
         """See `Engine`; for the time see `StepMeter.expected_s`."""
         self._require_no_step()
         began_s = self._clock()
-        self._pacing.lending.end()
         self._meter.begin(began_s)
         result = StepResult()
         self._outputs.expire(self._deadlines, began_s, result)
         step = self._scheduler.schedule(began_s)
-        drafts = self._speculator.plan(step, self._scheduler.watermark_blocks)
+        drafts = self._speculator.plan(step, self._scheduler.watermark_blocks) if self._speculator else {}
         batch = self._outputs.batch(step, drafts, result)
         # After an empty step the next one is empty too, until something else sets the flag.
         self._changed = bool(step.num_new or step.preempted or step.failed)
@@ -264,7 +263,8 @@ class EngineCore(Engine):
             self._pacing.stepped(ended_s, step.num_new, step.outcomes)
         more, speedup = self.has_work(), self._runner.speedup
         duration_s = self._meter.end(ended_s, step.num_new, more, speedup, step.outcomes)
-        self._speculator.stepped(step.num_new, step.outcomes, duration_s)
+        if self._speculator:
+            self._speculator.stepped(step.num_new, step.outcomes, duration_s)
         if not more:
             self._runner.rest()
 
@@ -312,11 +312,8 @@ class EngineCore(Engine):
         self._require_no_step()
         known = request.request_id in self._live or request.request_id in self._held
         if known or self._pending.holds(request.request_id):
-            raise InvalidArgumentError(
-                f"request {request.request_id} is in progress here",
-                reason="DUPLICATE_REQUEST",
-                field="request_id",
-            )
+            message = f"request {request.request_id} is in progress here"
+            raise InvalidArgumentError(message, reason="DUPLICATE_REQUEST", field="request_id")
         self._limits.check(request)
 
     def _register(self, sequence: Sequence) -> None:
@@ -330,13 +327,14 @@ class EngineCore(Engine):
     def _end(self, sequence: Sequence) -> None:
         """Removes a live sequence everywhere, and frees its blocks unless they must be held."""
         del self._live[sequence.request_id]
-        self._speculator.forget(sequence)
+        if self._speculator:
+            self._speculator.forget(sequence)
         self._deadlines.discard(sequence)
         self._scheduler.remove(sequence)
         self._changed = True
         if sequence.reservation is not None:
-            del self._reserved[sequence.reservation]
             self._scheduler.num_reserved -= 1
+            del self._reserved[sequence.reservation]
             sequence.reservation = None
         if sequence.request.prefill_only:
             sequence.status = SequenceStatus.HELD

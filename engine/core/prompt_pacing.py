@@ -122,6 +122,7 @@ class PromptPacing:
         """Prompts that the latest triage found late."""
         self.lending = StepLending(lambda: None, lambda now: now)
         """Rests for a neighbour's sake; none before `lend`."""
+        self._rests = False
         self.reservation_waits = False
         """Whether the latest reservation found too few blocks or no slot: what ends streams sooner helps it."""
         self._turn: OldestTurn[Sequence] = OldestTurn()
@@ -164,6 +165,16 @@ class PromptPacing:
         """Lets streams wait for a neighbour's sake from now on. `demand` is `ModelRunner.demand`; `running` and
         `waiting` are, at any time, all sequences."""
         self.lending = StepLending(demand, lambda now: self._spare_until_s(now, running, waiting))
+
+    def rests(self, now: float) -> bool:
+        """Whether the next step waits for a neighbour's sake."""
+        self._rests = self._rests and self.lending.rests(now)
+        return self._rests
+
+    @property
+    def next_look_s(self) -> float:
+        """When to ask `rests` again; infinity without a rest."""
+        return self.lending.next_look_s if self._rests else math.inf
 
     def _spare_until_s(self, now: float, running: Collection[Sequence], waiting: Sized) -> float:
         """Until when the next step may wait; `now` where it may not, because a prompt or a reservation waits, a stream
@@ -270,7 +281,8 @@ class PromptPacing:
         self.clock.margin.record(now, timed, late)
         if any(tokens == 1 for tokens in num_new.values()):
             self._chunk_before = False
-        self._chunk_before |= self.lending.begin(now)
+        self._rests = self.lending.begin(now)
+        self._chunk_before |= self._rests
 
     def _share(self, decodes: Collection[Sequence]) -> float:
         """The share of the time that streams with targets leave to prompts."""

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.model_runner import ModelRunner
+from engine.core.model_runner import ModelRunner, draft_rows, sample_in_order
 from engine.core.types import ModelFacts, SampledToken, ScheduledSequence
-from engine.runner.draft_rows import draft_rows, sample_in_order
 from engine.runner.structured_output import Mask, MaskFiller, allowed_tokens
 from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import KvLayout

@@ -16,13 +16,12 @@ from engine.backends.cuda.forward import prepare_device
 from engine.backends.interface import StepLogits
 from engine.backends.select import choose_backend, make_forward
 from engine.core.engine_core import DEFAULT_STEP_TOKENS
-from engine.core.model_runner import ModelRunner, PendingStep
+from engine.core.model_runner import ModelRunner, PendingStep, batch_index, draft_rows, sample_in_order
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
 from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.model.loaded_model import LoadedModel, resolve_dtype
 from engine.runner.device import choose_device
-from engine.runner.draft_rows import batch_index, draft_rows, sample_in_order
 from engine.runner.fp8_wire import Fp8Wire
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.model_loader import load_model

@@ -49,9 +49,9 @@ def make_drafter(config: EngineConfig) -> Drafter | None:
 
 
 class Speculator:
-    """The drafts of an engine's steps; none without a drafter. `sequence_tokens`: the longest sequence."""
+    """The drafts of an engine's steps. `sequence_tokens`: the longest sequence."""
 
-    def __init__(self, drafter: Drafter | None, kv: KVCacheManager, sequence_tokens: int) -> None:
+    def __init__(self, drafter: Drafter, kv: KVCacheManager, sequence_tokens: int) -> None:
         self._drafter, self._kv, self._sequence_tokens = drafter, kv, sequence_tokens
         self._costs = RowCosts()
         self._everywhere = Acceptance()
@@ -67,11 +67,11 @@ class Speculator:
         """
         self._supports = {}
         batch = list(step.num_new)
-        if self._drafter is None or not 0 < len(batch) <= MAX_SEQUENCES:
+        if not 0 < len(batch) <= MAX_SEQUENCES:
             return {}
         if any(tokens > 1 for tokens in step.num_new.values()):
             return {}
-        guesses = self._guesses(self._drafter, step, batch)
+        guesses = self._guesses(step, batch)
         if not guesses:
             return {}
         lengths = self._lengths(guesses, batch, len(batch) + step.budget)
@@ -88,7 +88,7 @@ class Speculator:
         self, num_new: Mapping[Sequence, int], outcomes: Mapping[Sequence, DraftOutcome], duration_s: float
     ) -> None:
         """The step that was planned last took so long, and its drafts came out like this."""
-        if self._drafter is None or not num_new or any(tokens > 1 for tokens in num_new.values()):
+        if not num_new or any(tokens > 1 for tokens in num_new.values()):
             return
         for sequence, (drafted, accepted) in outcomes.items():
             if (acceptance := self._acceptance.get(sequence)) is not None:
@@ -97,13 +97,10 @@ class Speculator:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
-        if self._drafter is not None:
-            self._drafter.forget(sequence)
+        self._drafter.forget(sequence)
         self._acceptance.pop(sequence, None)
 
-    def _guesses(
-        self, drafter: Drafter, step: SchedulerOutput, batch: list[Sequence]
-    ) -> dict[Sequence, Draft]:
+    def _guesses(self, step: SchedulerOutput, batch: list[Sequence]) -> dict[Sequence, Draft]:
         """The drafts that could be accepted, none of them empty."""
         most = {
             sequence: min(MAX_DRAFT, further - 1)
@@ -112,7 +109,7 @@ class Speculator:
         }
         asked = [DraftRequest(sequence, sequence.tokens, tokens) for sequence, tokens in most.items()]
         guesses: dict[Sequence, Draft] = {}
-        for sequence, draft in zip(most, drafter.drafts(asked), strict=True):
+        for sequence, draft in zip(most, self._drafter.drafts(asked), strict=True):
             if not draft.token_ids:
                 continue
             try:

@@ -105,13 +105,13 @@ def test_a_neutral_worker_joins_once_its_lanes_are_up_in_both_directions() -> No
 def test_a_change_of_leaning_is_one_of_the_version_and_keeps_what_was_sent() -> None:
     registry = cluster(w0=PREFILL, w1=DECODE)
     before = registry.version
-    registry.count_stream(("w1", 1), 40)
-    expected = registry.count_expected(("w1", 1), 30)
+    registry.loads.count_stream(("w1", 1), 40)
+    expected = registry.loads.expect(("w1", 1), 30)
     registry.report(report("w1", registry, leaning=PREFILL), 2.0)
     assert found(registry, "w1").pool == "prefill"
     assert registry.version > before
     assert ready(registry) == ["w0", "w1"]
-    registry.count_stream(("w1", 1), 20)
+    registry.loads.count_stream(("w1", 1), 20)
     assert expected is not None
     expected.begin()
     assert registry.loads.decode["w1", 1].sent_tokens == 20  # 40 are part of the report

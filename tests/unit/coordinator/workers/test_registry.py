@@ -107,10 +107,10 @@ def test_a_change_log_names_all_changed_workers() -> None:
     tripped = CircuitStatus(state="open", tripped=True)
     steps: list[Callable[[], object]] = [
         lambda: registry.report(report("d0"), 1.0),
-        lambda: registry.count_stream(("d0", 1), 5),
+        lambda: registry.count_request(("d0", 1)),
         lambda: registry.set_circuit_statuses({("p0", 1): tripped}),
         lambda: registry.report(report("p0", draining=True), 1.0),
-        lambda: registry.count_stream(("d0", 1), 5),
+        lambda: registry.count_request(("d0", 1)),
         lambda: registry.set_output_open(("d0", 1), False),
         lambda: registry.drop(("d0", 1), "test"),
     ]
@@ -369,13 +369,13 @@ def test_prefill_workers_get_the_decode_workers_of_their_model_only() -> None:
 
 def test_what_was_sent_counts_until_the_next_report() -> None:
     registry = connected_pair()
-    registry.count_prompt(("p0", 1), 40)
-    registry.count_prompt(("p0", 1), 2)
+    registry.loads.count_prompt(("p0", 1), 40)
+    registry.loads.count_prompt(("p0", 1), 2)
     load = registry.loads.prefill["p0", 1]
     assert (load.sent_requests, load.sent_tokens, load.queued_tokens) == (2, 42, 42)
     registry.report(report("p0"), 1.0)
     assert (load.sent_requests, load.sent_tokens) == (0, 0)
-    registry.count_prompt(("gone", 1), 1)
+    registry.loads.count_prompt(("gone", 1), 1)
     registry.drop(("p0", 1), "test")
     assert registry.loads.prefill == {}
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.core.model_runner import batch_index, draft_rows, sample_in_order
 from engine.core.types import RowsFailedError, SampledToken, SamplingParams, ScheduledSequence
-from engine.runner.draft_rows import batch_index, draft_rows, sample_in_order
 
 SAMPLING = SamplingParams(temperature=0.0)
 
