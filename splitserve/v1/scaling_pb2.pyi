@@ -531,13 +531,15 @@ class ApplyPlanRequest(_message.Message):
 
     @_builtins.property
     def prefill_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Neutral workers to lean to prefill, and to decode, while the plan is in force. With any of them the coordinator's own
-        planner of leanings rests. An id may be in one of the two; workers that are not neutral stay where they are. At most
-        65536 in each. Failure: INVALID_ARGUMENT. Default: none.
+        """Neutral workers to lean to prefill while the plan is in force. With any leaning in a plan the coordinator's own planner
+        of leanings rests. Workers that are not neutral stay where they are. At most 65536. Failure: INVALID_ARGUMENT.
+        Default: none.
         """
 
     @_builtins.property
-    def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Neutral workers to lean to decode, likewise. An id may be in one of the two. Failure: INVALID_ARGUMENT. Default: none."""
+
     @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDecision]:
         """Why the plan is what it is, for people to see: one entry a pool. At most 2. Failure: INVALID_ARGUMENT. Default: none."""
