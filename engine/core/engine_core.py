@@ -128,6 +128,8 @@ class EngineCore(Engine):
         if sequence is None:
             return dropped
         self._end(sequence)
+        if not self.has_work():  # no step follows that would say so
+            self._runner.rest()
         return True
 
     def release_held(self, request_id: str) -> bool:

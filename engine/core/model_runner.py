@@ -152,6 +152,12 @@ def batch_index(rows: Sequence[ScheduledSequence], row: int) -> int:
     return sum(1 for each in rows[: row + 1] if not each.ahead) - 1
 
 
+def of_sequences(error: RowsFailedError, rows: Sequence[ScheduledSequence]) -> RowsFailedError:
+    """An error of rows as one of the sequences, in the batch, that they are of."""
+    failed = tuple(sorted({batch_index(rows, row) for row in error.rows}))
+    return type(error)(error.message, failed, reason=error.reason)
+
+
 def _joined(tokens: list[SampledToken]) -> SampledToken:
     return tokens[0] if len(tokens) == 1 else replace(tokens[0], following=tuple(tokens[1:]))
 

@@ -84,5 +84,5 @@ class StepLending:
         return True
 
     def end(self) -> None:
-        """A step begins."""
+        """The rest is over, if there is one."""
         self._until_s = -math.inf

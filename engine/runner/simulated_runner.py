@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.model_runner import ModelRunner, draft_rows, sample_in_order
-from engine.core.types import ModelFacts, SampledToken, ScheduledSequence
+from engine.core.model_runner import ModelRunner, draft_rows, of_sequences, sample_in_order
+from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
 from engine.runner.structured_output import Mask, MaskFiller, allowed_tokens
 from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import KvLayout
@@ -103,7 +103,10 @@ class SimulatedRunner(ModelRunner):
         """See ModelRunner."""
         rows = draft_rows(batch)
         end = time.monotonic() + self._duration_s(rows)
-        masks = self._mask_filler.masks(rows)
+        try:
+            masks = self._mask_filler.masks(rows)
+        except RowsFailedError as error:
+            raise of_sequences(error, rows) from None
         computed = [self._compute(sequence, masks.get(index)) for index, sequence in enumerate(rows)]
         sampled = sample_in_order(
             rows, masks, lambda wanted: [token for row in wanted if (token := computed[row]) is not None]

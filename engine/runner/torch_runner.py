@@ -16,7 +16,7 @@ from engine.backends.cuda.forward import prepare_device
 from engine.backends.interface import StepLogits
 from engine.backends.select import choose_backend, make_forward
 from engine.core.engine_core import DEFAULT_STEP_TOKENS
-from engine.core.model_runner import ModelRunner, PendingStep, batch_index, draft_rows, sample_in_order
+from engine.core.model_runner import ModelRunner, PendingStep, draft_rows, of_sequences, sample_in_order
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
 from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
@@ -122,8 +122,7 @@ class TorchRunner(ModelRunner):
             except RowsFailedError as error:
                 if len(rows) == 1:
                     raise
-                failed = sorted({batch_index(rows, row) for row in error.rows})
-                raise type(error)(error.message, tuple(failed), reason=error.reason) from None
+                raise of_sequences(error, rows) from None
             finally:
                 self._forward.finish()
 

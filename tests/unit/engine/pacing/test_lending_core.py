@@ -164,6 +164,19 @@ def test_the_end_of_the_last_stream_ends_a_rest() -> None:
     worker.assert_clean()
 
 
+def test_a_worker_whose_last_stream_is_aborted_between_steps_lends_its_cores() -> None:
+    worker = Worker()
+    worker.stream("a")
+    worker.stream("b")
+    worker.step()
+    assert worker.core.abort("a")
+    assert not worker.owner.resting
+    assert worker.core.abort("b")
+    assert not worker.core.has_work()
+    assert worker.owner.resting
+    worker.assert_clean()
+
+
 def test_a_reservation_that_found_no_room_is_not_kept_waiting() -> None:
     worker = Worker(max_running_requests=1)
     resting(worker)

@@ -192,6 +192,15 @@ def test_a_mask_that_costs_too_much_fails_its_row() -> None:
     assert caught.value.rows == (1,)
 
 
+def test_a_grammar_that_fails_behind_a_draft_fails_its_own_sequence() -> None:
+    rig, fine, stuck = Rig(), regex("[ab]{9}").matcher(), regex("ab").matcher()
+    assert not stuck.raw.consume_token(ord("z"))
+    drafting = scheduled(rig, fine)._replace(draft=tuple(b"aba"), num_new=1)
+    with pytest.raises(GrammarFailedError) as caught:
+        rig.runner.execute([drafting, scheduled(rig, stuck)])
+    assert caught.value.rows == (1,)
+
+
 async def test_compiled_grammars_are_kept() -> None:
     compiler = GrammarCompiler(load_tokenizer("simulated"), FACTS)
     sampling = SamplingParams(grammar=Grammar(regex="abc"))

@@ -39,7 +39,7 @@ class Request:
 
 
 class Machine:
-    """A pool, its rows, and sequences that decode one token a step."""
+    """A pool, its rows, and sequences that decode."""
 
     def __init__(self, max_bytes: int) -> None:
         self.pool = torch.full((NUM_BLOCKS, LAYERS, 2, HEADS, BLOCK, HEAD_DIM), float("nan"))
@@ -71,7 +71,8 @@ class Machine:
             self.pool[gone.blocks] = float("nan")
             self.free += gone.blocks
 
-    def step(self, again: bool) -> None:
+    def step(self, again: bool, accepted: int) -> None:
+        """Each sequence gets a token, and every second one `accepted` ones more by a draft."""
         batch = [request.scheduled() for request in self.running]
         for _ in range(1 + again):
             assigned = self.rows.assign_rows(batch, range(len(batch)))
@@ -86,9 +87,10 @@ class Machine:
             if self.max_bytes > 10**8:
                 assert sorted(seen) == list(range(len(batch)))
         for request in self.running:
-            self.write(request, request.computed)
-            request.computed += 1
-            request.tokens.append(0)
+            for _ in range(1 + accepted * (request.number % 2)):
+                self.write(request, request.computed)
+                request.computed += 1
+                request.tokens.append(0)
 
     def check(self, row: torch.Tensor, request: Request) -> None:
         for position in range(request.computed):
@@ -121,21 +123,21 @@ def test_rows_hold_what_the_pool_holds(moves: list[tuple[str, int]], max_bytes: 
         elif move == "leave":
             machine.leave(number)
         elif machine.running:
-            machine.step(again=number == 0)
+            machine.step(again=number == 0, accepted=number % 4)
 
 
 def test_a_sequence_that_outgrows_its_row_moves_on() -> None:
     machine = Machine(10**9)
     machine.join(30)
     for _ in range(60):
-        machine.step(again=False)
+        machine.step(again=False, accepted=0)
     assert machine.running[0].computed == 90
 
 
 def test_a_row_gives_way_when_nobody_decodes() -> None:
     machine = Machine(10**9)
     machine.join(30)
-    machine.step(again=False)
+    machine.step(again=False, accepted=0)
     assert machine.rows.num_bytes > 0
     machine.rows.assign_rows([], [])
     assert machine.rows.num_bytes == 0
