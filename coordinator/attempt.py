@@ -317,7 +317,8 @@ class Attempt:
             self._events.prefilled_locally(output.local_prefill)
 
     def _accept_failure(self, event: WorkerFailed) -> None:
-        if event.worker == self._prefill.worker.key and self.state in PREFILL_NOT_NEEDED:
+        by_prefill = event.worker == self._prefill.worker.key and self._prefill is not self._decode
+        if by_prefill and self.state in PREFILL_NOT_NEEDED:
             if self.state in AWAITS_REPORT:
                 self._enter(AttemptEvent.PREFILL_OVER)
         elif self._failure is None:
