@@ -98,7 +98,8 @@ class Attempt:
         self._attached = ExitStack()
         for client in dict.fromkeys((prefill, decode)):
             if client is not None:
-                self._attached.enter_context(client.attached(self.attempt_id, self._collector))
+                here = client.attached(self.attempt_id, self._collector, decodes=client is decode)
+                self._attached.enter_context(here)
 
     async def reserve(self) -> None:
         """Reserves KV blocks on the decode worker, if the answer needs one, and keeps the ticket.

@@ -41,7 +41,7 @@ class ScriptedClient:
         self.prefills = 0
 
     @contextmanager
-    def attached(self, attempt_id: str, collector: OutputCollector) -> Iterator[None]:
+    def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
         self.collector = collector
         yield
         self.collector = None
