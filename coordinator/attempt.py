@@ -98,7 +98,8 @@ class Attempt:
         self._attached = ExitStack()
         for client in dict.fromkeys((prefill, decode)):
             if client is not None:
-                self._attached.enter_context(client.attached(self.attempt_id, self._collector))
+                here = client.attached(self.attempt_id, self._collector, decodes=client is decode)
+                self._attached.enter_context(here)
 
     async def reserve(self) -> None:
         """Reserves KV blocks on the decode worker, if the answer needs one, and keeps the ticket.
@@ -317,7 +318,8 @@ class Attempt:
             self._events.prefilled_locally(output.local_prefill)
 
     def _accept_failure(self, event: WorkerFailed) -> None:
-        if event.worker == self._prefill.worker.key and self.state in PREFILL_NOT_NEEDED:
+        by_prefill = event.worker == self._prefill.worker.key and self._prefill is not self._decode
+        if by_prefill and self.state in PREFILL_NOT_NEEDED:
             if self.state in AWAITS_REPORT:
                 self._enter(AttemptEvent.PREFILL_OVER)
         elif self._failure is None:

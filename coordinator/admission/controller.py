@@ -155,8 +155,9 @@ class CapacityAdmission:
     def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
         lent = self._local_prefill == "auto" or self._registry.plan.lends(now)
         share = 1.0 if lent else self._targeted if self._hybrid else 0.0
-        prefills, decodes = len(admission.prefill.workers), len(admission.decode.workers)
-        # Decode workers add to prefill capacity as far as they may compute prompts.
+        prefills = len(admission.prefill.workers)
+        # Decode workers add to prefill capacity as far as they may compute prompts; stand-ins are in it already.
+        decodes = len(admission.decode.workers.keys() - admission.prefill.workers.keys())
         admission.prefill.stretch = 1.0 + share * decodes / prefills if prefills else 1.0
         release = admission.release(now)
         for entry in release.started:

@@ -37,8 +37,10 @@ StatsByModel = Mapping[str, ModelStats]
 
 def coordinator_metrics(snapshot: PoolSnapshot, running_requests: int, stats: StatsByModel) -> list[Metric]:
     """All request and worker metrics at one moment."""
+    ready = [worker for worker in snapshot.workers if snapshot.is_ready(worker)]
+    neutral = sum(worker.neutral for worker in ready)
     pools: dict[str, float] = {
-        pool: sum(snapshot.is_ready(worker) for worker in snapshot.workers if worker.pool == pool)
+        pool: sum(worker.pool == pool for worker in ready) or neutral  # these stand in for an empty pool
         for pool in POOLS
     }
     slow = sum(1 for w in snapshot.workers for _, lane in snapshot.lanes_of(w) if lane.problem)

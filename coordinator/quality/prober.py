@@ -101,10 +101,13 @@ class WorkerProber:
         return tuple(answer)
 
     def _workers(self, target: Target) -> tuple[Worker, Worker]:
-        """The target's workers. A decode worker alone still needs one that would write, as in any attempt."""
+        """The target's workers. A decode worker alone still needs one that would write, as in any attempt; a neutral
+        one is that itself."""
         decode = self._registry.get(target.decode)
         prefill = self._registry.get(target.prefill) if target.prefill else None
-        if target.prefill is None and decode is not None:
+        if target.prefill is None and decode is not None and decode.neutral:
+            prefill = decode
+        elif target.prefill is None and decode is not None:
             workers = self._registry.snapshot().workers
             prefill = next((w for w in workers if decode.agent_id in w.connected_agents and w.usable), None)
         if prefill is None or decode is None:

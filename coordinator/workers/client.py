@@ -77,21 +77,28 @@ class WorkerClient:
         self._prefill = PrefillServiceStub(self._channel)
         self._decode = DecodeServiceStub(self._channel)
         self._collectors: dict[str, OutputCollector] = {}
+        """Of all attempts here; `_decoded` has those whose output comes from here."""
+        self._decoded: dict[str, OutputCollector] = {}
         self.outputs = OutputReader(
-            worker, self._decode, coordinator_id, self._metadata, self._collectors, attachments, coalescer
+            worker, self._decode, coordinator_id, self._metadata, self._decoded, attachments, coalescer
         )
         self._lost: UnavailableError | None = None
 
     @contextmanager
-    def attached(self, attempt_id: str, collector: OutputCollector) -> Iterator[None]:
-        """While the context is open, delivers this attempt's output, and the loss of the worker, to `collector`."""
+    def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
+        """While the context is open, delivers the loss of the worker to `collector`, and, if it `decodes` this attempt,
+        the output. One that only computes the prompt would say on its next output stream that it has lost the attempt.
+        """
         self._collectors[attempt_id] = collector
+        if decodes:
+            self._decoded[attempt_id] = collector
         if self._lost is not None:
             collector.put(WorkerFailed(self.worker.key, self._lost))
         try:
             yield
         finally:
             del self._collectors[attempt_id]
+            self._decoded.pop(attempt_id, None)
 
     async def reserve(
         self, request: decode_pb2.ReserveRequest, timeout_s: float
@@ -176,7 +183,8 @@ class WorkerClient:
     def lose(self) -> None:
         """Fails all attempts on this worker; new calls fail at once."""
         self._lost = UnavailableError(f"{self.worker.name} went away", reason="WORKER_LOST")
-        self.outputs.fail_all(self._lost)
+        for collector in self._collectors.values():
+            collector.put(WorkerFailed(self.worker.key, self._lost))
 
     async def close(self) -> None:
         """Closes the channel and cancels the calls on it."""

@@ -223,11 +223,9 @@ class DecodeLoad(_Load):
         held = report.referenced_blocks + report.reserved_blocks + report.quarantined_blocks
         computed_blocks = self.computed_context / self.block_size
         own_blocks = self.context_tokens / self.block_size + len(self.flights)
-        others = (
-            report.streams - self.computed
-            if report.HasField("streams")
-            else report.running_requests - len(self.flights)
-        )
+        others = report.running_requests - len(self.flights)
+        if report.HasField("streams"):  # the others may have prompts in the batch that they decode elsewhere
+            others = min(others, report.streams - self.computed)
         requests, blocks, shared = (
             max(0, others),
             max(0, held - round(own_blocks)),

@@ -46,7 +46,7 @@ class OutputReader:
         numbers: Iterator[int],
         coalescer: OutputCoalescer | None,
     ) -> None:
-        """`collectors` has those of the attempts on this worker, by attempt id; `numbers` counts all streams of this
+        """`collectors` has those of the attempts that decode here, by attempt id; `numbers` counts all streams of this
         coordinator."""
         self.is_open = False
         self.attachment = 0
@@ -70,7 +70,7 @@ class OutputReader:
             self._stop_waiting()
 
     def fail_all(self, error: SplitserveError) -> None:
-        """Fails all attempts on this worker."""
+        """Fails all attempts that decode here."""
         for collector in self._collectors.values():
             collector.put(WorkerFailed(self._worker.key, error))
 

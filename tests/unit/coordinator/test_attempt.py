@@ -41,7 +41,7 @@ class ScriptedClient:
         self.prefills = 0
 
     @contextmanager
-    def attached(self, attempt_id: str, collector: OutputCollector) -> Iterator[None]:
+    def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
         self.collector = collector
         yield
         self.collector = None
@@ -293,3 +293,26 @@ async def test_what_comes_after_the_end_is_ignored() -> None:
         await one.attempt.settle()
         assert await one.attempt.next_delta() is None
         one.attempt.close()
+
+
+async def test_a_neutral_worker_that_serves_alone_fails_the_attempt_when_it_is_lost() -> None:
+    """Its loss is not that of a prefill worker that is no longer needed, although its key is both."""
+    background = BackgroundTasks()
+    worker = Registry(1.0).register(registration("n", registry_pb2.POOL_PREFILL), 0.0)
+    one = Rig(background)
+    one.events.routed(worker, worker, 0, time.monotonic())
+    client: Any = ScriptedClient(worker)
+    client.reserve_answer = decode_pb2.ReserveResponse()
+    one.attempt = Attempt(one.events, client, client, background)
+    await one.start()
+    assert one.state is AttemptState.LOCAL
+    client.say(output(0))
+    assert await one.read() == [0, 1]
+    client.say(WorkerFailed(worker.key, LOST))
+    with pytest.raises(UnavailableError, match="went away"):
+        async with asyncio.timeout(1.0):
+            await one.read()
+    assert one.state is AttemptState.FAILED
+    assert one.events.state.attempt.suspect == worker.key
+    one.attempt.close()
+    await background.close(1.0)

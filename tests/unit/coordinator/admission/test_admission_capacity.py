@@ -213,6 +213,19 @@ def test_others_load_counts() -> None:
     assert [put(capacity, entry(16)) for _ in range(2)] == [True, False]
 
 
+def test_own_streams_whose_first_token_is_on_its_way_are_not_others() -> None:
+    """At any time a few are decoded of which this coordinator has not sent a token yet: others in each report."""
+    load = DecodeLoad(("d", 1), 64)
+    for running, streams, others in ((1, 1, 0), (2, 2, 0), (12, 5, 3)):
+        one = entry()
+        load.add_flight(one)
+        for _ in range(2):
+            load.on_report(registry_pb2.WorkerLoad(running_requests=running, streams=streams, total_blocks=9))
+        assert load.other_requests == others, "prompts that are decoded elsewhere do not count"
+        one.computed = True
+        load.grow_flight(one, 1, True)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.health.breaker_registry import circuit_statuses
+from coordinator.metrics.prometheus import coordinator_metrics
 from coordinator.quality.target import targets_of
 from coordinator.workers.registration import check_report
 from coordinator.workers.registry import Registry
@@ -149,6 +150,24 @@ def test_a_whole_side_may_be_ejected_while_the_other_stands_in() -> None:
     both = {((name, 1),): Open() for name in ("w0", "w1")}
     statuses = circuit_statuses(registry.snapshot(), both)  # type: ignore[arg-type]
     assert not all(status.tripped for status in statuses.values())
+
+
+@pytest.mark.parametrize(
+    ("leanings", "expected"),
+    [
+        ({"w0": PREFILL}, (1, 1)),
+        ({"w0": DECODE, "w1": DECODE}, (2, 2)),
+        ({"w0": DECODE, "w1": PREFILL, "w2": DECODE}, (1, 2)),
+        ({}, (0, 0)),
+    ],
+)
+def test_a_pool_that_neutral_workers_stand_in_for_is_not_empty(
+    leanings: dict[str, registry_pb2.Pool.ValueType], expected: tuple[int, int]
+) -> None:
+    """Else an alert would page somebody for a cluster that serves."""
+    metrics = {one.name: one for one in coordinator_metrics(cluster(**leanings).snapshot(), 0, {})}
+    counts = {one.labels["pool"]: one.value for one in metrics["splitserve_ready_workers"].samples}
+    assert (counts["prefill"], counts["decode"]) == expected
 
 
 def test_golden_prompts_run_on_each_neutral_worker_and_between_all_of_them() -> None:
