@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -85,12 +86,15 @@ class SshTunnel:
         self._program = program
         self._folder = tempfile.TemporaryDirectory(prefix="splitserve-ssh-")
         self._process: subprocess.Popen[bytes] | None = None
+        self._opening = threading.Lock()
+        """Images are pulled by a thread of their own."""
 
     def connect(self, timeout_s: float) -> APIClient:
         """A client through the tunnel. Raises DockerException with the words of `ssh` where there is none."""
         socket = Path(self._folder.name) / "docker.sock"
-        if self._process is None or self._process.poll() is not None:
-            self._open(socket, timeout_s)
+        with self._opening:
+            if self._process is None or self._process.poll() is not None:
+                self._open(socket, timeout_s)
         return _client(f"unix://{socket}", False, timeout_s)
 
     def close(self) -> None:
