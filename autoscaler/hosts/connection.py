@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from docker import APIClient
 from docker.constants import DEFAULT_DOCKER_API_VERSION
-from docker.errors import DockerException, TLSParameterError
+from docker.errors import DockerException
 from docker.tls import TLSConfig
 
 from autoscaler.hosts.docker_context import docker_folder, read_context
@@ -70,11 +70,11 @@ def _direct(endpoint: str, version: str, tls: TLSConfig | bool, timeout_s: float
 def _tls(name: str, files: TlsFiles | None) -> TLSConfig | bool:
     if files is None:
         return False
-    try:
-        pair = (str(files.certificate), str(files.key))
-        return TLSConfig(client_cert=pair, ca_cert=str(files.authority), verify=True)
-    except TLSParameterError as error:
-        raise ConfigError(f"hosts: host {name}: tls: {error}", field="tls") from None
+    pems = [str(pem) for pem in (files.authority, files.certificate, files.key)]
+    if missing := [pem for pem in pems if not Path(pem).is_file()]:
+        raise ConfigError(f"hosts: host {name}: tls: there is no file {missing[0]}", field="tls")
+    authority, certificate, key = pems
+    return TLSConfig(client_cert=(certificate, key), ca_cert=authority, verify=True)
 
 
 class SshTunnel:
