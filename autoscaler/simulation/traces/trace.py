@@ -134,8 +134,11 @@ def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
         if not data.keys().isdisjoint(NOT_REQUESTS):
             continue
         timestamp = data.get("timestamp")
-        is_number = isinstance(timestamp, int | float) and not isinstance(timestamp, bool)
-        if not is_number or not 0 <= timestamp <= _MOST_MS:
+        if (
+            isinstance(timestamp, bool)
+            or not isinstance(timestamp, int | float)
+            or not 0 <= timestamp <= _MOST_MS
+        ):
             raise bad_line(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r:.80}")
         blocks = data.get("hash_ids", [])
         if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
