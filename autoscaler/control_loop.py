@@ -129,7 +129,6 @@ class ControlLoop:
             return
         snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
         plan, self._memory = self.decide(self._memory, snapshot)
-        self.shadows.look(snapshot, plan)
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
         actions = reconcile(plan, pools, self.settings.bounds, [pool for pool in POOLS if pauses[pool] > 0])
@@ -140,6 +139,13 @@ class ControlLoop:
                 self._failed("policy", ConfigError(broken), pool=pool)
         self.status.starts(self._starts.failed_starts, pauses)
         self._log_decision(plan, pools, actions)
+        await self._carry_out(plan, pools, actions)
+        # After that, so that a shadow that takes its time delays nothing that has been decided.
+        self.shadows.look(snapshot, plan)
+
+    async def _carry_out(
+        self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+    ) -> None:
         if not self._may_act or not await self._rotate(plan, pools, actions):
             return
         for action in actions:

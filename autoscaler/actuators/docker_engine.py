@@ -75,3 +75,8 @@ class DockerEngine:
         except (DockerException, RequestException, OSError) as error:
             self._client = None
             raise UnavailableError(f"docker: {what}: {error}", reason=UNREACHABLE) from error
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            # What answers is no Docker Engine, or an odd one: that ends neither the loop nor the other hosts.
+            self._client = None
+            message = f"docker: {what}: not an answer of a Docker Engine: {error!r}"
+            raise UnavailableError(message, reason=UNREACHABLE) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.scaling import pool_work_s
 from autoscaler.snapshot import PoolName
 
+_LONG_S = 86_400.0
 ShapeKind = Literal["split", "colocated", "adaptive"]
 
 
@@ -97,7 +99,9 @@ def replay(candidate: ClusterShape, scenario: Scenario) -> Outcome:
         scenario = replace(scenario, colocated=True, admission=None)
     policy: ScalingPolicy = parse_policy(policy_values(max(2, candidate.workers), scenario.slo))
     if candidate.kind != "adaptive":
-        # The same interval for all: a run, and with it its cost, lasts for whole intervals.
-        return Simulation(scenario, static_replicas(counts), policy.interval_s, name=candidate.name).run()
+        # The same interval for all: a run, and with it its cost, lasts for whole intervals. Longer ones only where
+        # looking at what never changes would take longer than the requests.
+        interval_s = policy.interval_s * max(1, math.ceil(scenario.trace.duration_s / _LONG_S))
+        return Simulation(scenario, static_replicas(counts), interval_s, name=candidate.name).run()
     decide, bounds = make_decide(policy), bounds_of(policy)
     return Simulation(scenario, decide, policy.interval_s, bounds, candidate.name).run()

@@ -10,6 +10,7 @@ from typing import Any
 
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.traces.columns import ColumnMap
+from autoscaler.simulation.traces.line_checks import lines_of
 from autoscaler.simulation.traces.trace import Trace, load_trace
 from splitserve.errors import InvalidArgumentError
 
@@ -76,7 +77,7 @@ def load_traffic(path: Path, columns: ColumnMap | None = None) -> RecordedTraffi
     text = path.read_text(encoding="utf-8-sig")
     if columns is not None or not text.lstrip().startswith("{"):
         return RecordedTraffic(trace)
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of(text), 1):
         data = json.loads(line) if line.strip() else {}
         try:
             if "workers" in data:

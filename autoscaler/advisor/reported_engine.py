@@ -177,7 +177,7 @@ def load_engine_model(path: Path) -> EngineModel:
     except OSError as error:
         message = f"engine_model: cannot read {path}: {error.strerror}"
         raise NotFoundError(message, reason="NO_ENGINE_MODEL", field="engine_model") from None
-    except ValueError:
+    except (RecursionError, ValueError):
         raise InvalidArgumentError(f"engine_model: {path} is no JSON", field="engine_model") from None
     fields = {field.name: field for field in dataclasses.fields(EngineModel)}
     if not isinstance(values, dict) or (unknown := sorted(values.keys() - fields.keys())):

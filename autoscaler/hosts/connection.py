@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 from docker import APIClient
 from docker.constants import DEFAULT_DOCKER_API_VERSION
-from docker.errors import DockerException, TLSParameterError
+from docker.errors import DockerException
 from docker.tls import TLSConfig
 
 from autoscaler.hosts.docker_context import docker_folder, read_context
@@ -69,11 +70,11 @@ def _direct(endpoint: str, version: str, tls: TLSConfig | bool, timeout_s: float
 def _tls(name: str, files: TlsFiles | None) -> TLSConfig | bool:
     if files is None:
         return False
-    try:
-        pair = (str(files.certificate), str(files.key))
-        return TLSConfig(client_cert=pair, ca_cert=str(files.authority), verify=True)
-    except TLSParameterError as error:
-        raise ConfigError(f"hosts: host {name}: tls: {error}", field="tls") from None
+    pems = [str(pem) for pem in (files.authority, files.certificate, files.key)]
+    if missing := [pem for pem in pems if not Path(pem).is_file()]:
+        raise ConfigError(f"hosts: host {name}: tls: there is no file {missing[0]}", field="tls")
+    authority, certificate, key = pems
+    return TLSConfig(client_cert=(certificate, key), ca_cert=authority, verify=True)
 
 
 class SshTunnel:
@@ -85,12 +86,15 @@ class SshTunnel:
         self._program = program
         self._folder = tempfile.TemporaryDirectory(prefix="splitserve-ssh-")
         self._process: subprocess.Popen[bytes] | None = None
+        self._opening = threading.Lock()
+        """Images are pulled by a thread of their own."""
 
     def connect(self, timeout_s: float) -> APIClient:
         """A client through the tunnel. Raises DockerException with the words of `ssh` where there is none."""
         socket = Path(self._folder.name) / "docker.sock"
-        if self._process is None or self._process.poll() is not None:
-            self._open(socket, timeout_s)
+        with self._opening:
+            if self._process is None or self._process.poll() is not None:
+                self._open(socket, timeout_s)
         return _client(f"unix://{socket}", False, timeout_s)
 
     def close(self) -> None:

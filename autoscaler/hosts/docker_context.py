@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from autoscaler.hosts.inventory_file import check_encrypted, check_endpoint
-from splitserve.errors import ConfigError
+from splitserve.errors import ConfigError, InvalidArgumentError
 from splitserve.security.tls import TlsFiles
 
 
@@ -24,11 +24,13 @@ def read_context(name: str, folder: Path) -> tuple[str, TlsFiles | None]:
     try:
         meta = json.loads((folder / "contexts/meta" / number / "meta.json").read_text(encoding="utf-8"))
         docker = meta["Endpoints"]["docker"]
-        endpoint, unchecked = check_endpoint(docker["Host"]), bool(docker.get("SkipTLSVerify", False))
+        endpoint, unchecked = check_endpoint(str(docker["Host"])), bool(docker.get("SkipTLSVerify", False))
     except FileNotFoundError:
         raise _bad(name, f"there is none in {folder}/contexts") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _bad(name, f"it cannot be read: {error}") from None
+    except InvalidArgumentError as error:
+        raise _bad(name, error.message) from None
     pems = folder / "contexts/tls" / number / "docker"
     files = TlsFiles(pems / "ca.pem", pems / "cert.pem", pems / "key.pem") if pems.is_dir() else None
     try:

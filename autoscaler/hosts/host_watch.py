@@ -65,7 +65,7 @@ class HostWatch:
             self._lost(error.message)
             return False
         self.replicas = tuple(replace(replica, host=self.link.name) for replica in found)
-        if self.answered_s is None or not was:
+        if (self.answered_s is None or not was) and (self._preparation is None or self._preparation.done()):
             self._preparation = asyncio.create_task(self._prepare())
         self.answered_s, self.reachable = now_s, True
         # All calls to a host run in order: orders before this question have been carried out, or never will be.

@@ -12,6 +12,7 @@ What runs on a host that has not answered since this process began cannot be kno
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +21,8 @@ from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.hosts.host_placement import HostCandidate, choose_host
 from autoscaler.hosts.host_watch import HostLink, HostWatch
 from autoscaler.snapshot import POOLS, PoolName
-from splitserve.errors import FailedPreconditionError, UnavailableError
+from splitserve.errors import FailedPreconditionError, SplitserveError, UnavailableError
+from splitserve.logs import log_event
 
 
 class HostsActuator(Actuator):
@@ -80,9 +82,7 @@ class HostsActuator(Actuator):
         ordered: Counter[str] = Counter()
         try:
             for _ in range(count):
-                host = await self._place(pool, gpus_each, ordered)
-                await host.start(pool, gpus_each)
-                ordered[host.link.name] += 1
+                await self._start_one(pool, gpus_each, ordered)
         finally:
             # So that their names are known if their host is cut off at once.
             await self._ask([host for host in self._hosts if ordered[host.link.name]])
@@ -117,8 +117,31 @@ class HostsActuator(Actuator):
         if back:
             await self._ask(back)
 
-    async def _place(self, pool: PoolName, gpus_each: int, ordered: Counter[str]) -> HostWatch:
-        reachable = [host for host in self._hosts if host.reachable]
+    async def _start_one(self, pool: PoolName, gpus_each: int, ordered: Counter[str]) -> None:
+        """One order. Where the Engine of the best host refuses it, the next best gets it: one broken host must not take
+        all orders. An order without an answer goes nowhere else."""
+        refused: dict[str, UnavailableError] = {}
+        while True:
+            try:
+                host = await self._place(pool, gpus_each, ordered, refused)
+            except SplitserveError as error:
+                raise next(iter(refused.values()), error) from None
+            try:
+                await host.start(pool, gpus_each)
+            except UnavailableError as error:
+                if not host.reachable:
+                    raise
+                refused[host.link.name] = error
+                fields = {"host": host.link.name, "pool": pool, "error": error.message}
+                log_event("host.refused", level=logging.WARNING, **fields)
+            else:
+                ordered[host.link.name] += 1
+                return
+
+    async def _place(
+        self, pool: PoolName, gpus_each: int, ordered: Counter[str], refused: Collection[str]
+    ) -> HostWatch:
+        reachable = [host for host in self._hosts if host.reachable and host.link.name not in refused]
         rooms = await asyncio.gather(*(host.room(pool, gpus_each) for host in reachable))
         candidates = []
         for host, room in zip(reachable, rooms, strict=True):

@@ -38,7 +38,9 @@ def check_endpoint(endpoint: str) -> str:
     """Returns the endpoint of a Docker Engine. Raises ValueError unless it is `unix:///PATH`, `tcp://HOST:PORT`, or
     `ssh://[USER@]HOST[:PORT][/PATH]` with PATH the remote socket."""
     parts = urlsplit(endpoint)
-    match parts.scheme:
+    # Exactly as it is written: what looks at its beginning later must find the same scheme as this does.
+    scheme = parts.scheme if endpoint.startswith(f"{parts.scheme}://") else ""
+    match "" if parts.query or parts.fragment else scheme:
         case "unix" if parts.path.startswith("/") and not parts.netloc:
             return endpoint
         case "tcp" if parts.path in ("", "/") and _port(parts) and parts.hostname and parts.username is None:
@@ -64,7 +66,7 @@ def check_encrypted(endpoint: str, *, tls: bool) -> None:
 def _is_ssh(parts: SplitResult) -> bool:
     host, user = parts.hostname or "", parts.username
     named = bool(_SSH_HOST.match(host)) and (user is None or bool(_SSH_USER.match(user)))
-    return named and parts.password is None and _port(parts) is not None and not parts.query
+    return named and parts.password is None and _port(parts) is not None
 
 
 def _port(parts: SplitResult) -> int | None:

@@ -108,13 +108,13 @@ def _guarded(
 ) -> tuple[Recommendation, Any]:
     try:
         return _checked(function(memory, snapshot, status))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Foreign code: whatever it raises, the loop goes on, and the next call begins without memory.
         why = f"{_where(error)}{type(error).__name__}: {error}"
         return Recommendation(status.current, "custom policy failed: count kept", 0.0, error=why), None
 
 
-def _where(error: Exception) -> str:
+def _where(error: Exception | SystemExit) -> str:
     """The line of the error: of a syntax error its own, else the innermost that ran."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: "

@@ -112,7 +112,11 @@ def shape_of(name: str, config: Mapping[str, Any], given: GivenShape) -> ModelSh
         hidden=hidden,
         weights=_one_of("weight_dtype", given.weight_dtype or _stored(config), WEIGHT_BITS),
         kv=_one_of("kv_dtype", given.kv_dtype or "bf16", KV_BITS),
-        context_tokens=int(config.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS),
+        context_tokens=_count(
+            "max_position_embeddings",
+            None,
+            config.get("max_position_embeddings") or DEFAULT_CONTEXT_TOKENS,
+        ),
     )
 
 
@@ -122,7 +126,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise NotFoundError(f"model: cannot read {path}: {error.strerror}", field="model") from None
-    except ValueError:
+    except (RecursionError, ValueError):
         raise InvalidArgumentError(f"model: {path} is no JSON", field="model") from None
     if not isinstance(found, dict):
         raise InvalidArgumentError(f"model: {path} is not an object", field="model")
@@ -142,8 +146,10 @@ def _counted(
     if not experts:
         total = float(embedding + layers * (attention + 3 * hidden * inner))
         return total, total
-    one = 3 * hidden * (config.get("moe_intermediate_size") or inner)
-    shared = 3 * hidden * (config.get("shared_expert_intermediate_size") or 0)
+    experts = _count("experts", None, experts)
+    one = 3 * hidden * _count("moe_intermediate_size", None, config.get("moe_intermediate_size") or inner)
+    shared = config.get("shared_expert_intermediate_size") or 0
+    shared = 3 * hidden * (_count("shared_expert_intermediate_size", None, shared) if shared else 0)
     used = _count("num_experts_per_tok", None, config.get("num_experts_per_tok"))
     always = embedding + layers * (attention + shared + hidden * experts)
     return float(always + layers * experts * one), float(always + layers * used * one)
@@ -154,7 +160,7 @@ def _stored(config: Mapping[str, Any]) -> str:
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
         found = {"fp8": "fp8", "fbgemm_fp8": "fp8"}.get(str(quantized.get("quant_method")))
-        found = found or {4: "int4", 8: "int8"}.get(quantized.get("bits") or 0)
+        found = found or {"4": "int4", "8": "int8"}.get(str(quantized.get("bits")))
         if found is None:
             message = "model: its quantization is not known: give --weight-dtype"
             raise InvalidArgumentError(message, field="weight_dtype")

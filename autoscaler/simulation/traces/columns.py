@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autoscaler.simulation.traces.line_checks import bad_line
+from autoscaler.simulation.traces.line_checks import bad_line, lines_of
 from splitserve.errors import InvalidArgumentError
 
 NEEDED = ("timestamp", "input_length", "output_length")
@@ -66,9 +66,8 @@ class ColumnMap:
             yield LogLine(line, self._seconds(path, line, when), prompt, output)
 
     def _csv(self, path: Path, text: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        lines = text.splitlines()
-        first = lines[0] if lines else ""
-        delimiter = max(_DELIMITERS, key=first.count)
+        lines = lines_of(text)
+        delimiter = max(_DELIMITERS, key=lines[0].count)
         rows = csv.reader(lines, delimiter=delimiter)
         header = [name.strip() for name in next(rows, [])]
         places = []
@@ -76,20 +75,20 @@ class ColumnMap:
             if name not in header:
                 raise bad_line(path, 1, f"no column {name!r}, only {', '.join(header) or 'none'}")
             places.append(header.index(name))
-        for line, row in enumerate(rows, 2):
+        for row in rows:
             if not row:
                 continue
             if len(row) <= max(places):
-                raise bad_line(path, line, f"expected {len(header)} columns, found {len(row)}")
-            yield line, tuple(row[place].strip() for place in places)
+                raise bad_line(path, rows.line_num, f"expected {len(header)} columns, found {len(row)}")
+            yield rows.line_num, tuple(row[place].strip() for place in places)
 
     def _json(self, path: Path, text: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        for line, row in enumerate(text.splitlines(), 1):
+        for line, row in enumerate(lines_of(text), 1):
             if not row.strip():
                 continue
             try:
                 data = json.loads(row)
-            except ValueError:
+            except (RecursionError, ValueError):
                 raise bad_line(path, line, "not a JSON object") from None
             names = (self.timestamp, self.input_length, self.output_length)
             yield line, tuple(_field(path, line, data, name) for name in names)
@@ -106,7 +105,7 @@ class ColumnMap:
         try:
             moment = datetime.fromisoformat(value)
         except (TypeError, ValueError):
-            message = f"{self.timestamp} must be a number or a time as in ISO 8601, not {value!r}"
+            message = f"{self.timestamp} must be a number or a time as in ISO 8601, not {value!r:.80}"
             raise bad_line(path, line, message) from None
         return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 

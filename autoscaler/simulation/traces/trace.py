@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 
 from autoscaler.simulation.traces.columns import ColumnMap
-from autoscaler.simulation.traces.line_checks import bad_line, token_count
+from autoscaler.simulation.traces.line_checks import bad_line, lines_of, token_count
 from splitserve.errors import NotFoundError
 
 
@@ -47,6 +47,10 @@ class Trace:
 AZURE_HEADER = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 NOT_REQUESTS = frozenset({"recording", "workers"})
 """Keys of a recording's lines that are no requests: its head and its end."""
+csv.field_size_limit(2**24)
+"""Logs have prompts beside the numbers."""
+_MOST_MS = 1e15
+"""Times since the epoch are less."""
 _MICROSECOND_DIGITS = 26
 """Length of a timestamp with six digits of fraction, as far as datetime reads."""
 
@@ -65,10 +69,13 @@ def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> T
         raise bad_line(path, 1, f"not UTF-8 text ({error.reason})") from None
     mooncake = columns is None and text.lstrip().startswith("{")
     recorded = mooncake and is_recording(text)
-    if columns is not None:
-        found = list(_mapped(path, text, columns))
-    else:
-        found = list(_mooncake(path, text) if mooncake else _azure(path, text))
+    try:
+        if columns is not None:
+            found = list(_mapped(path, text, columns))
+        else:
+            found = list(_mooncake(path, text) if mooncake else _azure(path, text))
+    except csv.Error as error:
+        raise bad_line(path, 1, f"not CSV, from here or from a later line on: {error}") from None
     if not found:
         raise bad_line(path, 1, "no requests")
     found.sort(key=lambda request: request.arrival_s)
@@ -83,16 +90,16 @@ def is_recording(text: str) -> bool:
     head, _, _ = text.lstrip().partition("\n")
     try:
         data = json.loads(head)
-    except ValueError:
+    except (RecursionError, ValueError):
         return False
     return isinstance(data, dict) and "recording" in data
 
 
 def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
-    rows = csv.reader(text.splitlines())
+    rows = csv.reader(lines_of(text))
     if (header := next(rows, None)) != AZURE_HEADER:
         raise bad_line(
-            path, 1, f"expected the columns {','.join(AZURE_HEADER)}, found {','.join(header or [])!r}"
+            path, 1, f"expected the columns {','.join(AZURE_HEADER)}, found {','.join(header or [])!r:.80}"
         )
     for line, row in enumerate(rows, 2):
         if not row:
@@ -102,7 +109,7 @@ def _azure(path: Path, text: str) -> Iterator[TraceRequest]:
         try:
             arrival_s = datetime.fromisoformat(row[0].strip()[:_MICROSECOND_DIGITS]).timestamp()
         except ValueError:
-            raise bad_line(path, line, f"TIMESTAMP is not a time: {row[0]!r}") from None
+            raise bad_line(path, line, f"TIMESTAMP is not a time: {row[0]!r:.80}") from None
         prompt = token_count(path, line, AZURE_HEADER[1], row[1])
         yield TraceRequest(arrival_s, prompt, token_count(path, line, AZURE_HEADER[2], row[2]))
 
@@ -115,20 +122,24 @@ def _mapped(path: Path, text: str, columns: ColumnMap) -> Iterator[TraceRequest]
 
 
 def _mooncake(path: Path, text: str) -> Iterator[TraceRequest]:
-    for line, row in enumerate(text.splitlines(), 1):
+    for line, row in enumerate(lines_of(text), 1):
         if not row.strip():
             continue
         try:
             data = json.loads(row)
-        except ValueError:
+        except (RecursionError, ValueError):
             raise bad_line(path, line, "not a JSON object") from None
         if not isinstance(data, dict):
             raise bad_line(path, line, "not a JSON object")
         if not data.keys().isdisjoint(NOT_REQUESTS):
             continue
         timestamp = data.get("timestamp")
-        if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not timestamp >= 0:
-            raise bad_line(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r}")
+        if (
+            isinstance(timestamp, bool)
+            or not isinstance(timestamp, int | float)
+            or not 0 <= timestamp <= _MOST_MS
+        ):
+            raise bad_line(path, line, f"timestamp must be a number of milliseconds, not {timestamp!r:.80}")
         blocks = data.get("hash_ids", [])
         if not isinstance(blocks, list) or not all(isinstance(block, int) for block in blocks):
             raise bad_line(path, line, "hash_ids must be a list of integers")

@@ -224,5 +224,6 @@ def _planned(
         "slo": asdict(slo),
         "traffic": {**traffic_figures(cut), "requests": len(cut.requests)},
         "replays": len(found.replays),
+        "out_of_time": found.out_of_time,
         "notes": notes,
     }

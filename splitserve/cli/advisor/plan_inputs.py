@@ -22,6 +22,9 @@ MOST_REQUESTS = 20_000
 """Longer traces are cut to their busiest stretch: a replay takes up to 0.7 ms of CPU a request."""
 _STEADY_REQUESTS = 2000
 _LONGEST_STEADY_S = 3600.0
+_MOST_COPIES = 1_000_000
+"""Requests of a scaled trace, before it is cut."""
+_LONGEST_DAYS = 31
 _ANSWERS = 10
 """A steady trace lasts for at least so many answers, so that batches fill."""
 
@@ -82,6 +85,7 @@ def read_traffic(given: GivenTraffic, slo: Slo) -> tuple[Trace, ReportedEngine |
         trace = steady(rate, _steady_s(rate, outputs, slo), prompts, outputs, given.seed)
     if given.time_scale != 1:
         trace = hastened(trace, given.time_scale)
+    _check_size(trace, given.scale)
     if given.scale != 1:
         trace = scaled(trace, given.scale, given.seed)
     if len(trace.requests) < 2:
@@ -89,10 +93,24 @@ def read_traffic(given: GivenTraffic, slo: Slo) -> tuple[Trace, ReportedEngine |
     return trace, engine
 
 
+def _check_size(trace: Trace, scale: float) -> None:
+    """A replay takes time for each request and for each second, so neither may be without bounds."""
+    if (requests := len(trace.requests) * scale) > _MOST_COPIES:
+        message = f"scale: {requests:.3g} requests are more than {_MOST_COPIES}: cut the trace"
+        raise InvalidArgumentError(message, field="scale")
+    if (days := trace.duration_s / 86_400) > _LONGEST_DAYS:
+        message = (
+            f"trace: it lasts for {days:.3g} days, at most {_LONGEST_DAYS} can be replayed: "
+            "cut it, or look at the unit of its times"
+        )
+        raise InvalidArgumentError(message, reason="TRACE_TOO_LONG", field="trace")
+
+
 def _steady_s(rate: float, outputs: LengthDistribution, slo: Slo) -> float:
     median = math.exp(outputs.points[len(outputs.points) // 2][1])
     wanted = max(60.0, _STEADY_REQUESTS / rate, _ANSWERS * (slo.ttft_s + median * slo.tpot_s))
-    return min(wanted, max(_LONGEST_STEADY_S, 20 / rate), max(60.0, MOST_REQUESTS / rate))
+    most = min(10 * MOST_REQUESTS / rate, _LONGEST_DAYS * 86_400)
+    return min(wanted, max(_LONGEST_STEADY_S, 20 / rate), max(60.0, MOST_REQUESTS / rate), most)
 
 
 def read_model(given: GivenReplica) -> ModelShape | None:

@@ -14,6 +14,7 @@ def plan_text(found: Mapping[str, Any]) -> str:
     """The replica, the two clusters, and what to take. Plain when piped."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     traffic, slo = found["traffic"], found["slo"]
     table = Table(
@@ -27,7 +28,7 @@ def plan_text(found: Mapping[str, Any]) -> str:
     if money:
         headings += [f"{money} / h", f"{money} / 1M tokens", f"{money} / 1M output"]
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(Text(heading), justify="right")  # a currency is no markup
     for kind in _KINDS:
         if found[kind] is not None:
             table.add_row(*_row(kind, found[kind]))
@@ -56,7 +57,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     best = found[found["best"]]
     others = [found[kind] for kind in _KINDS if kind != found["best"] and found[kind] is not None]
     if not others:
-        why = f"the other kind does not reach {found['goal']:.0%}"
+        does = "was not seen to reach" if found["out_of_time"] else "does not reach"
+        why = f"the other kind {does} {found['goal']:.0%}"
     elif others[0]["gpus"] > best["gpus"]:
         why = f"{others[0]['name']} takes {others[0]['gpus']}"
     else:

@@ -18,6 +18,7 @@ from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
+from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.snapshot import POOLS, DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits
 from coordinator.metrics.scaling_lease import ScalingLeases
@@ -457,6 +458,20 @@ class FencedCoordinator:
         """Time passes until the lease ends, and another takes it."""
         self.clock.now += 11
         assert (await self.acquire_lease(holder, valid_s=10.0)).granted
+
+
+async def test_shadows_decide_once_the_plan_in_force_has_been_carried_out() -> None:
+    world, there = World(), list[list[str]]()
+
+    def shadow(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        there.append(sorted(world.actuator.there))
+        return world.plan, memory
+
+    world.loop.shadows = Shadows([ShadowPolicy("late", shadow)])
+    assert await world.tick() == there[0] == ["decode-1", "prefill-0"]
+    world.deaf = DOWN
+    await world.tick()
+    assert len(there) == 2, "whatever comes of the plan in force"
 
 
 async def test_a_policy_that_fails_is_counted_and_the_loop_goes_on() -> None:

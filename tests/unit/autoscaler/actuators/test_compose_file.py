@@ -161,6 +161,7 @@ def test_neutral_workers_are_scaled_by_hand() -> None:
     """No label of a pool: an autoscaler that runs beside them leaves them alone."""
     service = SERVICES["worker"]
     assert service["profiles"] == ["neutral"]
+    assert service["restart"] == "unless-stopped", "no autoscaler replaces them"
     assert "labels" not in service
     assert service["pid"] == service["ipc"] == "service:namespaces"
     assert not [name for name, other in SERVICES.items() if "worker" in other.get("depends_on", ())]

@@ -9,6 +9,7 @@ import socketserver
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,6 +102,30 @@ async def test_a_tunnel_by_ssh_that_is_opened_again(far: Far) -> None:
     finally:
         await engine.close()
     assert len(far.said.read_text().splitlines()) == 2
+
+
+def test_two_threads_share_one_tunnel(far: Far) -> None:
+    tunnel = SshTunnel("ssh://gpu-b", str(far.program))
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for client in threads.map(tunnel.connect, (5.0, 5.0)):
+                client.close()
+    finally:
+        tunnel.close()
+    assert len(far.said.read_text().splitlines()) == 1
+
+
+async def test_what_is_no_engine_is_unreachable() -> None:
+    """`HostWatch` takes no other errors for a host's."""
+    answers: list[Any] = [{}, [], None, "x"]
+    engine = DockerEngine(5.0, connect=lambda _: cast(Any, object()))
+    try:
+        for answer in answers:
+            with pytest.raises(UnavailableError, match="not an answer of a Docker Engine") as caught:
+                await engine.call("list replicas", lambda _, one=answer: one["ApiVersion"].split(".")[0])
+            assert caught.value.reason == UNREACHABLE
+    finally:
+        await engine.close()
 
 
 async def test_the_environments_proxies_do_not_apply(far: Far, monkeypatch: pytest.MonkeyPatch) -> None:

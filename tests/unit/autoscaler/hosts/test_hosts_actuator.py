@@ -156,6 +156,21 @@ async def test_an_order_without_an_answer_is_not_repeated(pair: Pair) -> None:
     assert pair.started == 7
 
 
+async def test_a_host_that_refuses_orders_does_not_take_all_of_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(pool: str, count: int, gpus_each: int = 1) -> None:
+        raise UnavailableError("could not select device driver", reason="DOCKER")
+
+    monkeypatch.setattr(pair.a, "start", broken)
+    assert await pair.tick(ScalingPlan(PoolPlan(3), PoolPlan(5))) == []
+    assert (len(pair.a.there), len(pair.b.there)) == (3, 5)
+    assert pair.actuator.hosts == {"a": True, "b": True}
+    monkeypatch.setattr(pair.b, "start", broken)
+    (error,) = await pair.tick(ScalingPlan(PoolPlan(3), PoolPlan(6)))
+    assert "could not select device driver" in error.message
+
+
 async def test_an_order_that_never_arrived_is_given_again_once_the_host_has_said_so(pair: Pair) -> None:
     wanted = ScalingPlan(PoolPlan(2), PoolPlan(5))
     pair.a.lacks = Room(0, "NO_ROOM", "full")

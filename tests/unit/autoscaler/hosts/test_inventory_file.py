@@ -12,7 +12,7 @@ import yaml
 
 from autoscaler.hosts.connection import connector
 from autoscaler.hosts.docker_context import read_context
-from autoscaler.hosts.inventory_file import DockerHost, load_hosts
+from autoscaler.hosts.inventory_file import DockerHost, check_endpoint, load_hosts
 from splitserve.errors import ConfigError
 
 HOST = {"name": "a", "endpoint": "unix:///var/run/docker.sock", "address": "10.0.0.1"}
@@ -69,6 +69,25 @@ def test_plain_tcp_is_for_this_machine_alone() -> None:
         DockerHost.model_validate(HOST | {"endpoint": f"tcp://{address}:2375"})
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        # Whatever else reads it might take it for another scheme than the check did.
+        "SSH://gpu-b",
+        " ssh://gpu-b",
+        "TCP://127.0.0.1:2375",
+        "UNIX:///var/run/docker.sock",
+        "unix:/var/run/docker.sock",
+        "tcp://127.0.0.1:2375#@gpu-b:2375",
+        "tcp://127.0.0.1:2375?gpu-b",
+        "ssh://gpu-b#x",
+    ],
+)
+def test_an_endpoint_has_one_spelling(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="is none of"):
+        check_endpoint(endpoint)
+
+
 def test_a_host_is_there_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="host a is there twice"):
         load_hosts(written(tmp_path, HOST, HOST))
@@ -103,6 +122,9 @@ def test_contexts_as_docker_writes_them(tmp_path: Path) -> None:
         ({"Host": "tcp://10.0.0.2:2375"}, False),
         ({"Host": "tcp://10.0.0.2:2376", "SkipTLSVerify": True}, True),
         ({"Host": "npipe:////./pipe/docker"}, False),
+        ({"Host": 5}, False),
+        ({"Host": ["tcp://10.0.0.2:2376"]}, True),
+        ({"Host": "tcp://10.1:2376"}, True),
         ({}, False),
     ],
 )
@@ -122,5 +144,8 @@ def test_a_context_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_missing_certificates_are_named(tmp_path: Path) -> None:
     given = HOST | {"endpoint": "tcp://10.0.0.2:2376", "tls": str(tmp_path)}
-    with pytest.raises(ConfigError, match="host a: tls: "):
-        connector(DockerHost.model_validate(given))
+    for pem in ("ca.pem", "cert.pem", "key.pem"):
+        with pytest.raises(ConfigError, match=f"host a: tls: there is no file {tmp_path}/{pem}"):
+            connector(DockerHost.model_validate(given))
+        (tmp_path / pem).touch()
+    connector(DockerHost.model_validate(given))

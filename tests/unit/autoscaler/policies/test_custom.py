@@ -89,12 +89,11 @@ def test_unknown_options_are_refused() -> None:
         decided(MODULE, eech=5)
 
 
-def test_one_that_fails_later_keeps_the_count_and_says_where(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", ["KeyError('x')", "SystemExit('x')"])
+def test_one_that_fails_later_keeps_the_count_and_says_where(tmp_path: Path, error: str) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(
-        GOOD.replace("    return", "    if snapshot.now_s:\n        raise KeyError('x')\n    return")
-    )
+    path.write_text(GOOD.replace("    return", f"    if snapshot.now_s:\n        raise {error}\n    return"))
     plan = decided(f"{path}:mine", snapshot(prefill=5))
     assert plan.prefill.desired == 5
-    assert plan.prefill.error == "line 6: KeyError: 'x'"
+    assert plan.prefill.error.startswith(f"line 6: {error.partition('(')[0]}: ")
     assert plan.decode.error == ""

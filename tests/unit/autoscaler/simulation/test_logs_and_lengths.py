@@ -68,12 +68,33 @@ def test_csv_in_any_order(tmp_path: Path, unit: str, factor: float, delimiter: s
         ('{"ts": 1, "usage": {"prompt_tokens": null, "completion_tokens": 1}}', "must be a whole number"),
         ('{"ts": 1}\n{', "line 1: no field"),
         ("{", "line 1: not a JSON object"),
+        ('{"ts":' + "[" * 100_000, "line 1: not a JSON object"),
+        ("ts," + "x" * 2**24 + "x", "line 1: not CSV"),
     ],
 )
 def test_bad_lines(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(InvalidArgumentError, match=words) as caught:
         loaded(tmp_path, text, MAP)
     assert caught.value.field == "trace"
+
+
+def test_prompts_beside_the_numbers(tmp_path: Path) -> None:
+    columns = "timestamp=at,input_length=in,output_length=out"
+    text = f'at,in,out,prompt\n1,2,3,{"x" * 200_000}\n2,4,5,"two\nlines"\n3,x,5,y\n'
+    with pytest.raises(InvalidArgumentError, match="line 5: in must be a whole number"):
+        loaded(tmp_path, text, columns)
+    assert len(loaded(tmp_path, text.replace("x,5", "6,5"), columns).requests) == 3
+    # No end of a line in JSON.
+    text = '{"at": 1, "in": 2, "out": 3, "prompt": "a\u2028b"}\r\n{"at": 2, "in": 2, "out": 3}\r\n'
+    assert len(loaded(tmp_path, text, columns).requests) == 2
+
+
+@pytest.mark.parametrize("timestamp", ["1e400", "9" * 400, "-1", "true"])
+def test_times_of_mooncake_traces_are_bounded(tmp_path: Path, timestamp: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(f'{{"timestamp": {timestamp}, "input_length": 5, "output_length": 5}}\n')
+    with pytest.raises(InvalidArgumentError, match="line 1: timestamp must be a number of milliseconds"):
+        load_trace(path)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autoscaler.simulation.engine_model import PRESETS
+from splitserve.cli.advisor.plan_table import plan_text
 from splitserve.cli.main import main
 
 SHAPE = ("--params", "8B", "--layers", "32", "--heads", "32", "--kv-heads", "8", "--head-dim", "128")
@@ -112,6 +113,14 @@ def test_prices_and_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (("--rate", "1", *SHAPE, "--gpu", "H100", "--goal", "2"), 2, "goal must be"),
         (("--rate", "1", *SHAPE, "--gpu", "H100", "--efficiency", "x=1"), 2, "efficiency: no such part"),
         (("--rate", "1", "--engine-model", "/none"), 1, "engine_model: cannot read /none"),
+        (("--rate", "1e-9", *SHAPE, "--gpu", "H100"), 2, "fewer than two requests"),
+        (
+            ("--rate", "1", "--scale", "1e6", *SHAPE, "--gpu", "H100"),
+            2,
+            "scale: 1.97e+09 requests are more than",
+        ),
+        (("--rate", "1", "--time-scale", "1e-6", *SHAPE, "--gpu", "H100"), 2, "trace: it lasts for"),
+        (("--rate", "1e6", *SHAPE, "--gpu", "H100"), 1, "no number of replicas up to 256"),
     ],
 )
 def test_wrong_input(
@@ -122,6 +131,15 @@ def test_wrong_input(
     assert (got, captured.out) == (code, ""), captured.err
     assert captured.err.count("\n") == 1
     assert words in captured.err
+
+
+def test_what_was_not_tried_is_not_said_to_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*SHAPE, "--gpu", "H100", "--gpus-per-replica", "1", "--rate", "4", "--output-tokens", "9")
+    found = planned(capsys, *arguments, "--price", "1", "--currency", "[/x]")
+    cut = found | {"best": "split", "colocated": None, "out_of_time": True}
+    assert "[/x] / h" in plan_text(cut)
+    assert "the other kind was not seen to reach 95%" in plan_text(cut)
+    assert "the other kind does not reach 95%" in plan_text(cut | {"out_of_time": False})
 
 
 def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
