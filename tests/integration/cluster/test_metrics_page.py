@@ -106,7 +106,8 @@ async def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Series]:
         async with cluster.client() as client:
             await asyncio.gather(*(client.generate([7] * 40, max_tokens=4) for _ in range(8)))
         options = ["--policy", str(policy), "--coordinator", cluster.target, "--api-key-file", str(key_file)]
-        autoscaler = ServiceProcess("autoscaler", ["autoscaler", *options, *metrics], folder)
+        shadow = ["--shadow", str(policy)]
+        autoscaler = ServiceProcess("autoscaler", ["autoscaler", *options, *shadow, *metrics], folder)
         cluster.members["autoscaler"] = autoscaler
         autoscaler.start()
         await asyncio.to_thread(autoscaler.wait_event, "scaling.decided")

@@ -212,7 +212,7 @@ async def test_a_worker_with_a_foreign_certificate_stays_out(
     odd = ServiceProcess("odd", arguments, tmp_path)
     odd.start()
     assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
-    assert "only decode or prefill may call this" in odd.log_tail()
+    assert "only decode or prefill or worker may call this" in odd.log_tail()
     assert "Traceback" not in odd.log_tail()
     write_certificates(swapped, [], 1, force=True, now=datetime.now(UTC) - timedelta(days=2))
     odd.start()
