@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 
 import pytest
 
@@ -12,7 +13,7 @@ from splitserve.errors import SplitserveError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, decoding_worker, until, worker
+from tests.support.cluster.streams import Reading, decoding_worker, prompts_under_way, until, worker
 from tests.support.engine.reference import Reference
 
 BLOCK, CHUNK, MAX_TOKENS = 32, 64, 6
@@ -82,8 +83,8 @@ async def test_a_seed_gives_the_same_answer(cluster: Cluster, text_tokens: list[
 
 async def test_clients_that_leave(cluster: Cluster, text_tokens: list[int]) -> None:
     async with AsyncClient(cluster.target, timeout_s=300) as client:
-        early = [Reading(client, text_tokens[n : n + LONG], max_tokens=5) for n in range(6)]
-        await until(cluster, lambda info: worker(info, "prefill-0").running_requests, "a prompt is computed")
+        prompts = (text_tokens[n : n + LONG] for n in count())
+        early = await prompts_under_way(cluster, client, prompts, 6, max_tokens=5)
         late = Reading(client, text_tokens[:40], max_tokens=300, ignore_eos=True)
         for reading in early:
             await reading.leave()

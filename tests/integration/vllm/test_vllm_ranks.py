@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.cluster.streams import Reading, decoding_worker, until, worker
+from tests.support.cluster.streams import Reading, decoding_worker, prompts_under_way
 from tests.support.engine.reference import Reference
 from tests.support.engine.tiny_models import make_tiny_model
 
@@ -90,8 +91,8 @@ async def test_greedy_tokens_equal_transformers(
             *(client.generate(prompt, max_tokens=MAX_TOKENS) for prompt in prompts.values())
         )
         assert all(answer.token_ids for answer in side_by_side)
-        leaving = [Reading(client, text_tokens[n : n + 400], max_tokens=5) for n in range(4)]
-        await until(cluster, lambda info: worker(info, "prefill-0").running_requests, "a prompt is computed")
+        long = (text_tokens[n : n + 400] for n in count())
+        leaving = await prompts_under_way(cluster, client, long, 4, max_tokens=5)
         for reading in leaving:
             await reading.leave()
     await cluster.assert_no_leaks()

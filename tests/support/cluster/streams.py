@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
+from itertools import islice
 from typing import Any
 
 from splitserve.client import AsyncClient, Completion
@@ -78,6 +79,21 @@ async def eventually(condition: Callable[[], Any], what: str, timeout_s: float =
             return
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         await asyncio.sleep(POLL_S)
+
+
+async def prompts_under_way(
+    cluster: Cluster, client: AsyncClient, prompts: Iterable[Sequence[int]], at_once: int, **options: Any
+) -> list[Reading]:
+    """`at_once` answers, while worker prefill-0 computes one of their prompts. A short prompt may come and go between
+    two reports of its worker; then the next ones are sent."""
+    deadline, left = time.monotonic() + PATIENCE_S, iter(prompts)
+    while time.monotonic() < deadline:
+        readings = [Reading(client, prompt, **options) for prompt in islice(left, at_once)]
+        while not all(reading.task.done() for reading in readings):
+            with suppress(DeadlineExceededError):  # a busy machine
+                if worker(await client.server_info(), "prefill-0").running_requests:
+                    return readings
+    raise AssertionError(f"not within {PATIENCE_S} s: a prompt is computed")
 
 
 async def until(
