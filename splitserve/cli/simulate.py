@@ -91,6 +91,13 @@ Hybrid = Annotated[
         show_default=False,
     ),
 ]
+LendsCores = Annotated[
+    bool,
+    typer.Option(
+        "--lent-cores",
+        help="With --steps: replicas lend each other cores while they rest, as workers on one cpu host.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Rate = Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)]
 PeakRate = Annotated[
@@ -139,6 +146,7 @@ def simulate(
     admission: AdmissionMode = "off",
     steps: Steps = False,
     hybrid: Hybrid = None,
+    lent_cores: LendsCores = False,
     seed: Seed = 0,
     rate: Rate = 2.0,
     peak_rate: PeakRate = 8.0,
@@ -172,6 +180,7 @@ def simulate(
         admission=_admission(admission),
         steps=steps,
         hybrid=_hybrid(hybrid, steps),
+        lent_cores=lent_cores,
     )
     with shown_progress("simulate") as progress:
         found = compare(scenario, rules, names, attainment_bar if bound else None, progress)
