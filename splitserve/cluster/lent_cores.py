@@ -42,35 +42,30 @@ def shared_core_file(
     config: ClusterConfig, inventory: Inventory
 ) -> Iterator[tuple[ClusterConfig, tuple[int, ...]]]:
     """The workers' settings, with a file where they lend cores by default, and what they inherit for that."""
-    file = _open() if lends_by_default(config, inventory) else None
+    file = None
+    if lends_by_default(config, inventory):
+        try:
+            file = _new_file()
+        except OSError as error:
+            log_event("cluster.no_lent_cores", level=logging.WARNING, why=str(error))
     if file is None:
         yield config, ()
         return
     try:
-        path = INHERITED_FILES / str(file)
-        yield (
-            config.model_copy(update={"engine": config.engine.model_copy(update={"core_exchange": path})}),
-            (file,),
-        )
+        engine = config.engine.model_copy(update={"core_exchange": INHERITED_FILES / str(file)})
+        yield config.model_copy(update={"engine": engine}), (file,)
     finally:
         os.close(file)
 
 
-def _open() -> int | None:
-    """A new file that children may inherit; None where the system has no such files, or no locks in them."""
-    try:
-        file = os.memfd_create("splitserve-cores")
-    except OSError as error:
-        return _none(error)
+def _new_file() -> int:
+    """A file that children may inherit. Raises OSError where the system has no such files, or no locks in them."""
+    file = os.memfd_create("splitserve-cores")
     try:
         os.fchmod(file, 0o600)
         with (INHERITED_FILES / str(file)).open("rb+", buffering=0) as again:  # as a worker does
             fcntl.fcntl(again, fcntl.F_OFD_GETLK, _ASKED_LOCK)
-    except OSError as error:
+    except BaseException:
         os.close(file)
-        return _none(error)
+        raise
     return file
-
-
-def _none(error: OSError) -> None:
-    log_event("cluster.no_lent_cores", level=logging.WARNING, why=str(error))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from engine.backends.cpu.core_exchange import CoreExchange
-from splitserve.cluster import lent_cores
 from splitserve.cluster.lent_cores import lends_by_default, shared_core_file
 from splitserve.cluster.placement import make_inventory
 from splitserve.cluster.process_specs import cluster_specs, worker_count
@@ -103,9 +102,9 @@ def test_a_system_without_such_files_or_locks_lends_nothing(monkeypatch: pytest.
         raise OSError(22, "Invalid argument")
 
     before = set(os.listdir("/proc/self/fd"))
-    for module, name in ((lent_cores.fcntl, "fcntl"), (lent_cores.os, "memfd_create")):
+    for function in ("fcntl.fcntl", "os.memfd_create"):
         with monkeypatch.context() as changed:
-            changed.setattr(module, name, refuse)
+            changed.setattr(function, refuse)
             with shared_core_file(config, cores) as (left, files):
                 assert (left, files) == (config, ())
     assert set(os.listdir("/proc/self/fd")) == before
