@@ -43,6 +43,8 @@ class EngineModel:
     """Fixed part of a step with prompt tokens. Default: `step_s`, as for a decode step."""
     separate_steps: bool = False
     """Whether prompts with targets have steps of their own beside decodes that have targets, as on cpu."""
+    lent_time: float = 0.53
+    """What a chunk takes, of its time alone, on the cores of two replicas, where these lend each other theirs."""
     request_s: float = 0.0
     """From a request's arrival until its prompt is queued: validation, tokenization, routing, reservation."""
 

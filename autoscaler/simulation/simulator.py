@@ -52,7 +52,8 @@ class Scenario:
     """Whether replicas are computed step by step; the SLO is then each request's own target."""
     hybrid: bool = False
     """Whether the coordinator's pair policy says who computes a prompt, as its setting `hybrid`; with `steps` only."""
-
+    lent_cores: bool = False
+    """Whether replicas lend each other cores, as workers on one cpu host do; with `steps` only."""
     neutral: bool = False
     """Whether the first replicas are neutral ones, as many as lean where at first; see `ClusterSettings`."""
 
@@ -61,10 +62,11 @@ class Scenario:
             raise InvalidArgumentError("neutral replicas need the pair policy (hybrid)", field="neutral")
         if self.steps:
             _check_steps(self)
-        elif self.hybrid:
-            raise InvalidArgumentError(
-                "hybrid needs replicas that are computed step by step (--steps)", field="hybrid"
-            )
+            return
+        for name, wanted in (("hybrid", self.hybrid), ("lent_cores", self.lent_cores)):
+            if wanted:
+                message = f"{name} needs replicas that are computed step by step (--steps)"
+                raise InvalidArgumentError(message, field=name)
 
     @property
     def settings(self) -> ClusterSettings:
@@ -78,6 +80,7 @@ class Scenario:
             colocated=self.colocated,
             steps=self.steps,
             hybrid=self.hybrid,
+            lent_cores=self.lent_cores,
             neutral=self.neutral,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
         )

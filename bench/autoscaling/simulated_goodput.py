@@ -2,8 +2,9 @@
 
 In simulation, step by step, with the coordinator's own policies.
 
-`cpu`: two cores, one worker each (or one worker on both), the mixes of `bench.goodput`. `gpu`: four replicas as
-`h100-8b`; `shift` is prefill-heavy and decode-heavy for 40 s each in turn. No prefix caches, no admission, no failures.
+`cpu`: two cores, one worker each (or one worker on both), the mixes of `bench.goodput`; `default` and `neutral` lend
+each other cores, as `splitserve up` does there, `unlent` is the default without. `gpu`: four replicas as `h100-8b`;
+`shift` is prefill-heavy and decode-heavy for 40 s each in turn. No prefix caches, no admission, no failures.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ CPU = EngineModel(
     request_s=1e-4,
 )
 """SmolLM2-135M on one core, as measured on 2026-11-23."""
-TWO_THREADS = 0.53
+TWO_THREADS = CPU.lent_time
 """What the same takes on two cores."""
 GPU_LENGTHS = {"balanced": (1200, 250), "prefill-heavy": (3360, 94), "decode-heavy": (318, 527)}
 """Mean tokens of prompt and answer, each drawn evenly from half to one and a half of that."""
 SHIFT_S = 40.0
-SYSTEMS = ("split", "default", "neutral", "colocated")
+SYSTEMS = ("split", "unlent", "default", "neutral", "colocated")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One machine, its targets, and the rates of each mix."""
+    """One machine, its targets, and the rates of each mix. `lends`: its workers lend each other cores."""
 
     engine: EngineModel
     colocated: EngineModel
     slo: Slo
     workers: int
     rates: Mapping[str, Sequence[float]]
+    lends: bool = False
 
 
 CASES = {
@@ -64,7 +66,8 @@ CASES = {
         ),
         Slo(1.0, 0.05),
         2,
-        dict.fromkeys(("measured", "prefill-heavy", "decode-heavy", "bursty"), (1.0, 2.0, 3.0)),
+        dict.fromkeys(("measured", "prefill-heavy", "decode-heavy", "bursty"), (1.0, 2.0, 3.0, 4.0)),
+        lends=True,
     ),
     "gpu": Case(
         preset("h100-8b"),
@@ -87,17 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.autoscaling.simulated_goodput")
     parser.add_argument("--machines", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--mixes", nargs="+", help="Default: all of each machine.")
+    parser.add_argument("--rates", nargs="+", type=float, help="Default: those of each mix.")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=300)
     chosen = parser.parse_args(arguments)
-    print("| machine, mix | rate |", " | ".join(SYSTEMS), "|")
-    print("|" + "---|" * (2 + len(SYSTEMS)))
+    print("| machine, mix | rate |", " | ".join(chosen.systems), "|")
+    print("|" + "---|" * (2 + len(chosen.systems)))
     for machine in chosen.machines:
         for mix, rates in CASES[machine].rates.items():
             if chosen.mixes and mix not in chosen.mixes:
                 continue
-            for rate in rates:
-                cells = [cell(machine, mix, rate, name, chosen.seeds, chosen.requests) for name in SYSTEMS]
+            for rate in chosen.rates or rates:
+                cells = [
+                    cell(machine, mix, rate, name, chosen.seeds, chosen.requests) for name in chosen.systems
+                ]
                 print(f"| {machine}, {mix} | {rate:g} |", " | ".join(cells), "|", flush=True)
     return 0
 
@@ -135,7 +142,8 @@ def run(machine: str, mix: str, rate: float, system: str, seed: int, requests: i
         prefix_cache="off",
         steps=True,
         colocated=colocated,
-        hybrid=system in ("default", "neutral"),
+        hybrid=system in ("unlent", "default", "neutral"),
+        lent_cores=case.lends and system in ("default", "neutral"),
         neutral=system == "neutral",
     )
     return Simulation(scenario, static_replicas(counts)).run()

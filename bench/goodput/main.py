@@ -15,10 +15,10 @@ requests; no two runs of a system share prompts. Order of systems: forward for e
   the cores' speed, and how late the generator sent. A row is marked where that was too late (`late_generator`, * in the
   table) or where others used more than a tenth of the cores (`busy_machine`, !): it says less.
 
-Systems: default, split (the pools kept apart), lent (the default, and idle cores lent), colocated, colocated-plain
-(without targets) are splitserve's (`systems.py`); vllm is one server on all cores, vllm-pair its NixlConnector pair.
-All are asked over HTTP, by the same client. A full verdict takes days; `--runs FILE` keeps runs, and a later call goes
-on with it.
+Systems: default, unlent (the default without lent cores), split (that, and the pools kept apart), colocated,
+colocated-plain (without targets) are splitserve's (`systems.py`); vllm is one server on all cores, vllm-pair its
+NixlConnector pair. All are asked over HTTP, by the same client. A full verdict takes days; `--runs FILE` keeps runs,
+and a later call goes on with it.
 """
 
 from __future__ import annotations

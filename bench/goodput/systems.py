@@ -30,13 +30,12 @@ class OwnSystem:
     """splitserve as `splitserve up` serves it, with these settings of the cluster's file.
 
     `targets`: the time a token is set (`admission.tpot_slo_s`), and requests name both targets. `all_cores`: every
-    worker may use all cores, with a thread for each. `lends_cores`: workers that rest lend theirs.
+    worker may use all cores, with a thread for each.
     """
 
     settings: Mapping[str, Any]
     targets: bool = True
     all_cores: bool = False
-    lends_cores: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ _COLOCATED = {
 }
 SYSTEMS: Mapping[str, OwnSystem | VllmSystem] = {
     "default": OwnSystem(_SPLIT),
-    "split": OwnSystem({**_SPLIT, "coordinator": {"hybrid": "off"}}),
-    "lent": OwnSystem(_SPLIT, lends_cores=True),
+    "unlent": OwnSystem({**_SPLIT, "lend_cores": False}),
+    "split": OwnSystem({**_SPLIT, "lend_cores": False, "coordinator": {"hybrid": "off"}}),
     "colocated": OwnSystem(_COLOCATED, all_cores=True),
     "colocated-plain": OwnSystem(_COLOCATED, targets=False, all_cores=True),
     "vllm": VllmSystem(pair=False),
@@ -126,8 +125,6 @@ def own_settings(system: OwnSystem, options: ServingOptions, cores: int) -> dict
     engine: dict[str, Any] = {"kind": SIMULATED_MODEL} if options.model == SIMULATED_MODEL else {}
     if system.all_cores:
         engine["threads"] = cores
-    if system.lends_cores:
-        engine["core_exchange"] = str(options.log_dir / "cores")
     if engine:
         settings["engine"] = engine | settings.get("engine", {})
     if system.targets:

@@ -91,6 +91,13 @@ Hybrid = Annotated[
         show_default=False,
     ),
 ]
+LendsCores = Annotated[
+    bool,
+    typer.Option(
+        "--lent-cores",
+        help="With --steps: replicas lend each other cores while they rest, as workers on one cpu host.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Rate = Annotated[float, typer.Option(help="Requests a second.", rich_help_panel=SYNTHETIC_PANEL)]
 PeakRate = Annotated[
@@ -139,6 +146,7 @@ def simulate(
     admission: AdmissionMode = "off",
     steps: Steps = False,
     hybrid: Hybrid = None,
+    lent_cores: LendsCores = False,
     seed: Seed = 0,
     rate: Rate = 2.0,
     peak_rate: PeakRate = 8.0,
@@ -151,14 +159,12 @@ def simulate(
     from autoscaler.policies.policy_file import load_policy
     from autoscaler.simulation.engine_model import preset
     from autoscaler.simulation.evaluation.comparison import baseline_names, compare
-    from autoscaler.simulation.evaluation.plot import check_plot_path, draw
+    from autoscaler.simulation.evaluation.plot import draw
     from autoscaler.simulation.simulator import Scenario
     from autoscaler.simulation.traces.synthetic import TraceShape
 
-    _check_options(cold_start, jitter, attainment_bar, prefix_cache)
+    _check_options(cold_start, jitter, attainment_bar, prefix_cache, plot)
     names = baseline_names([*(baseline or ()), *(opponent or ())])
-    if plot is not None:
-        check_plot_path(plot)
     rules = _default_policy(ttft_ms, tpot_ms, peak_replicas) if policy is None else load_policy(policy)
     engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
@@ -172,6 +178,7 @@ def simulate(
         admission=_admission(admission),
         steps=steps,
         hybrid=_hybrid(hybrid, steps),
+        lent_cores=lent_cores,
     )
     with shown_progress("simulate") as progress:
         found = compare(scenario, rules, names, attainment_bar if bound else None, progress)
@@ -180,7 +187,11 @@ def simulate(
     write(f"{json.dumps(found.to_json())}\n" if as_json else _table(found, scenario))
 
 
-def _check_options(cold_start: float, jitter: float, attainment_bar: float, prefix_cache: str) -> None:
+def _check_options(
+    cold_start: float, jitter: float, attainment_bar: float, prefix_cache: str, plot: Path | None
+) -> None:
+    from autoscaler.simulation.evaluation.plot import check_plot_path
+
     _check_above("cold_start", cold_start, least=0.0)
     _check_above("jitter", jitter, least=0.0)
     if not 0 < attainment_bar <= 1:
@@ -191,6 +202,8 @@ def _check_options(cold_start: float, jitter: float, attainment_bar: float, pref
         raise InvalidArgumentError(
             f"prefix_cache must be {', '.join(PREFIX_CACHES)}, not {prefix_cache!r}", field="prefix_cache"
         )
+    if plot is not None:
+        check_plot_path(plot)
 
 
 def _hybrid(given: str | None, steps: bool) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ SHOWN = (
     "coordinator.local_prefill",
     "coordinator.admission.mode",
     "pin_cores",
+    "lend_cores",
     "prefill_gpus",
     "decode_gpus",
     "worker_gpus",
@@ -146,6 +148,7 @@ async def run_cluster(
     """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
     from splitserve.cli.cluster_display import ClusterDisplay
     from splitserve.client import AsyncClient
+    from splitserve.cluster.lent_cores import shared_core_file
     from splitserve.cluster.placement import available_cores, machine_gpus, make_inventory
     from splitserve.cluster.process_specs import (
         cluster_probe,
@@ -172,16 +175,19 @@ async def run_cluster(
     gpus = machine_gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu)
     workers = worker_count(config) if scaling is None else scaling.most_workers
     inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, gpus=gpus)
-    make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
-    pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, start)
-    specs = [*coordinator_specs(config, start), *pinned, *neutral]
-    target = cluster_target(config)
-    times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
-    with ClusterDisplay(specs, _ready_line(config, target), log_dir) as display:
+    with ExitStack() as stack:
+        config, files = stack.enter_context(shared_core_file(config, inventory))
+        make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
+        pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, start)
+        specs = [*coordinator_specs(config, start), *pinned, *neutral]
+        line = _ready_line(config, cluster_target(config))
+        display = stack.enter_context(ClusterDisplay(specs, line, log_dir))
         async with AsyncClient(parts_target(config), security=security) as client:
-            probe = cluster_probe(client, config)
-            shared = {TOKEN_VARIABLE: token}
-            cluster = LocalCluster(specs, probe, display, times=times, policy=policy, environment=shared)
+            probe, shared = cluster_probe(client, config), {TOKEN_VARIABLE: token}
+            times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
+            cluster = LocalCluster(
+                specs, probe, display, times=times, policy=policy, environment=shared, files=files
+            )
             _steer_by_signals(cluster, display.message)
             if scaling is None:
                 await cluster.run()

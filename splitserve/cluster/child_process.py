@@ -41,15 +41,20 @@ OnLine = Callable[[ChildSpec, str, Event | None], None]
 class ChildProcess:
     """A child that can be started repeatedly. Its standard output and error are read as one stream.
 
-    `environment` is added to this process's own.
+    `environment` is added to this process's own; the child inherits `files`.
     """
 
     def __init__(
-        self, spec: ChildSpec, on_line: OnLine, environment: Mapping[str, str] = MappingProxyType({})
+        self,
+        spec: ChildSpec,
+        on_line: OnLine,
+        environment: Mapping[str, str] = MappingProxyType({}),
+        files: Sequence[int] = (),
     ) -> None:
         self.spec = spec
         self._on_line = on_line
         self._environment = environment
+        self._files = files
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._last_error = _LastError()
@@ -81,6 +86,7 @@ class ChildProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=self._files,
             env={**os.environ, **self._environment},
         )
         assert self._process.stdout is not None

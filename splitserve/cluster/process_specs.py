@@ -247,6 +247,8 @@ def _worker(
         changes["device_memory_share"] = engine.device_memory_share / config.replicas_per_gpu
     if place.gpus == ():
         changes["device"] = "cpu"
+    if not config.lend_cores:
+        changes["core_exchange"] = None
     return WorkerConfig(
         worker_id=worker_id,
         model=config.model,

@@ -86,8 +86,10 @@ class LocalCluster:
         times: ClusterTimes | None = None,
         policy: RestartPolicy | None = None,
         environment: Mapping[str, str] | None = None,
+        files: Sequence[int] = (),
     ) -> None:
-        self._environment = dict(environment or {})
+        """`environment` is added to that of all children; workers inherit the open `files`."""
+        self._environment, self._files = dict(environment or {}), files
         self._processes = {spec.name: SupervisedProcess(self._child(spec)) for spec in specs}
         self._group: asyncio.TaskGroup | None = None
         self._probe = probe
@@ -182,7 +184,8 @@ class LocalCluster:
             process.child.kill()
 
     def _child(self, spec: ChildSpec) -> ChildProcess:
-        return ChildProcess(spec, self._on_line, self._environment)
+        files = () if spec.role == "coordinator" else self._files
+        return ChildProcess(spec, self._on_line, self._environment, files)
 
     def _on_line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
         self._observer.line(spec, line, event)

@@ -47,6 +47,10 @@ class ClusterConfig(Settings):
     its part of `engine.device_memory_share`."""
     pin_cores: bool = True
     """Pin each worker to its own cores."""
+    lend_cores: bool = True
+    """Let workers on cpu lend each other cores, as `engine.core_exchange` describes it, by a file in memory that is the
+    cluster's own or the one that is named there. By default only where each worker is pinned to cores of its own, the
+    machine has no GPU that they use and `autoscale` is not set. `false`: never."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
     """Time limit for the cluster to become ready."""
     autoscale: Path | None = None

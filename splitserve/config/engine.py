@@ -12,6 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 from splitserve.config.base import Cost, Option, Settings
 
 MAX_ADAPTERS = 128
+INHERITED_FILES = Path("/proc/self/fd")
+"""Files that a process inherited, by their numbers; to open one opens it anew."""
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
 
@@ -99,7 +101,7 @@ class EngineConfig(Settings):
     """A file that workers on one host share, in a folder of their own; made where there is none. On cpu, with own
     kernels, a worker that rests, or whose streams are all ahead of their TPOT targets, lends its cores to neighbours
     that compute prompts, and has them back within an operation of its neighbour's. Each worker must be pinned to cores
-    of its own (`splitserve up` does that)."""
+    of its own (`splitserve up` does that, and has a file of its own by default: `lend_cores`)."""
     contiguous_kv_bytes: Annotated[int, Field(ge=0), Option(formerly="dense_rows_bytes")] | None = None
     """Memory for contiguous copies of decoding sequences' KV, on cpu, in addition to the KV blocks. Sequences that do
     not fit decode more slowly. Default: a quarter of the KV blocks' memory; 0: none. Allocated on demand. Formerly

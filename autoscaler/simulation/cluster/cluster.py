@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import AdmittedRequests
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
+from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica, neutral_replica
 from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill, PrefixCache
 from autoscaler.simulation.cluster.replica import (
@@ -54,6 +55,8 @@ class ClusterSettings:
     """Of every request, where replicas are computed step by step."""
     hybrid: bool = False
     """Whether the pair policy says who computes a prompt; step by step only."""
+    lent_cores: bool = False
+    """Whether replicas are on one host and lend each other cores for chunks of prompts; step by step only."""
     neutral: bool = False
     """Whether replicas are neutral, and lean at first to the pool that they are ordered for; with `hybrid` only. They
     are neither scaled nor drained."""
@@ -83,6 +86,7 @@ class Cluster:
         hybrid = settings.targets if settings.hybrid else None
         self._routed = RoutedWorkers(settings.engine, router, settings.colocated, hybrid)
         self._neutral: list[NeutralReplica] = []
+        self._cores = LentCores(events, settings.engine.lent_time) if settings.lent_cores else None
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             self._admitted = AdmittedRequests(
@@ -252,6 +256,7 @@ class Cluster:
             self._computed,
             self._reserved,
             self._decoded,
+            self._cores,
         )
         self._neutral.append(made)
         if pool == "prefill":
@@ -264,8 +269,8 @@ class Cluster:
         settings, events = self._settings, self._events
         own = settings.prefix_cache == "worker"
         if settings.steps:
-            targets = settings.targets
-            return SteppedPrefill(name, now_s, settings.engine, events, targets, own, self._computed)
+            targets, computed, cores = settings.targets, self._computed, self._cores
+            return SteppedPrefill(name, now_s, settings.engine, events, targets, own, computed, cores=cores)
         cache = self._new_cache(own) if own else self._shared_cache
         return ChunkedPrefill(name, now_s, settings.engine, events, cache, self._computed)
 
@@ -274,7 +279,10 @@ class Cluster:
         has_cache = settings.colocated and settings.prefix_cache == "worker"
         if settings.steps:
             targets, reserved, decoded = settings.targets, self._reserved, self._decoded
-            return SteppedDecode(name, now_s, settings.engine, events, targets, has_cache, reserved, decoded)
+            engine, cores = settings.engine, self._cores
+            return SteppedDecode(
+                name, now_s, engine, events, targets, has_cache, reserved, decoded, cores=cores
+            )
         cache = self._new_cache(own=False) if has_cache else None
         return ClosedFormDecode(name, now_s, settings.engine, events, self._reserved, self._decoded, cache)
 

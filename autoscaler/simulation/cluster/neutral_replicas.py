@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.cluster.virtual_engine import VirtualEngine
@@ -34,15 +35,18 @@ def neutral_replica(
     computed: Callable[[SimulatedRequest, float, float], None],
     reserved: Callable[[SimulatedRequest, float], None],
     decoded: Callable[[SimulatedRequest, float], None],
+    cores: LentCores | None = None,
 ) -> NeutralReplica:
-    """A replica whose parts call `computed` as SteppedPrefill does, and `reserved` and `decoded` as SteppedDecode."""
+    """A replica whose parts call `computed` as SteppedPrefill does, and `reserved` and `decoded` as SteppedDecode.
+    `cores`: see SteppedPrefill."""
     parts: list[NeutralReplica] = []
 
     def stepped(result: StepResult, began_s: float, now_s: float) -> None:
         for part in parts[0]:
             part.stepped(result, began_s, now_s)
 
-    engine = VirtualEngine(model, events, prefix_cache, stepped)
+    slot = cores.slot(lambda: any(part.is_up for part in parts[0])) if cores else None
+    engine = VirtualEngine(model, events, prefix_cache, stepped, slot)
     engine.core.keep_prompt_room()
     prefill = SteppedPrefill(name, ordered_s, model, events, targets, prefix_cache, computed, engine)
     decode = SteppedDecode(name, ordered_s, model, events, targets, prefix_cache, reserved, decoded, engine)

@@ -59,6 +59,11 @@ class SimulatedReplica(ABC):
     def load(self) -> int:
         """Requests that run or wait here. The least loaded replica is drained first."""
 
+    @property
+    def is_up(self) -> bool:
+        """Whether its process has started and not ended."""
+        return self.state is not ReplicaState.STARTING and self.ended_s is None
+
     def enter(self, state: ReplicaState, now_s: float) -> None:
         """Enters a state."""
         self.state, self.since_s = state, now_s

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autoscaler.simulation.cluster.engine_prompts import EngineCacheChanges, prompt_of
+from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.replica import (
     CacheChanges,
     DecodeReplica,
@@ -60,11 +61,14 @@ class SteppedPrefill(PrefillReplica):
         prefix_cache: bool,
         done: Callable[[SimulatedRequest, float, float], None],
         engine: VirtualEngine | None = None,
+        cores: LentCores | None = None,
     ) -> None:
-        """`engine`: of a neutral replica, which has one for both of its parts and passes on what steps produce."""
+        """`engine`: of a neutral replica, which has one for both of its parts and passes on what steps produce.
+        `cores`: of a host whose replicas lend each other theirs."""
         super().__init__(name, ordered_s)
         self._model, self._events, self._targets, self._done = model, events, targets, done
-        self._engine = engine or VirtualEngine(model, events, prefix_cache, self.stepped)
+        slot = cores.slot(lambda: self.is_up) if cores else None
+        self._engine = engine or VirtualEngine(model, events, prefix_cache, self.stepped, slot)
         self._cache = EngineCacheChanges(self._engine.core.kv_events) if prefix_cache else None
         self._live: dict[str, _Live] = {}
         self._enqueued = _PREFILL_NUMBERS
@@ -178,11 +182,13 @@ class SteppedDecode(DecodeReplica):
         reserved: Callable[[SimulatedRequest, float], None],
         done: Callable[[SimulatedRequest, float], None],
         engine: VirtualEngine | None = None,
+        cores: LentCores | None = None,
     ) -> None:
-        """`engine`: see SteppedPrefill."""
+        """`engine` and `cores`: see SteppedPrefill."""
         super().__init__(name, ordered_s)
         self._targets, self._reserved, self._done = targets, reserved, done
-        self._engine = engine or VirtualEngine(model, events, prefix_cache, self.stepped)
+        slot = cores.slot(lambda: self.is_up) if cores else None
+        self._engine = engine or VirtualEngine(model, events, prefix_cache, self.stepped, slot)
         self._live: dict[str, _Live] = {}
         """Requests that hold a reservation, are computed here or decode."""
         self._by_request: dict[SimulatedRequest, _Live] = {}

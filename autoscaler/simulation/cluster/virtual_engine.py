@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoscaler.simulation.cluster.lent_cores import CoreSlot
 from autoscaler.simulation.cluster.replica import EventQueue
 from autoscaler.simulation.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, PendingStep
 from engine.core.types import ModelFacts, SampledToken, ScheduledSequence, StepResult
+from engine.pacing.lending import MIN_LENT_TOKENS
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import DRAM, VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
@@ -38,14 +40,17 @@ class VirtualEngine:
         events: EventQueue,
         prefix_cache: bool,
         stepped: Callable[[StepResult, float, float], None],
+        slot: CoreSlot | None = None,
     ) -> None:
-        """`stepped` gets the result, and when its step began and ended."""
-        self._events = events
+        """`stepped` gets the result, and when its step began and ended. `slot`: its cores, where they are lent."""
+        self._events, self._slot = events, slot
         self._stepped = stepped
         self._now_s = self._began_s = 0.0
         self._stepping = False
         self._changes: list[Callable[[EngineCore], None]] = []
-        self._runner = VirtualRunner(model)
+        self._looks = 0
+        """Numbers the looks at whether a rest is over."""
+        self._runner = VirtualRunner(model, slot, lambda: self._now_s)
         config = EngineConfig(
             kind="simulated",
             block_size_tokens=KV_BLOCK_TOKENS,
@@ -71,11 +76,27 @@ class VirtualEngine:
             for change in changes:
                 change(self.core)
         if not self.core.has_work():
+            self._look_later()
             return
         self._stepping, self._began_s = True, now_s
-        self._runner.took_s = 0.0
+        self._runner.took_s, self._runner.borrows = 0.0, False
         self.core.begin_step()
-        self._events.at(now_s + self._runner.took_s, self._end)
+        if self._slot is None:
+            self._events.at(now_s + self._runner.took_s, self._end)
+        else:
+            self._slot.compute(now_s, self._runner.took_s, self._runner.borrows, self._end)
+
+    def _look_later(self) -> None:
+        """Goes on when the core asks for it, if nothing happens before: it rests for a neighbour's sake."""
+        self._looks += 1
+        number, look_s = self._looks, self.core.next_deadline()
+
+        def look(now_s: float) -> None:
+            if number == self._looks and not self._stepping:
+                self._go_on(now_s)
+
+        if look_s < float("inf"):
+            self._events.at(look_s, look)
 
     def _end(self, now_s: float) -> None:
         self._now_s = now_s
@@ -91,10 +112,12 @@ class VirtualEngine:
 class VirtualRunner(ModelRunner):
     """Computes nothing; says how long a step takes."""
 
-    def __init__(self, model: EngineModel) -> None:
-        self._model = model
+    def __init__(self, model: EngineModel, slot: CoreSlot | None, clock: Callable[[], float]) -> None:
+        self._model, self._slot, self._clock = model, slot, clock
         self.took_s = 0.0
-        """Of the steps begun since this was last set to 0, seconds."""
+        """Of the steps begun since this was last set to 0, seconds, on the replica's own cores."""
+        self.borrows = False
+        """Whether neighbours' cores are of use to the latest step."""
         self.facts = ModelFacts(model.context_tokens, VOCABULARY_SIZE, frozenset())
         self.layout = KvLayout("virtual", "uint8", KV_BLOCK_TOKENS, 1, 1, 1)
 
@@ -119,12 +142,27 @@ class VirtualRunner(ModelRunner):
             [(each.num_computed, each.num_computed + each.num_new) for each in batch if not _decodes(each)],
             [each.num_computed + 1 for each in batch if _decodes(each)],
         )
+        self.borrows = len(batch) == 1 and batch[0].num_new >= MIN_LENT_TOKENS
         sampled: list[SampledToken | None] = [SampledToken(TOKEN) if each.sample else None for each in batch]
         return lambda: sampled
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See ModelRunner."""
         return self.begin(batch)()
+
+    @property
+    def speedup(self) -> float:
+        """See ModelRunner."""
+        return 1.0 if self._slot is None else self._slot.speedup
+
+    def rest(self) -> None:
+        """See ModelRunner."""
+        if self._slot is not None:
+            self._slot.rest(self._clock())
+
+    def demand(self) -> int | None:
+        """See ModelRunner."""
+        return None if self._slot is None else self._slot.demand()
 
     def close(self) -> None:
         """See ModelRunner."""

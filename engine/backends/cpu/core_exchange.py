@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from splitserve.config.engine import INHERITED_FILES
 from splitserve.errors import ConfigError
 
 MAX_SLOTS = 64
@@ -56,14 +57,19 @@ class CoreExchange:
     def __init__(self, path: Path, cores: Iterable[int]) -> None:
         """`cores`: this worker's own. Raises ConfigError if the file cannot be used, or all its slots are taken."""
         self._own = tuple(sorted(cores))[:MAX_CORES]
+        # The supervisor's file has no name, only links to it.
+        how = os.O_RDWR if path.parent == INHERITED_FILES else os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._file = os.open(path, how | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"{_FIELD}: cannot open {path}: {error.strerror}", field=_FIELD) from error
         try:
             self._memory = self._map(path)
             self._address = _address_of(self._memory)
             self._slot = self._claim(path)
+        except OSError as error:  # a file system without such locks, or without room
+            os.close(self._file)
+            raise ConfigError(f"{_FIELD}: cannot use {path}: {error.strerror}", field=_FIELD) from error
         except BaseException:
             os.close(self._file)
             raise

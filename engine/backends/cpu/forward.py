@@ -21,11 +21,9 @@ from engine.backends.interface import Forward, StepLogits, flatten
 from engine.core.types import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
+from engine.pacing.lending import MIN_LENT_TOKENS
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
-
-MIN_LENT_TOKENS = 64
-"""A shorter chunk is over before another core is of use."""
 
 
 class CpuForward(Forward):

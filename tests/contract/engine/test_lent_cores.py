@@ -17,8 +17,9 @@ import torch
 
 from engine.backends.cpu import forward
 from engine.backends.cpu.core_exchange import BorrowedCores, CoreExchange
-from engine.backends.cpu.forward import MIN_LENT_TOKENS, CpuForward
+from engine.backends.cpu.forward import CpuForward
 from engine.backends.cpu.kernels import CpuKernels
+from engine.pacing.lending import MIN_LENT_TOKENS
 from engine.runner.torch_runner import TorchRunner
 from tests.support.engine.cpu_kernels import kernels_or_skip
 from tests.support.engine.runner_driver import Sequence_, make_sequences, prompt_of, runner_of

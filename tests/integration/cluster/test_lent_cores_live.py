@@ -1,22 +1,35 @@
-"""Two workers with cores of their own and real weights: a decode worker that rests, or whose streams are ahead of their
-targets, lends its core to the prompts."""
+"""Workers with cores of their own and real weights: a decode worker that rests, or whose streams are ahead of their
+targets, lends its core to the prompts; with `splitserve up` by default, also after it was killed."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.backends.cpu.core_exchange import SLOT_BYTES, USES
 from splitserve.client import AsyncClient
+from splitserve.errors import UnavailableError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
-from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.real_cluster import Cluster, held_resources, running
 from tests.support.cluster.streams import Reading
 from tests.support.engine.cpu_kernels import have_kernels
+from tests.support.waiting import PATIENCE_S
 
 CORES = sorted(os.sched_getaffinity(0))
 LENGTHS = (200, 100, 333)
@@ -80,3 +93,90 @@ async def test_answers_are_the_same_with_the_neighbour_s_core(
             assert await asyncio.gather(*map(ask, prompts)) == lent
             assert lent_steps(cluster, "decode-0") == 0
         await cluster.assert_no_leaks()
+
+
+@contextmanager
+def up(settings: Path, log_dir: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`splitserve up`, and the address of its coordinator."""
+    command = [sys.executable, "-m", "splitserve", "up", "--config", str(settings), *options]
+    command += ["--grpc-port", "0", "--http-port", "off", "--log-dir", str(log_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            ready = next(line for line in process.stdout if line.startswith("splitserve ready on "))
+            yield process, ready.split()[3]
+        finally:
+            process.send_signal(signal.SIGINT)
+            code = process.wait(PATIENCE_S)
+    assert code == 0
+
+
+def shared_files(process: subprocess.Popen[str]) -> list[Path]:
+    """Files without a name that a supervisor holds for its workers' cores."""
+    folder = Path(f"/proc/{process.pid}/fd")
+    return [file for file in folder.iterdir() if "splitserve-cores" in os.readlink(file)]
+
+
+def uses(file: Path) -> list[int]:
+    """What others have computed on the cores of each worker, since it started."""
+    content = file.read_bytes()
+    slots = [content[begin : begin + SLOT_BYTES] for begin in range(0, len(content), SLOT_BYTES)]
+    return [struct.unpack_from("<I", slot, USES)[0] for slot in slots if any(slot)]
+
+
+def worker_of(process: subprocess.Popen[str], name: str) -> psutil.Process | None:
+    children = psutil.Process(process.pid).children()
+    return next((child for child in children if name in child.cmdline()), None)
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="one core has nobody to lend to")
+@pytest.mark.skipif(not have_kernels(), reason="the machine cannot run the cpu kernels")
+@pytest.mark.timeout(240)
+async def test_up_lends_by_default_and_again_after_a_worker_was_killed(
+    log_dir: Path, tmp_path: Path, smollm2: str
+) -> None:
+    settings = tmp_path / "cluster.yaml"
+    engine = {"dtype": "bfloat16", "num_blocks": 100, "prefix_cache": False}
+    settings.write_text(
+        yaml.safe_dump({"model": smollm2, "engine": engine, "coordinator": {"hybrid": "off"}})
+    )
+    tokens = load_tokenizer(smollm2).encode(sentences(80, seed=4))
+    prompts = [tokens[length : 2 * length] for length in LENGTHS]
+    with up(settings, log_dir) as (process, target):
+        (file,) = shared_files(process)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        async with AsyncClient(target, timeout_s=120) as client:
+
+            async def ask(prompt: list[int]) -> tuple[int, ...]:
+                answer = await client.generate(prompt, temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+                return tuple(answer.token_ids)
+
+            for prompt in prompts:  # the first of a size is captured, not replayed
+                await ask(prompt)
+            before = sum(uses(file))
+            lent = [await ask(prompt) for prompt in prompts]
+            assert sum(uses(file)) > before
+            # Beside a stream without a target the decode worker keeps its core.
+            stream = Reading(client, tokens[:40], max_tokens=900, ignore_eos=True)
+            await stream.got(2)
+            before = sum(uses(file))
+            assert [await ask(prompt) for prompt in prompts] == lent
+            assert sum(uses(file)) == before
+            killed = worker_of(process, "decode-0")
+            assert killed is not None
+            killed.kill()  # with a stream, and maybe lending
+            await stream.leave()
+            deadline = time.monotonic() + PATIENCE_S
+            answers: list[tuple[int, ...]] = []
+            while not answers or sum(uses(file)) == 0:  # the slot of the next one is new
+                assert time.monotonic() < deadline
+                with suppress(UnavailableError):  # until it is back
+                    answers = [await ask(prompt) for prompt in prompts]
+                    assert answers == lent
+                await asyncio.sleep(0.05)
+            again = worker_of(process, "decode-0")
+            assert again is not None
+            assert again.pid != killed.pid
+            while held := held_resources(await client.server_info()):
+                assert time.monotonic() < deadline, f"leaked: {held}"
+                await asyncio.sleep(0.05)

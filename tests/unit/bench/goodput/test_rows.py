@@ -155,9 +155,10 @@ def test_own_systems_are_settings_that_a_cluster_takes(tmp_path: Path) -> None:
         for name, system in SYSTEMS.items()
         if isinstance(system, OwnSystem)
     }
-    assert [found[name].coordinator.hybrid for name in ("default", "split", "lent")] == ["on", "off", "on"]
+    assert [found[name].coordinator.hybrid for name in ("default", "split", "unlent")] == ["on", "off", "on"]
     assert found["split"].coordinator.local_prefill == "never"
-    assert found["lent"].engine.core_exchange == tmp_path / "cores"
+    assert [name for name, config in found.items() if not config.lend_cores] == ["unlent", "split"]
+    assert all(config.engine.core_exchange is None for config in found.values())
     assert found["colocated"].coordinator.admission.mode == "off"
     assert found["colocated"].engine.threads == 2
     assert not found["colocated"].pin_cores
