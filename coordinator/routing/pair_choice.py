@@ -3,8 +3,9 @@
     ready(w) = (work ahead + own work) / share(w)        left = 0.9 (due - now)
 
 1. the prefill worker, if it is ready within 0.3 of what is left: prompts on decode workers cost their streams;
-2. else the decode worker that is ready first, if it is in time, though the prefill worker be sooner;
-3. else the prefill worker, if it is in time; else the decode worker if it takes 30% less, else the prefill worker.
+2. else the decode worker that is ready first, if it is in time, though the prefill worker be sooner; only where a step
+   with this stream and those that join before the prompt is due takes at most 0.72 of 0.9 of the TPOT target;
+3. else the prefill worker, if it is in time; else that decode worker if it takes 30% less, else the prefill worker.
 
 So the fixed split (a prefill worker that is always in time) and colocated workers (one that never is) are two results
 of one rule. `share` is what streams leave of a worker's time; its token clock keeps them whatever is believed here.
@@ -29,6 +30,9 @@ MARGIN = 0.9
 """Share of the time that is left, and of a stream's target, that plans use."""
 ROOM_SHARE = 0.85
 """Of what plans use of a stream's target: as long may a step be that takes one more stream in."""
+MIX_SHARE = 0.72
+"""The same for a decode worker that is to compute a prompt: prompts make its streams last longer, so that more of them
+meet there, and those that join while the prompt waits take the rest of the time."""
 SOON_SHARE = 0.3
 SOONER_SHARE = 0.7
 LEAST_SHARE = 0.01
@@ -45,6 +49,8 @@ class PromptPlace:
     """Of this prompt: what the worker's cache lacks of it."""
     share: float = 1.0
     """Of its time, what its streams leave to prompts; above 0."""
+    has_room: bool = True
+    """Whether its streams leave enough to hold a prompt and its answer; see MIX_SHARE."""
 
     @property
     def ready_s(self) -> float:
@@ -59,7 +65,8 @@ def share_left(
     tpot_s: float | None,
     prompts: PromptFit,
 ) -> float:
-    """What `streams` with so many tokens of context together, each due a token every `tpot_s`, leave of the time.
+    """What `streams` with so many tokens of context together, the strictest due a token every `tpot_s`, leave of the
+    time: it is the pace of all, since a batch has one step.
 
     1 without streams, without a target, or while steps are unknown.
 
@@ -87,7 +94,10 @@ def choose_place(prefill: PromptPlace, decodes: Sequence[PromptPlace], left_s: f
     prefill_s = prefill.ready_s
     if prefill_s <= SOON_SHARE * left_s or not decodes:
         return None
-    first = min(range(len(decodes)), key=lambda index: decodes[index].ready_s)
+    able = [index for index, place in enumerate(decodes) if place.has_room]
+    if not able:
+        return None
+    first = min(able, key=lambda index: decodes[index].ready_s)
     decode_s = decodes[first].ready_s
     if decode_s <= left_s:
         return first
@@ -104,18 +114,27 @@ class StreamPlace:
     """Its step with this stream and all that are promised to it, seconds; None: unknown."""
     leans_here: bool = True
     """Whether it leans to decode."""
+    tpot_s: float | None = None
+    """The strictest target of its streams and this one; None: there is none."""
 
-    def has_room(self, tpot_s: float | None) -> bool:
-        """Whether its streams and one more keep a target, as far as is known."""
-        if self.step_s is None or tpot_s is None:
+    @property
+    def has_room(self) -> bool:
+        """Whether its streams and one more keep their targets, as far as is known."""
+        if self.step_s is None or self.tpot_s is None:
             return True
-        return self.step_s <= ROOM_SHARE * MARGIN * tpot_s
+        return self.step_s <= ROOM_SHARE * MARGIN * self.tpot_s
 
 
-def choose_stream(places: Sequence[StreamPlace], tpot_s: float | None) -> int | None:
+def mixes(step_s: float | None, tpot_s: float | None) -> bool:
+    """Whether a decode worker may compute a prompt beside its streams: its step with all that join soon and this one,
+    against their strictest target. None: unknown, or no target."""
+    return step_s is None or tpot_s is None or step_s <= MIX_SHARE * MARGIN * tpot_s
+
+
+def choose_stream(places: Sequence[StreamPlace]) -> int | None:
     """The index of the worker that decodes the answer; None: nobody has room. The first one, which is the router's
     choice, takes it if it has; then those that lean to decode, then the others, each by the shortest step."""
-    able = [index for index, place in enumerate(places) if place.has_room(tpot_s)]
+    able = [index for index, place in enumerate(places) if place.has_room]
     if not able or able[0] == 0:
         return able[0] if able else None
     return min(able, key=lambda index: (not places[index].leans_here, places[index].step_s or 0.0))

@@ -7,7 +7,7 @@ does not know those of other coordinators.
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator.request.caller import CLASS_RANKS
@@ -53,7 +53,7 @@ class PromptBook:
     def __init__(self) -> None:
         self._pages: dict[WorkerKey, _Page] = defaultdict(_Page)
         self._places: dict[str, WorkerKey] = {}
-        self._promised: Counter[WorkerKey] = Counter()
+        self._promised: defaultdict[WorkerKey, dict[str, BookedPrompt]] = defaultdict(dict)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -77,7 +77,15 @@ class PromptBook:
 
     def promised(self, worker: WorkerKey) -> int:
         """Number of booked prompts whose answers a worker will decode."""
-        return self._promised[worker]
+        return len(self._promised.get(worker, ()))
+
+    def promised_before(self, worker: WorkerKey, due_s: float, class_rank: int, now: float) -> int:
+        """How many of those are served before a prompt of that class that is due then, so that their streams take of
+        the worker's time until then. Late ones come once there is time for them, which may be long after."""
+        promised = self._promised.get(worker)
+        if promised is None:
+            return 0
+        return sum(prompt.goes_before(due_s, class_rank, now) for prompt in promised.values())
 
     def place(self, name: str, worker: WorkerKey, prompt: BookedPrompt, now: float) -> None:
         """Books a prompt at a worker, and nowhere else any more."""
@@ -87,7 +95,7 @@ class PromptBook:
             page.since_s = now
         page.prompts[name] = prompt
         if prompt.decode is not None:
-            self._promised[prompt.decode] += 1
+            self._promised[prompt.decode][name] = prompt
         self._places[name] = worker
 
     def remove(self, name: str, now: float) -> None:
@@ -98,7 +106,7 @@ class PromptBook:
         page = self._pages[worker]
         prompt = page.prompts.pop(name)
         if prompt.decode is not None:
-            self._promised[prompt.decode] -= 1
+            del self._promised[prompt.decode][name]
             if not self._promised[prompt.decode]:
                 del self._promised[prompt.decode]
         page.since_s = now

@@ -11,6 +11,7 @@ from coordinator.routing.pair_choice import (
     choose_place,
     choose_stream,
     granted_tokens,
+    mixes,
     share_left,
 )
 from coordinator.routing.prompt_book import PromptBook
@@ -130,7 +131,7 @@ class PromptPlacement:
         workers = [decode, *able]
         fit = _step_fit(self._loads.decode[decode.key].fit)
         places = [self._stream_place(worker, asked, fit) for worker in workers]
-        chosen = choose_stream(places, asked.tpot_s)
+        chosen = choose_stream(places)
         if chosen is None:
             keeps_it = any(worker.key == prefill.key for worker in able)
             return _kept(pair) if keeps_it else pair
@@ -152,7 +153,7 @@ class PromptPlacement:
         if fit is None:
             return StreamPlace(None, worker.pool == "decode")
         step_s = fit.step_s(streams + 1, context_tokens + asked.request.prompt_tokens)
-        return StreamPlace(step_s, worker.pool == "decode")
+        return StreamPlace(step_s, worker.pool == "decode", self._strictest_s(worker, asked))
 
     def _place(self, worker: Worker, asked: _Asked, held: int) -> PromptPlace:
         """A worker that has not computed prompts yet is taken for as fast as the router's prefill worker."""
@@ -161,17 +162,31 @@ class PromptPlacement:
         work_s = own.chunk_s(request.prompt_tokens - held, held)
         if not worker.decodes:
             return PromptPlace(ahead_s, work_s)
-        fit, (streams, context_tokens) = _step_fit(self._loads.decode[worker.key].fit), self._streams(worker)
-        return PromptPlace(ahead_s, work_s, share_left(fit, streams, context_tokens, asked.tpot_s, own))
+        load, tpot_s = self._loads.decode[worker.key], self._strictest_s(worker, asked)
+        soon = self._book.promised_before(worker.key, asked.due_s, request.class_rank, asked.now)
+        streams, context_tokens = self._streams(worker, None if worker.neutral else soon)
+        fit = _step_fit(load.fit)
+        step_s = None if fit is None else fit.step_s(streams + 1, context_tokens + request.prompt_tokens)
+        share = share_left(fit, streams, context_tokens, tpot_s, own)
+        # Where a neutral worker's answers are decoded has a rule of its own.
+        return PromptPlace(ahead_s, work_s, share, worker.neutral or mixes(step_s, tpot_s))
 
-    def _streams(self, worker: Worker) -> tuple[int, int]:
-        """Streams of a worker and their tokens of context. Those on their way are promised their time already. The
-        batch of a neutral worker has prompts whose answers others decode, too: only its streams count."""
+    def _strictest_s(self, worker: Worker, asked: _Asked) -> float | None:
+        """The strictest target of the request and of the streams that this coordinator has on a worker: the engine's
+        clock keeps all of them."""
+        targets_s = self._loads.decode[worker.key].targets_s[:1]
+        return min([*targets_s, *([] if asked.tpot_s is None else [asked.tpot_s])], default=None)
+
+    def _streams(self, worker: Worker, promised: int | None = None) -> tuple[int, int]:
+        """Streams of a worker and their tokens of context. Those on their way are promised their time already: so many,
+        None for all. The batch of a neutral worker has prompts whose answers others decode, too: only its streams
+        count."""
         load = self._loads.decode[worker.key]
-        streams = max(load.batch_requests, load.requests)
-        if worker.neutral and load.report.HasField("streams"):
-            promised = max(load.sent_requests, self._book.promised(worker.key))
-            streams = max(len(load.flights), load.report.streams + promised)
+        promised = self._book.promised(worker.key) if promised is None else promised
+        reported = load.report.streams if load.report.HasField("streams") else load.report.running_requests
+        streams = max(len(load.flights), reported + max(load.sent_requests, promised))
+        if not worker.neutral or not load.report.HasField("streams"):
+            streams = max(streams, load.batch_requests, load.requests)
         return streams, load.held_blocks * worker.block_size_tokens
 
     def _decodes(self, pair: Pair, decode: Worker, asked: _Asked) -> list[Worker]:

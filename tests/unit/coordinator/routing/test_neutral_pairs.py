@@ -135,21 +135,21 @@ def test_an_engine_that_does_not_pace_prompts_decodes_nothing_beside_them() -> N
     assert placed(unpaced, worker("w1", "decode", FULL)) == ("w0", "w1", 0)
 
 
-places = st.builds(StreamPlace, st.one_of(st.none(), st.floats(0.001, 0.2)), st.booleans())
+places = st.builds(StreamPlace, st.one_of(st.none(), st.floats(0.001, 0.2)), st.booleans(), st.just(TPOT_S))
 
 
 @given(st.lists(places, min_size=1, max_size=6))
 def test_a_stream_goes_where_there_is_room_and_first_to_where_it_belongs(found: list[StreamPlace]) -> None:
-    chosen = choose_stream(found, TPOT_S)
+    chosen = choose_stream(found)
     if chosen is None:
-        assert not any(place.has_room(TPOT_S) for place in found)
+        assert not any(place.has_room for place in found)
         return
     place = found[chosen]
-    assert place.has_room(TPOT_S)
+    assert place.has_room
     assert place.step_s is None or place.step_s <= LIMIT_S
     if chosen and not place.leans_here:
-        assert not any(other.leans_here and other.has_room(TPOT_S) for other in found)
-    assert choose_stream(found, None) == 0
+        assert not any(other.leans_here and other.has_room for other in found)
+    assert choose_stream([replace(place, tpot_s=None) for place in found]) == 0
 
 
 @pytest.mark.parametrize("pair", [(0, 0), (1, 1)])

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from coordinator.routing.pair_choice import (
     LEAST_SHARE,
     MARGIN,
+    MIX_SHARE,
     PromptPlace,
     choose_place,
     granted_tokens,
+    mixes,
     share_left,
 )
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
@@ -108,3 +110,17 @@ def test_a_grant_is_what_fits_and_never_less_than_what_is_lacking() -> None:
     fit = PromptFit(0.0, 1e-3, 0.0)
     assert granted_tokens(PromptPlace(0.2, 0.1, 0.5), fit, 100, 0, LEFT_S) == 300
     assert granted_tokens(PromptPlace(2.0, 0.1, 0.5), fit, 100, 0, LEFT_S) == 100
+
+
+def test_a_decode_worker_without_room_computes_no_prompt() -> None:
+    late, full, free = PromptPlace(5.0, 1.0), PromptPlace(0.0, 0.1, 1.0, False), PromptPlace(0.0, 0.5)
+    assert choose_place(late, [full], 1.0) is None
+    assert choose_place(late, [full, free], 1.0) == 1
+
+
+def test_room_to_mix_is_a_share_of_what_plans_use_of_the_strictest_target() -> None:
+    most_s = MIX_SHARE * MARGIN * 0.05
+    assert mixes(most_s, 0.05)
+    assert not mixes(1.01 * most_s, 0.05)
+    assert mixes(None, 0.05)
+    assert mixes(9.0, None)

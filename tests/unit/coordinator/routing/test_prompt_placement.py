@@ -139,6 +139,39 @@ def test_what_is_urgent_elsewhere_counts_and_what_is_not_does_not(clock: Clock) 
     assert bench.pair(bench.request(250)).local_tokens
 
 
+def test_streams_that_join_before_the_prompt_is_due_leave_less(clock: Clock) -> None:
+    decoding = worker("d0", "decode", running_requests=3, streams=3)
+    decoding.load.step_fit.CopyFrom(STEP)
+    bench = Bench(clock, P0, decoding)
+    bench.queue(P0, 500)
+    assert bench.pair(bench.request(100)).local_tokens
+    for _ in range(8):  # a step of 20 + 3 + 9 ms and one more is above 0.72 * 0.9 * 50 ms
+        bench.queue(P0, 10)
+    assert bench.book.promised_before(decoding.key, clock.now_s + 1, 0, clock.now_s) == 9
+    assert bench.pair(bench.request(100)).local_tokens == 0
+    clock.now_s += 2.0  # all of those are late, and come after who can be in time
+    assert bench.book.promised_before(decoding.key, clock.now_s + 1, 0, clock.now_s) == 0
+    bench.queue(P0, 500)
+    bench.queue(P0, 500)
+    assert bench.pair(bench.request(100)).local_tokens
+
+
+def test_the_strictest_target_on_a_worker_counts(clock: Clock) -> None:
+    decoding = worker("d0", "decode", running_requests=3, streams=3)
+    decoding.load.step_fit.CopyFrom(STEP)
+    bench = Bench(clock, P0, decoding)
+    bench.queue(P0, 500)
+    lax = RequestTargets(1.0, 0.2)
+    assert bench.pair(bench.request(100, lax)).local_tokens
+    flight = Flight(
+        prompt_tokens=16, uncached_tokens=16.0, expected_output=8.0, max_output=8, tpot_slo_s=0.025
+    )
+    bench.loads.decode[decoding.key].add_flight(flight)
+    assert bench.pair(bench.request(100, lax)).local_tokens == 0
+    bench.loads.decode[decoding.key].remove_flight(flight)
+    assert bench.pair(bench.request(100, lax)).local_tokens
+
+
 def test_a_decode_worker_whose_streams_leave_no_time_is_spared(clock: Clock) -> None:
     busy = worker("d0", "decode", running_requests=20)
     busy.load.step_fit.CopyFrom(STEP)
