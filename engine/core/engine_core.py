@@ -57,8 +57,10 @@ class EngineCore(Engine):
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
-        """`drafter`: guesses tokens that steps then check; None: steps give one token a sequence."""
+        """`drafter`: guesses tokens that steps then check; None: steps give one token a sequence. `meter`: may know
+        steps that were measured before the first request."""
         self._runner = runner
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
@@ -67,7 +69,7 @@ class EngineCore(Engine):
         self.kv_events = KvEventLog()
         pool = BlockPool(runner.num_blocks, self.kv_events)
         self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
-        self._meter = StepMeter()
+        self._meter = meter or StepMeter()
         self.step_totals = self._meter.totals
         # On cpu steps that only decode, or compute a chunk, are captured; mixed ones are not.
         self._pacing = PromptPacing(self._meter, separate=runner.pool_memory.memory_kind == "DRAM")
