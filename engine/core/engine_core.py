@@ -59,8 +59,7 @@ class EngineCore(Engine):
         drafter: Drafter | None = None,
         meter: StepMeter | None = None,
     ) -> None:
-        """`drafter`: guesses tokens that steps then check; None: steps give one token a sequence. `meter`: may know
-        steps that were measured before the first request."""
+        """`drafter`: guesses tokens that steps then check. `meter`: may know steps from before the first request."""
         self._runner = runner
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
@@ -89,8 +88,7 @@ class EngineCore(Engine):
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._prompt_room = 0  # blocks that reservations leave
         self._arrivals = 0
-        self._changed = False
-        """Whether the next step may do something that the last one could not."""
+        self._changed = False  # whether the next step may do something that the last one could not
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
         self._speculator = Speculator(drafter, self._kv, self.context_tokens) if drafter else None

@@ -37,7 +37,7 @@ class ReleaseWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class WriterSilent:
+class Silence:
     """The writer never let go; `agent_id` is None if it was never known. To be logged as a warning.
 
     The agent is not refused for it: later messages for this reservation are dropped anyway, and its other handoffs go
@@ -49,7 +49,7 @@ class WriterSilent:
     agent_id: str | None
 
 
-Action = Abort | ReleaseWriter | WriterSilent
+Action = Abort | ReleaseWriter | Silence
 
 
 @dataclass(frozen=True, slots=True)

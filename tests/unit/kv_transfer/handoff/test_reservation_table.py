@@ -12,8 +12,8 @@ from kv_transfer.handoff.reservation_actions import (
     Admit,
     Rejected,
     ReleaseWriter,
+    Silence,
     WriterDone,
-    WriterSilent,
 )
 from kv_transfer.handoff.reservation_table import ReservationTable
 from kv_transfer.handoff.ticket import WRITE_GRACE_S
@@ -202,7 +202,7 @@ def test_quarantine_outlasts_the_ticket_then_fences(
     assert table.next_deadline() <= end
     assert table.expire(end - 0.1) == []
     assert table.next_deadline() == end
-    assert table.expire(end) == [WriterSilent(number, "r", agent_id), ReleaseWriter(number, "r")]
+    assert table.expire(end) == [Silence(number, "r", agent_id), ReleaseWriter(number, "r")]
     assert table.on_notification("p", completion(number), end) == Rejected("not_live")
 
 
