@@ -336,9 +336,23 @@ def test_nothing_of_a_fenced_peer_is_delivered(writer: Side, owner: Side, make: 
     assert owner.notifications == [(third.agent_id, b"fresh")]
 
 
-def test_a_refused_peer_that_is_connected_is_heard_again(writer: Side, owner: Side) -> None:
-    owner.transport.refuse(writer.agent_id)
+def acquainted(writer: Side, owner: Side) -> None:
+    """Both have written to each other: whoever is refused has been a peer for a while."""
     owner.transport.connect(writer.endpoint)
+    owner.transport.write(writer.agent_id, [0], [0], b"there")
+    writer.transport.write(owner.agent_id, [0], [0], b"back")
+    settle(
+        lambda: bool(writer.writes and owner.writes and writer.notifications and owner.notifications),
+        writer,
+        owner,
+    )
+    for side in (writer, owner):
+        side.writes.clear()
+        side.notifications.clear()
+
+
+def test_a_refused_peer_that_is_connected_is_heard_again(writer: Side, owner: Side) -> None:
+    acquainted(writer, owner)
     owner.transport.refuse(writer.agent_id)
     owner.transport.connect(writer.endpoint)
     settle(lambda: not writer.transport.needs_poll and not owner.transport.needs_poll, writer, owner)
@@ -372,7 +386,7 @@ def test_a_peer_that_is_written_to_no_more_still_writes(
 
 
 def test_writes_to_a_refused_peer_go_on(writer: Side, owner: Side) -> None:
-    owner.transport.connect(writer.endpoint)
+    acquainted(writer, owner)
     writer.transport.refuse(owner.agent_id)
     with contextlib.suppress(TransferError):
         owner.transport.notify(writer.agent_id, b"stale")
