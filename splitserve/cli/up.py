@@ -152,6 +152,7 @@ async def run_cluster(
         cluster_target,
         cluster_token,
         coordinator_specs,
+        neutral_spec,
         neutral_specs,
         operator_security,
         parts_target,
@@ -173,7 +174,8 @@ async def run_cluster(
     workers = worker_count(config) if scaling is None else scaling.most_workers
     inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, gpus=gpus)
     make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
-    pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, start)
+    lean = partial(neutral_spec, config, start) if scaling is None else partial(scaling.neutral_spec, start)
+    pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, lean)
     specs = [*coordinator_specs(config, start), *pinned, *neutral]
     target = cluster_target(config)
     times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
@@ -186,7 +188,7 @@ async def run_cluster(
             if scaling is None:
                 await cluster.run()
             else:
-                await scaling.run(cluster, inventory, make)
+                await scaling.run(cluster, inventory, make, lean)
     return cluster.was_killed
 
 
