@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator, counted
+from autoscaler.actuators.actuator import ActualReplica, Actuator, counted, where_they_lean
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
@@ -70,6 +70,8 @@ class LoopSettings:
     """Decide and log, but do not act."""
     gpus_each: Mapping[PoolName, int] = field(default_factory=lambda: dict.fromkeys(POOLS, 1))
     """GPUs of one replica."""
+    neutral: bool = False
+    """Whether neutral workers are started."""
     starts: Mapping[PoolName, StartLimits] = field(
         default_factory=lambda: dict.fromkeys(POOLS, StartLimits())
     )
@@ -106,6 +108,8 @@ class ControlLoop:
     _starts: StartWatch = field(default_factory=StartWatch)
     _own_names: frozenset[str] = frozenset()
     """Names that the actuator has listed, and that are still registered."""
+    _started_for: Mapping[str, PoolName] = field(default_factory=dict)
+    """The pool of each replica to the actuator. Neutral ones may lean elsewhere since."""
     _memory: Memory = None
     _last_plan: ScalingPlan | None = None
 
@@ -186,11 +190,13 @@ class ControlLoop:
             return [ActualReplica(replica.name, pool, False, 0.0) for pool in POOLS for replica in seen[pool]]
         there = await _within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
         self.status.hosts = dict(self.actuator.hosts)
+        self._started_for = {replica.name: replica.pool for replica in there}
         known = (*snapshot.prefill.replicas, *snapshot.decode.replicas)
         kept = counted(there, {replica.name for replica in known if replica.registered})
         # Those that were given up are missed on purpose: that is no failed start.
         self._starts.told_to_end(list({replica.name for replica in there} - {r.name for r in kept}))
-        return [replica for replica in kept if replica.name not in snapshot.foreign]
+        ours = [replica for replica in kept if replica.name not in snapshot.foreign]
+        return where_they_lean(ours, snapshot.leanings)
 
     def _pools(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica]
@@ -266,12 +272,15 @@ class ControlLoop:
         try:
             match action:
                 case Start(pool, count):
-                    ordered = actuator.start(pool, count, self.settings.gpus_each[pool])
+                    each, neutral = self.settings.gpus_each[pool], self.settings.neutral
+                    ordered = actuator.start(pool, count, each, neutral=neutral)
                     await _within(self.settings.act_s, ordered, "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)
-                    stopped = actuator.stop(pool, names, self.settings.drain_s[pool])
-                    await _within(self.settings.act_s, stopped, "stop")
+                    for home in POOLS:
+                        if there := [name for name in names if self._started_for.get(name, pool) == home]:
+                            stopped = actuator.stop(home, there, self.settings.drain_s[pool])
+                            await _within(self.settings.act_s, stopped, "stop")
                 case Activate() | Rest() | Lean():
                     return
         except SplitserveError as error:
@@ -283,7 +292,7 @@ class ControlLoop:
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
     ) -> None:
         self.status.decided(plan, pools)
-        changed = bool(actions) or self._last_plan is None or _numbers(plan) != _numbers(self._last_plan)
+        changed = bool(actions) or self._last_plan is None or plan.numbers != self._last_plan.numbers
         self._last_plan = plan
         for pool in POOLS:
             wanted, counts = plan.pool(pool), self.status.actual[pool]
@@ -327,11 +336,6 @@ class ControlLoop:
 
 def _word(action: Action) -> str:
     return type(action).__name__.lower()
-
-
-def _numbers(plan: ScalingPlan) -> tuple[object, ...]:
-    wanted = [(plan.pool(pool).desired, plan.pool(pool).standby) for pool in POOLS]
-    return *wanted, plan.lend_decode_to_prefill
 
 
 async def _within(deadline_s: float, work: Awaitable[T], what: str) -> T:

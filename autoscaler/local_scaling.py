@@ -14,9 +14,18 @@ from autoscaler.service import control_loop
 from autoscaler.snapshot import PoolName
 from splitserve.cluster.child_process import ChildSpec
 from splitserve.cluster.placement import Inventory, Place
-from splitserve.cluster.process_specs import CommandFactory, WorkerSpecMaker, parts_target, worker_spec
+from splitserve.cluster.process_specs import (
+    CommandFactory,
+    WorkerSpecMaker,
+    check_workers,
+    neutral_spec,
+    parts_target,
+    worker_count,
+    worker_spec,
+)
 from splitserve.cluster.supervisor import LocalCluster
 from splitserve.config.cluster import ClusterConfig
+from splitserve.errors import ConfigError
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.runtime.loops import LoopRunner
 
@@ -33,11 +42,22 @@ class LocalScaling:
 
     @classmethod
     def of(cls, config: ClusterConfig, path: Path, security: ClusterCredentials = UNSECURED) -> LocalScaling:
-        """Reads the policy. Pools without a given size start with `min_replicas`; each replica gets the
-        policy's `gpus_per_replica`. Raises ConfigError."""
+        """Reads the policy. Pools without a given size start with `min_replicas`, neutral workers without a given
+        number with those of both; each replica gets the policy's `gpus_per_replica`. Raises ConfigError."""
         file = PolicyFile(path)
         policy = file.value.rules
         least = {"prefill": policy.prefill.min_replicas, "decode": policy.decode.min_replicas}
+        if config.workers is not None and policy.workers == "pinned":
+            message = f"workers: {path} starts pinned workers; write `workers: neutral` into it"
+            raise ConfigError(message, field="workers")
+        if policy.workers == "neutral":
+            neutral = {
+                "workers": config.workers or sum(least.values()),
+                "worker_gpus": policy.prefill.gpus_per_replica,
+            }
+            config = config.model_copy(update=neutral)
+            check_workers(config)
+            return cls(config, file, security)
         first = {pool: count for pool, count in least.items() if pool not in config.model_fields_set}
         first |= {
             "prefill_gpus": policy.prefill.gpus_per_replica,
@@ -56,7 +76,7 @@ class LocalScaling:
         pools = (self.policy.prefill, self.policy.decode)
         return max(
             sum(pool.max_replicas + pool.warm_standby for pool in pools),
-            self.config.prefill + self.config.decode,
+            worker_count(self.config),
         )
 
     def worker_spec(self, command: CommandFactory, pool: PoolName, name: str, place: Place) -> ChildSpec:
@@ -64,9 +84,20 @@ class LocalScaling:
         drain_s = (self.policy.prefill if pool == "prefill" else self.policy.decode).drain_s
         return worker_spec(self.config, command, pool, name, place, drain_s=drain_s)
 
-    async def run(self, cluster: LocalCluster, inventory: Inventory, make: WorkerSpecMaker) -> None:
-        """Runs the cluster until it is stopped, and scales it once it is ready."""
-        actuator = ProcessActuator(cluster, inventory, make)
+    def neutral_spec(self, command: CommandFactory, leaning: PoolName, name: str, place: Place) -> ChildSpec:
+        """One neutral worker's process. It drains for as long as that pool may which may longer: it serves both."""
+        drain_s = max(self.policy.prefill.drain_s, self.policy.decode.drain_s)
+        return neutral_spec(self.config, command, leaning, name, place, drain_s=drain_s)
+
+    async def run(
+        self,
+        cluster: LocalCluster,
+        inventory: Inventory,
+        make: WorkerSpecMaker,
+        make_neutral: WorkerSpecMaker,
+    ) -> None:
+        """Runs the cluster until it is stopped, and scales it once it is ready. `make_neutral`: see ProcessActuator."""
+        actuator = ProcessActuator(cluster, inventory, make, make_neutral)
         async with asyncio.TaskGroup() as group:
             scale = partial(self._scale, cluster, actuator)
             scaling = group.create_task(LoopRunner().run("scaling", scale))

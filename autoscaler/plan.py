@@ -45,6 +45,12 @@ class ScalingPlan:
         """The plan of one pool."""
         return self.prefill if name == "prefill" else self.decode
 
+    @property
+    def numbers(self) -> tuple[object, ...]:
+        """What it decides, without the reasons."""
+        wanted = [(pool.desired, pool.standby) for pool in (self.prefill, self.decode)]
+        return *wanted, self.lend_decode_to_prefill
+
 
 Memory = Any
 """A decider's memory between decisions: an immutable value of its own type; None at first."""

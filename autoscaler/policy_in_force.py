@@ -82,6 +82,7 @@ def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
         bounds={name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in pools.items()},
         drain_s={name: pool.drain_s for name, pool in pools.items()},
         gpus_each={name: pool.gpus_per_replica for name, pool in pools.items()},
+        neutral=policy.workers == "neutral",
         starts={
             name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts)
             for name, pool in pools.items()

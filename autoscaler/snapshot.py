@@ -150,3 +150,12 @@ class Snapshot:
     """Registered workers of other models. Nothing else in the snapshot says anything about them."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
+
+    @property
+    def leanings(self) -> Mapping[str, PoolName]:
+        """Where each neutral worker leans that a coordinator knows, by name."""
+        pools: tuple[tuple[PoolName, tuple[Replica, ...]], ...] = (
+            ("prefill", self.prefill.replicas),
+            ("decode", self.decode.replicas),
+        )
+        return {one.name: pool for pool, there in pools for one in there if one.neutral and one.registered}

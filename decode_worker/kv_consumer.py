@@ -16,7 +16,7 @@ from engine.worker.engine_thread import KvConnector
 from engine.worker.status import WorkerStatus
 from kv_transfer.handoff.checksums import HandoffVerifier, verify_one_in
 from kv_transfer.handoff.notification import WriteCompletion
-from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, Fence, ReleaseWriter, WriterDone
+from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, ReleaseWriter, Silence, WriterDone
 from kv_transfer.handoff.reservation_table import ReservationTable
 from kv_transfer.handoff.ticket import KvTicket
 from kv_transfer.transports.poll_dealer import PollDealer
@@ -279,8 +279,8 @@ class KvConsumer(KvConnector):
                         self._fail(action.request_id, action.reason, action.message)
                 case ReleaseWriter():
                     core.release_writer(action.number)
-                case Fence():
-                    # Later completions for this reservation are rejected anyway. Disconnecting the peer would also
+                case Silence():
+                    # Later completions for this reservation are rejected anyway. Refusing the peer would also
                     # drop the completions of its other requests.
                     log_event("handoff.writer_silent", agent_id=action.agent_id, reservation=action.number)
 

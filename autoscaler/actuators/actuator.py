@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoscaler.snapshot import PoolName
 
@@ -27,6 +27,7 @@ class ActualReplica:
 
     name: str
     pool: PoolName
+    """Its pool. To an actuator that of a neutral one is the pool that it was started for, wherever it leans now."""
     stopping: bool
     """It is draining and has not ended yet."""
     created_wall_s: float
@@ -43,6 +44,14 @@ class ActualReplica:
 def counted(replicas: Iterable[ActualReplica], registered: Collection[str]) -> list[ActualReplica]:
     """Without those that were given up, unless the coordinators still see them: they serve."""
     return [r for r in replicas if r.presence is not Presence.GIVEN_UP or r.name in registered]
+
+
+def where_they_lean(
+    replicas: Iterable[ActualReplica], leanings: Mapping[str, PoolName]
+) -> list[ActualReplica]:
+    """The replicas with neutral ones in the pools that `leanings` say. Those that nobody has seen yet stay where they
+    were started."""
+    return [replace(replica, pool=leanings.get(replica.name, replica.pool)) for replica in replicas]
 
 
 class Actuator(ABC):
@@ -69,13 +78,17 @@ class Actuator(ABC):
         return {}
 
     @abstractmethod
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
-        """Creates replicas; returns once they are ordered. Raises ResourceExhaustedError (NO_GPU) when the
-        inventory has not `gpus_each` GPUs for the next one; those before it stay ordered."""
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+        """Creates replicas; returns once they are ordered. `neutral`: workers that serve both pools and lean to this
+        one at first.
+
+        Raises ResourceExhaustedError (NO_GPU) when the inventory has not `gpus_each` GPUs for the next one; those
+        before it stay ordered. Raises FailedPreconditionError (WORKER_KIND) where the platform's pattern for this pool
+        is known to run workers of the other kind."""
 
     @abstractmethod
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
-        """Tells these replicas to drain and to end within `drain_s` seconds; returns at once. What is still
+        """Tells these replicas of a pool to drain and to end within `drain_s` seconds; returns at once. What is still
         there after the deadline is killed. Names that do not exist are ignored."""
 
     @abstractmethod

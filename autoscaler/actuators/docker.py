@@ -30,12 +30,14 @@ from autoscaler.actuators.docker_template import (
     POOL_LABEL,
     PROJECT_LABEL,
     Container,
+    command_of,
     further_networks,
     replica_body,
     replica_name,
     worker_id,
 )
 from autoscaler.actuators.room import Room, RoomActuator
+from autoscaler.actuators.worker_kind import check_kind
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import FailedPreconditionError
 from splitserve.gpus.engine_command import check_command, environment_of
@@ -111,10 +113,12 @@ class DockerActuator(RoomActuator):
         """See Actuator. Without the GPUs that replicas of other models have."""
         return max(0, self._gpus.capacity - self._taken_by_others) if self._gpus.gpus else None
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
         """See Actuator. Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container, ConfigError
         (field `gpus_per_replica`) for more GPUs than the worker's engine computes on."""
-        await self._engine.call(f"start {pool}", lambda client: self._start(client, pool, count, gpus_each))
+        await self._engine.call(
+            f"start {pool}", lambda client: self._start(client, pool, count, gpus_each, neutral)
+        )
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator."""
@@ -206,7 +210,7 @@ class DockerActuator(RoomActuator):
                 log=log,
             )
 
-    def _start(self, client: APIClient, pool: PoolName, count: int, gpus_each: int) -> None:
+    def _start(self, client: APIClient, pool: PoolName, count: int, gpus_each: int, neutral: bool) -> None:
         for _ in range(count):
             containers = self._containers(client)
             members = [container for container in self._ours(containers) if container.pool == pool]
@@ -219,11 +223,12 @@ class DockerActuator(RoomActuator):
                 raise FailedPreconditionError(message, reason="NO_TEMPLATE")
             template = max(members, key=_age)
             inspected = client.inspect_container(template.id)
+            check_kind(f"the containers of service {template.service}", command_of(inspected), neutral)
             number = 1 + max(c.number for c in containers if c.service == template.service)
             gpus: tuple[str, ...] = ()
             if self._gpus.gpus and gpus_each:
-                config = inspected["Config"]
-                check_command(config["Cmd"] or (), environment_of(config["Env"] or ()), gpus_each)
+                environment = environment_of(inspected["Config"]["Env"] or ())
+                check_command(command_of(inspected), environment, gpus_each)
                 gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, gpus_each)
             name = replica_name(template.name, self._project, template.service, number)
             seat = self._seat(client, inspected, containers)

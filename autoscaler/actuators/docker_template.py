@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from autoscaler.actuators.docker_gpus import give_gpus, with_variables
 from autoscaler.actuators.docker_seats import Seat
+from autoscaler.actuators.worker_kind import runs_neutral
 from autoscaler.snapshot import POOLS, PoolName
 
 POOL_LABEL = "splitserve.pool"
@@ -78,7 +79,13 @@ class Container:
 
 def worker_id(inspected: Mapping[str, Any], pool: PoolName) -> str:
     """The name under which a container's worker registers, as the image's entry point makes it."""
-    return f"{pool}-{inspected['Config']['Hostname']}"
+    kind = "worker" if runs_neutral(command_of(inspected)) else pool
+    return f"{kind}-{inspected['Config']['Hostname']}"
+
+
+def command_of(inspected: Mapping[str, Any]) -> Sequence[str]:
+    """The words that a container's entry point is given."""
+    return inspected["Config"].get("Cmd") or ()
 
 
 def replica_name(template_name: str, project: str, service: str, number: int) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.actuators.kubernetes_api import KubernetesApi, Pod, Scale
+from autoscaler.actuators.worker_kind import check_kind
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.errors import FailedPreconditionError
@@ -53,7 +54,7 @@ class KubernetesActuator(Actuator):
             ]
         return tuple(sorted(found, key=lambda replica: replica.name))
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
         """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue.
 
         Raises FailedPreconditionError (GPUS_PER_REPLICA) where the pods of the pool are limited to another number of
@@ -61,7 +62,9 @@ class KubernetesActuator(Actuator):
         """
         scale = await self._api.scale(self._workloads[pool])
         if pods := await self._api.pods(scale.selector):
-            _check_gpus(self._workloads[pool], max(pods, key=lambda pod: pod.created_wall_s), gpus_each)
+            newest = max(pods, key=lambda pod: pod.created_wall_s)
+            check_kind(f"the pods of {self._workloads[pool]}", newest.command, neutral)
+            _check_gpus(self._workloads[pool], newest, gpus_each)
         await self._api.set_replicas(self._workloads[pool], scale.replicas + count, scale.version)
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.snapshot import POOLS, PoolName
+from splitserve.cluster.child_process import ChildSpec
 from splitserve.cluster.placement import Inventory
-from splitserve.cluster.process_specs import WorkerSpecMaker
+from splitserve.cluster.process_specs import Kind, WorkerSpecMaker
 from splitserve.cluster.supervisor import LocalCluster
 
 
@@ -20,22 +22,29 @@ class ProcessActuator(Actuator):
 
     proves_end = True  # a child stays a member until it has been waited for
 
-    def __init__(self, cluster: LocalCluster, inventory: Inventory, make_spec: WorkerSpecMaker) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        inventory: Inventory,
+        make_spec: WorkerSpecMaker,
+        make_neutral: WorkerSpecMaker,
+    ) -> None:
+        """`make_neutral`: makes the spec of a neutral worker that leans to the given pool at first."""
         self._cluster = cluster
         self._inventory = inventory
-        self._make_spec = make_spec
-        self._next_number = dict.fromkeys(POOLS, 0)
+        self._make_spec, self._make_neutral = make_spec, make_neutral
+        self._next_number = Counter[str]()
         for member in cluster.processes:
-            pool, number = member.child.spec.role, member.name.rpartition("-")[2]
-            if pool in ("prefill", "decode"):
-                self._next_number[pool] = max(self._next_number[pool], int(number) + 1)
+            kind, number = member.child.spec.role, member.name.rpartition("-")[2]
+            if _pool(member.child.spec) is not None:
+                self._next_number[kind] = max(self._next_number[kind], int(number) + 1)
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
         """See Actuator."""
         found = []
         for member in self._cluster.processes:
-            pool = member.child.spec.role
-            if pool not in ("prefill", "decode"):
+            pool = _pool(member.child.spec)
+            if pool is None:
                 continue
             place = self._inventory.place_of(member.name)
             gpu = ",".join(place.gpus or ()) if place else None
@@ -48,14 +57,16 @@ class ProcessActuator(Actuator):
         """See Actuator."""
         return self._inventory.gpus.capacity or None
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
         """See Actuator. Raises UnavailableError when no process can be started."""
         self._inventory.release_except({member.name for member in self._cluster.processes})
+        kind: Kind = "worker" if neutral else pool
+        make = self._make_neutral if neutral else self._make_spec
         for _ in range(count):
-            name = self._new_name(pool)
-            place = self._inventory.take(name, pool, gpus_each)
+            name = self._new_name(kind)
+            place = self._inventory.take(name, kind, gpus_each)
             try:
-                await self._cluster.add(self._make_spec(pool, name, place))
+                await self._cluster.add(make(pool, name, place))
             except BaseException:
                 self._inventory.release(name)
                 raise
@@ -63,14 +74,19 @@ class ProcessActuator(Actuator):
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator."""
         for member in self._cluster.processes:
-            if member.child.spec.role == pool and member.name in names:
+            if _pool(member.child.spec) == pool and member.name in names:
                 self._cluster.remove(member.name, drain_s)
 
     async def close(self) -> None:
         """The processes stay with the cluster, which ends them with itself."""
 
-    def _new_name(self, pool: PoolName) -> str:
+    def _new_name(self, kind: Kind) -> str:
         """A name not used before in this cluster: peers may still know workers that have left."""
-        name = f"{pool}-{self._next_number[pool]}"
-        self._next_number[pool] += 1
+        name = f"{kind}-{self._next_number[kind]}"
+        self._next_number[kind] += 1
         return name
+
+
+def _pool(spec: ChildSpec) -> PoolName | None:
+    """The pool that a process was started for; None for one that is no worker."""
+    return spec.role if spec.role in POOLS else spec.leaning

@@ -94,11 +94,11 @@ class HostWatch:
         ]
         return [replace(replica, presence=presence) for replica in (*self.replicas, *ordered)]
 
-    async def start(self, pool: PoolName, gpus_each: int) -> None:
+    async def start(self, pool: PoolName, gpus_each: int, neutral: bool) -> None:
         """Orders one replica. Where that is not certain to have failed, it counts until the host has said."""
         self._unsure[pool] += 1
         try:
-            await self.link.actuator.start(pool, 1, gpus_each)
+            await self.link.actuator.start(pool, 1, gpus_each, neutral=neutral)
         except SplitserveError as error:
             if _is_unheard(error):
                 self._lost(error.message)

@@ -73,7 +73,7 @@ class HostsActuator(Actuator):
         """See Actuator."""
         return {host.link.name: host.reachable for host in self._hosts}
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
         """See Actuator. Raises UnavailableError (HOST_UNKNOWN) while a host has not answered since this process began,
         and what `choose_host` raises."""
         if all(host.answered_s is None for host in self._hosts):
@@ -82,7 +82,7 @@ class HostsActuator(Actuator):
         ordered: Counter[str] = Counter()
         try:
             for _ in range(count):
-                await self._start_one(pool, gpus_each, ordered)
+                await self._start_one(pool, gpus_each, neutral, ordered)
         finally:
             # So that their names are known if their host is cut off at once.
             await self._ask([host for host in self._hosts if ordered[host.link.name]])
@@ -117,7 +117,7 @@ class HostsActuator(Actuator):
         if back:
             await self._ask(back)
 
-    async def _start_one(self, pool: PoolName, gpus_each: int, ordered: Counter[str]) -> None:
+    async def _start_one(self, pool: PoolName, gpus_each: int, neutral: bool, ordered: Counter[str]) -> None:
         """One order. Where the Engine of the best host refuses it, the next best gets it: one broken host must not take
         all orders. An order without an answer goes nowhere else."""
         refused: dict[str, UnavailableError] = {}
@@ -127,7 +127,7 @@ class HostsActuator(Actuator):
             except SplitserveError as error:
                 raise next(iter(refused.values()), error) from None
             try:
-                await host.start(pool, gpus_each)
+                await host.start(pool, gpus_each, neutral)
             except UnavailableError as error:
                 if not host.reachable:
                     raise

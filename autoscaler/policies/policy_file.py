@@ -233,6 +233,9 @@ class Ratio(PolicyModel):
 class ScalingPolicy(PolicyModel):
     """The whole file."""
 
+    workers: Literal["pinned", "neutral"] = "pinned"
+    """What is started: workers of one pool, or neutral ones, which serve both and lean to the pool that they are
+    started for. Those change sides before one is started; the bounds of a pool count them where they lean."""
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """GPUs that both pools may take together, standby included. Default: the actuator's inventory (`docker.gpus`, or
     the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget where it has none, as
@@ -256,6 +259,12 @@ class ScalingPolicy(PolicyModel):
         for name, pool, signal in (("prefill", self.prefill, "ttft"), ("decode", self.decode, "tpot")):
             if isinstance(pool, SloPool) and pool.signal not in (None, signal):
                 raise broken_rule(f"{name}.signal must be {signal}: no other pool can improve it")
+        sizes = self.prefill.gpus_per_replica, self.decode.gpus_per_replica
+        if self.workers == "neutral" and sizes[0] != sizes[1]:
+            raise broken_rule(
+                f"workers (neutral) must have one size: gpus_per_replica is {sizes[0]} for prefill and {sizes[1]} for "
+                "decode"
+            )
         if self.gpu_budget is not None and self.least_gpus > self.gpu_budget:
             raise broken_rule(
                 f"gpu_budget ({self.gpu_budget}) must hold min_replicas and warm_standby of both pools: "

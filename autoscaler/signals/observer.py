@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Protocol
 
-from autoscaler.actuators.actuator import ActualReplica, counted
+from autoscaler.actuators.actuator import ActualReplica, counted, where_they_lean
 from autoscaler.signals.arrival_log import ArrivalLog
 from autoscaler.signals.ended_replicas import EndedReplicas
 from autoscaler.signals.totals import CoordinatorTrack, Totals, totals_of
@@ -158,7 +158,8 @@ class Observer:
         models = [(self._models(track.last), track.last_s) for track in held if track.last and track.last_s]
         seen = merged(models)
         since = {name: (worker.state, wall - (now - worker.since_s)) for name, worker in seen.items()}
-        actual = counted(actual, seen)
+        leanings = {name: worker.pool for name, worker in seen.items() if worker.signals.neutral}
+        actual = where_they_lean(counted(actual, seen), leanings)
         self._cold_starts.look(actual, since)
         totals = _sum(track.window(now) for track in held)
         here = [model for answer, _ in models for model in answer]

@@ -57,8 +57,9 @@ class EngineCore(Engine):
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
+        meter: StepMeter | None = None,
     ) -> None:
-        """`drafter`: guesses tokens that steps then check; None: steps give one token a sequence."""
+        """`drafter`: guesses tokens that steps then check. `meter`: may know steps from before the first request."""
         self._runner = runner
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
@@ -67,7 +68,7 @@ class EngineCore(Engine):
         self.kv_events = KvEventLog()
         pool = BlockPool(runner.num_blocks, self.kv_events)
         self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
-        self._meter = StepMeter()
+        self._meter = meter or StepMeter()
         self.step_totals = self._meter.totals
         # On cpu steps that only decode, or compute a chunk, are captured; mixed ones are not.
         self._pacing = PromptPacing(self._meter, separate=runner.pool_memory.memory_kind == "DRAM")
@@ -87,8 +88,7 @@ class EngineCore(Engine):
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
         self._prompt_room = 0  # blocks that reservations leave
         self._arrivals = 0
-        self._changed = False
-        """Whether the next step may do something that the last one could not."""
+        self._changed = False  # whether the next step may do something that the last one could not
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
         self._speculator = Speculator(drafter, self._kv, self.context_tokens) if drafter else None

@@ -171,14 +171,15 @@ def warm_up(
     max_step_tokens: int | None,
     prompt_tokens: int = PROMPT_TOKENS,
     drafts: Sequence[int] = (),
-) -> None:
+) -> int:
     """Computes a prompt of up to `prompt_tokens` and one token more, in blocks that nobody owns yet, to compile and
-    allocate early. The token also with `drafts` of these lengths."""
+    allocate early. The token also with `drafts` of these lengths. Returns the length of the prompt, whose KV is in the
+    first blocks; 0 where none was computed."""
     size = runner.layout.block_size_tokens
     limit = min(max_step_tokens or prompt_tokens + 1, runner.num_blocks * size, runner.facts.context_tokens)
     prompt = min(prompt_tokens, limit - 1)
     if prompt < 1:
-        return
+        return 0
     room = min(runner.num_blocks * size, runner.facts.context_tokens) - prompt - 1
     drafts = [length for length in drafts if length <= room]
     blocks = range(blocks_for(prompt + 1 + max(drafts, default=0), size))
@@ -200,3 +201,5 @@ def warm_up(
     except RowsFailedError as error:
         # The model may fail on this prompt (NaN logits) and still work on others; the code has run.
         log_event("worker.warm_up_failed", error=error.message)
+        return 0
+    return prompt

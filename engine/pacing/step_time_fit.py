@@ -176,7 +176,11 @@ class StepTimeFit:
         self._sums.record((sequences.bit_length(),), sequences, context_tokens, duration_s)
         self._steps += 1
         if self._steps % _FIT_EVERY_STEPS == 0:
-            self.latest = self._fit()
+            self.refit()
+
+    def refit(self) -> None:
+        """Fits what was recorded, at least one step."""
+        self.latest = self._fit()
 
     def _fit(self) -> DecodeStepFit:
         line = self._sums.line(((1, 2), (1,), (2,)))

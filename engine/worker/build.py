@@ -9,12 +9,13 @@ from pathlib import Path
 from engine.core.engine import Engine
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, warm_up
-from engine.core.step_stats import StepWork
+from engine.core.step_stats import StepMeter, StepWork
 from engine.core.types import ModelFacts
 from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
 from engine.speculation.speculator import make_drafter, warm_up_drafts
+from engine.worker.decode_warm_up import measure_decode_steps
 from kv_transfer.layout import NO_QUANTIZATION, SAME
 from kv_transfer.transports.buffered import BufferedTransport
 from kv_transfer.transports.factory import make_transport
@@ -60,8 +61,10 @@ class EngineParts:
     """What a step asks of the device; None if unknown."""
 
 
-def build_engine(config: WorkerConfig) -> EngineParts:
+def build_engine(config: WorkerConfig, *, measure_decode: bool = False) -> EngineParts:
     """Loads the weights, allocates the KV blocks and registers their memory. Takes as long as loading the weights.
+
+    `measure_decode`: its first load has a fit of decode steps.
 
     Raises NotFoundError for a missing model, UnsupportedModelError for one that the engine refuses, ConfigError for
     settings that contradict each other.
@@ -78,12 +81,15 @@ def build_engine(config: WorkerConfig) -> EngineParts:
     grammars = GrammarCompiler(tokenizer, runner.facts)
     if config.engine.kind != SIMULATED:
         grammars.prepare()
-    warm_up(runner, config.engine.max_step_tokens, drafts=warm_up_drafts(config.engine))
+    prompt_tokens = warm_up(runner, config.engine.max_step_tokens, drafts=warm_up_drafts(config.engine))
+    meter = StepMeter()
+    if measure_decode:
+        measure_decode_steps(runner, meter.fit, prompt_tokens, config.engine.max_running_requests)
     if runner.pool_memory.memory_kind == VRAM:
         _require_transfer(config.transport, runner.pool_memory.device_index)
     transport = _polled(_transport(config), runner)
     endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
-    core = EngineCore(runner, config.engine, tokenizer, drafter=make_drafter(config.engine))
+    core = EngineCore(runner, config.engine, tokenizer, drafter=make_drafter(config.engine), meter=meter)
     facts = replace(runner.facts, adapters=adapters)
     return EngineParts(core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work)
 

@@ -161,8 +161,10 @@ class KvPusher:
             self._runnable[request_id] = push
 
     def peer_lost(self, agent_id: str) -> None:
-        """Disconnects a lost decode worker; the next `poll` fails its requests with PEER_LOST."""
+        """Disconnects a lost decode worker, and refuses what it sends; the next `poll` fails its requests with
+        PEER_LOST."""
         self._transport.disconnect(agent_id)
+        self._transport.refuse(agent_id)
         for push in self._pushes.values():
             if push.ticket.decode_agent_id == agent_id and push.failure is None:
                 push.failure = TransferError(f"decode agent {agent_id} is gone", reason="PEER_LOST")

@@ -37,11 +37,11 @@ class ReleaseWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class Silence:
     """The writer never let go; `agent_id` is None if it was never known. To be logged as a warning.
 
-    A worker that also writes to that agent must disconnect it. One that only receives must not: later
-    messages for this reservation are dropped anyway, and a disconnect would drop the agent's next handoffs.
+    The agent is not refused for it: later messages for this reservation are dropped anyway, and its other handoffs go
+    on. Nor are writes to it ended, which have nothing to do with what it writes here.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Fence:
     agent_id: str | None
 
 
-Action = Abort | ReleaseWriter | Fence
+Action = Abort | ReleaseWriter | Silence
 
 
 @dataclass(frozen=True, slots=True)

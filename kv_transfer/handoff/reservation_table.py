@@ -23,9 +23,9 @@ from kv_transfer.handoff.reservation_actions import (
     Abort,
     Action,
     Admit,
-    Fence,
     Rejected,
     ReleaseWriter,
+    Silence,
     Verdict,
     WriterDone,
 )
@@ -223,7 +223,7 @@ class ReservationTable:
                 actions.append(self._overdue(entry, now))
             elif entry.due_s <= now:
                 if not entry.writer_lost:
-                    actions.append(Fence(entry.number, entry.request_id, entry.writer_agent_id))
+                    actions.append(Silence(entry.number, entry.request_id, entry.writer_agent_id))
                 actions += self._writer_done(entry, now).actions
         times = [entry.due_s for entry in self._open.values()] + list(self._lease_ends.values())
         self._next_due_s = min(times, default=float("inf"))

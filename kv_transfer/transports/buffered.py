@@ -28,8 +28,12 @@ class BufferedTransport(Transport):
         return found
 
     def disconnect(self, agent_id: str) -> None:
-        """See `Transport`. Notifications of the peer that were kept are dropped, too."""
+        """See `Transport`."""
         self._inner.disconnect(agent_id)
+
+    def refuse(self, agent_id: str) -> None:
+        """See `Transport`. Notifications of the peer that were kept are dropped, too."""
+        self._inner.refuse(agent_id)
         self._kept.notifications = [kept for kept in self._kept.notifications if kept[0] != agent_id]
 
     def register_memory(self, memory: KvMemoryRegion) -> TransferEndpoint:

@@ -8,9 +8,7 @@ With no trigger planned (latency and bandwidth may be set) it keeps every rule o
 from __future__ import annotations
 
 import heapq
-import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +19,7 @@ from kv_transfer.transports.descriptors import (
     merge_runs,
     unknown_peer,
 )
+from kv_transfer.transports.fault_dice import FaultDice
 from kv_transfer.transports.transport import (
     KvMemoryRegion,
     PollResult,
@@ -28,7 +27,7 @@ from kv_transfer.transports.transport import (
     Transport,
     WriteResult,
 )
-from splitserve.config.faults import FaultPlan, Trigger
+from splitserve.config.faults import FaultPlan
 from splitserve.errors import FailedPreconditionError, SplitserveError
 from splitserve.logs import log_event
 
@@ -101,6 +100,10 @@ class FaultyTransport(Transport):
         """See `Transport`. Ends what is held or stuck."""
         self._inner.disconnect(agent_id)
         self._drop(agent_id, f"agent {agent_id} was disconnected")
+
+    def refuse(self, agent_id: str) -> None:
+        """See `Transport`. Forgets what is held back of the peer's."""
+        self._inner.refuse(agent_id)
         self._arrivals = [held for held in self._arrivals if held.what.agent_id != agent_id]
 
     def connected(self) -> frozenset[str]:
@@ -320,31 +323,3 @@ class FaultyTransport(Transport):
         if agent_id not in self._inner.connected() or agent_id not in self._peers:
             raise unknown_peer(agent_id)
         return self._peers[agent_id]
-
-
-class FaultDice:
-    """Decides when each trigger of a plan fires. Each has its own random stream, independent of the others."""
-
-    def __init__(self, plan: FaultPlan) -> None:
-        self.injected: Counter[str] = Counter()
-        """Number of injected faults by trigger name."""
-        self._triggers: dict[str, Trigger] = {
-            name: value for name, value in plan if isinstance(value, Trigger) and value.planned
-        }
-        self._random = {name: random.Random(f"{plan.seed}:{name}") for name in self._triggers}
-        self._operations: Counter[str] = Counter()
-
-    def fires(self, name: str, agent_id: str) -> bool:
-        """Whether the fault hits the trigger's next operation. Counts and logs it if so."""
-        trigger = self._triggers.get(name)
-        if trigger is None:
-            return False
-        self._operations[name] += 1
-        number = self._operations[name]
-        by_chance = self._random[name].random() < trigger.probability
-        planned = number in trigger.at or (trigger.every is not None and number % trigger.every == 0)
-        if not (by_chance or planned):
-            return False
-        self.injected[name] += 1
-        log_event("fault.injected", fault=name, operation=number, agent_id=agent_id)
-        return True

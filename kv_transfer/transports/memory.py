@@ -1,7 +1,7 @@
 """A transport within one process, for tests and simulated clusters. Deterministic.
 
 Bytes are copied between the registered addresses. It keeps every rule of `Transport`, and its fence is
-stricter than that of hardware: once an owner has disconnected a writer, no write of it arrives.
+stricter than that of hardware: once an owner refuses a writer, no write of it arrives.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class MemoryTransport(Transport):
 
     def connect(self, endpoint: TransferEndpoint) -> None:
         """See `Transport`."""
-        if endpoint.agent_id in self._peers:
+        if self._known(endpoint):
             return
         check_endpoint(mine := registered(self._endpoint), endpoint)
         parts = in_common(mine.memory, endpoint.memory)
@@ -165,7 +165,7 @@ class MemoryTransport(Transport):
 
     def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
         """See `Transport`."""
-        if endpoint.agent_id in self._peers:
+        if self._known(endpoint):
             return
         if own is None:
             check_agent(registered(self._endpoint), endpoint)
@@ -175,6 +175,12 @@ class MemoryTransport(Transport):
         parts = in_common(own, endpoint.memory)
         self._connect(endpoint)
         self._parts[endpoint.agent_id] = parts
+
+    def _known(self, endpoint: TransferEndpoint) -> bool:
+        """Whether a peer is connected already; it is refused no longer then."""
+        if endpoint.agent_id in self._peers:
+            self._hub.set_fence(self._agent_id, endpoint.agent_id, closed=False)
+        return endpoint.agent_id in self._peers
 
     def _connect(self, endpoint: TransferEndpoint) -> None:
         if not self._hub.present(endpoint.agent_id):
@@ -186,10 +192,13 @@ class MemoryTransport(Transport):
     def disconnect(self, agent_id: str) -> None:
         """See `Transport`."""
         self._peers.pop(agent_id, None)
-        self._hub.set_fence(self._agent_id, agent_id, closed=True)
         lost = [write for write in self._pending if write.agent_id == agent_id]
         self._failed += [WriteResult(write.handle, f"agent {agent_id} was disconnected") for write in lost]
         self._pending = deque(write for write in self._pending if write.agent_id != agent_id)
+
+    def refuse(self, agent_id: str) -> None:
+        """See `Transport`."""
+        self._hub.set_fence(self._agent_id, agent_id, closed=True)
 
     def connected(self) -> frozenset[str]:
         """See `Transport`."""

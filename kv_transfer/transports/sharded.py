@@ -105,6 +105,10 @@ class ShardedTransport(Transport):
         for part in self._peers.pop(agent_id, ()):
             self._ranks[part.rank].disconnect(part.agent_id)
 
+    def refuse(self, agent_id: str) -> None:
+        """See `Transport`. Only the worker's own agent is sent notifications."""
+        self._own.refuse(agent_id)
+
     def connected(self) -> frozenset[str]:
         """See `Transport`. Excludes peers to a rank of which a connection broke."""
         connected = self._own.connected()

@@ -13,8 +13,9 @@ Rules that every transport keeps and that the contract suite (tests/contract/tra
   notification once the handles of all earlier ones were reported done.
 * All methods are called from one thread, the one that created the transport. None blocks on a peer for
   longer than connection setup.
-* A peer is identified by its agent id, which is new on each boot. `disconnect` fences it: afterwards no
-  notification of it is delivered, and its handles are reported as failed.
+* A peer is identified by its agent id, which is new on each boot. The two directions end apart: `disconnect` ends
+  this side's writes to it, and their handles are reported as failed, while what it sends still arrives; `refuse`
+  fences it: afterwards no notification of it is delivered, while writes to it go on. `connect` undoes both.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, endpoint: TransferEndpoint) -> None:
-        """Makes a peer's memory writable. Idempotent for the same agent id.
+        """Makes a peer's memory writable, and takes what it sends. Idempotent for the same agent id.
 
         Raises FailedPreconditionError for a different transport or layout, TransferError if the peer cannot be
         reached.
@@ -244,7 +245,13 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, agent_id: str) -> None:
-        """Fences a peer. Unknown ids are ignored."""
+        """Ends this side's writes to a peer, and posts no more. Unknown ids are ignored."""
+
+    @abstractmethod
+    def refuse(self, agent_id: str) -> None:
+        """Fences a peer: delivers nothing of it any more, not even what has arrived and was not polled. Its bytes are
+        refused, too, where the owner takes part in a write; one-sided writes cannot be (see docs/handoff.md). Ids that
+        are not known yet count."""
 
     @abstractmethod
     def connected(self) -> frozenset[str]:

@@ -155,6 +155,7 @@ async def run_cluster(
         cluster_target,
         cluster_token,
         coordinator_specs,
+        neutral_spec,
         neutral_specs,
         operator_security,
         parts_target,
@@ -178,7 +179,10 @@ async def run_cluster(
     with ExitStack() as stack:
         config, files = stack.enter_context(shared_core_file(config, inventory))
         make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
-        pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, start)
+        lean = (
+            partial(neutral_spec, config, start) if scaling is None else partial(scaling.neutral_spec, start)
+        )
+        pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, lean)
         specs = [*coordinator_specs(config, start), *pinned, *neutral]
         line = _ready_line(config, cluster_target(config))
         display = stack.enter_context(ClusterDisplay(specs, line, log_dir))
@@ -192,7 +196,7 @@ async def run_cluster(
             if scaling is None:
                 await cluster.run()
             else:
-                await scaling.run(cluster, inventory, make)
+                await scaling.run(cluster, inventory, make, lean)
     return cluster.was_killed
 
 

@@ -32,6 +32,8 @@ class ChildSpec:
     role: Role
     command: tuple[str, ...]
     layout: str = ""
+    leaning: Literal["prefill", "decode"] | None = None
+    """Where a neutral worker leans at first; None for other processes."""
 
 
 OnLine = Callable[[ChildSpec, str, Event | None], None]

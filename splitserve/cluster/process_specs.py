@@ -32,7 +32,7 @@ Kind = Literal["prefill", "decode", "worker"]
 CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
 """Builds the command line of a role from its options."""
 WorkerSpecMaker = Callable[[Pool, str, Place], ChildSpec]
-"""Builds the spec of a worker from its pool, name and place."""
+"""Builds the spec of a worker from its pool, for a neutral one where it leans at first, its name and its place."""
 
 SERVING_STATES = frozenset({"ready", "slow-lane"})
 """A worker with a slow lane serves, with a warning."""
@@ -121,7 +121,21 @@ def worker_spec(
     ConfigError for more GPUs than its engine computes on."""
     check_gpu_count(config.engine.kind, config.engine.engine_args, len(place.gpus or ()))
     worker = _worker(config, name, place, drain_s, leaning)
-    return ChildSpec(name, kind, command(kind, arguments(worker)), _layout(worker, place))
+    leans: Pool | None = leaning if kind == "worker" else None
+    return ChildSpec(name, kind, command(kind, arguments(worker)), _layout(worker, place), leans)
+
+
+def neutral_spec(
+    config: ClusterConfig,
+    command: CommandFactory,
+    leaning: Pool,
+    name: str,
+    place: Place,
+    *,
+    drain_s: float | None = None,
+) -> ChildSpec:
+    """The spec of a neutral worker; see `worker_spec`."""
+    return worker_spec(config, command, "worker", name, place, drain_s=drain_s, leaning=leaning)
 
 
 def cluster_specs(
@@ -133,13 +147,13 @@ def cluster_specs(
     """All specs in start order, coordinators first, on these cores and GPUs."""
     inventory = make_inventory(cores, worker_count(config), pin_cores=config.pin_cores, gpus=gpus)
     workers = worker_specs(config, inventory, partial(worker_spec, config, command))
-    return [*coordinator_specs(config, command), *workers, *neutral_specs(config, inventory, command)]
+    neutral = neutral_specs(config, inventory, partial(neutral_spec, config, command))
+    return [*coordinator_specs(config, command), *workers, *neutral]
 
 
 def check_workers(config: ClusterConfig) -> None:
     """Raises ConfigError for neutral workers beside settings that pin workers to a pool, or an engine without them."""
     given: list[str] = [name for name in ("prefill", "decode") if name in config.model_fields_set]
-    given += ["autoscale"] if config.autoscale is not None else []
     if config.workers is not None and config.engine.kind == "vllm":
         message = (
             "engine.kind: engine vllm has no neutral workers; give prefill and decode in place of workers"
@@ -158,7 +172,7 @@ def worker_count(config: ClusterConfig) -> int:
     return config.workers or config.prefill + config.decode
 
 
-def neutral_specs(config: ClusterConfig, inventory: Inventory, command: CommandFactory) -> list[ChildSpec]:
+def neutral_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker) -> list[ChildSpec]:
     """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. Raises as `worker_specs`."""
     if inventory.gpus.gpus:
         engine = config.engine
@@ -168,7 +182,7 @@ def neutral_specs(config: ClusterConfig, inventory: Inventory, command: CommandF
         name = f"worker-{number}"
         place = _take(inventory, config, "worker", name, config.worker_gpus)
         leaning: Pool = "decode" if number % 2 else "prefill"
-        specs.append(worker_spec(config, command, "worker", name, place, leaning=leaning))
+        specs.append(make(leaning, name, place))
     return specs
 
 

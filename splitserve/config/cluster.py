@@ -25,7 +25,8 @@ class ClusterConfig(Settings):
     """Number of decode workers."""
     workers: Annotated[int, Field(ge=2, le=64)] | None = None
     """Number of neutral workers, instead of prefill and decode workers. Each serves both pools; every other one
-    leans to decode at first. Not together with `prefill`, `decode` or `autoscale`. Default: none."""
+    leans to decode at first. Not together with `prefill` or `decode`; with `autoscale` the policy must say
+    `workers: neutral`. Default: none, or under such a policy `min_replicas` of both pools."""
     coordinators: Annotated[int, Field(ge=1, le=64)] = 1
     """Number of coordinators; all use all workers, and each further one listens on the next ports. Only one with
     `autoscale`."""

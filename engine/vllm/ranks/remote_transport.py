@@ -72,6 +72,9 @@ class RemoteTransport(Transport):
         self._peers -= {agent_id}
         self._link.send(pb.RankCommand(disconnect=agent_id))
 
+    def refuse(self, agent_id: str) -> None:
+        """See `Transport`. Nobody notifies a rank, and its peers' writes are one-sided: there is nothing to refuse."""
+
     def connected(self) -> frozenset[str]:
         """See `Transport`."""
         return self._peers

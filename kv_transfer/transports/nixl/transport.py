@@ -146,6 +146,7 @@ class NixlTransport(Transport):
 
     def connect(self, endpoint: TransferEndpoint) -> None:
         """See `Transport`. Loads the peer's metadata; the peer need not be running yet."""
+        self._fenced.pop(endpoint.agent_id, None)
         if endpoint.agent_id in self._peers:
             return
         check_endpoint(mine := registered(self._endpoint), endpoint)
@@ -162,6 +163,7 @@ class NixlTransport(Transport):
 
     def connect_part(self, endpoint: TransferEndpoint, own: KvMemoryRegion | None) -> None:
         """See `Transport`."""
+        self._fenced.pop(endpoint.agent_id, None)
         if endpoint.agent_id in self._peers:
             return
         if own is None:
@@ -195,19 +197,17 @@ class NixlTransport(Transport):
             if named not in self._peers:
                 agent.remove_peer(named)
             raise
-        self._fenced.pop(peer_id, None)
         self._peers[peer_id] = peer
 
     def disconnect(self, agent_id: str) -> None:
-        """See `Transport`.
+        """See `Transport`. Closes this side's connection."""
+        self._drop_peer(agent_id, f"agent {agent_id} was disconnected")
 
-        Closes this side's connection: local writes end, later notifications of the peer are dropped. It
-        cannot stop a peer from writing over cma; `ReservationTable` describes what protects the blocks.
-        """
+    def refuse(self, agent_id: str) -> None:
+        """See `Transport`. It stops no writes; `ReservationTable` describes what protects the blocks."""
         self._fenced[agent_id] = None
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
-        self._drop_peer(agent_id, f"agent {agent_id} was disconnected")
 
     def connected(self) -> frozenset[str]:
         """See `Transport`. Excludes peers whose connection broke."""

@@ -65,6 +65,9 @@ class UcxReceiver:
         self._fenced: dict[str, None] = {}
         self._abandoned: list[Operation] = []
         self._notifications: list[tuple[str, bytes]] = []
+        self._refused: list[_Caller] = []
+        """Ended sessions whose connection the peer is to close: UCX may have joined it with the one that this side
+        writes through, which would end as well."""
 
     def fence(self, agent_id: str) -> None:
         """Closes an agent's sessions and refuses new ones."""
@@ -72,7 +75,7 @@ class UcxReceiver:
         while len(self._fenced) > MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
         for caller in self._callers_of(agent_id):
-            self._end(caller, notify=True)
+            self._end(caller, notify=True, keep=True)
         self._notifications = [item for item in self._notifications if item[0] != agent_id]
 
     def unfence(self, agent_id: str) -> None:
@@ -103,6 +106,7 @@ class UcxReceiver:
             for write in list(caller.incoming):
                 self._advance(caller, write)
             caller.replies = [operation for operation in caller.replies if not operation.done]
+        self._close_refused(MAX_FENCED)
         self._discard_orphans()
         self._abandoned = [operation for operation in self._abandoned if not operation.done]
         arrived, self._notifications = self._notifications, []
@@ -112,6 +116,7 @@ class UcxReceiver:
         """Closes all sessions and notifies their callers."""
         for caller in list(self._callers.values()):
             self._end(caller, notify=True)
+        self._close_refused(0)
         self._abandoned.clear()
 
     def _callers_of(self, agent_id: str) -> list[_Caller]:
@@ -126,7 +131,7 @@ class UcxReceiver:
         caller = _Caller(agent_id, session, self._worker.connect(address))
         self._callers[session] = caller
         if agent_id in self._fenced:
-            self._end(caller, notify=True)
+            self._end(caller, notify=True, keep=True)
 
     def _handle(self, caller: _Caller, message: Message) -> None:
         match message:
@@ -189,8 +194,9 @@ class UcxReceiver:
         except TransferError:
             self._end(caller, notify=False)
 
-    def _end(self, caller: _Caller, *, notify: bool) -> None:
-        """Closes a session: its writes in flight fail, and data that still arrives is discarded."""
+    def _end(self, caller: _Caller, *, notify: bool, keep: bool = False) -> None:
+        """Ends a session: its writes in flight fail, and data that still arrives is discarded. `keep`: its connection
+        stays until the peer closes it."""
         if self._callers.pop(caller.session, None) is None:
             return
         for incoming in caller.incoming.values():
@@ -204,7 +210,18 @@ class UcxReceiver:
                 self._worker.progress()
             except TransferError as error:
                 log_event("transport.peer_not_told", agent_id=caller.agent_id, error=error.message)
-        caller.endpoint.close()
+        if keep:
+            self._refused.append(caller)
+        else:
+            caller.endpoint.close()
+
+    def _close_refused(self, most: int) -> None:
+        """Closes the connections of refused sessions that their peers have closed, and the oldest beyond `most`."""
+        over = len(self._refused) - most
+        gone = [one for number, one in enumerate(self._refused) if number < over or not one.endpoint.alive]
+        for caller in gone:
+            self._refused.remove(caller)
+            caller.endpoint.close()
 
     def _discard_orphans(self) -> None:
         """Discards data of refused writes and of closed sessions."""

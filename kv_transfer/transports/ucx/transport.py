@@ -129,6 +129,8 @@ class UcxTransport(Transport):
 
     def connect(self, endpoint: TransferEndpoint) -> None:
         """See `Transport`. The connection is set up while both sides poll; the peer need not be running yet."""
+        if self._receiver is not None:
+            self._receiver.unfence(endpoint.agent_id)
         if endpoint.agent_id in self._peers:
             return
         check_endpoint(mine := registered(self._endpoint), endpoint)
@@ -143,13 +145,14 @@ class UcxTransport(Transport):
         except TransferError:
             connection.close()
             raise
-        if self._receiver is not None:
-            self._receiver.unfence(agent_id)
         self._peers[agent_id] = peer
 
     def disconnect(self, agent_id: str) -> None:
-        """See `Transport`. Also closes the peer's sessions with this side."""
+        """See `Transport`. The peer's sessions with this side are others."""
         self._drop_peer(agent_id, f"agent {agent_id} was disconnected")
+
+    def refuse(self, agent_id: str) -> None:
+        """See `Transport`. Closes the peer's sessions with this side and refuses new ones: no byte arrives either."""
         if self._receiver is not None and self._worker is not None:
             self._receiver.fence(agent_id)
 

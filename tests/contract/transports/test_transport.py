@@ -325,7 +325,7 @@ def test_a_post_that_fails_half_way_is_in_doubt(
 def test_nothing_of_a_fenced_peer_is_delivered(writer: Side, owner: Side, make: Maker) -> None:
     third = Side(make(), NumpyPool(4))
     third.transport.connect(owner.endpoint)
-    owner.transport.disconnect(writer.agent_id)
+    owner.transport.refuse(writer.agent_id)
     with contextlib.suppress(TransferError):  # the writer may have seen the fence already
         writer.transport.notify(owner.agent_id, b"stale")
     third.transport.notify(owner.agent_id, b"fresh")
@@ -334,6 +334,68 @@ def test_nothing_of_a_fenced_peer_is_delivered(writer: Side, owner: Side, make: 
         writer.poll()
         owner.poll()
     assert owner.notifications == [(third.agent_id, b"fresh")]
+
+
+def acquainted(writer: Side, owner: Side) -> None:
+    """Both have written to each other: whoever is refused has been a peer for a while."""
+    owner.transport.connect(writer.endpoint)
+    owner.transport.write(writer.agent_id, [0], [0], b"there")
+    writer.transport.write(owner.agent_id, [0], [0], b"back")
+    settle(
+        lambda: bool(writer.writes and owner.writes and writer.notifications and owner.notifications),
+        writer,
+        owner,
+    )
+    for side in (writer, owner):
+        side.writes.clear()
+        side.notifications.clear()
+
+
+def test_a_refused_peer_that_is_connected_is_heard_again(writer: Side, owner: Side) -> None:
+    acquainted(writer, owner)
+    owner.transport.refuse(writer.agent_id)
+    owner.transport.connect(writer.endpoint)
+    settle(lambda: not writer.transport.needs_poll and not owner.transport.needs_poll, writer, owner)
+    writer.transport.disconnect(owner.agent_id)  # where the owner had closed it
+    writer.transport.connect(owner.endpoint)
+    writer.transport.write(owner.agent_id, [3], [3], b"again")
+    settle(lambda: bool(owner.notifications), writer, owner)
+    assert owner.notifications == [(writer.agent_id, b"again")]
+
+
+@pytest.mark.parametrize("heard_before", [True, False])
+def test_a_peer_that_is_written_to_no_more_still_writes(
+    writer: Side, owner: Side, heard_before: bool
+) -> None:
+    """Between workers that write to each other, one direction ends and the other goes on."""
+    owner.transport.connect(writer.endpoint)
+    if heard_before:
+        writer.transport.write(owner.agent_id, [0], [0], b"first")
+        owner.transport.write(writer.agent_id, [0], [0], b"back")
+        settle(lambda: bool(owner.notifications and writer.notifications), writer, owner)
+    before, taken = len(owner.notifications), len(writer.writes)
+    owner.transport.disconnect(writer.agent_id)
+    assert writer.agent_id not in owner.transport.connected()
+    handle = writer.transport.write(owner.agent_id, [1, 2], [5, 9], b"done")
+    settle(lambda: len(writer.writes) > taken and len(owner.notifications) > before, writer, owner)
+    assert writer.writes[-1] == WriteResult(handle)
+    assert owner.notifications[-1] == (writer.agent_id, b"done")
+    np.testing.assert_array_equal(owner.pool.data[[5, 9]], writer.pool.data[[1, 2]])
+    writer.transport.notify(owner.agent_id, b"alone")
+    settle(lambda: owner.notifications[-1] == (writer.agent_id, b"alone"), writer, owner)
+
+
+def test_writes_to_a_refused_peer_go_on(writer: Side, owner: Side) -> None:
+    acquainted(writer, owner)
+    writer.transport.refuse(owner.agent_id)
+    with contextlib.suppress(TransferError):
+        owner.transport.notify(writer.agent_id, b"stale")
+    assert owner.agent_id in writer.transport.connected()
+    handle = writer.transport.write(owner.agent_id, [4], [6], b"done")
+    settle(lambda: bool(writer.writes and owner.notifications), writer, owner)
+    assert writer.writes == [WriteResult(handle)]
+    assert owner.notifications == [(writer.agent_id, b"done")]
+    assert writer.notifications == []
 
 
 def test_a_peer_that_disconnected_can_connect_again(writer: Side, owner: Side) -> None:

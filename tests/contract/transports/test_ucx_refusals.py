@@ -177,7 +177,7 @@ def test_nothing_is_taken_from_a_session_without_a_beginning(owner: Owner, raw_p
 
 
 def test_a_fenced_agent_cannot_write_any_more(owner: Owner, raw_peer: RawPeer) -> None:
-    owner.transport.disconnect(raw_peer.agent_id)
+    owner.transport.refuse(raw_peer.agent_id)
     raw_peer.hello()
     raw_peer.send(Announce(1, SIZE, ((0, 1),)))
     raw_peer.data(1, 0, SIZE)

@@ -101,7 +101,7 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
     def make(pool: PoolName, name: str, place: Place) -> ChildSpec:
         return ChildSpec(name, pool, DEAD) if pool == "prefill" else rig_make(pool, name, place)
 
-    actuator = ProcessActuator(rig.cluster, make_inventory([0], 4, pin_cores=False), make)
+    actuator = ProcessActuator(rig.cluster, make_inventory([0], 4, pin_cores=False), make, make)
     orders: list[float] = []
 
     class Counted(Rotation):

@@ -8,7 +8,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
 from kv_transfer.handoff.notification import WriteCompletion
 from kv_transfer.handoff.reservation import IllegalTransitionError
-from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, Fence, ReleaseWriter, WriterDone
+from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, ReleaseWriter, Silence, WriterDone
 from kv_transfer.handoff.reservation_table import ReservationTable
 from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket
 from tests.support.handoff.explorer import Violation
@@ -165,7 +165,7 @@ class DecodeSide:
                     events.append(("dfail", name))
                 case ReleaseWriter(number):
                     self._release_writer(number)
-                case Fence():
+                case Silence():
                     pass
         return tuple(events)
 

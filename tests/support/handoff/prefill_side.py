@@ -61,6 +61,9 @@ class OpenTransport(Transport):
         for handle in [handle for handle, write in self.open.items() if write.agent_id == agent_id]:
             self.end(handle, "disconnected", in_doubt=True)
 
+    def refuse(self, agent_id: str) -> None:
+        """Nobody writes to this side."""
+
     def connected(self) -> frozenset[str]:
         return frozenset(self.peers)
 

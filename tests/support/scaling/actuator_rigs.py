@@ -85,7 +85,7 @@ class ProcessRig(Rig):
         self.actuator = self.again()
 
     def again(self) -> Actuator:
-        return ProcessActuator(self.cluster, self._inventory, self._make)
+        return ProcessActuator(self.cluster, self._inventory, self._make, self._make_neutral)
 
     async def vanish(self, name: str) -> None:
         member = next(member for member in self.cluster.processes if member.name == name)
@@ -97,7 +97,13 @@ class ProcessRig(Rig):
         (self._folder / f"{name}.stubborn").touch()
 
     def _make(self, pool: PoolName, name: str, place: Place) -> ChildSpec:
-        return ChildSpec(name, pool, (sys.executable, "-I", "-S", str(STUB), str(self._folder), name))
+        return ChildSpec(name, pool, self._command(name))
+
+    def _make_neutral(self, leaning: PoolName, name: str, place: Place) -> ChildSpec:
+        return ChildSpec(name, "worker", self._command(name), leaning=leaning)
+
+    def _command(self, name: str) -> tuple[str, ...]:
+        return sys.executable, "-I", "-S", str(STUB), str(self._folder), name
 
 
 @asynccontextmanager

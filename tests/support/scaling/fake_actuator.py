@@ -18,6 +18,8 @@ class FakeActuator(Actuator):
         self.calls: list[tuple[object, ...]] = []
         self.failure: SplitserveError | None = None
         self.closed = False
+        self.neutral: list[bool] = []
+        """Of each start, whether it was of neutral workers."""
         self._gpus = gpus
         self._number = 0
 
@@ -25,9 +27,10 @@ class FakeActuator(Actuator):
         self._fail()
         return tuple(self.there[name] for name in sorted(self.there))
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
         self._fail()
         self.calls.append(("start", pool, count))
+        self.neutral.append(neutral)
         for _ in range(count):
             if len(self.there) >= self._gpus:
                 raise ResourceExhaustedError("no GPU is free", reason="NO_GPU")

@@ -69,11 +69,11 @@ class MemoryHost(RoomActuator):
         self.pulled.append(image)
         self.lacks = None
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1) -> None:
+    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
         await self._answer()
         for _ in range(count):
             gpus = choose_gpus(self._inventory, self._uses(), pool, gpus_each) if self._inventory.gpus else ()
-            name = f"{pool}-{self.name}-{next(self._numbers)}"
+            name = f"{'worker' if neutral else pool}-{self.name}-{next(self._numbers)}"
             self.there[name] = ActualReplica(name, pool, False, time.time(), ",".join(gpus) or None)
             self.started += 1
             if self.unheard:

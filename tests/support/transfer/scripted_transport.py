@@ -33,6 +33,7 @@ class ScriptedTransport(Transport):
 
     def __init__(self, *peers: str) -> None:
         self.peers = set(peers)
+        self.refused: set[str] = set()
         self.writes: dict[int, PostedWrite] = {}
         self.open: set[int] = set()
         self.sent: list[tuple[str, bytes]] = []
@@ -63,6 +64,9 @@ class ScriptedTransport(Transport):
         self.peers.discard(agent_id)
         for handle in [h for h in self.open if self.writes[h].agent_id == agent_id]:
             self.end(handle, "disconnected", in_doubt=True)
+
+    def refuse(self, agent_id: str) -> None:
+        self.refused.add(agent_id)
 
     def connected(self) -> frozenset[str]:
         return frozenset(self.peers)

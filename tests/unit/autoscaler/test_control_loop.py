@@ -19,7 +19,15 @@ from autoscaler.loop_metrics import loop_metrics
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
-from autoscaler.snapshot import POOLS, DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import (
+    POOLS,
+    DecodeSignals,
+    PoolName,
+    PrefillSignals,
+    Replica,
+    ReplicaState,
+    Snapshot,
+)
 from autoscaler.start_watch import StartLimits
 from coordinator.metrics.scaling_lease import ScalingLeases
 from splitserve.errors import FailedPreconditionError, UnavailableError
@@ -49,6 +57,8 @@ class World:
         self.foreign: frozenset[str] = frozenset()
         self.others: list[Replica] = []
         self.unregistered: set[str] = set()
+        self.leans: dict[str, PoolName] = {}
+        self.leanings: dict[str, PoolName] = {}
         limits = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
         settings = {"bounds": limits, "drain_s": {"prefill": 7.0, "decode": 9.0}} | settings
         self.loop = ControlLoop(self.observe, self.decide, self, self.actuator, LoopSettings(**settings))
@@ -60,7 +70,9 @@ class World:
         for replica in self.actuator.there.values():
             state = self.states.get(replica.name, ReplicaState.READY)
             registered = replica.name not in self.unregistered
-            seen[replica.pool].append(Replica(replica.name, state, 0.0, registered=registered))
+            neutral = replica.name in self.leans
+            pool = self.leans.get(replica.name, replica.pool)
+            seen[pool].append(Replica(replica.name, state, 0.0, registered=registered, neutral=neutral))
         for replica in self.others:
             seen["prefill"].append(replica)
         signals = PrefillSignals(tuple(seen["prefill"])), DecodeSignals(tuple(seen["decode"]))
@@ -78,6 +90,7 @@ class World:
             raise self.deaf
         self.applied.append((list(standby), list(active), lend))
         self.told = list(decisions)
+        self.leanings = dict(leanings)
 
     def wants(self, prefill: int, decode: int, standby: int = 0, lend: bool = False) -> None:
         self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), lend)
@@ -105,6 +118,30 @@ async def test_coordinators_are_told_why_and_what_comes_next() -> None:
     assert (decode.desired, list(decode.next_actions)) == (1, ["start 1"])
     await world.tick()
     assert [list(one.next_actions) for one in world.told] == [[], []]
+
+
+async def test_neutral_workers_change_sides_before_one_is_started_and_are_stopped_where_they_came_from() -> (
+    None
+):
+    world = World(neutral=True)
+    world.wants(2, 1)
+    assert await world.tick() == ["decode-2", "prefill-0", "prefill-1"]
+    assert world.actuator.neutral == [True, True]
+    world.leans = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-2": "decode"}
+    world.wants(1, 2)
+    await world.tick()
+    (moved,) = [name for name, pool in world.leanings.items() if pool == "decode" and name != "decode-2"]
+    assert len(world.actuator.there) == 3, "nothing was started"
+    world.leans[moved] = "decode"
+    await world.tick()
+    assert world.actuator.calls[-1][0] == "start", "no action once it leans there"
+    world.leans["decode-2"] = "prefill"  # another planner's doing
+    world.wants(1, 1)
+    await world.tick()
+    assert len(world.actuator.calls) == 3
+    kind, home, names, drain_s = world.actuator.calls[-1]
+    assert (kind, home) == ("stop", world.actuator.there[names[0]].pool)
+    assert drain_s in (7.0, 9.0)
 
 
 async def test_scale_in_is_one_at_a_time_and_out_of_rotation_first() -> None:

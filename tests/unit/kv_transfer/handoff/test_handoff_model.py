@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kv_transfer.handoff.notification import Drained, WriteCompletion, encode
-from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, Fence, ReleaseWriter, WriterDone
+from kv_transfer.handoff.reservation_actions import Abort, Action, Admit, ReleaseWriter, Silence, WriterDone
 from kv_transfer.handoff.reservation_table import ReservationTable
 from kv_transfer.handoff.ticket import WRITE_GRACE_S
 
@@ -75,7 +75,7 @@ class HandoffModel(RuleBasedStateMachine):
             elif isinstance(action, ReleaseWriter):
                 self.free += self.quarantine.pop(action.number)
             else:
-                assert isinstance(action, Fence)
+                assert isinstance(action, Silence)
 
     @rule(count=st.integers(0, 4), ttl=st.floats(1, 20), travel=st.floats(0, 4.9), who=st.sampled_from("xy"))
     def reserve(self, count: int, ttl: float, travel: float, who: str) -> None:

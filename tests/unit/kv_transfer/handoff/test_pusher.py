@@ -202,6 +202,7 @@ def test_a_write_in_doubt_is_cut_off_after_the_grace_whoever_needs_the_peer() ->
     assert transport.connected() == {"decode"}
     pusher.poll(DEADLINE_S + WRITE_GRACE_S)
     assert transport.connected() == frozenset()
+    assert transport.refused == set()
 
 
 def test_a_refused_post_fails_the_push() -> None:
@@ -240,6 +241,7 @@ def test_a_stuck_write_is_cut_off_after_the_grace() -> None:
     assert "decode" in transport.connected()
     pusher.poll(DEADLINE_S + WRITE_GRACE_S)
     assert "decode" not in transport.connected()
+    assert transport.refused == set(), "what the peer itself writes goes on"
     assert [type(e) for e in pusher.poll(DEADLINE_S + WRITE_GRACE_S)] == [PushFailed]
     assert transport.sent == []
 
@@ -252,6 +254,7 @@ def test_peer_lost() -> None:
     assert isinstance(event, PushFailed)
     assert event.reason == "PEER_LOST"
     assert transport.sent == []
+    assert transport.refused == {"decode"}
 
 
 def test_start_refuses_what_does_not_fit() -> None:

@@ -10,9 +10,9 @@ from kv_transfer.handoff.reservation_actions import (
     REJECTION_REASONS,
     Abort,
     Admit,
-    Fence,
     Rejected,
     ReleaseWriter,
+    Silence,
     WriterDone,
 )
 from kv_transfer.handoff.reservation_table import ReservationTable
@@ -202,7 +202,7 @@ def test_quarantine_outlasts_the_ticket_then_fences(
     assert table.next_deadline() <= end
     assert table.expire(end - 0.1) == []
     assert table.next_deadline() == end
-    assert table.expire(end) == [Fence(number, "r", agent_id), ReleaseWriter(number, "r")]
+    assert table.expire(end) == [Silence(number, "r", agent_id), ReleaseWriter(number, "r")]
     assert table.on_notification("p", completion(number), end) == Rejected("not_live")
 
 

@@ -44,13 +44,17 @@ def test_what_arrives_in_a_step_comes_with_the_next_poll_in_order() -> None:
     assert inner.polls == 4
 
 
-def test_a_fenced_peer_s_notifications_are_dropped() -> None:
+def test_a_refused_peer_s_notifications_are_dropped() -> None:
     inner = Talking("peer", "other")
     transport = BufferedTransport(inner)
     inner.arriving = [("peer", b"1"), ("other", b"2")]
     transport.progress()
     transport.disconnect("peer")
-    assert transport.poll().notifications == [("other", b"2")]
+    assert transport.poll().notifications == [("peer", b"1"), ("other", b"2")]
+    inner.arriving = [("peer", b"3"), ("other", b"4")]
+    transport.progress()
+    transport.refuse("peer")
+    assert transport.poll().notifications == [("other", b"4")]
 
 
 def test_idle_workers_poll_often_where_nothing_else_makes_progress() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +62,6 @@ def test_neutral_workers_share_out_cores_gpus_and_leanings() -> None:
     [
         ({"prefill": 1}, "3 neutral workers and prefill at once"),
         ({"prefill": 2, "decode": 2}, "3 neutral workers and prefill and decode at once"),
-        ({"autoscale": Path("policy.yaml")}, "3 neutral workers and autoscale at once"),
     ],
 )
 def test_neutral_workers_beside_pinned_ones_are_refused(given: dict[str, Any], words: str) -> None:

@@ -1,0 +1,25 @@
+"""Whether a command line runs a neutral worker, for replicas that were configured elsewhere. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from splitserve.errors import FailedPreconditionError
+
+_COMMANDS = {"worker": True, "prefill-worker": False, "decode-worker": False}
+
+
+def runs_neutral(words: Sequence[str]) -> bool | None:
+    """By the command among these words; None where there is none of a worker."""
+    return next((_COMMANDS[word] for word in words if word in _COMMANDS), None)
+
+
+def check_kind(what: str, words: Sequence[str], neutral: bool) -> None:
+    """Raises FailedPreconditionError (WORKER_KIND) where `what` runs workers of the other kind. What its command does
+    not say is not checked."""
+    found = runs_neutral(words)
+    if found is None or found == neutral:
+        return
+    wanted, there = ("neutral", "pinned") if neutral else ("pinned", "neutral")
+    message = f"workers is {wanted}, but {what} run {there} workers; make their command and the policy agree"
+    raise FailedPreconditionError(message, reason="WORKER_KIND", field="workers")

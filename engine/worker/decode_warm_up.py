@@ -1,0 +1,67 @@
+"""Measures a few decode steps before the first request, so that the first report has a fit of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.core.model_runner import ModelRunner
+from engine.core.types import RowsFailedError, SamplingParams, ScheduledSequence
+from engine.pacing.step_time_fit import StepTimeFit
+from splitserve.generation.kv_blocks import blocks_for
+from splitserve.logs import log_event
+
+STREAMS = (1, 4)
+"""Batches that are measured: two, so that a stream gets a price of its own."""
+STEPS = 4
+"""Measured steps of each batch. One more before them counts for nothing: it compiles or captures."""
+LIMIT_S = 0.25
+"""No step begins later than this after the first."""
+
+
+def measure_decode_steps(
+    runner: ModelRunner,
+    fit: StepTimeFit,
+    prompt_tokens: int,
+    max_streams: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Records decode steps in `fit`, of up to `max_streams` streams, and fits them.
+
+    All streams stand at the end of the one prompt that `warm_up` has computed, of `prompt_tokens`, in its blocks: each
+    writes there what is there already. Contexts are short, so the fit has no price of their tokens yet; steps of
+    requests bring it, and displace what is measured here. A device too slow for it gets no fit, as without it.
+    """
+    if prompt_tokens < 1:
+        return
+    began_s, measured = clock(), 0
+    try:
+        for streams in sorted({min(streams, max_streams) for streams in STREAMS}):
+            batch = [_stream(runner, prompt_tokens, row) for row in range(streams)]
+            for step in range(1 + STEPS):
+                step_s = clock()
+                if step_s - began_s >= LIMIT_S:
+                    break
+                runner.execute(batch)
+                if step:
+                    fit.record(streams, streams * prompt_tokens, clock() - step_s)
+                    measured += 1
+    except RowsFailedError as error:
+        # As in `warm_up`: the model may fail on this prompt and still work on others.
+        log_event("worker.warm_up_failed", error=error.message)
+    runner.rest()
+    if measured:
+        fit.refit()
+
+
+def _stream(runner: ModelRunner, prompt_tokens: int, row: int) -> ScheduledSequence:
+    return ScheduledSequence(
+        request_id=f"warm-up-{row}",
+        token_ids=[token % runner.facts.vocabulary_size for token in range(prompt_tokens)],
+        prompt_tokens=prompt_tokens,
+        num_computed=prompt_tokens - 1,
+        num_new=1,
+        block_ids=list(range(blocks_for(prompt_tokens, runner.layout.block_size_tokens))),
+        sample=True,
+        sampling=SamplingParams(temperature=0.0),
+    )
