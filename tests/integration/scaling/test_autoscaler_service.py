@@ -65,6 +65,10 @@ def test_it_sees_the_cluster_and_acts_on_nothing(autoscaler: ServiceProcess) -> 
         (["--policy", "POLICY", "--interval", "0"], "error: interval_s: "),
         (["--policy", "POLICY", "--actuator", "magic"], "error: actuator: "),
         (["--policy", "/nowhere.yaml"], "error: "),
+        (
+            ["--policy", "POLICY", "--docker-hosts", "hosts.yaml"],
+            "error: AutoscalerConfig: Value error, docker.hosts (--docker-hosts) needs actuator docker, not none",
+        ),
         (["--policy", "POLICY", "--shadow", "POLICY", "--shadow", "POLICY"], "error: shadow: two policies"),
     ],
 )
