@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autoscaler.control_loop import LoopSettings, PolicyChange
 from autoscaler.decide import carried, make_decide
+from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.policies.custom import loaded_functions, source_files
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool, policy_in
 from autoscaler.policies.recommendation import Recommend
@@ -122,7 +123,9 @@ class PolicyInForce:
     def _change(self, before: LoadedPolicy, after: LoadedPolicy) -> PolicyChange:
         decide = make_decide(after.rules, after.functions)
         carry = partial(carried, before=before.rules, after=after.rules)
-        return PolicyChange(decide, loop_settings(after.rules, self.given), carry)
+        return PolicyChange(
+            decide, loop_settings(after.rules, self.given), carry, AttainmentModel(after.rules)
+        )
 
 
 def _loaded(path: Path) -> LoadedPolicy:

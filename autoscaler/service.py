@@ -13,6 +13,8 @@ from typing import Any
 
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_document
+from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
@@ -101,6 +103,7 @@ async def control_loop(
             lease=lease,
             changed_policy=changed_policy,
             shadows=shadows,
+            journal=DecisionJournal(first.attainment),
         )
 
 
@@ -140,6 +143,8 @@ async def serve(config: AutoscalerConfig) -> None:
                 config.host,
                 config.metrics_port,
                 security.server_tls,
+                {DECISIONS_PATH: lambda: decisions_document(loop.journal.decisions)},
+                security.token,
             ):
                 log_event("autoscaler.ready", actuator=config.actuator, interval_s=loop.settings.interval_s)
                 await _run_until({"scaling": loop.run, "files": certificates.follow}, loops, stop)
@@ -151,6 +156,9 @@ async def serve(config: AutoscalerConfig) -> None:
 
 def make_actuator(config: AutoscalerConfig) -> Actuator | None:
     """The configured actuator; None for `none`. Raises ConfigError."""
+    if config.docker.hosts is not None and config.actuator != "docker":
+        message = f"docker.hosts (--docker-hosts) needs actuator (--actuator) docker, not {config.actuator}"
+        raise ConfigError(message, field="docker.hosts")
     match config.actuator:
         case "docker":
             return _docker(config)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from splitserve.config.base import CoordinatorAddress, Option, Port, Settings
 from splitserve.config.gpu_list import GpuGroups
@@ -95,9 +95,3 @@ class AutoscalerConfig(SecuritySettings):
     """Section `docker`."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """Section `kubernetes`."""
-
-    @model_validator(mode="after")
-    def _check_hosts(self) -> Self:
-        if self.docker.hosts is not None and self.actuator != "docker":
-            raise ValueError(f"docker.hosts (--docker-hosts) needs actuator docker, not {self.actuator}")
-        return self
