@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -12,9 +12,11 @@ from autoscaler.decisions.decision import ScalingDecision
 DECISIONS_PATH = "/decisions"
 
 
-def decisions_document(decisions: Sequence[ScalingDecision]) -> dict[str, Any]:
-    """The page: the latest decision first."""
-    return {"decisions": [_document(one) for one in reversed(decisions)]}
+def decisions_document(
+    decisions: Sequence[ScalingDecision], replays: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """The page: the latest decision first; `replays` say what the policies would have made of the last window."""
+    return {"decisions": [_document(one) for one in reversed(decisions)], "replays": [*replays]}
 
 
 def _document(decision: ScalingDecision) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class DecisionJournal:
 
     attainment: AttainmentModel = field(default_factory=AttainmentModel)
     decisions: tuple[ScalingDecision, ...] = ()
+    snapshot: Snapshot | None = None
+    """The one of the last decision."""
     _count: int = 0
 
     def enter(
@@ -36,6 +38,7 @@ class DecisionJournal:
     ) -> None:
         """Keeps a decision, and fills in what this snapshot shows of earlier ones."""
         self._count += 1
+        self.snapshot = snapshot
         made = ScalingDecision(
             number=self._count,
             at_s=snapshot.now_s,

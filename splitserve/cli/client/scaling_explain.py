@@ -48,7 +48,8 @@ def explain_scaling(
     if as_json:
         write(f"{json.dumps(page)}\n")
         return
-    write("".join(f"{line}\n" for line in _lines(page["decisions"])))
+    lines = [*_lines(page["decisions"]), *_replay_lines(page["replays"])]
+    write("".join(f"{line}\n" for line in lines))
 
 
 def _fetched(target: str, tls: Path | None, token: str | None) -> dict[str, Any]:
@@ -78,7 +79,11 @@ def _fetched(target: str, tls: Path | None, token: str | None) -> dict[str, Any]
         page = json.loads(body)
     except ValueError:
         page = None
-    if answer.status != HTTPStatus.OK or not isinstance(page, dict) or "decisions" not in page:
+    if (
+        answer.status != HTTPStatus.OK
+        or not isinstance(page, dict)
+        or not page.keys() >= {"decisions", "replays"}
+    ):
         raise NotFoundError(f"{target}: not an autoscaler's metrics endpoint", reason="NO_AUTOSCALER")
     return page
 
@@ -129,6 +134,19 @@ def _pool_lines(name: str, pool: Mapping[str, Any], window_s: float) -> Iterator
     else:
         about = f"{came['samples']} samples, {came['ready']} ready, {came['after_s']:.0f} s after it"
         yield f"    achieved: {_share(came['attainment'])} ({about})"
+
+
+def _replay_lines(replays: list[Mapping[str, Any]]) -> Iterator[str]:
+    if replays:
+        yield ""
+        about = (
+            f"{replays[0]['requests']} requests of {replays[0]['length_s']:g} s, replayed from the same start"
+        )
+        yield f"{_bold('had these policies decided')}  ({about})"
+    for one in replays:
+        name = one["policy"] if one["role"] == "shadow" else f"{one['policy']} (in force)"
+        hours = f"{one['replica_hours']:.3g} replica-hours, {one['gpu_hours']:.3g} GPU-hours"
+        yield f"  {name}: {_share(one['attainment'])} within both targets, {hours}"
 
 
 def _share(value: float | None) -> str:
