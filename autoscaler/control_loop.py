@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator, counted, where_they_lean
+from autoscaler.decisions.attainment import AttainmentModel
+from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
 from autoscaler.plan import Decide, Memory, ScalingPlan
@@ -85,6 +87,7 @@ class PolicyChange:
     settings: LoopSettings
     carry: Callable[[Memory], Memory]
     """The memory of the policy before, as far as the new one can go on from it."""
+    attainment: AttainmentModel = field(default_factory=AttainmentModel)
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class ControlLoop:
     """Asked before each tick. Raises ConfigError for a file that cannot be taken, once for each of its versions."""
     shadows: Shadows = field(default_factory=Shadows)
     status: LoopStatus = field(default_factory=LoopStatus)
+    journal: DecisionJournal = field(default_factory=DecisionJournal)
     _starts: StartWatch = field(default_factory=StartWatch)
     _own_names: frozenset[str] = frozenset()
     """Names that the actuator has listed, and that are still registered."""
@@ -143,8 +147,10 @@ class ControlLoop:
                 self._failed("policy", ConfigError(broken), pool=pool)
         self.status.starts(self._starts.failed_starts, pauses)
         self._log_decision(plan, pools, actions)
+        acted = self._may_act
         await self._carry_out(plan, pools, actions)
-        # After that, so that a shadow that takes its time delays nothing that has been decided.
+        # After that, so that what is kept for people delays nothing that has been decided.
+        self.journal.enter(snapshot, plan, pools, actions, acted)
         self.shadows.look(snapshot, plan)
 
     async def _carry_out(
@@ -174,7 +180,7 @@ class ControlLoop:
             return
         if change is not None:
             self.decide, self.settings = change.decide, change.settings
-            self._memory = change.carry(self._memory)
+            self._memory, self.journal.attainment = change.carry(self._memory), change.attainment
             self.status.policy_is_current = True
             self.status.policy_reloads += 1
 

@@ -25,7 +25,7 @@ def _decision(
     plan: ScalingPlan, pool: PoolName, there: Sequence[ReplicaView], actions: Sequence[Action]
 ) -> scaling_pb2.PoolDecision:
     wanted = plan.pool(pool)
-    texts = [text for action in actions if action.pool == pool for text in _texts(action)]
+    texts = [text for action in actions if action.pool == pool for text in action_texts(action)]
     return scaling_pb2.PoolDecision(
         pool=_POOLS[pool],
         desired=wanted.desired,
@@ -38,7 +38,8 @@ def _decision(
     )
 
 
-def _texts(action: Action) -> list[str]:
+def action_texts(action: Action) -> list[str]:
+    """An action for people: "start 2", "drain decode-3"; one text a replica."""
     match action:
         case Start(count=count):
             return [f"start {count}"]

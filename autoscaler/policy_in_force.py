@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autoscaler.control_loop import LoopSettings, PolicyChange
 from autoscaler.decide import carried, make_decide
+from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.policies.custom import loaded_functions, source_files
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool, policy_in
 from autoscaler.policies.recommendation import Recommend
@@ -67,11 +68,11 @@ def history_s(policy: ScalingPolicy) -> float:
     return max([DEFAULT_HISTORY_S, *wanted])
 
 
-def shadows_of(paths: Sequence[Path]) -> Shadows:
-    """The policies in these files, named after them. Raises ConfigError."""
+def shadows_of(paths: Sequence[Path], window_s: float = 0.0) -> Shadows:
+    """The policies in these files, named after them; arrivals are kept for `window_s` at least. Raises ConfigError."""
     loaded = [(path.stem, _loaded(path)) for path in paths]
     policies = tuple(ShadowPolicy(name, make_decide(one.rules, one.functions)) for name, one in loaded)
-    return Shadows(policies, max((history_s(one.rules) for _, one in loaded), default=0.0))
+    return Shadows(policies, max((max(window_s, history_s(one.rules)) for _, one in loaded), default=0.0))
 
 
 def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
@@ -123,7 +124,9 @@ class PolicyInForce:
     def _change(self, before: LoadedPolicy, after: LoadedPolicy) -> PolicyChange:
         decide = make_decide(after.rules, after.functions)
         carry = partial(carried, before=before.rules, after=after.rules)
-        return PolicyChange(decide, loop_settings(after.rules, self.given), carry)
+        return PolicyChange(
+            decide, loop_settings(after.rules, self.given), carry, AttainmentModel(after.rules)
+        )
 
 
 def _loaded(path: Path) -> LoadedPolicy:

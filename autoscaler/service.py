@@ -13,6 +13,10 @@ from typing import Any
 
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.counterfactuals.score_metrics import score_metrics
+from autoscaler.counterfactuals.scoring import ScoredPolicy, ShadowScoring
+from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_document
+from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
@@ -101,6 +105,7 @@ async def control_loop(
             lease=lease,
             changed_policy=changed_policy,
             shadows=shadows,
+            journal=DecisionJournal(first.attainment),
         )
 
 
@@ -109,7 +114,7 @@ async def serve(config: AutoscalerConfig) -> None:
 
     Raises ConfigError for a wrong policy file or actuator, FailedPreconditionError for a taken metrics port.
     """
-    policy, shadows = PolicyFile(config.policy), shadows_of(config.shadow)
+    policy, shadows = PolicyFile(config.policy), shadows_of(config.shadow, config.shadow_window_s)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
     loops = LoopRunner()
     certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
@@ -130,27 +135,43 @@ async def serve(config: AutoscalerConfig) -> None:
             api_key=read_key(config.api_key_file),
             shadows=shadows,
         ) as loop:
+            scoring = _scoring(config, loop)
             with serving_metrics(
                 lambda: [
                     *loop_metrics(loop.status),
                     *shadow_metrics(shadows),
+                    *score_metrics(scoring),
                     loops.metric(),
                     *reload_metrics(reloaded),
                 ],
                 config.host,
                 config.metrics_port,
                 security.server_tls,
+                {DECISIONS_PATH: lambda: decisions_document(loop.journal.decisions, scoring.document())},
+                security.token,
             ):
                 log_event("autoscaler.ready", actuator=config.actuator, interval_s=loop.settings.interval_s)
-                await _run_until({"scaling": loop.run, "files": certificates.follow}, loops, stop)
+                await _run_until(
+                    {"scaling": loop.run, "scoring": scoring.run, "files": certificates.follow}, loops, stop
+                )
     finally:
         if actuator is not None:
             await actuator.close()
         log_event("autoscaler.stopped")
 
 
+def _scoring(config: AutoscalerConfig, loop: ControlLoop) -> ShadowScoring:
+    """Of the policy in force and its shadows; without shadows there is nothing to compare."""
+    shadows = [ScoredPolicy("shadow", path) for path in config.shadow]
+    policies = [ScoredPolicy("in_force", config.policy), *shadows] if shadows else []
+    return ShadowScoring(loop.journal, policies, config.shadow_window_s)
+
+
 def make_actuator(config: AutoscalerConfig) -> Actuator | None:
     """The configured actuator; None for `none`. Raises ConfigError."""
+    if config.docker.hosts is not None and config.actuator != "docker":
+        message = f"docker.hosts (--docker-hosts) needs actuator (--actuator) docker, not {config.actuator}"
+        raise ConfigError(message, field="docker.hosts")
     match config.actuator:
         case "docker":
             return _docker(config)

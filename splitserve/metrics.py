@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -15,7 +16,7 @@ from splitserve.addresses import join_address
 from splitserve.errors import FailedPreconditionError
 from splitserve.histograms import LATENCY_BOUNDS_S, DurationCounts
 from splitserve.logs import log_event
-from splitserve.metrics_server import MetricsServer
+from splitserve.metrics_server import MetricsServer, Pages
 from splitserve.runtime.reload import ReloadedFiles
 from splitserve.security.server_tls import ServerTls
 
@@ -39,11 +40,18 @@ class Metrics(Collector):
 
 
 @contextmanager
-def serving_metrics(read: Read, host: str, port: int | None, tls: ServerTls | None = None) -> Iterator[None]:
+def serving_metrics(
+    read: Read,
+    host: str,
+    port: int | None,
+    tls: ServerTls | None = None,
+    pages: Pages = MappingProxyType({}),
+    token: str | None = None,
+) -> Iterator[None]:
     """Serves `/metrics` while the context is open; does nothing when `port` is None. 0 takes a free port.
 
-    With `tls` it serves HTTPS and requires a client certificate of the authority. Raises
-    FailedPreconditionError (BIND_FAILED) naming `metrics_port`.
+    With `tls` it serves HTTPS and requires a client certificate of the authority. `pages` are served as JSON by their
+    paths, with `token` only to those who bring it. Raises FailedPreconditionError (BIND_FAILED) naming `metrics_port`.
     """
     if port is None:
         yield
@@ -52,7 +60,7 @@ def serving_metrics(read: Read, host: str, port: int | None, tls: ServerTls | No
     registry.register(Metrics(read))
     context = tls.ssl_context(mutual=True) if tls is not None else None
     try:
-        server = MetricsServer(host, port, registry, context)
+        server = MetricsServer(host, port, registry, context, pages, token)
     except OSError as error:
         message = f"metrics_port: cannot listen on {join_address(host, port)}: {error.strerror}"
         raise FailedPreconditionError(message, reason="BIND_FAILED", field="metrics_port") from None

@@ -6,12 +6,16 @@ that accepts: one client that connects and says nothing would stop all scrapes, 
 
 from __future__ import annotations
 
+import json
+import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from socketserver import ThreadingMixIn
+from types import MappingProxyType
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -19,6 +23,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 MAX_CONNECTIONS = 16
 """Further ones are closed at once. A Prometheus has one."""
+Pages = Mapping[str, Callable[[], Mapping[str, Any]]]
+"""Further pages by path: what is served there as JSON, read anew each time on the connection's thread."""
 CONNECTION_S = 10.0
 """Time from a connection's begin after which it is cut. Prometheus gives up after as long by default."""
 
@@ -29,19 +35,28 @@ class _Handler(WSGIRequestHandler):
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Serves a registry on `host` and `port` from the constructor on, until `close`. Raises OSError."""
+    """Serves a registry on `host` and `port` from the constructor on, until `close`. Raises OSError.
+
+    With `token` the further `pages` need the header `Authorization: Bearer TOKEN`.
+    """
 
     daemon_threads = True
 
     def __init__(
-        self, host: str, port: int, registry: CollectorRegistry, tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        tls: ssl.SSLContext | None = None,
+        pages: Pages = MappingProxyType({}),
+        token: str | None = None,
     ) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, address = found[0]
         self._tls = tls
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((str(address[0]), port), _Handler)
-        self.set_app(make_wsgi_app(registry))
+        self.set_app(_with_pages(make_wsgi_app(registry), pages, token))
         self._thread = threading.Thread(target=self.serve_forever, name="metrics", daemon=True)
         self._thread.start()
 
@@ -86,6 +101,24 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             return
         with self._tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as secured:
             yield secured
+
+
+def _with_pages(metrics: Any, pages: Pages, token: str | None) -> Callable[[Any, Any], Iterable[bytes]]:
+    def serve(environ: Any, start_response: Any) -> Iterable[bytes]:
+        page = pages.get(environ["PATH_INFO"])
+        if page is None:
+            answer: Iterable[bytes] = metrics(environ, start_response)
+            return answer
+        given = environ.get("HTTP_AUTHORIZATION", "").encode(errors="replace")
+        if token is not None and not secrets.compare_digest(given, f"Bearer {token}".encode()):
+            status, body = HTTPStatus.UNAUTHORIZED, b'{"error": "the cluster token is needed"}'
+        else:
+            status, body = HTTPStatus.OK, json.dumps(page()).encode()
+        headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+        start_response(f"{status.value} {status.phrase}", headers)
+        return [body]
+
+    return serve
 
 
 @contextmanager

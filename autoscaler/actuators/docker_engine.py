@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from docker import APIClient
@@ -13,9 +12,13 @@ from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
 from splitserve.errors import DeadlineExceededError, UnavailableError
+from splitserve.runtime.call_thread import CallThread
 
 T = TypeVar("T")
 
+CLOSE_S = 5.0
+"""How long the end of the process waits for a call under way: an order is a few short requests. A pull of gigabytes is
+cut off; the Engine forgets what has not come whole."""
 
 UNREACHABLE = "DOCKER_UNREACHABLE"
 """The Engine gave no answer, so whether it did what was asked is not known."""
@@ -39,11 +42,13 @@ class DockerEngine:
         deadline_s: float = 25.0,
         connect: Callable[[float], APIClient] = engine_of_environment,
         let_go: Callable[[], None] = lambda: None,
+        close_s: float = CLOSE_S,
     ) -> None:
         self._request_timeout_s = request_timeout_s
         self._deadline_s = deadline_s
         self._connect, self._let_go = connect, let_go
-        self._thread = ThreadPoolExecutor(1, "docker")
+        self._close_s = close_s
+        self._thread = CallThread("docker")
         self._client: APIClient | None = None
 
     async def call(self, what: str, work: Callable[[APIClient], T]) -> T:
@@ -52,17 +57,16 @@ class DockerEngine:
         Raises UnavailableError with the Engine's own words (DOCKER) or without an answer of it (DOCKER_UNREACHABLE), or
         DeadlineExceededError. A SplitserveError of `work` comes as it is.
         """
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await loop.run_in_executor(self._thread, self._run, what, work)
+                return await self._thread.call(lambda: self._run(what, work))
         except TimeoutError:
             message = f"docker: {what}: no answer within {self._deadline_s:g} s"
             raise DeadlineExceededError(message) from None
 
     async def close(self) -> None:
-        """Closes the connection. Queued calls are cancelled."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Closes the connection. Queued calls are cancelled; one under way has `close_s` seconds to end."""
+        await self._thread.close(self._close_s)
         await asyncio.to_thread(self._let_go)
 
     def _run(self, what: str, work: Callable[[APIClient], T]) -> T:

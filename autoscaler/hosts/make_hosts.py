@@ -16,7 +16,7 @@ from splitserve.errors import ConfigError
 from splitserve.gpus.inventory import GpuInventory
 
 PULL_S = 3600.0
-"""An image of many gigabytes may take long. Nobody waits for it."""
+"""An image of many gigabytes may take long. Nobody waits for it, and neither does the end of the process."""
 
 
 def make_hosts_actuator(config: DockerConfig, model: str) -> HostsActuator:
@@ -33,7 +33,7 @@ def make_hosts_actuator(config: DockerConfig, model: str) -> HostsActuator:
 def _actuator(host: DockerHost, config: DockerConfig, model: str) -> DockerActuator:
     connect, let_go = connector(host)
     engine = DockerEngine(config.request_timeout_s, connect=connect, let_go=let_go)
-    puller = DockerEngine(PULL_S, PULL_S, connect=connect) if host.pull else None
+    puller = DockerEngine(PULL_S, PULL_S, connect=connect, close_s=0.0) if host.pull else None
     network = HostNetwork(host.name, host.address, host.ports.first, host.ports.last)
     gpus, ask = GpuInventory(), None
     if host.gpus == AUTO:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from autoscaler.policies.demand import DemandForecast, measure
 from autoscaler.policies.policy_file import SloPool
@@ -111,15 +113,12 @@ def replicas_needed(
     while the batch is at most (target - base) / k. Batch sizes vary like a Poisson variable, so `batch_spread` standard
     deviations are left free. KV capacity and `max_running_requests` bound the batch likewise.
     """
-    target_s = pool.target_ms / 1e3
-    each = step.per_sequence_s + step.per_context_token_s * shape.context_tokens
-    by_time = (target_s - step.base_s) / each if each > 0 else math.inf
+    each = _each_s(step, shape)
+    by_time = _batch_in_time(pool, step, shape)
     if by_time < 1:
         by_time = math.inf  # Not even one sequence alone meets the target: no number of replicas would help.
     capacity = signals.kv_capacity_tokens or 0
-    by_kv = pool.slo.kv_utilization * capacity / shape.context_tokens
-    by_engine = signals.max_running_requests or math.inf
-    batch = max(1.0, min(by_time, by_kv, by_engine))
+    batch = max(1.0, min(by_time, _batch_with_room(pool, signals, shape)))
     # b + spread sqrt(b) = batch, solved for the mean b.
     spread = pool.slo.batch_spread
     mean = max(1.0, ((math.sqrt(spread**2 + 4 * batch) - spread) / 2) ** 2)
@@ -132,6 +131,53 @@ def replicas_needed(
     crowd = (signals.running_requests + waiting) / batch
     wanted_kv = (signals.context_tokens + waiting * shape.context_tokens) / usable if usable else 0.0
     return max(steady, min(max(crowd, wanted_kv), steady * 2), held)
+
+
+def _each_s(step: StepTimeModel, shape: RequestShape) -> float:
+    """What one more sequence adds to a step, seconds."""
+    return step.per_sequence_s + step.per_context_token_s * shape.context_tokens
+
+
+def _batch_in_time(pool: SloPool, step: StepTimeModel, shape: RequestShape) -> float:
+    """Sequences with which a step takes as long as the target."""
+    each = _each_s(step, shape)
+    return (pool.target_ms / 1e3 - step.base_s) / each if each > 0 else math.inf
+
+
+def _batch_with_room(pool: SloPool, signals: DecodeSignals, shape: RequestShape) -> float:
+    """Sequences for which a replica has KV and places."""
+    by_kv = pool.slo.kv_utilization * (signals.kv_capacity_tokens or 0) / shape.context_tokens
+    return min(by_kv, signals.max_running_requests or math.inf)
+
+
+def decode_shares(pool: SloPool, snapshot: Snapshot, counts: Sequence[int]) -> list[float] | None:
+    """Share of steps that would keep the target with each number of replicas, at the demand of now and its growth
+    within a cold start: the chance that a batch, spread about its mean as in `replicas_needed`, is no larger than the
+    target and the room allow.
+
+    None before demand, step time and KV capacity are measured.
+    """
+    signals, shape = snapshot.decode, _shape(snapshot, pool.slo.history_s)
+    lead_s = signals.cold_start_s or pool.cold_start_s
+    demand = measure(snapshot.arrivals, _output, snapshot.now_s, lead_s, pool.slo)
+    if demand is None or signals.step is None or signals.kv_capacity_tokens is None:
+        return None
+    if shape is None:
+        return [1.0 if count > 0 else 0.0 for count in counts]
+    step, tokens_per_s = signals.step, demand.slow * demand.growth
+    most = min(_batch_in_time(pool, step, shape), _batch_with_room(pool, signals, shape))
+    return [_share_of_steps(step, _each_s(step, shape), tokens_per_s, count, most) for count in counts]
+
+
+def _share_of_steps(
+    step: StepTimeModel, each_s: float, tokens_per_s: float, replicas: int, most: float
+) -> float:
+    if replicas < 1 or tokens_per_s * each_s >= replicas:
+        return 0.0
+    mean = tokens_per_s / replicas * step.base_s / (1 - tokens_per_s / replicas * each_s)
+    if mean < 1:  # mostly one sequence at a time, or none
+        return 1.0 if most >= 1 else 0.0
+    return NormalDist(mean, math.sqrt(mean)).cdf(most) if math.isfinite(most) else 1.0
 
 
 def decode_for_rate(pool: SloPool, snapshot: Snapshot, tokens_per_s: float) -> int | None:

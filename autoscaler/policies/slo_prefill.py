@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoscaler.policies.demand import DemandForecast, measure
@@ -142,8 +143,7 @@ def _replicas(
     spare_per_s: float = 0.0,
 ) -> int:
     """Replicas for the covered demand plus `spare_per_s` tokens per second, and for random queueing at its mean."""
-    target_s = pool.target_ms / 1e3
-    wait_s = max(target_s - prompt_s, 0.1 * target_s)
+    wait_s = _longest_wait_s(pool, prompt_s)
     share = pool.percentile / 100
     strict = 1 - (1 - share) * pool.slo.miss_share
     span_s = max(pool.slo.span_s, wait_s)
@@ -161,10 +161,32 @@ def prefill_for_rate(pool: SloPool, snapshot: Snapshot, tokens_per_s: float) -> 
     rate = useful_rate(snapshot)
     if not rate:
         return None
-    target_s = pool.target_ms / 1e3
     prompt_s = _mean_prompt_s(snapshot, rate, pool.slo)
-    wait_s = max(target_s - prompt_s, 0.1 * target_s)
+    wait_s = _longest_wait_s(pool, prompt_s)
     return replicas_for_wait(tokens_per_s / rate, prompt_s, wait_s, pool.percentile / 100, pool.max_replicas)
+
+
+def prefill_shares(pool: SloPool, snapshot: Snapshot, counts: Sequence[int]) -> list[float] | None:
+    """Share of prompts that each number of ready replicas would compute within the target, once the queue is steady, at
+    the demand of now and its growth within a cold start: the waits for which `replicas_for_wait` sizes the pool.
+
+    A backlog that is there already, and bursts, are not in it. None before demand and a replica's rate are measured.
+    """
+    lead_s = snapshot.prefill.cold_start_s or pool.cold_start_s
+    demand = measure(snapshot.arrivals, _uncached, snapshot.now_s, lead_s, pool.slo)
+    rate = useful_rate(snapshot)
+    if demand is None or not rate:
+        return None
+    prompt_s = _mean_prompt_s(snapshot, rate, pool.slo)
+    wait_s = _longest_wait_s(pool, prompt_s)
+    load = demand.slow * demand.growth / rate
+    return [1 - wait_exceeds(count, load, prompt_s, wait_s) if count > 0 else 0.0 for count in counts]
+
+
+def _longest_wait_s(pool: SloPool, prompt_s: float) -> float:
+    """How long a mean prompt may wait; a tenth of the target where it takes longer than that by itself."""
+    target_s = pool.target_ms / 1e3
+    return max(target_s - prompt_s, 0.1 * target_s)
 
 
 def erlang_c(servers: int, load: float) -> float:

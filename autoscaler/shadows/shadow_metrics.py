@@ -28,15 +28,21 @@ def shadow_metrics(shadows: Shadows) -> Iterator[Metric]:
     )
     errors = CounterMetricFamily(
         "splitserve_autoscaler_shadow_errors",
-        "Decisions that the code of a shadow policy could not make",
+        "Decisions that the code of a shadow policy could not make, or not in time",
+        labels=["policy"],
+    )
+    overdue = GaugeMetricFamily(
+        "splitserve_autoscaler_shadow_overdue",
+        "Whether a shadow policy has not returned from a decision in time",
         labels=["policy"],
     )
     for one in shadows.policies:
         errors.add_metric([one.name], one.errors)
+        overdue.add_metric([one.name], one.overdue)
         if one.plan is None:
             continue
         lending.add_metric([one.name], one.plan.lend_decode_to_prefill)
         for pool in POOLS:
             desired.add_metric([one.name, pool], one.plan.pool(pool).desired)
             standby.add_metric([one.name, pool], one.plan.pool(pool).standby)
-    yield from (desired, standby, lending, errors)
+    yield from (desired, standby, lending, errors, overdue)

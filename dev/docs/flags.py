@@ -21,7 +21,7 @@ from splitserve.config.command_line import settings_of
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.worker import WorkerConfig
 
-GROUPS = frozenset({"keys", "model", "routes"})
+GROUPS = frozenset({"autoscaler", "keys", "model", "routes"})
 """Commands with subcommands."""
 WIDE = {"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")

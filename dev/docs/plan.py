@@ -258,6 +258,9 @@ NOT_RUN: Mapping[str, str] = {
     "cd compose": _DOCKER,
     "docker compose": _DOCKER,
     "docker logs": _DOCKER,
+    "splitserve autoscaler explain --target 127.0.0.1:9464": (
+        "needs an autoscaler's port; tests/integration/scaling/test_autoscaler_service.py runs it"
+    ),
     "kubectl": "needs a Kubernetes cluster; "
     "tests/unit/autoscaler/actuators/test_kubernetes_manifests.py checks the files",
     "grpcurl": _CLIENT

@@ -1,7 +1,11 @@
-"""`splitserve coordinator`, the three kinds of worker, `autoscaler`: run one service in this process."""
+"""`splitserve coordinator`, the three kinds of worker, `autoscaler`: run one service in this process.
+
+`splitserve autoscaler explain` is here too, because it follows the name of its service.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
@@ -26,6 +30,7 @@ Kind = Literal["prefill", "decode", "worker"]
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     # Imported here: listing the commands needs no settings.
+    from splitserve.cli.client.scaling_explain import explain_scaling
     from splitserve.config.autoscaler import AutoscalerConfig
     from splitserve.config.command_line import EPILOG, command
     from splitserve.config.coordinator import CoordinatorConfig
@@ -43,8 +48,26 @@ def register(app: typer.Typer) -> None:
     add("worker", "Run a neutral worker: prompts and tokens with one engine, leaning live.", worker("worker"))
     add("prefill-worker", "Run a prefill worker: prompts in, KV out.", worker("prefill"))
     add("decode-worker", "Run a decode worker: KV in, tokens out.", worker("decode"))
-    scaling = command(AutoscalerConfig, _run_autoscaler)
-    add("autoscaler", "Run the autoscaler: as many workers in each pool as its policy asks for.", scaling)
+    summary = "Run the autoscaler: as many workers in each pool as its policy asks for."
+    scaling = typer.Typer(
+        invoke_without_command=True, help=summary, epilog=EPILOG, subcommand_metavar="[explain ...]"
+    )
+    scaling.callback()(_unless_followed(command(AutoscalerConfig, _run_autoscaler)))
+    scaling.command("explain")(explain_scaling)
+    app.add_typer(scaling, name="autoscaler", rich_help_panel=PANEL)
+
+
+def _unless_followed(service: Callable[..., None]) -> Callable[..., None]:
+    """The service's command, which does nothing where another command follows it."""
+
+    def run(ctx: typer.Context, **given: Any) -> None:
+        if ctx.invoked_subcommand is None:
+            service(**given)
+
+    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [context, *inspect.signature(service).parameters.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def _run_autoscaler(settings: AutoscalerConfig) -> None:

@@ -71,6 +71,9 @@ class AutoscalerConfig(SecuritySettings):
     shadow: Annotated[tuple[Path, ...], Field(max_length=8), Option(metavar="FILE")] = ()
     """Policy files that decide on the same snapshots beside `policy`, and are never acted on: metrics and the log show
     what they want. Repeatable, up to 8; each is named after its file. Read at the start."""
+    shadow_window_s: Annotated[float, Field(ge=1, le=3600)] = 600.0
+    """How much recorded traffic is replayed at a time, each time it is over, with `policy` and with each `shadow`: what
+    they would have made of it."""
     actuator: Literal["docker", "kubernetes", "none"] = "none"
     """Where replicas run. `none`: decide and log only."""
     dry_run: bool = False

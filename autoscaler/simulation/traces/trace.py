@@ -9,12 +9,12 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from autoscaler.simulation.traces.columns import ColumnMap
 from autoscaler.simulation.traces.line_checks import bad_line, lines_of, token_count
-from splitserve.errors import NotFoundError
+from splitserve.errors import InvalidArgumentError, NotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,10 @@ NOT_REQUESTS = frozenset({"recording", "workers"})
 """Keys of a recording's lines that are no requests: its head and its end."""
 csv.field_size_limit(2**24)
 """Logs have prompts beside the numbers."""
+MOST_BYTES = 2**29
+"""Of a file. It is read as a whole."""
+MOST_REQUESTS = 2_000_000
+"""Of a trace. The simulator keeps each of them, about a kilobyte, until the end of the run."""
 _MOST_MS = 1e15
 """Times since the epoch are less."""
 _MICROSECOND_DIGITS = 26
@@ -59,30 +63,49 @@ def load_trace(path: Path, seed: int = 0, columns: ColumnMap | None = None) -> T
     """The trace in a file; its first character tells the format. With `columns` it is any log that has these.
 
     `seed` decides how arrivals are spread inside the ticks of a Mooncake trace; a recording has exact times.
-    Raises NotFoundError without the file, and InvalidArgumentError with the number of the first bad line.
+    Raises NotFoundError without the file, InvalidArgumentError (TRACE_TOO_LONG) for more than `MOST_BYTES` or
+    `MOST_REQUESTS`, and InvalidArgumentError (BAD_TRACE) with the number of the first bad line.
     """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise NotFoundError(f"trace: cannot read {path}: {error.strerror}", reason="NO_TRACE") from None
-    except UnicodeDecodeError as error:
-        raise bad_line(path, 1, f"not UTF-8 text ({error.reason})") from None
+    text = _text_of(path)
     mooncake = columns is None and text.lstrip().startswith("{")
     recorded = mooncake and is_recording(text)
     try:
         if columns is not None:
-            found = list(_mapped(path, text, columns))
+            rows = _mapped(path, text, columns)
         else:
-            found = list(_mooncake(path, text) if mooncake else _azure(path, text))
+            rows = _mooncake(path, text) if mooncake else _azure(path, text)
+        found = list(islice(rows, MOST_REQUESTS + 1))
     except csv.Error as error:
         raise bad_line(path, 1, f"not CSV, from here or from a later line on: {error}") from None
     if not found:
         raise bad_line(path, 1, "no requests")
+    if len(found) > MOST_REQUESTS:
+        raise _too_long(path, f"{MOST_REQUESTS} requests")
     found.sort(key=lambda request: request.arrival_s)
     if mooncake and not recorded:
         found = _spread(found, seed)
     first_s = found[0].arrival_s
     return Trace(path.stem, [_shifted(request, -first_s) for request in found])
+
+
+def _text_of(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            # Not by the file's size: a pipe has none.
+            data = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise NotFoundError(f"trace: cannot read {path}: {error.strerror}", reason="NO_TRACE") from None
+    if len(data) > MOST_BYTES:
+        raise _too_long(path, f"{MOST_BYTES} bytes")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise bad_line(path, 1, f"not UTF-8 text ({error.reason})") from None
+
+
+def _too_long(path: Path, most: str) -> InvalidArgumentError:
+    what = f"trace: {path} has more than {most}; cut it, or replay it in parts"
+    return InvalidArgumentError(what, reason="TRACE_TOO_LONG", field="trace")
 
 
 def is_recording(text: str) -> bool:

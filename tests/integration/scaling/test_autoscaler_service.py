@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +34,7 @@ def autoscaler(simulated_cluster: Cluster, policy: Path, tmp_path: Path) -> Iter
     shadow = tmp_path / "shadow.yaml"
     shadow.write_text(SHADOW)
     options = ["--policy", str(policy), "--coordinator", simulated_cluster.target, "--metrics-port", "0"]
-    options += ["--shadow", str(shadow)]
+    options += ["--shadow", str(shadow), "--window", "1", "--shadow-window", "1"]
     process = ServiceProcess("autoscaler", ["autoscaler", *options], tmp_path)
     process.start()
     yield process
@@ -58,6 +61,49 @@ def test_it_sees_the_cluster_and_acts_on_nothing(autoscaler: ServiceProcess) -> 
     assert 'splitserve_autoscaler_shadow_desired_replicas{policy="shadow",pool="decode"} 2.0' in text
 
 
+async def test_it_explains_its_decisions(simulated_cluster: Cluster, autoscaler: ServiceProcess) -> None:
+    target = f"127.0.0.1:{autoscaler.wait_event('metrics.ready')['port']}"
+
+    async def explained() -> dict[str, Any]:
+        command = [sys.executable, "-m", "splitserve", "autoscaler", "explain", "--target", target]
+        done = await asyncio.create_subprocess_exec(
+            *command, "--json", "--last", "240", stdout=subprocess.PIPE
+        )
+        said, _ = await asyncio.wait_for(done.communicate(), PATIENCE_S)
+        assert done.returncode == 0
+        found: dict[str, Any] = json.loads(said)
+        return found
+
+    def filled(page: dict[str, Any]) -> dict[str, Any] | None:
+        """A decision that was followed by answers which the next window measured."""
+        for one in page["decisions"]:
+            came = one["pools"]["decode"]["achieved"]
+            if came is not None and came["samples"]:
+                return dict(one)
+        return None
+
+    async with simulated_cluster.client() as client:
+        async with asyncio.timeout(PATIENCE_S):
+            # Those of a worker's first requests are left out as cold.
+            while (one := filled(page := await explained())) is None or not page["replays"]:
+                await asyncio.gather(*(client.generate([7] * 40, max_tokens=8) for _ in range(8)))
+    decode = one["pools"]["decode"]
+    assert (decode["ready"], decode["planned"]["replicas"], decode["more"]["replicas"]) == (1, 1, 2)
+    assert decode["fewer"] is None
+    assert decode["target_s"] == 0.05
+    assert decode["inputs"]["replica_kv_tokens"] > 0
+    assert decode["achieved"]["ready"] == 1
+    assert 0 <= decode["achieved"]["attainment"] <= 1
+    assert not one["acted"]
+    assert [(score["policy"], score["role"]) for score in page["replays"]] == [
+        ("policy", "in_force"),
+        ("shadow", "shadow"),
+    ]
+    in_force, shadow = page["replays"]
+    assert 0 < in_force["requests"] == shadow["requests"]
+    assert in_force["replica_hours"] < shadow["replica_hours"], "it wants five replicas, and the other two"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -65,6 +111,10 @@ def test_it_sees_the_cluster_and_acts_on_nothing(autoscaler: ServiceProcess) -> 
         (["--policy", "POLICY", "--interval", "0"], "error: interval_s: "),
         (["--policy", "POLICY", "--actuator", "magic"], "error: actuator: "),
         (["--policy", "/nowhere.yaml"], "error: "),
+        (
+            ["--policy", "POLICY", "--docker-hosts", "hosts.yaml"],
+            "error: docker.hosts (--docker-hosts) needs actuator (--actuator) docker, not none",
+        ),
         (["--policy", "POLICY", "--shadow", "POLICY", "--shadow", "POLICY"], "error: shadow: two policies"),
     ],
 )

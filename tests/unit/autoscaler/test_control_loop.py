@@ -504,10 +504,14 @@ async def test_shadows_decide_once_the_plan_in_force_has_been_carried_out() -> N
         there.append(sorted(world.actuator.there))
         return world.plan, memory
 
-    world.loop.shadows = Shadows([ShadowPolicy("late", shadow)])
-    assert await world.tick() == there[0] == ["decode-1", "prefill-0"]
+    late = ShadowPolicy("late", shadow)
+    world.loop.shadows = Shadows([late])
+    names = await world.tick()
+    assert late.settled(PATIENCE_S)
+    assert names == there[0] == ["decode-1", "prefill-0"]
     world.deaf = DOWN
     await world.tick()
+    assert late.settled(PATIENCE_S)
     assert len(there) == 2, "whatever comes of the plan in force"
 
 

@@ -144,3 +144,20 @@ def test_prefix_cache_forgets_the_least_recently_used() -> None:
     assert cache.cached_tokens((9, 1), 1024) == 0
     cache.keep((7, 8))
     assert cache.cached_tokens((1, 2, 3), 1536) == 1024
+
+
+def test_a_file_too_long_is_refused_before_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "\n".join(f"2023-11-16 18:15:{second},374,44" for second in range(10, 20))
+    path = written(tmp_path, f"{HEADER}\n{rows}\n")
+    monkeypatch.setattr("autoscaler.simulation.traces.trace.MOST_REQUESTS", 10)
+    assert len(load_trace(path).requests) == 10
+    for name, most, said in (
+        ("MOST_REQUESTS", 9, "more than 9 requests"),
+        ("MOST_BYTES", 64, "more than 64 bytes"),
+    ):
+        monkeypatch.setattr(f"autoscaler.simulation.traces.trace.{name}", most)
+        with pytest.raises(InvalidArgumentError, match=said) as caught:
+            load_trace(path)
+        assert (caught.value.reason, caught.value.field) == ("TRACE_TOO_LONG", "trace")

@@ -1,0 +1,97 @@
+"""One replay in a process of its own, which may be killed: `python -m autoscaler.counterfactuals.replay POLICY`.
+
+It reads a `RecordedWindow` from standard input and writes a `ReplayScore`, or an error, as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autoscaler.counterfactuals.recorded_window import RecordedWindow
+from autoscaler.decide import make_decide
+from autoscaler.policies.policy_file import load_policy
+from autoscaler.simulation.evaluation.comparison import bounds_of
+from autoscaler.simulation.simulator import Simulation
+from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+
+REPLAY_S = 60.0
+"""Deadline of one replay."""
+NICENESS = 19
+"""Replays take what CPU is left over."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayScore:
+    """What a policy would have made of a window."""
+
+    requests: int
+    attainment: float
+    """Share of the requests within both targets."""
+    replica_hours: float
+    gpu_hours: float
+    """By the policy's own `gpus_per_replica`."""
+
+
+def replayed(window: RecordedWindow, policy: Path) -> ReplayScore:
+    """Replays the window. Raises ConfigError for the file, and whatever the policy's own code raises."""
+    rules = load_policy(policy)
+    run = Simulation(
+        window.scenario(), make_decide(rules), rules.interval_s, bounds_of(rules), policy.stem
+    ).run()
+    hours = run.replica_hours
+    gpus = {"prefill": rules.prefill.gpus_per_replica, "decode": rules.decode.gpus_per_replica}
+    gpu_hours = sum(hours[pool] * gpus[pool] for pool in hours)
+    return ReplayScore(len(run.requests), run.attainment, run.total_replica_hours, gpu_hours)
+
+
+async def replay_apart(window: RecordedWindow, policy: Path, deadline_s: float = REPLAY_S) -> ReplayScore:
+    """Replays it in a process of its own, which is killed at the deadline, and when the caller gives up.
+
+    Raises DeadlineExceededError, and UnavailableError (REPLAY_FAILED) with what the process said.
+    """
+    pipe = asyncio.subprocess.PIPE
+    words = [sys.executable, "-m", "autoscaler.counterfactuals.replay", str(policy)]
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            said, _ = await process.communicate(window.to_json().encode())
+    except TimeoutError:
+        raise DeadlineExceededError(f"replay of {policy.name}: not done within {deadline_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    try:
+        answer = json.loads(said)
+        return ReplayScore(**answer["score"])
+    except (KeyError, TypeError, ValueError):
+        words_said = said.decode(errors="replace").strip()[-200:] or f"ended with {process.returncode}"
+        message = f"replay of {policy.name}: {words_said}"
+        raise UnavailableError(message, reason="REPLAY_FAILED") from None
+
+
+def main() -> None:
+    """The process's own part."""
+    os.nice(NICENESS)
+    signal.alarm(math.ceil(2 * REPLAY_S))  # should the autoscaler be gone by then
+    answer: dict[str, object]
+    try:
+        answer = {"score": asdict(replayed(RecordedWindow.from_json(sys.stdin.read()), Path(sys.argv[1])))}
+    except SplitserveError as error:
+        answer = {"error": error.message}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

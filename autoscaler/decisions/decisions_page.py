@@ -1,0 +1,30 @@
+"""The decisions as a page of JSON beside the metrics, which `splitserve autoscaler explain` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from autoscaler.decisions.decision import ScalingDecision
+
+DECISIONS_PATH = "/decisions"
+
+
+def decisions_document(
+    decisions: Sequence[ScalingDecision], replays: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """The page: the latest decision first; `replays` say what the policies would have made of the last window."""
+    return {"decisions": [_document(one) for one in reversed(decisions)], "replays": [*replays]}
+
+
+def _document(decision: ScalingDecision) -> dict[str, Any]:
+    return {
+        "number": decision.number,
+        "time": datetime.fromtimestamp(decision.wall_s, UTC).isoformat(timespec="milliseconds"),
+        "window_s": decision.window_s,
+        "acted": decision.acted,
+        "complete": decision.complete,
+        "pools": {name: asdict(pool) for name, pool in decision.pools.items()},
+    }
