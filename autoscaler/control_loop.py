@@ -92,10 +92,8 @@ class PolicyChange:
 
 @dataclass(slots=True)
 class ControlLoop:
-    """Owns the policy's memory. `run` is its only task.
-
-    Without an actuator every worker that the coordinators report counts as a replica, and nothing is acted on.
-    """
+    """Owns the policy's memory. `run` is its only task. Without an actuator every worker that the coordinators report
+    counts as a replica, and nothing is acted on."""
 
     observe: Callable[[], Awaitable[Snapshot]]
     decide: Decide
