@@ -59,19 +59,21 @@ async def replay_apart(window: RecordedWindow, policy: Path, deadline_s: float =
     """
     pipe = asyncio.subprocess.PIPE
     words = [sys.executable, "-m", "autoscaler.counterfactuals.replay", str(policy)]
-    process = await asyncio.create_subprocess_exec(
-        *words, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL
-    )
+    made = asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL)
+    making = asyncio.ensure_future(made)
+    try:
+        # Shielded: asyncio may wait for ever for a process whose making is cancelled.
+        process = await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await _ended(await making)
+        raise
     try:
         async with asyncio.timeout(deadline_s):
             said, _ = await process.communicate(window.to_json().encode())
     except TimeoutError:
         raise DeadlineExceededError(f"replay of {policy.name}: not done within {deadline_s:g} s") from None
     finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await _ended(process)
     try:
         answer = json.loads(said)
         return ReplayScore(**answer["score"])
@@ -79,6 +81,14 @@ async def replay_apart(window: RecordedWindow, policy: Path, deadline_s: float =
         words_said = said.decode(errors="replace").strip()[-200:] or f"ended with {process.returncode}"
         message = f"replay of {policy.name}: {words_said}"
         raise UnavailableError(message, reason="REPLAY_FAILED") from None
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Kills it, unless it has ended."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
 
 
 def main() -> None:
