@@ -6,10 +6,8 @@ it. So the files of two clusters cannot meet, and nothing is left when the last 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,9 +15,7 @@ from splitserve.cluster.placement import Inventory
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import INHERITED_FILES
 from splitserve.logs import log_event
-
-_ASKED_LOCK = struct.pack("@hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-"""`struct flock` of fcntl(2)."""
+from splitserve.runtime.byte_locks import is_locked
 
 
 def lends_by_default(config: ClusterConfig, inventory: Inventory) -> bool:
@@ -64,7 +60,7 @@ def _new_file() -> int:
     try:
         os.fchmod(file, 0o600)
         with (INHERITED_FILES / str(file)).open("rb+", buffering=0) as again:  # as a worker does
-            fcntl.fcntl(again, fcntl.F_OFD_GETLK, _ASKED_LOCK)
+            is_locked(again.fileno(), 0)
     except BaseException:
         os.close(file)
         raise

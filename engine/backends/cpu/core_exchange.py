@@ -22,6 +22,7 @@ from pathlib import Path
 
 from splitserve.config.engine import INHERITED_FILES
 from splitserve.errors import ConfigError
+from splitserve.runtime.byte_locks import is_locked, set_lock
 
 MAX_SLOTS = 64
 SLOT_BYTES = 256
@@ -163,17 +164,11 @@ class CoreExchange:
 
     def _is_locked(self, at: int) -> bool:
         """Whether another one has locked a byte of the file."""
-        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, at))
-        return bool(struct.unpack_from("@h", found)[0] != fcntl.F_UNLCK)
+        return is_locked(self._file, at)
 
     def _set_lock(self, kind: int, at: int) -> None:
         """Of the open file, not of the process."""
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _flock(kind, at))
-
-
-def _flock(kind: int, at: int) -> bytes:
-    """`struct flock` of fcntl(2), for one byte."""
-    return struct.pack("@hhqqi4x", kind, os.SEEK_SET, at, 1, 0)
+        set_lock(self._file, kind, at)
 
 
 def _address_of(memory: mmap.mmap) -> int:
