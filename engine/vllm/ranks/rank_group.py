@@ -33,6 +33,8 @@ SOCKET_FIELD = "splitserve_socket"
 WORKER_FIELD = "splitserve_worker_pid"
 TRANSPORT_FIELD = "splitserve_transport"
 SHARED_MEMORY = Path("/dev/shm")
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
+"""The folder of vLLM's own sockets. Connections outlive the names in it."""
 
 
 class RankGroup:
@@ -57,13 +59,19 @@ class RankGroup:
 
     @contextmanager
     def temporary_files(self) -> Iterator[None]:
-        """While the context is open, new temporary files lie in the group's folder: vLLM leaves one behind that its
-        ranks meet at."""
+        """While the context is open, new temporary files lie in the group's folder, those of ranks that start in it
+        too: vLLM leaves one behind that its ranks meet at, and sockets when they are killed."""
         before, tempfile.tempdir = tempfile.tempdir, str(self._folder)
+        sockets = os.environ.get(SOCKETS_VARIABLE)
+        os.environ[SOCKETS_VARIABLE] = str(self._folder)
         try:
             yield
         finally:
             tempfile.tempdir = before
+            if sockets is None:
+                del os.environ[SOCKETS_VARIABLE]
+            else:
+                os.environ[SOCKETS_VARIABLE] = sockets
 
     def join(self, bridge: VllmBridge, vocabulary_size: int) -> None:
         """Takes the connections of all ranks, which have made them while vLLM started. Removes the folder."""
