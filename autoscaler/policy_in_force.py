@@ -10,7 +10,7 @@ from pathlib import Path
 from autoscaler.control_loop import LoopSettings, PolicyChange
 from autoscaler.decide import carried, make_decide
 from autoscaler.decisions.attainment import AttainmentModel
-from autoscaler.policies.custom import loaded_functions, source_files
+from autoscaler.policies.custom import bounded_functions, loaded_functions, source_files
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool, policy_in
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
@@ -122,7 +122,7 @@ class PolicyInForce:
         return change
 
     def _change(self, before: LoadedPolicy, after: LoadedPolicy) -> PolicyChange:
-        decide = make_decide(after.rules, after.functions)
+        decide = make_decide(after.rules, bounded_functions(after.functions))
         carry = partial(carried, before=before.rules, after=after.rules)
         return PolicyChange(
             decide, loop_settings(after.rules, self.given), carry, AttainmentModel(after.rules)

@@ -1,7 +1,8 @@
 """The policy `custom`: a function of your own for one pool. Loaded and tried when the policy file is read.
 
 Behavior, bounds, the GPU budget and the drain apply to it as to every kind. It cannot end the control loop: where it
-fails, the count is kept and it begins with a new memory.
+fails, the count is kept and it begins with a new memory. It cannot hold up the loop of a running autoscaler either
+(`bounded_functions`).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from autoscaler.policies.bounded_call import LOAD_S, BoundedCall, BoundedFunction
 from autoscaler.policies.policy_file import CustomPool, ScalingPolicy
 from autoscaler.policies.recommendation import PoolStatus, Recommend, Recommendation
 from autoscaler.snapshot import DecodeSignals, PrefillSignals, Snapshot
@@ -28,10 +30,8 @@ def custom_policy(pool: CustomPool, name: str) -> Recommend:
     """The pool's function, which never raises. Raises ConfigError when it cannot be loaded or breaks the contract."""
     field = f"{name}.function"
     try:
-        found: Any = _found(pool.function)
-        function: Recommend = partial(found, **pool.options) if pool.options else found
-        _tried(function)
-    except Exception as error:
+        function = BoundedCall(lambda: _usable(pool), f"policy {name}").result(LOAD_S)
+    except (Exception, SystemExit) as error:
         # Foreign code: whatever it raises, the policy is refused.
         said = str(error) or type(error).__name__
         message = f"{field}: {pool.function}: {_where(error)}{said}"
@@ -45,11 +45,24 @@ def loaded_functions(policy: ScalingPolicy) -> dict[str, Recommend]:
     return {name: custom_policy(pool, name) for name, pool in pools if isinstance(pool, CustomPool)}
 
 
+def bounded_functions(functions: Mapping[str, Recommend]) -> dict[str, Recommend]:
+    """The same, each of which is waited for no longer than `CALL_S` seconds. By the wall clock: not for simulations."""
+    return {pool: BoundedFunction(function, pool) for pool, function in functions.items()}
+
+
 def source_files(policy: ScalingPolicy) -> list[Path]:
     """The files of code that the policy names."""
     named = [pool.function for pool in (policy.prefill, policy.decode) if isinstance(pool, CustomPool)]
     places = [name.rpartition(":")[0] for name in named]
     return [Path(place) for place in places if place.endswith(".py")]
+
+
+def _usable(pool: CustomPool) -> Recommend:
+    """The pool's function with its options, loaded and tried. Raises what it raises."""
+    found: Any = _found(pool.function)
+    function: Recommend = partial(found, **pool.options) if pool.options else found
+    _tried(function)
+    return function
 
 
 def _found(reference: str) -> Callable[..., Any]:
@@ -121,7 +134,7 @@ def _where(error: Exception | SystemExit) -> str:
     trace, found = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if file != __file__ and "importlib" not in file:
+        if Path(file).parent != Path(__file__).parent and "importlib" not in file:
             found = f"line {trace.tb_lineno}: "
         trace = trace.tb_next
     return found

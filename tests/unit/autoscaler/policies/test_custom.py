@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autoscaler.control_loop import LoopSettings
 from autoscaler.decide import make_decide
 from autoscaler.plan import ScalingPlan
-from autoscaler.policies import custom
+from autoscaler.policies import bounded_call, custom
+from autoscaler.policies.bounded_call import BoundedFunction
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.policy_in_force import PolicyFile
+from autoscaler.policies.recommendation import PoolStatus, Recommendation
+from autoscaler.policy_in_force import PolicyFile, PolicyInForce
+from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import Snapshot
 from splitserve.errors import ConfigError
 from tests.support.scaling.snapshots import snapshot
@@ -24,6 +30,17 @@ from autoscaler.policies.recommendation import Recommendation
 def mine(memory, snapshot, status, wanted=3):
     return Recommendation(wanted, "as I like"), memory
 """
+
+
+HELD: list[threading.Event] = []
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """What functions wait for that do not return before the test ends."""
+    HELD.append(threading.Event())
+    yield HELD[-1]
+    HELD.pop().set()
 
 
 def decided(function: str, seen: Snapshot | None = None, **options: Any) -> ScalingPlan:
@@ -71,6 +88,7 @@ def test_an_entry_point_of_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
         (GOOD.replace("wanted,", "2.5,"), "wanted must be a whole number from 0 on, not 2.5"),
         (GOOD.replace("as I like", ""), "reason must say why"),
         (GOOD.replace('like")', 'like", float("nan"))'), "need must be a finite number"),
+        ("import sys\nsys.exit('no')", "line 2: no"),
         (GOOD.replace("wanted,", "next(numbers),") + "\nnumbers = iter(range(9))", "to the same snapshot"),
     ],
 )
@@ -96,4 +114,63 @@ def test_one_that_fails_later_keeps_the_count_and_says_where(tmp_path: Path, err
     plan = decided(f"{path}:mine", snapshot(prefill=5))
     assert plan.prefill.desired == 5
     assert plan.prefill.error.startswith(f"line 6: {error.partition('(')[0]}: ")
+    assert plan.decode.error == ""
+
+
+def test_one_that_does_not_return_is_refused_at_the_start(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(f"from {__name__} import HELD\nHELD[-1].wait()\n" + GOOD)
+    monkeypatch.setattr(custom, "LOAD_S", 0.05)
+    with pytest.raises(ConfigError) as caught:
+        decided(f"{path}:mine")
+    assert caught.value.message.endswith("mine.py:mine: has not returned for 0 s")
+
+
+def test_one_that_does_not_return_later_keeps_the_count_and_is_not_called_twice(
+    held: threading.Event,
+) -> None:
+    calls: list[Any] = []
+
+    def slow(memory: Any, snapshot: Snapshot, status: PoolStatus) -> tuple[Recommendation, str]:
+        calls.append(memory)
+        if len(calls) == 2:
+            held.wait()
+        return Recommendation(7, "as I like"), "learned"
+
+    bounded, status = BoundedFunction(slow, "decode", limit_s=0.05), PoolStatus(4, 4, 0)
+    assert bounded(None, snapshot(), status) == (Recommendation(7, "as I like"), "learned")
+    for _ in range(3):
+        kept, memory = bounded("learned", snapshot(), status)
+        assert (kept.wanted, memory) == (4, None)
+        assert kept.error.startswith("decode.function: has not returned for ")
+    assert calls == [None, "learned"]
+    held.set()
+    patient = BoundedFunction(slow, "decode", limit_s=60)
+    assert patient(None, snapshot(), status)[0].wanted == 7
+    # The one that was overdue is asked again once it has returned.
+    overdue = bounded._overdue
+    assert overdue is not None
+    overdue.result(60)
+    bounded._limit_s = 60
+    assert bounded(None, snapshot(), status)[0].wanted == 7
+
+
+def test_a_running_autoscaler_bounds_its_functions(
+    tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        "prefill: {kind: custom, function: mine.py:mine}\ndecode: {target_ms: 50}\nlend_decode: false\n"
+    )
+    waits = f"from {__name__} import HELD; HELD[-1].wait()"
+    (tmp_path / "mine.py").write_text(
+        GOOD.replace("    return", f"    if snapshot.now_s:\n        {waits}\n    return")
+    )
+    monkeypatch.setattr(bounded_call, "CALL_S", 0.05)
+    change = PolicyInForce(PolicyFile(path), Observer([], None), LoopSettings()).first()
+    plan, _ = change.decide(None, snapshot(prefill=5))
+    assert plan.prefill.desired == 5
+    assert "has not returned" in plan.prefill.error
     assert plan.decode.error == ""
