@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator, counted, where_they_lean
 from autoscaler.decisions.attainment import AttainmentModel
@@ -35,11 +35,10 @@ from autoscaler.reconcile import (
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
-from splitserve.errors import ConfigError, DeadlineExceededError, SplitserveError
+from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
+from splitserve.runtime.deadlines import within
 from splitserve.v1 import scaling_pb2
-
-T = TypeVar("T")
 
 
 class Rotation(Protocol):
@@ -105,6 +104,8 @@ class ControlLoop:
     changed_policy: Callable[[], PolicyChange | None] = lambda: None
     """Asked before each tick. Raises ConfigError for a file that cannot be taken, once for each of its versions."""
     shadows: Shadows = field(default_factory=Shadows)
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep
+    """Between ticks while a pool is at zero: it may end sooner, when requests wait for workers."""
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     _starts: StartWatch = field(default_factory=StartWatch)
@@ -120,7 +121,8 @@ class ControlLoop:
         while True:
             began = time.monotonic()
             await self.tick()
-            await asyncio.sleep(max(0.0, began + self.settings.interval_s - time.monotonic()))
+            left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
+            await (self.pause if self._is_at_zero else asyncio.sleep)(left_s)
 
     async def tick(self) -> None:
         """One round. Errors that a later round may not have are logged, not raised."""
@@ -128,7 +130,7 @@ class ControlLoop:
         if self.lease is not None and self._would_act:
             await self.lease.renew()
         try:
-            snapshot = await _within(self.settings.observe_s, self.observe(), "observe")
+            snapshot = await within(self.settings.observe_s, self.observe(), "observe")
             actual = await self._replicas(snapshot)
         except SplitserveError as error:
             self._failed("observe", error)
@@ -162,6 +164,11 @@ class ControlLoop:
                 await self._act(self.actuator, plan, action)
 
     @property
+    def _is_at_zero(self) -> bool:
+        plan = self._last_plan
+        return plan is not None and 0 in (plan.prefill.desired, plan.decode.desired)
+
+    @property
     def _would_act(self) -> bool:
         return self.actuator is not None and not self.settings.dry_run
 
@@ -192,7 +199,7 @@ class ControlLoop:
         if self.actuator is None:
             seen = {"prefill": snapshot.prefill.replicas, "decode": snapshot.decode.replicas}
             return [ActualReplica(replica.name, pool, False, 0.0) for pool in POOLS for replica in seen[pool]]
-        there = await _within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
+        there = await within(self.settings.observe_s, self.actuator.replicas(), "list replicas")
         self.status.hosts = dict(self.actuator.hosts)
         self._started_for = {replica.name: replica.pool for replica in there}
         known = (*snapshot.prefill.replicas, *snapshot.decode.replicas)
@@ -250,8 +257,6 @@ class ControlLoop:
                     standby.update(names)
                 case Lean(pool, name):
                     leanings[name] = pool
-                case Start():
-                    pass
         applied = self.rotation.apply(
             sorted(standby),
             sorted(active),
@@ -260,7 +265,7 @@ class ControlLoop:
             leanings,
         )
         try:
-            await _within(self.settings.act_s, applied, "apply the plan")
+            await within(self.settings.act_s, applied, "apply the plan")
         except SplitserveError as error:
             self._failed("rotate", error)
             if self.lease is None or error.reason != "STALE_LEASE":
@@ -278,13 +283,13 @@ class ControlLoop:
                 case Start(pool, count):
                     each, neutral = self.settings.gpus_each[pool], self.settings.neutral
                     ordered = actuator.start(pool, count, each, neutral=neutral)
-                    await _within(self.settings.act_s, ordered, "start")
+                    await within(self.settings.act_s, ordered, "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)
                     for home in POOLS:
                         if there := [name for name in names if self._started_for.get(name, pool) == home]:
                             stopped = actuator.stop(home, there, self.settings.drain_s[pool])
-                            await _within(self.settings.act_s, stopped, "stop")
+                            await within(self.settings.act_s, stopped, "stop")
                 case Activate() | Rest() | Lean():
                     return
         except SplitserveError as error:
@@ -340,11 +345,3 @@ class ControlLoop:
 
 def _word(action: Action) -> str:
     return type(action).__name__.lower()
-
-
-async def _within(deadline_s: float, work: Awaitable[T], what: str) -> T:
-    try:
-        async with asyncio.timeout(deadline_s):
-            return await work
-    except TimeoutError:
-        raise DeadlineExceededError(f"{what}: not done within {deadline_s:g} s") from None

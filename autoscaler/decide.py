@@ -24,6 +24,7 @@ from autoscaler.policies.schedule import scheduled_replicas
 from autoscaler.policies.slo_decode import recommend_decode
 from autoscaler.policies.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
+from autoscaler.policies.zero import ZeroMemory, ZeroState, one_neutral, zero_state
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
 
 
@@ -45,6 +46,7 @@ class PlanMemory:
     prefill: PoolState = field(default_factory=PoolState)
     decode: PoolState = field(default_factory=PoolState)
     lending: bool = False
+    zero: ZeroMemory | None = None
 
 
 def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None = None) -> Decide:
@@ -58,13 +60,16 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
 
     def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         before = memory if isinstance(memory, PlanMemory) else PlanMemory()
-        prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, snapshot)
-        decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, snapshot)
+        zero, zero_memory = zero_state(policy, before.zero, snapshot)
+        prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, snapshot, zero)
+        decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, snapshot, zero)
+        prefill = one_neutral(policy, prefill, decode)
         plan = joint_plan(policy, snapshot, prefill, decode, before.lending)
         return plan, PlanMemory(
             _recorded(policy.prefill, "prefill", after_p, plan.prefill, prefill.current, snapshot),
             _recorded(policy.decode, "decode", after_d, plan.decode, decode.current, snapshot),
             plan.lend_decode_to_prefill,
+            zero_memory,
         )
 
     return decide
@@ -133,10 +138,19 @@ def status_of(pool: AnyPool, name: PoolName, desired: int | None, snapshot: Snap
 
 
 def _propose(
-    pool: AnyPool, name: PoolName, recommend: Recommend, memory: PoolState, snapshot: Snapshot
+    pool: AnyPool,
+    name: PoolName,
+    recommend: Recommend,
+    memory: PoolState,
+    snapshot: Snapshot,
+    zero: ZeroState,
 ) -> tuple[Proposal, PoolState]:
     status = status_of(pool, name, memory.desired, snapshot)
     recommendation, policy_memory = recommend(memory.policy, snapshot, status)
+    least = zero.least[name]
+    if zero.at_zero:
+        at_zero = Proposal(least, 0.0, status.current, status.ready, zero.reason, "", "to_zero", least)
+        return at_zero, replace(memory, policy=policy_memory)
     floor = scheduled_replicas(pool.schedule, snapshot.wall_s, cold_start_s(pool, name, snapshot))
     wanted, reason = recommendation.wanted, recommendation.reason
     cause: Cause = "policy"
@@ -154,13 +168,17 @@ def _propose(
         snapshot.now_s,
         status.current,
         wanted,
-        pool.min_replicas,
+        least,
         pool.max_replicas,
     )
-    if counted != wanted:
+    if zero.reason:
+        reason, cause = f"{zero.reason}; {reason}", "from_zero" if counted > wanted else cause
+    elif counted != wanted:
         reason, cause = f"{counted} for {wanted} by bounds and behavior; {reason}", "bounds"
     need = max(recommendation.need, 0.0)
-    proposal = Proposal(counted, need, status.current, status.ready, reason, recommendation.error, cause)
+    proposal = Proposal(
+        counted, need, status.current, status.ready, reason, recommendation.error, cause, least
+    )
     return proposal, replace(memory, behavior=behavior, policy=policy_memory)
 
 

@@ -42,11 +42,12 @@ class LocalScaling:
 
     @classmethod
     def of(cls, config: ClusterConfig, path: Path, security: ClusterCredentials = UNSECURED) -> LocalScaling:
-        """Reads the policy. Pools without a given size start with `min_replicas`, neutral workers without a given
-        number with those of both; each replica gets the policy's `gpus_per_replica`. Raises ConfigError."""
+        """Reads the policy. Pools without a given size start with `min_replicas`, or with what it takes to serve where
+        that is 0, neutral workers without a given number with those of both; each replica gets the policy's
+        `gpus_per_replica`. Raises ConfigError."""
         file = PolicyFile(path)
         policy = file.value.rules
-        least = {"prefill": policy.prefill.min_replicas, "decode": policy.decode.min_replicas}
+        least = dict(zip(("prefill", "decode"), policy.least_awake, strict=True))
         if config.workers is not None and policy.workers == "pinned":
             message = f"workers: {path} starts pinned workers; write `workers: neutral` into it"
             raise ConfigError(message, field="workers")

@@ -14,9 +14,21 @@ from typing import Any, Literal
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
 
-Cause = Literal["policy", "schedule", "silent_coordinator", "bounds", "ratio", "link", "gpu_budget"]
+Cause = Literal[
+    "policy",
+    "schedule",
+    "silent_coordinator",
+    "bounds",
+    "ratio",
+    "link",
+    "gpu_budget",
+    "from_zero",
+    "to_zero",
+    "one_neutral",
+]
 """What decided a count last: the pool's policy, its schedule, a coordinator that does not answer, the pool's bounds and
-`behavior`, the bounds on the ratio, the shared link, the GPU budget."""
+`behavior`, the bounds on the ratio, the shared link, the GPU budget, requests that wait for the first workers,
+idleness, one neutral worker that serves both pools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,8 @@ class Proposal:
     reason: str
     error: str = ""
     cause: Cause = "policy"
+    least: int = 1
+    """Fewest replicas as of now, which the GPU budget leaves."""
 
 
 Notes = dict[PoolName, list[tuple[Cause, str]]]
@@ -219,13 +233,13 @@ def _shared(policy: ScalingPolicy, proposals: Proposals, p: int, d: int, budget:
 
 
 def _by_harm(policy: ScalingPolicy, proposals: Proposals, p: int, d: int, budget: int) -> tuple[int, int]:
-    share_p, share_d = min(p, policy.prefill.min_replicas), min(d, policy.decode.min_replicas)
+    share_p, share_d = min(p, proposals.prefill.least), min(d, proposals.decode.least)
     while True:
         more_p = share_p < p and _gpus(policy, share_p + 1, share_d, (0, 0)) <= budget
         more_d = share_d < d and _gpus(policy, share_p, share_d + 1, (0, 0)) <= budget
         if not more_p and not more_d:
             return share_p, share_d
-        prefill_worse = proposals.prefill.need / share_p > proposals.decode.need / share_d
+        prefill_worse = proposals.prefill.need / max(share_p, 1) > proposals.decode.need / max(share_d, 1)
         if more_p and (prefill_worse or not more_d):
             share_p += 1
         else:

@@ -148,7 +148,7 @@ def _leant(
         while sum(member.state in _COMING for member in after[side]) < goals[side]:
             ready = _in_state(after[other], ReplicaState.READY)
             able = sorted((member for member in ready if member.neutral), key=_least_loaded)
-            if not able or len(ready) <= max(1, goals[other]):
+            if not able or len(ready) <= goals[other]:
                 break
             actions.append(Lean(side, able[0].name))
             after[other].remove(able[0])

@@ -22,6 +22,7 @@ from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
+from autoscaler.signals.demand_watch import DemandWatch
 from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import PoolName
 from splitserve.client.scaling_client import ScalingClient
@@ -37,7 +38,7 @@ from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import stop_signal
 from splitserve.runtime.reload import FileWatcher
 from splitserve.security.api_keys import read_key
-from splitserve.v1 import scaling_pb2
+from splitserve.v1 import registry_pb2, scaling_pb2
 
 PLAN_INTERVALS = 4
 """A plan stays valid for this many missed ticks."""
@@ -88,7 +89,12 @@ async def control_loop(
             lasts_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
             lease = Lease(clients, f"{socket.gethostname()[:60]}/{uuid.uuid4()}", model, lasts_s)
             stack.push_async_callback(lease.release)
-        rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease)
+        rotation = CoordinatorRotation(
+            clients,
+            _plan_s(first.settings),
+            lease,
+            lambda: list(observer.served.values()) if policy.value.rules.may_be_at_zero else (),
+        )
 
         def changed_policy() -> PolicyChange | None:
             change = in_force.poll()
@@ -105,6 +111,7 @@ async def control_loop(
             lease=lease,
             changed_policy=changed_policy,
             shadows=shadows,
+            pause=DemandWatch(clients, model).pause,
             journal=DecisionJournal(first.attainment),
         )
 
@@ -231,11 +238,18 @@ class CoordinatorRotation:
     """A `Rotation` over one client per coordinator; clients are not closed here. A failure does not stop the rest.
 
     A plan expires after `valid_s` seconds: if the autoscaler dies, its standbys serve again. With `lease` each plan
-    carries the fencing number that its coordinator gave.
+    carries the fencing number that its coordinator gave. `on_demand` gives the models whose workers are started when
+    requests wait for them.
     """
 
-    def __init__(self, clients: Sequence[ScalingClient], valid_s: float, lease: Lease | None = None) -> None:
-        self.valid_s = valid_s
+    def __init__(
+        self,
+        clients: Sequence[ScalingClient],
+        valid_s: float,
+        lease: Lease | None = None,
+        on_demand: Callable[[], Sequence[registry_pb2.ServedModel]] = tuple,
+    ) -> None:
+        self.valid_s, self._on_demand = valid_s, on_demand
         self._clients = tuple(clients)
         self._lease = lease
 
@@ -256,6 +270,8 @@ class CoordinatorRotation:
             "decisions": decisions,
             "leanings": leanings,
         }
+        if models := self._on_demand():
+            plan["on_demand"] = models
         calls = [self._apply_to(client, plan) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)

@@ -146,6 +146,12 @@ class Snapshot:
     """GPUs that the actuator may give to its replicas, used ones included; None where it gives none."""
     acting: bool = True
     """False while plans are not carried out (dry run, another autoscaler holds the lease): only what exists counts."""
+    waiting_for_workers: int = 0
+    """Requests that wait at the coordinators because a pool has no worker that takes them."""
+    in_progress: int = 0
+    """All requests between arrival and end at the coordinators, these included."""
+    model_known: bool = True
+    """False before any coordinator knows the model: none has had a worker of it, or was told of it."""
     foreign: frozenset[str] = frozenset()
     """Registered workers of other models. Nothing else in the snapshot says anything about them."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)

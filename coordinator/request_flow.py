@@ -25,6 +25,7 @@ from coordinator.request.request_trace import RequestTrace
 from coordinator.request.sending import DirectSend, Send
 from coordinator.request.service_targets import targets_of
 from coordinator.request.state import RequestState
+from coordinator.routing.first_workers import FirstWorkers
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
 from coordinator.workers.client import WorkerClients
@@ -66,7 +67,8 @@ class RequestFlow:
         self._estimates = estimates
         self._capacity_plugins = capacity_plugins
         self._quota_plugins = quota_plugins
-        self._pairs = PairSelector(config, registry, router)
+        first_workers = FirstWorkers(config.admission, registry, stats.set_without_pair)
+        self._pairs = PairSelector(config, registry, router, first_workers)
         self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
         self._observers: Sequence[RequestObserver] = (estimates, breakers, *kept)
@@ -82,6 +84,7 @@ class RequestFlow:
     ) -> None:
         """Serves one request; see `InferenceApi.generate` for arguments and errors."""
         received_s = time.monotonic()
+        state: RequestState | None = None
         check_names(request)
         request_id = request.request_id or random_hex()
         trace_id = trace.context.trace_id if trace is not None else ""
@@ -103,13 +106,15 @@ class RequestFlow:
                         )
                         raise
                     events = stack.enter_context(self._events_of(inference_request))
+                    state = events.state
                     await self._admit(events, quotas)
                     await self._serve(events, send, direct)
             except TimeoutError:
                 if not timer.expired():
                     raise
-                log_event("request.failed", reason=DeadlineExceededError.default_reason)
-                raise DeadlineExceededError(f"the generation took longer than {left_s:g} s") from None
+                late = _too_late(state, left_s)
+                log_event("request.failed", reason=late.reason)
+                raise late from None
             except SplitserveError as error:
                 log_event("request.failed", reason=error.reason, error=error.message)
                 raise
@@ -188,6 +193,14 @@ class RequestFlow:
             reason=error.reason,
             sent_tokens=len(state.token_ids),
         )
+
+
+def _too_late(state: RequestState | None, left_s: float) -> DeadlineExceededError:
+    if state is None or not state.awaits_workers:
+        return DeadlineExceededError(f"the generation took longer than {left_s:g} s")
+    model = state.request.model.name
+    message = f"model {model!r} had no workers, and the first ones were not ready within the deadline of {left_s:g} s"
+    return DeadlineExceededError(message, reason="WORKERS_NOT_READY")
 
 
 def _log_completed(done: inference_pb2.GenerationDone) -> None:

@@ -28,8 +28,9 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 class PoolPolicy(PolicyModel):
     """Settings of every kind of policy."""
 
-    min_replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Never fewer in rotation."""
+    min_replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
+    """Never fewer in rotation. 0: the pool is given up when nothing was asked for during `idle_s`, and started again by
+    the next request, which waits for it; docs/autoscaling.md has it under "From and to zero"."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] = 8
     """Never more in rotation."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] = 1
@@ -242,6 +243,8 @@ class ScalingPolicy(PolicyModel):
     on Kubernetes."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Time between decisions."""
+    idle_s: Seconds = 300.0
+    """Pools with `min_replicas` 0 go to zero after so long without a request in progress, whatever `behavior` says."""
     prefill: AnyPool
     """Section `prefill`: the pool that answers for queue and compute of prompts."""
     decode: AnyPool
@@ -273,10 +276,23 @@ class ScalingPolicy(PolicyModel):
         return self
 
     @property
+    def may_be_at_zero(self) -> bool:
+        """Whether a pool is given up when nothing is asked for."""
+        return 0 in (self.prefill.min_replicas, self.decode.min_replicas)
+
+    @property
+    def least_awake(self) -> tuple[int, int]:
+        """The fewest replicas of prefill and of decode that can serve: one of each, or one neutral worker for both."""
+        prefill, decode = self.prefill.min_replicas, self.decode.min_replicas
+        if self.workers == "neutral":
+            return prefill, max(decode, 0 if prefill else 1)
+        return max(1, prefill), max(1, decode)
+
+    @property
     def least_gpus(self) -> int:
-        """GPUs of both pools at their smallest."""
-        pools = (self.prefill, self.decode)
-        return sum((pool.min_replicas + pool.warm_standby) * pool.gpus_per_replica for pool in pools)
+        """GPUs of both pools at the fewest replicas that can serve."""
+        pools = zip((self.prefill, self.decode), self.least_awake, strict=True)
+        return sum((least + pool.warm_standby) * pool.gpus_per_replica for pool, least in pools)
 
 
 def load_policy(path: Path) -> ScalingPolicy:

@@ -24,6 +24,7 @@ from autoscaler.signals.worker_view import (
     of_pool,
     prefill_tokens_per_s,
     replicas,
+    serving,
     step_fit,
 )
 from autoscaler.snapshot import (
@@ -38,7 +39,7 @@ from autoscaler.snapshot import (
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.histograms import LATENCY_BOUNDS_S, Histogram
 from splitserve.logs import log_event
-from splitserve.v1 import scaling_pb2
+from splitserve.v1 import registry_pb2, scaling_pb2
 
 DEFAULT_WINDOW_S = 60.0
 DEFAULT_HISTORY_S = 900.0
@@ -97,6 +98,8 @@ class Observer:
         self._log = ArrivalLog(max(history_s, window_s))
         self._cold_starts = ColdStarts()
         self._foreign: dict[str, None] = {}
+        self.served: dict[str, registry_pb2.ServedModel] = {}
+        """The models that coordinators know, as their workers last served them; kept while a coordinator does not."""
 
     def keep_history(self, history_s: float) -> None:
         """From now on keeps the arrivals of this many seconds."""
@@ -119,6 +122,8 @@ class Observer:
             if increment is not None:
                 self._log.add(increment.start_s, increment.end_s, increment.totals.demand)
         self._learn_foreign(answered)
+        known = [model for _, answer, _ in answered for model in self._models(answer)]
+        self.served |= {model.model: model.served for model in known if model.HasField("served")}
         actual = [replica for replica in listed if replica.name not in self._foreign]
         return self._snapshot(actual, now, wall, complete=len(answered) == len(self._sources))
 
@@ -172,6 +177,9 @@ class Observer:
             window_s=self._window_s,
             wall_s=wall,
             complete=complete,
+            waiting_for_workers=sum(model.in_progress.waiting_for_workers for model in here),
+            in_progress=sum(_in_progress(model.in_progress) for model in here),
+            model_known=bool(self.served),
             foreign=frozenset(self._foreign),
             metrics=_metrics(seen, here),
         )
@@ -191,7 +199,7 @@ class Observer:
         now: float,
         wall: float,
     ) -> PrefillSignals:
-        workers = of_pool("prefill", seen)
+        workers = serving("prefill", seen)
         return PrefillSignals(
             replicas=replicas("prefill", seen, actual, now, wall),
             waiting_requests=sum(model.in_progress.prefilling_requests for model in models),
@@ -211,7 +219,7 @@ class Observer:
         now: float,
         wall: float,
     ) -> DecodeSignals:
-        workers = of_pool("decode", seen)
+        workers = serving("decode", seen)
         return DecodeSignals(
             replicas=replicas("decode", seen, actual, now, wall),
             running_requests=sum(worker.load.running_requests for worker in workers),
@@ -228,6 +236,11 @@ class Observer:
             reserve_wait=_phase(totals, scaling_pb2.PHASE_RESERVE),
             cold_start_s=self._cold_starts.of("decode"),
         )
+
+
+def _in_progress(now: scaling_pb2.InProgress) -> int:
+    stages = now.admitting_requests, now.reserving_requests, now.prefilling_requests, now.decoding_requests
+    return sum(stages)
 
 
 def _names(actual: Sequence[ActualReplica]) -> list[str]:

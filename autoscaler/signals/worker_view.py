@@ -99,6 +99,11 @@ def of_pool(pool: PoolName, seen: Mapping[str, Sighting]) -> list[scaling_pb2.Wo
     return [worker.signals for worker in seen.values() if worker.pool == pool]
 
 
+def serving(pool: PoolName, seen: Mapping[str, Sighting]) -> list[scaling_pb2.WorkerSignals]:
+    """The workers of one pool; where there is none, the neutral ones of the other, which stand in."""
+    return of_pool(pool, seen) or [one.signals for one in seen.values() if one.signals.neutral]
+
+
 def prefill_tokens_per_s(workers: Sequence[scaling_pb2.WorkerSignals]) -> float | None:
     """Mean of the measured rates."""
     rates = [worker.load.prefill_tokens_per_second for worker in workers]

@@ -68,9 +68,11 @@ class SimulatedObserver:
         self._rates: deque[tuple[float, float, float]] = deque()
         self._tokens_per_s: float | None = None
         self._decoded = False
+        self._in_progress = 0
 
     def arrived(self, request: SimulatedRequest, now_s: float) -> None:
         """Counts an arrival."""
+        self._in_progress += 1
         index = int(now_s // BUCKET_S) - self._first_bucket
         while index >= len(self._buckets):
             self._buckets.append([0, 0, 0.0, 0.0])
@@ -94,6 +96,7 @@ class SimulatedObserver:
 
     def ended(self, request: SimulatedRequest) -> None:
         """Counts a request that ended."""
+        self._in_progress -= 1
         if request.failed:
             return
         self._answers = min(_OUTPUT_MEMORY, self._answers + 1)
@@ -130,6 +133,8 @@ class SimulatedObserver:
             arrivals=self._arrivals(now_s),
             window_s=self._window_s,
             wall_s=now_s,
+            waiting_for_workers=cluster.waiting_for_workers,
+            in_progress=self._in_progress,
         )
 
     def _prefill_signals(self, now_s: float) -> PrefillSignals:

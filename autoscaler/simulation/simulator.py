@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from autoscaler.plan import Decide, Memory
+from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.reconcile import Bounds, reconcile
 from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
@@ -130,6 +130,7 @@ class Simulation:
     on_progress: Callable[[float], None] = lambda _: None
     """Called about a hundred times, with the share of the requests that have arrived."""
     _memory: Memory = None
+    _plan: ScalingPlan | None = None
     _requests: list[SimulatedRequest] = field(default_factory=list)
     _moments: list[Moment] = field(default_factory=list)
     _actions: dict[str, int] = field(default_factory=dict)
@@ -142,12 +143,13 @@ class Simulation:
         events = EventQueue()
         self._requests = [SimulatedRequest(request) for request in scenario.trace.requests]
         cluster = Cluster(
-            scenario.settings,
+            replace(scenario.settings, on_demand=any(one.min == 0 for one in self.bounds.values())),
             events,
             on_first_token=lambda request, _: observer.first_token(request),
             on_end=lambda request, _: observer.ended(request),
         )
         observer = SimulatedObserver(cluster, scenario.engine, scenario.window_s)
+        cluster.on_waiting = lambda now_s: self._wake(now_s, cluster, observer)
         for pool, count in scenario.first_replicas().items():
             cluster.order(pool, count, 0.0, cold_start_s=0.0)
         end_s = self._horizon_s()
@@ -184,17 +186,26 @@ class Simulation:
         self, at_s: float, end_s: float, events: EventQueue, cluster: Cluster, observer: SimulatedObserver
     ) -> None:
         def decide(now_s: float) -> None:
-            snapshot = observer.snapshot(now_s)
-            plan, self._memory = self.decide(self._memory, snapshot)
-            self._moments.append(moment_of(snapshot, plan))
-            pools = {pool: cluster.members(pool) for pool in POOLS}
-            for action in reconcile(plan, pools, self.bounds):
-                word = type(action).__name__.lower()
-                self._actions[word] = self._actions.get(word, 0) + 1
-                self._action_times.append((now_s, f"{word} {action.pool}"))
-                cluster.act(action, now_s)
-            cluster.lending = plan.lend_decode_to_prefill
+            self._decide(now_s, cluster, observer)
             if now_s + self.interval_s < end_s:
                 self._decide_at(now_s + self.interval_s, end_s, events, cluster, observer)
 
         events.at(at_s, decide)
+
+    def _wake(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
+        """Decides at once: at zero the autoscaler does not wait for its interval."""
+        plan = self._plan
+        if plan is not None and 0 in (plan.prefill.desired, plan.decode.desired):
+            self._decide(now_s, cluster, observer)
+
+    def _decide(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
+        snapshot = observer.snapshot(now_s)
+        self._plan, self._memory = plan, _ = self.decide(self._memory, snapshot)
+        self._moments.append(moment_of(snapshot, plan))
+        pools = {pool: cluster.members(pool) for pool in POOLS}
+        for action in reconcile(plan, pools, self.bounds):
+            word = type(action).__name__.lower()
+            self._actions[word] = self._actions.get(word, 0) + 1
+            self._action_times.append((now_s, f"{word} {action.pool}"))
+            cluster.act(action, now_s)
+        cluster.lending = plan.lend_decode_to_prefill

@@ -66,11 +66,17 @@ class CapacityAdmission:
     async def admit(self, events: RequestEvents) -> None:
         """See AdmissionPlugin."""
         # One queue for a model and its adapters: they share the workers.
-        model, entry = events.state.request.model.base_name, _entry(events.state, time.monotonic())
+        state = events.state
+        model, entry = state.request.model.base_name, _entry(state, time.monotonic())
         self._targeted += (float(entry.due_s < float("inf")) - self._targeted) * _NEW_SHARE
-        await self.wait(model, entry)
+        try:
+            await self.wait(model, entry)
+        except BaseException:
+            state.awaits_workers = self._models[model].awaits_workers
+            raise
+        state.from_zero = entry.from_zero
         events.observe(_Admitted(self, model, entry))
-        if entry.started and entry.marks != NOT_HELD:
+        if entry.started and (entry.from_zero or entry.marks != NOT_HELD):
             waits = Waits(*entry.marks)
             events.waited(waits, entry.predicted_ttft_s)
             log_event("request.admitted", prefill_s=waits.prefill_s, decode_s=waits.decode_s)
@@ -150,7 +156,8 @@ class CapacityAdmission:
             self._release(worker.model.name, reporting, time.monotonic())
 
     def _set_workers(self, model: str, admission: ModelAdmission) -> None:
-        admission.set_workers(self._registry.snapshot(), model)
+        registry = self._registry
+        admission.set_workers(registry.snapshot(), model, model in registry.plan.on_demand)
 
     def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
         lent = self._local_prefill == "auto" or self._registry.plan.lends(now)

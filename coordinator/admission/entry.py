@@ -24,8 +24,8 @@ NOT_HELD = (0.0, 0.0)
 """`Entry.marks` of a request that did not wait."""
 
 
-Cause = Literal["prefill", "decode"]
-"""A pool that requests wait for."""
+Cause = Literal["prefill", "decode", "workers"]
+"""What requests wait for: a pool's capacity, or the first workers of a pool that has none."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -63,6 +63,8 @@ class Entry(Flight):
     """When it is refused if still queued."""
     started: bool = False
     """Whether it was admitted."""
+    from_zero: bool = False
+    """Whether it came while a pool had no worker, and waits for the first ones."""
     marks: tuple[float, float] = NOT_HELD
     """While queued: total seconds that the queue had waited for prefill and for decode at arrival. Once admitted:
     seconds that this request waited for each."""
@@ -107,13 +109,34 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """The decision about a new request: it is queued unless it has started or is refused."""
+
+    started: bool = False
+    refused: Refusal | None = None
+    evicted: tuple[Refusal, ...] = ()
+    """Queued requests that were removed to make room for it."""
+
+
+STARTED = Arrival(started=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The requests that leave the queue."""
+
+    started: tuple[Entry, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """Requests in the queue of one model, as statistics show them."""
 
     requests: int = 0
     uncached_tokens: float = 0.0
     cause: Cause = "prefill"
-    """The pool that they wait for."""
+    """What they wait for."""
 
 
 NOTHING_HELD = Held()

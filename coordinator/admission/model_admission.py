@@ -6,17 +6,19 @@ Methods take the time as an argument and return what is to be done; `coordinator
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 from itertools import islice
 
 from coordinator.admission.decode_capacity import DecodeCapacity
 from coordinator.admission.entry import (
     GONE,
     OUTPUT_TOKEN_COST,
+    STARTED,
+    Arrival,
     Cause,
     Entry,
     Refusal,
     RefusalReason,
+    Release,
 )
 from coordinator.admission.forecast import Bias, Forecast, forecast, retry_after_s
 from coordinator.admission.prefill_capacity import PrefillCapacity
@@ -40,27 +42,6 @@ _LEAST_SLO_SHARE = 0.25
 """A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The decision about a new request: it is queued unless it has started or is refused."""
-
-    started: bool = False
-    refused: Refusal | None = None
-    evicted: tuple[Refusal, ...] = ()
-    """Queued requests that were removed to make room for it."""
-
-
-_STARTED = Arrival(started=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The requests that leave the queue."""
-
-    started: tuple[Entry, ...] = ()
-    refused: tuple[Refusal, ...] = ()
-
-
 class ModelAdmission:
     """All requests of one model between arrival and end. Counts them in the ledger as in flight on their workers."""
 
@@ -70,7 +51,9 @@ class ModelAdmission:
         self.prefill = PrefillCapacity(settings.prefill_horizon_s)
         self.decode = DecodeCapacity(settings.tpot_slo_s, settings.decode_headroom)
         self.held_by: Cause = "prefill"
-        """The pool that the queue waits for, while it is not empty."""
+        """What the queue waits for, while it is not empty."""
+        self.awaits_workers = False
+        """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
         self._others_may_fit = False
         self.decodes_anywhere = False
         """Whether the pair policy gives streams to neutral workers that lean to prefill, where others have no room."""
@@ -80,13 +63,14 @@ class ModelAdmission:
         self._biases = {False: Bias(), True: Bias()}
         self._unlearned: list[tuple[float, int, Entry]] = []
         self._numbers = 0
-        self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0}
+        self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0, "workers": 0.0}
         self._held_since_s = 0.0
         self._deadlines: list[tuple[float, int, Entry]] = []
 
-    def set_workers(self, snapshot: PoolSnapshot, model: str) -> None:
-        """Replaces the set of workers. The ledger has the load of each."""
+    def set_workers(self, snapshot: PoolSnapshot, model: str, on_demand: bool = False) -> None:
+        """Replaces the set of workers, which are started `on_demand` or not. The ledger has the load of each."""
         loads = self._loads
+        self.awaits_workers = on_demand and snapshot.lacks_workers(model)
         self.prefill.set_workers(loads.prefill[worker.key] for worker in snapshot.serving(model, "prefill"))
         self.decode.set_workers(
             (loads.decode[worker.key] for worker in snapshot.serving(model, "decode")),
@@ -103,7 +87,7 @@ class ModelAdmission:
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
                 self._biases[False].relax()
-                return _STARTED
+                return STARTED
             self._held_since_s = now
         ahead = self.queue.ahead_of(entry, self.prefill.pace(now))
         entry.late = ahead.late
@@ -210,6 +194,9 @@ class ModelAdmission:
         """Starts an entry if there is capacity; otherwise sets `held_by` and `_others_may_fit`."""
         self._others_may_fit = False
         if not self.prefill.workers or (entry.needs_decode and not self.decode.workers):
+            if self.awaits_workers:
+                self._hold("workers", now)
+                return False
             self._start(entry, None, None, now, queued)  # the request flow reports the missing workers
             return True
         prefill_load = self.prefill.fit(entry, now)
@@ -274,6 +261,10 @@ class ModelAdmission:
         """Sets what a newly queued entry's end of waiting is measured against."""
         self._hold(self.held_by, now)
         entry.marks = self._held_s["prefill"], self._held_s["decode"]
+        entry.from_zero = self.awaits_workers
+        if entry.from_zero:  # its own deadline bounds it, and a cold start is no wait to learn from
+            heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
+            return
         entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._biases[entry.late].value
         if predicted.ttft_s:
             heapq.heappush(self._unlearned, (now + _OVERDUE * predicted.ttft_s, entry.number, entry))
@@ -331,6 +322,10 @@ class ModelAdmission:
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)[2]
             if not entry.waits:
+                continue
+            if self.awaits_workers:
+                entry.start_by_s = float("inf")
+                heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
                 continue
             self.ended(entry)
             # Learning from admitted requests alone would be too optimistic.

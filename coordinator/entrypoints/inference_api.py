@@ -120,6 +120,11 @@ class InferenceApi:
         for running in self._running:
             running.reschedule(now)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests for at least one model are taken."""
+        return not self.draining and bool(self._routes.ready_models)
+
     def snapshot(self) -> PoolSnapshot:
         """The workers in their current state."""
         return self._registry.snapshot()

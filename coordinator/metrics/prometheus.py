@@ -125,14 +125,20 @@ def _progress(snapshot: PoolSnapshot, stats: StatsByModel) -> Iterable[Metric]:
     used = GaugeMetricFamily(
         "splitserve_decode_kv_usage_ratio", "KV blocks in use on decode workers in rotation", labels=["model"]
     )
+    waiting = GaugeMetricFamily(
+        "splitserve_requests_waiting_for_workers",
+        "Generations that wait for the first workers of a pool, which are started on demand",
+        labels=["model"],
+    )
     for model, model_stats in stats.items():
+        waiting.add_metric([model], model_stats.waiting_for_workers)
         for stage, count in model_stats.stages.items():
             stages.add_metric([model, stage.value], count)
         backlog.add_metric([model], model_stats.backlog_tokens)
         loads = [worker.load for worker in snapshot.serving(model, "decode")]
         if total := sum(load.total_blocks for load in loads):
             used.add_metric([model], 1 - sum(load.free_blocks for load in loads) / total)
-    return stages, backlog, used
+    return stages, backlog, used, waiting
 
 
 def _latencies(stats: StatsByModel) -> Iterable[Metric]:

@@ -46,7 +46,8 @@ class StatsRecorder(RequestObserver):
         """See RequestObserver. Admission waits count in the phase of the pool that lacked capacity."""
         attempt, decode = state.attempt, state.attempt.decode
         self._attempts = state.attempts
-        self._cold_prefill = attempt.prefill.total_requests < COLD_REQUESTS
+        # A wait for the first workers measures their start, not the load.
+        self._cold_prefill = state.from_zero or attempt.prefill.total_requests < COLD_REQUESTS
         self._cold_decode = decode is not None and decode.total_requests < COLD_REQUESTS
         if self._attempts == 1:
             held_s = state.waits.prefill_s + state.waits.decode_s

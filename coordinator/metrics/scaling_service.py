@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -15,7 +17,7 @@ from coordinator.request.state import Stage
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, checked_plan
-from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey, WorkerState
+from coordinator.workers.snapshot import Model, PoolSnapshot, Worker, WorkerKey, WorkerState
 from splitserve.errors import InvalidArgumentError
 from splitserve.histograms import LATENCY_BOUNDS_S
 from splitserve.logs import log_event
@@ -23,6 +25,8 @@ from splitserve.v1 import registry_pb2, scaling_pb2
 from splitserve.v1.scaling_pb2_grpc import ScalingServiceServicer
 
 MAX_ENDED_BOOTS = 4096
+MAX_DEMAND_S = 60.0
+"""Longest wait of one call for demand."""
 _POOLS = {"prefill": registry_pb2.POOL_PREFILL, "decode": registry_pb2.POOL_DECODE}
 
 
@@ -61,6 +65,7 @@ class ScalingService(ScalingServiceServicer):
     ) -> scaling_pb2.GetSignalsResponse:
         """See ScalingService.GetSignals in the proto."""
         self._access.require_reader(context)
+        await self._until_demand(request)
         now = time.monotonic()
         snapshot = self._registry.snapshot()
         self.states.update(snapshot, now)
@@ -74,13 +79,26 @@ class ScalingService(ScalingServiceServicer):
             plan=_plan_in_force(self._registry.plan, now),
         )
 
+    async def _until_demand(self, request: scaling_pb2.GetSignalsRequest) -> None:
+        wait_s = request.until_demand.seconds + request.until_demand.nanos / 1e9
+        if not 0 <= wait_s <= MAX_DEMAND_S:
+            message = f"until_demand must be 0 to {MAX_DEMAND_S:g} s, not {wait_s:g} s"
+            raise InvalidArgumentError(message, field="until_demand")
+        if not wait_s:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while not self._stats.wait_for_workers(request.model):
+                    self._stats.demand.clear()
+                    await self._stats.demand.wait()
+
     async def ApplyPlan(
         self, request: scaling_pb2.ApplyPlanRequest, context: Any
     ) -> scaling_pb2.ApplyPlanResponse:
         """See ScalingService.ApplyPlan in the proto."""
         self._access.require_operator(context)
         self._leases.check_plan(request.lease_number, time.monotonic())
-        plan = checked_plan(request, time.monotonic())
+        plan = checked_plan(request, time.monotonic(), self._registry.plan)
         check_decisions(request)
         if plan.lend != self._registry.plan.lend:
             log_event("plan.lending", lent=plan.lend)
@@ -135,10 +153,12 @@ class ScalingService(ScalingServiceServicer):
                 prefilling_requests=stages[Stage.PREFILLING],
                 prefilling_tokens=stats.backlog_tokens,
                 decoding_requests=stages[Stage.DECODING],
+                waiting_for_workers=stats.waiting_for_workers,
             ),
             workers=[self._worker(worker, snapshot, now) for worker in workers],
             expected_output_tokens=means.output_tokens.value,
             cached_share=means.cached_share.value,
+            served=_served(self._registry.known_models()[name]),
         )
 
     def _worker(self, worker: Worker, snapshot: PoolSnapshot, now: float) -> scaling_pb2.WorkerSignals:
@@ -159,6 +179,15 @@ class ScalingService(ScalingServiceServicer):
             max_step_tokens=worker.max_step_tokens,
             neutral=worker.neutral,
         )
+
+
+def _served(model: Model) -> registry_pb2.ServedModel:
+    return registry_pb2.ServedModel(
+        name=model.name,
+        tokenizer_source=model.tokenizer_source,
+        context_tokens=model.context_tokens,
+        vocabulary_size=model.vocabulary_size,
+    )
 
 
 def _phases(stats: ModelStats) -> list[scaling_pb2.PhaseHistogram]:

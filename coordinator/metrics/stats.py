@@ -6,6 +6,7 @@ are recorded by `coordinator.metrics.recorder`.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,12 +65,16 @@ class ModelStats:
     """Uncached prompt tokens of the requests in stage PREFILLING."""
     held: Held = NOTHING_HELD
     """Queued requests; part of those in stage ADMITTING."""
+    without_pair: int = 0
+    """Requests that wait for workers outside the queue."""
 
     @property
     def stages(self) -> dict[Stage, int]:
         """Requests in progress by what they wait for. Queued requests count for the pool that lacks capacity."""
         held = self.held
         counts = self.in_stage.copy()
+        if held.cause == "workers":
+            return counts
         counts[Stage.ADMITTING] = max(0, counts[Stage.ADMITTING] - held.requests)
         counts[Stage.PREFILLING if held.cause == "prefill" else Stage.RESERVING] += held.requests
         return counts
@@ -79,6 +84,11 @@ class ModelStats:
         """Uncached prompt tokens that wait for prefill, on workers or in the coordinator's queue."""
         held = self.held
         return self.prefilling_tokens + (held.uncached_tokens if held.cause == "prefill" else 0.0)
+
+    @property
+    def waiting_for_workers(self) -> int:
+        """Requests that wait for the first workers of a pool."""
+        return self.without_pair + (self.held.requests if self.held.cause == "workers" else 0)
 
     def arrived(self, prompt_tokens: int, uncached_tokens: float, output_tokens: float) -> None:
         """Counts demand. `uncached_tokens` and `output_tokens` are estimates."""
@@ -99,6 +109,7 @@ def summed(parts: Sequence[ModelStats]) -> ModelStats:
         total.uncached_tokens += part.uncached_tokens
         total.output_tokens += part.output_tokens
         total.prefilling_tokens += part.prefilling_tokens
+        total.without_pair += part.without_pair
         for phase, counts in part.phases.items():
             total.phases[phase].warm.include(counts.warm)
             total.phases[phase].cold.include(counts.cold)
@@ -164,6 +175,8 @@ class RequestStats:
         """Prompts of as many tokens or more are long."""
         self._models: dict[str, ModelStats] = {}
         self.refused = RefusedRequests()
+        self.demand = asyncio.Event()
+        """Set when requests wait for workers; who waits for it clears it."""
 
     def of(self, model: str) -> ModelStats:
         """The statistics of a model that is known to the registry; created on first use."""
@@ -175,6 +188,18 @@ class RequestStats:
     def set_held(self, model: str, held: Held) -> None:
         """Sets what admission holds of a model."""
         self.of(model).held = held
+        if held.cause == "workers" and held.requests:
+            self.demand.set()
+
+    def set_without_pair(self, model: str, requests: int) -> None:
+        """Sets how many requests for a model wait for workers outside the queue."""
+        self.of(model).without_pair = requests
+        if requests:
+            self.demand.set()
+
+    def wait_for_workers(self, model: str = "") -> bool:
+        """Whether requests for this base model, or for any, wait for workers."""
+        return any(one.waiting_for_workers for name, one in self._models.items() if model in ("", name))
 
     def count_rejected(self, model: str) -> None:
         """Counts a request that was rejected before any of it was examined.

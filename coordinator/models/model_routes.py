@@ -87,11 +87,15 @@ class ModelRoutes:
 
     @property
     def ready_models(self) -> frozenset[str]:
-        """Served models with a complete pair of workers."""
+        """Served models that take requests: with a complete pair of workers, or with workers started on demand."""
         version, ready = self._ready
         if version != self._registry.version:
             snapshot = self._registry.snapshot()
-            version, ready = self._registry.version, snapshot.ready_models()
+            on_demand = self._registry.plan.on_demand
+            waking = {
+                name for name, one in self._registry.known_models().items() if one.base_name in on_demand
+            }
+            version, ready = self._registry.version, snapshot.ready_models() | waking
             self._ready = version, ready
         return ready
 

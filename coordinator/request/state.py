@@ -173,6 +173,10 @@ class RequestState:
     report: AttemptReport = field(default_factory=lambda: AttemptReport(""))
     """Merged over all attempts by `end_attempt`."""
     waits: Waits = NO_WAITS
+    awaits_workers: bool = False
+    """Whether it waits, or waited when it ended, for the first workers of a pool."""
+    from_zero: bool = False
+    """Whether it has waited for them."""
     current: AttemptRecord | None = None
     """The running or last attempt; None before the first."""
     past: list[AttemptRecord] = field(default_factory=list)

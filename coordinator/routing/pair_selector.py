@@ -13,6 +13,7 @@ from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestObserver
 from coordinator.request.state import NO_WAITS, RequestState
 from coordinator.routing.baseline_routers import LeastWaitRouter, RoundRobinRouter
+from coordinator.routing.first_workers import FirstWorkers
 from coordinator.routing.local_prefill import NO_LIMIT, HandoffMeter, facts_of_pair, local_prefill_tokens
 from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.prompt_book import PromptBook, PromptBookkeeper, due_of
@@ -42,8 +43,10 @@ def make_router(routing: Routing) -> Router:
 class PairSelector(RequestObserver):
     """Waits for a pair that can serve a request; as an observer, counts attempts as load on their workers."""
 
-    def __init__(self, config: CoordinatorConfig, registry: Registry, router: Router) -> None:
-        self._config = config
+    def __init__(
+        self, config: CoordinatorConfig, registry: Registry, router: Router, first_workers: FirstWorkers
+    ) -> None:
+        self._config, self._first_workers = config, first_workers
         self._wants_candidates = config.records.enabled
         self._registry = registry
         self._router = router
@@ -65,7 +68,8 @@ class PairSelector(RequestObserver):
     async def select(self, state: RequestState) -> Pair:
         """A pair for the next attempt, if possible without workers that have failed this request.
 
-        Raises UnavailableError (NO_WORKER, SLOW_LANE) if there is none within `no_worker_wait_s`.
+        Where workers are started on demand, it waits for the first ones within its own deadline. Raises
+        UnavailableError (NO_WORKER, SLOW_LANE) if there is none within `no_worker_wait_s`.
         """
         request = self._routing_request(state)
         wait_s = self._config.no_worker_wait_s
@@ -74,6 +78,8 @@ class PairSelector(RequestObserver):
             others = dataclasses.replace(request, exclude=frozenset(state.failed_workers))
             settle_s = min(SAME_WORKER_AGAIN_S, wait_s)
             pair = await self._registry.wait_until(lambda: self._choose(others), settle_s)
+        if pair is None and self._registry.plan.on_demand and (pair := self._choose(request)) is None:
+            await self._first_workers.come(state)
         pair = pair or await self._registry.wait_until(lambda: self._choose(request), wait_s)
         if pair is None:
             raise no_pair(self._registry.snapshot(), request, RETRY_AFTER_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.generation.kv_blocks import Adapter
@@ -25,6 +25,13 @@ class ModelCatalog:
         for name, adapter in worker.adapters.items():
             if self._adapters.get(name) != (worker.model.name, adapter):
                 self._adapters[name] = worker.model.name, adapter
+                self._changed = True
+
+    def know(self, models: Iterable[Model]) -> None:
+        """Learns base models that no worker has registered here; the next `update` shows them."""
+        for model in models:
+            if model.name not in self._bases and model.name not in self._adapters:
+                self._bases[model.name] = model
                 self._changed = True
 
     def update(self, snapshot: PoolSnapshot) -> None:

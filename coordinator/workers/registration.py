@@ -44,7 +44,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
     _require(request.epoch != 0, "epoch", "not 0")
     _require(request.pool in _POOLS, "pool", "POOL_PREFILL or POOL_DECODE")
     check_address(request.address, "address")
-    model = _checked_model(request.model, request.endpoint.layout.block_size_tokens)
+    model = checked_model(request.model, "model", request.endpoint.layout.block_size_tokens)
     _check_endpoint(request.endpoint)
     _between("max_step_tokens", request.max_step_tokens, 1, 2**20)
     _between("max_running_requests", request.max_running_requests, 1, 65536)
@@ -179,14 +179,13 @@ def check_fits(
         )
 
 
-def _checked_model(model: registry_pb2.ServedModel, block_size_tokens: int) -> Model:
-    _between("model.name (characters)", len(model.name), 1, 128, field="model.name")
-    _require(bool(model.tokenizer_source), "model.tokenizer_source", "not empty")
-    _between("model.context_tokens", model.context_tokens, 1, 2**24)
-    _between("model.vocabulary_size", model.vocabulary_size, 1, 2**24)
-    return Model(
-        model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, (block_size_tokens,)
-    )
+def checked_model(model: registry_pb2.ServedModel, at: str, *block_sizes: int) -> Model:
+    """The base model in the field `at`. Raises InvalidArgumentError naming field and bound."""
+    _between(f"{at}.name (characters)", len(model.name), 1, 128, field=f"{at}.name")
+    _require(bool(model.tokenizer_source), f"{at}.tokenizer_source", "not empty")
+    _between(f"{at}.context_tokens", model.context_tokens, 1, 2**24)
+    _between(f"{at}.vocabulary_size", model.vocabulary_size, 1, 2**24)
+    return Model(model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, block_sizes)
 
 
 def _checked_adapters(model: registry_pb2.ServedModel) -> Mapping[str, Adapter]:

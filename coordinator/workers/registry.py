@@ -85,7 +85,8 @@ class Registry:
     def apply_plan(self, plan: RotationPlan) -> None:
         """Replaces the plan in force."""
         before, self._plan = self._plan, plan
-        if plan.leanings != before.leanings:
+        self._catalog.know(one.model for one in plan.on_demand.values())
+        if plan.leanings != before.leanings or plan.on_demand.keys() != before.on_demand.keys():
             self._bump_version()
         self._set_rotation(plan.in_rotation)
 
@@ -234,6 +235,7 @@ class Registry:
             log_event("plan.expired", standby=len(self._plan.standby), lent=self._plan.lend)
             self._plan = NO_PLAN
             self._set_rotation(after_plan)
+            self._bump_version()
         for key, seen_s in list(self._last_seen_s.items()):
             if now - seen_s > self.heartbeat_timeout_s:
                 self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
@@ -266,7 +268,7 @@ class Registry:
         return self._snapshot
 
     def known_models(self) -> Mapping[str, Model]:
-        """Every model and adapter that has had a worker since the start, by name. They stay known without workers."""
+        """Every model and adapter that has had a worker since the start, or was in a plan, by name. They stay known."""
         return self._catalog.models
 
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:

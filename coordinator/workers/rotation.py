@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.workers.snapshot import PoolName, Worker
+from coordinator.workers.registration import checked_model
+from coordinator.workers.snapshot import Model, PoolName, Worker
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import scaling_pb2
 
 DEFAULT_VALID_S = 30.0
 MAX_VALID_S = 3600.0
 MAX_NAMES = 65536
+MAX_ON_DEMAND = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OnDemand:
+    """A model whose workers are started when requests wait for them, until `expires_s` on the monotonic clock."""
+
+    model: Model
+    expires_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +38,8 @@ class RotationPlan:
     expires_s: float = float("inf")
     leanings: Mapping[str, PoolName] = field(default_factory=dict)
     """Where neutral workers are to lean, by their ids. Empty: the coordinator's own planner decides."""
+    on_demand: Mapping[str, OnDemand] = field(default_factory=dict)
+    """By the model's name; those of an earlier plan among them, which may be another autoscaler's."""
 
     def lends(self, now: float) -> bool:
         """Whether decode workers are lent to prefill, that is, compute prompts too."""
@@ -48,8 +60,10 @@ def after_plan(worker: Worker) -> bool:
     return worker.in_rotation or not worker.registered_standby
 
 
-def checked_plan(request: scaling_pb2.ApplyPlanRequest, now: float) -> RotationPlan:
-    """The plan of a request. Raises InvalidArgumentError naming field and bound."""
+def checked_plan(
+    request: scaling_pb2.ApplyPlanRequest, now: float, before: RotationPlan = NO_PLAN
+) -> RotationPlan:
+    """The plan of a request, after the one `before`. Raises InvalidArgumentError naming field and bound."""
     valid_s = DEFAULT_VALID_S
     if request.HasField("valid_for"):
         valid_s = request.valid_for.seconds + request.valid_for.nanos / 1e9
@@ -64,8 +78,21 @@ def checked_plan(request: scaling_pb2.ApplyPlanRequest, now: float) -> RotationP
         message = f"standby_worker_ids and active_worker_ids both name {both[0]!r}"
         raise InvalidArgumentError(message, field="active_worker_ids")
     return RotationPlan(
-        standby, active, request.lend_decode_to_prefill, now + valid_s, _checked_leanings(request)
+        standby,
+        active,
+        request.lend_decode_to_prefill,
+        now + valid_s,
+        _checked_leanings(request),
+        {n: one for n, one in before.on_demand.items() if now < one.expires_s}
+        | _checked_on_demand(request, now + valid_s),
     )
+
+
+def _checked_on_demand(request: scaling_pb2.ApplyPlanRequest, expires_s: float) -> dict[str, OnDemand]:
+    if len(request.on_demand) > MAX_ON_DEMAND:
+        raise InvalidArgumentError(f"on_demand may hold {MAX_ON_DEMAND} models", field="on_demand")
+    models = (checked_model(model, "on_demand") for model in request.on_demand)
+    return {model.name: OnDemand(model, expires_s) for model in models}
 
 
 def _checked_leanings(request: scaling_pb2.ApplyPlanRequest) -> dict[str, PoolName]:

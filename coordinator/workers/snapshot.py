@@ -160,8 +160,12 @@ class Worker:
     @property
     def accepts(self) -> bool:
         """Whether it takes new requests, regardless of its peers."""
-        admitted = not self.circuit.tripped and not self.isolation.worker
-        return self.in_rotation and self.joined and self.usable and admitted
+        return self.in_service and not self.circuit.tripped and not self.isolation.worker
+
+    @property
+    def in_service(self) -> bool:
+        """Whether it takes new requests, unless a circuit breaker or the quality watch keeps them from it."""
+        return self.in_rotation and self.joined and self.usable
 
     @property
     def reached_agents(self) -> frozenset[str]:
@@ -212,6 +216,12 @@ class PoolSnapshot:
     def stand_ins(self, model: str, pool: PoolName) -> list[Worker]:
         """The neutral workers that take new requests and lean to the other pool."""
         return [w for w in self.workers if w.neutral and w.pool != pool and w.serves(model) and w.accepts]
+
+    def lacks_workers(self, model: str) -> bool:
+        """Whether a pool of the model has no worker in service, of whichever leaning: there is none, or all of them
+        start, rest or drain. One that a breaker or the quality watch has put aside is there."""
+        there = [w for w in self.workers if w.serves(model) and w.in_service]
+        return not (any(w.computes_prompts for w in there) and any(w.decodes for w in there))
 
     def is_ready(self, worker: Worker) -> bool:
         """Whether the worker can serve now: alone if it is neutral, else with at least one of the other pool."""

@@ -192,6 +192,10 @@ SHORT: Mapping[str, str] = {
     "python -m bench.autoscaling.simulated_goodput": (
         "python -m bench.autoscaling.simulated_goodput --machines cpu --mixes bursty --seeds 1 --requests 10"
     ),
+    "python -m bench.autoscaling.from_zero": (
+        "python -m bench.autoscaling.from_zero --model simulated --rounds 1 --interval 1 --json > zero.json"
+        " || grep -q '\"ratio\"' zero.json"
+    ),
     "python -m bench.coordinator": "python -m bench.coordinator --parts tokens --entrypoints sse --seconds 0.3 --json",
     "python -m bench.observability.page_cost": (
         "python -m bench.observability.page_cost --workers 4 --requests-per-s 5 --rounds 1 --seconds 0.5 --json"

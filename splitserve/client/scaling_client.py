@@ -11,11 +11,13 @@ import grpc
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, Metadata
 from splitserve.rpc.status import error_from_rpc
 from splitserve.security.api_keys import key_metadata
-from splitserve.v1 import scaling_pb2
+from splitserve.v1 import registry_pb2, scaling_pb2
 from splitserve.v1.scaling_pb2_grpc import ScalingServiceStub
 
 DEFAULT_TIMEOUT_S = 2.0
 DEFAULT_VALID_S = 30.0
+MAX_DEMAND_S = 60.0
+"""Longest wait of one call for demand."""
 
 
 class ScalingClient:
@@ -55,6 +57,19 @@ class ScalingClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
 
+    async def demand(self, model: str, wait_s: float) -> bool:
+        """Whether a request waits for workers: once one does, or after `wait_s` seconds, MAX_DEMAND_S at most.
+
+        Raises SplitserveError."""
+        request = scaling_pb2.GetSignalsRequest(model=model)
+        request.until_demand.FromNanoseconds(round(wait_s * 1e9))
+        deadline_s = self._timeout_s + wait_s
+        try:
+            found = await self._stub.GetSignals(request, timeout=deadline_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        return any(one.in_progress.waiting_for_workers for one in found.models)
+
     async def apply_plan(
         self,
         *,
@@ -65,9 +80,11 @@ class ScalingClient:
         lease_number: int = 0,
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
         leanings: Mapping[str, Literal["prefill", "decode"]] = MappingProxyType({}),
+        on_demand: Iterable[registry_pb2.ServedModel] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why,
-        `leanings` where neutral workers are to lean, by their ids. Raises SplitserveError; FailedPreconditionError
+        `leanings` where neutral workers are to lean, by their ids, `on_demand` which models' workers are started when
+        requests wait for them. Raises SplitserveError; FailedPreconditionError
         (STALE_LEASE) when another may scale."""
         request = scaling_pb2.ApplyPlanRequest(
             standby_worker_ids=sorted(standby),
@@ -77,6 +94,7 @@ class ScalingClient:
             decisions=decisions,
             prefill_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "prefill"),
             decode_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "decode"),
+            on_demand=on_demand,
         )
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
         try:

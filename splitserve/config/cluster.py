@@ -56,8 +56,8 @@ class ClusterConfig(Settings):
     """Time limit for the cluster to become ready."""
     autoscale: Path | None = None
     """Policy file by which both pools are scaled. The number of workers starts at `prefill` and `decode` if given, else
-    at the policy's `min_replicas`. Cores are divided among as many workers as the policy allows. Default: a fixed
-    number of workers."""
+    at the policy's `min_replicas`, or one where that is 0. Cores are divided among as many workers as the policy
+    allows. Default: a fixed number of workers."""
     autoscale_interval_s: Annotated[float, Field(ge=0.1, le=3600)] | None = None
     """Time between scaling decisions. Default: the policy's."""
     autoscale_window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0

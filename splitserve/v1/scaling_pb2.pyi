@@ -158,16 +158,24 @@ class GetSignalsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_FIELD_NUMBER: _builtins.int
+    UNTIL_DEMAND_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Only this model. Default empty: all models. An unknown model gives no signals, which is no failure."""
+    @_builtins.property
+    def until_demand(self) -> _duration_pb2.Duration:
+        """Answer as soon as a request of these models waits for workers (see `InProgress.waiting_for_workers`), and after this
+        time at the latest. Range [0, 60 s]. Default 0: at once. Failure: INVALID_ARGUMENT.
+        """
+
     def __init__(
         self,
         *,
         model: _builtins.str = ...,
+        until_demand: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["until_demand", b"until_demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "until_demand", b"until_demand"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +239,7 @@ class ModelSignals(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_SHARE_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     expected_output_tokens: _builtins.float
@@ -257,6 +266,12 @@ class ModelSignals(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerSignals]:
         """Its registered workers, in order of their ids. A worker that left is not among them."""
 
+    @_builtins.property
+    def served(self) -> _registry_pb2.ServedModel:
+        """The model as its workers last served it, without adapters and end tokens. An autoscaler says it again to coordinators
+        that started while there was no worker; see `ApplyPlanRequest.on_demand`.
+        """
+
     def __init__(
         self,
         *,
@@ -268,10 +283,11 @@ class ModelSignals(_message.Message):
         workers: _abc.Iterable[Global___WorkerSignals] | None = ...,
         expected_output_tokens: _builtins.float = ...,
         cached_share: _builtins.float = ...,
+        served: _registry_pb2.ServedModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "in_progress", b"in_progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "in_progress", b"in_progress", "served", b"served"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "cached_share", b"cached_share", "expected_output_tokens", b"expected_output_tokens", "in_progress", b"in_progress", "model", b"model", "outcomes", b"outcomes", "phases", b"phases", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrivals", b"arrivals", "cached_share", b"cached_share", "expected_output_tokens", b"expected_output_tokens", "in_progress", b"in_progress", "model", b"model", "outcomes", b"outcomes", "phases", b"phases", "served", b"served", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,6 +406,7 @@ class InProgress(_message.Message):
     PREFILLING_REQUESTS_FIELD_NUMBER: _builtins.int
     PREFILLING_TOKENS_FIELD_NUMBER: _builtins.int
     DECODING_REQUESTS_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_WORKERS_FIELD_NUMBER: _builtins.int
     admitting_requests: _builtins.int
     """No workers chosen yet."""
     reserving_requests: _builtins.int
@@ -400,6 +417,10 @@ class InProgress(_message.Message):
     """Uncached prompt tokens of those, as expected at arrival: the prefill pool's backlog."""
     decoding_requests: _builtins.int
     """First token sent, or the prompt is being computed by a decode worker."""
+    waiting_for_workers: _builtins.int
+    """Those that wait because a pool has no worker that takes requests, and that workers are started for on demand. They
+    are in `admitting_requests` too unless they began on a worker that has gone.
+    """
     def __init__(
         self,
         *,
@@ -408,10 +429,11 @@ class InProgress(_message.Message):
         prefilling_requests: _builtins.int = ...,
         prefilling_tokens: _builtins.float = ...,
         decoding_requests: _builtins.int = ...,
+        waiting_for_workers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitting_requests", b"admitting_requests", "decoding_requests", b"decoding_requests", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "reserving_requests", b"reserving_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitting_requests", b"admitting_requests", "decoding_requests", b"decoding_requests", "prefilling_requests", b"prefilling_requests", "prefilling_tokens", b"prefilling_tokens", "reserving_requests", b"reserving_requests", "waiting_for_workers", b"waiting_for_workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,6 +526,7 @@ class ApplyPlanRequest(_message.Message):
     LEASE_NUMBER_FIELD_NUMBER: _builtins.int
     PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    ON_DEMAND_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """Decode workers compute prompts themselves where that is sooner, whatever `local_prefill` says. Default false."""
@@ -541,6 +564,14 @@ class ApplyPlanRequest(_message.Message):
         """Neutral workers to lean to decode, likewise. An id may be in one of the two. Failure: INVALID_ARGUMENT. Default: none."""
 
     @_builtins.property
+    def on_demand(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.ServedModel]:
+        """Models whose workers are started on demand. While a pool of theirs has no worker, requests for them wait within their
+        own deadlines in place of failing, and show in `waiting_for_workers`. A coordinator that has not seen a worker of the
+        model since its boot learns it from here. A model stays one until the last plan that named it ends. At most 64.
+        Failure: INVALID_ARGUMENT. Default: none.
+        """
+
+    @_builtins.property
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDecision]:
         """Why the plan is what it is, for people to see: one entry a pool. At most 2. Failure: INVALID_ARGUMENT. Default: none."""
 
@@ -554,11 +585,12 @@ class ApplyPlanRequest(_message.Message):
         lease_number: _builtins.int = ...,
         prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        on_demand: _abc.Iterable[_registry_pb2.ServedModel] | None = ...,
         decisions: _abc.Iterable[Global___PoolDecision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "on_demand", b"on_demand", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,7 +17,8 @@ from coordinator.request.caller import ANYONE
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.config.coordinator import AdmissionConfig, CoordinatorConfig
 
-_TIMEOUT_S: float = CoordinatorConfig.model_fields["request_timeout_s"].default
+TIMEOUT_S: float = CoordinatorConfig.model_fields["request_timeout_s"].default
+"""Deadline of each request."""
 _LEAST_WAIT_S = 1e-3
 _NEVER = float("inf")
 
@@ -27,7 +28,8 @@ RequestEvent = Callable[[SimulatedRequest, float], None]
 class AdmittedRequests:
     """Requests between arrival and end. Calls `begin` for each one that is admitted, `refuse` for the others.
 
-    `lent` says whether decode workers compute prompts, too.
+    `lent` says whether decode workers compute prompts, too; `on_demand` whether the first ones of a pool are started
+    when requests wait for them.
     """
 
     def __init__(
@@ -38,10 +40,11 @@ class AdmittedRequests:
         begin: RequestEvent,
         refuse: RequestEvent,
         lent: Callable[[], bool],
+        on_demand: bool = False,
     ) -> None:
         self._admission, self._settings = ModelAdmission(settings, workers.loads), settings
         self._workers, self._events = workers, events
-        self._begin, self._refuse, self._lent = begin, refuse, lent
+        self._begin, self._refuse, self._lent, self._on_demand = begin, refuse, lent, on_demand
         self._entries: dict[SimulatedRequest, Entry] = {}
         self._requests: dict[Entry, SimulatedRequest] = {}
         self._wakes_s = _NEVER
@@ -57,7 +60,7 @@ class AdmittedRequests:
 
     def rotated(self, now_s: float) -> None:
         """Another set of workers takes requests."""
-        self._admission.set_workers(self._workers.snapshot, MODEL.name)
+        self._admission.set_workers(self._workers.snapshot, MODEL.name, self._on_demand)
         self._release(now_s)
 
     def arrive(self, request: SimulatedRequest, now_s: float) -> None:
@@ -156,7 +159,7 @@ class AdmittedRequests:
             max_output=MODEL.context_tokens,
             needs_decode=request.output_tokens > 1,
             arrived_s=now_s,
-            deadline_s=now_s + _TIMEOUT_S,
+            deadline_s=now_s + TIMEOUT_S,
             due_s=_NEVER if ttft_s is None else now_s + ttft_s,
             ttft_slo_s=ttft_s if self._settings.on_late == "refuse" else None,
         )

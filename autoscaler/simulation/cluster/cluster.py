@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
-from autoscaler.simulation.cluster.admitted_requests import AdmittedRequests
+from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
 from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica, neutral_replica
@@ -22,7 +22,7 @@ from autoscaler.simulation.cluster.replica import (
     SimulatedReplica,
     SimulatedRequest,
 )
-from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
+from autoscaler.simulation.cluster.routed_workers import MODEL, RoutedWorkers
 from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.snapshot import PoolName, ReplicaState
@@ -44,6 +44,8 @@ class ClusterSettings:
     """Capacity of each cache. Default: the KV capacity of a replica."""
     no_worker_wait_s: float = 2.0
     """How long a request waits for a ready replica before it fails."""
+    on_demand: bool = False
+    """Whether replicas of a pool that has none are started on demand; requests then wait for them for `TIMEOUT_S`."""
     admission: AdmissionConfig | None = None
     """The coordinator's admission control. None: requests go to the replicas at once."""
     colocated: bool = False
@@ -89,10 +91,11 @@ class Cluster:
         self._cores = LentCores(events, settings.engine.lent_time) if settings.lent_cores else None
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
-            self._admitted = AdmittedRequests(
-                settings.admission, self._routed, events, self._send, self._refuse, self._lends
-            )
+            parts = self._routed, events, self._send, self._refuse, self._lends, settings.on_demand
+            self._admitted = AdmittedRequests(settings.admission, *parts)
         self.lending = False
+        self.on_waiting: Callable[[float], None] = lambda now_s: None
+        """Called when a request has begun to wait for the first replicas of a pool."""
         self.measured_cold_start_s: dict[PoolName, float] = {}
 
     def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
@@ -144,11 +147,20 @@ class Cluster:
         """What waits for admission."""
         return NOTHING_HELD if self._admitted is None else self._admitted.held
 
+    @property
+    def waiting_for_workers(self) -> int:
+        """Requests that wait for the first replicas of a pool."""
+        if not (self._settings.on_demand and self._routed.snapshot.lacks_workers(MODEL.name)):
+            return 0
+        return len(self._unrouted) + self.held.requests
+
     def _begin(self, request: SimulatedRequest, now_s: float) -> None:
         if self._admitted is None:
             self._send(request, now_s)
         else:
             self._admitted.arrive(request, now_s)
+        if self.waiting_for_workers:
+            self.on_waiting(now_s)
 
     def _lends(self) -> bool:
         """Whether decode replicas add to prefill capacity."""
@@ -161,9 +173,8 @@ class Cluster:
     def _send(self, request: SimulatedRequest, now_s: float) -> None:
         if not self._route(request, now_s):
             self._unrouted.append(request)
-            self._events.at(
-                now_s + self._settings.no_worker_wait_s, lambda at_s: self._give_up(request, at_s)
-            )
+            wait_s = TIMEOUT_S if self.waiting_for_workers else self._settings.no_worker_wait_s
+            self._events.at(now_s + wait_s, lambda at_s: self._give_up(request, at_s))
 
     def _route(self, request: SimulatedRequest, now_s: float) -> bool:
         pair = self._routed.choose(request, now_s, self.lending)

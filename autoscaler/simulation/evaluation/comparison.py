@@ -66,7 +66,8 @@ def run_baseline(
     bounds: Mapping[PoolName, Bounds],
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Outcome:
-    """Runs one baseline within the bounds of the policy."""
+    """Runs one baseline within the bounds of the policy, but none goes to zero: they know no way from there."""
+    bounds = {pool: Bounds(max(1, each.min), each.max) for pool, each in bounds.items()}
     peak = {pool: min(count, bounds[pool].max) for pool, count in static_peak(scenario).items()}
     baseline = baselines(scenario.slo, scenario.engine, bounds, peak)[name]
     if name == "static-peak":

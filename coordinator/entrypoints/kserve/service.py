@@ -54,9 +54,7 @@ class KserveService(GRPCInferenceServiceServicer):
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Any) -> pb.ServerReadyResponse:
         """See the proto. Needs no credentials, like any health check."""
-        snapshot = self._api.snapshot()
-        ready = not self._api.draining and any(snapshot.is_ready(worker) for worker in snapshot.workers)
-        return pb.ServerReadyResponse(ready=ready)
+        return pb.ServerReadyResponse(ready=self._api.is_ready)
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Any

@@ -102,12 +102,11 @@ class InfoEndpoints:
         await _respond_json(exchange, {"status": "ok"})
 
     async def ready(self, exchange: HttpExchange) -> None:
-        """GET /ready: at least one model has a complete pair of workers."""
+        """GET /ready: at least one model has a complete pair of workers, or workers that are started on demand."""
         api = self._api
         if api.draining:
             raise UnavailableError("the coordinator is shutting down", reason="DRAINING")
-        snapshot = api.snapshot()
-        if not any(snapshot.is_ready(worker) for worker in snapshot.workers):
+        if not api.is_ready:
             message = "no model has a prefill and a decode worker that are ready"
             raise UnavailableError(message, reason="NO_WORKER")
         await _respond_json(exchange, {"status": "ready"})

@@ -16,3 +16,9 @@ def by_queue(
         return Recommendation(status.current, "nothing measured: count kept"), decisions
     need = depth / each
     return Recommendation(max(1, round(need)), f"{depth:.0f} wait", need), decisions
+
+
+def one_with_need(memory: None, snapshot: Snapshot, status: PoolStatus) -> tuple[Recommendation, None]:
+    """One replica, kept as busy as the metric `need` says."""
+    need = snapshot.metrics.get("need") or 0.0
+    return Recommendation(1, f"{need:g} of a replica is busy", need), memory

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +13,8 @@ from coordinator.admission.entry import Entry
 from coordinator.admission.forecast import MOST_RETRY_S, retry_after_s
 from coordinator.admission.model_admission import MAX_BYPASSES, ModelAdmission
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import PoolSnapshot
+from coordinator.workers.snapshot import CircuitStatus, PoolSnapshot
+from splitserve.config.coordinator import AdmissionConfig
 from splitserve.v1 import registry_pb2
 from tests.support.clients.admission_parts import MODEL, admission, entry, worker
 
@@ -316,3 +320,67 @@ def test_retry_hints_are_bounded_spread_and_the_same_each_time() -> None:
     assert 3.0 <= min(hints) < 3.2 < 4.8 < max(hints) <= 5.0
     assert retry_after_s("x", 1e9, 0.0) == MOST_RETRY_S
     assert 0.1 <= retry_after_s("x", 0.0, 5.0) <= 0.2
+
+
+def at_zero(**settings: Any) -> ModelAdmission:
+    """A model without workers, which are started on demand."""
+    made = ModelAdmission(AdmissionConfig(**settings), LoadLedger())
+    made.set_workers(PoolSnapshot(), MODEL.name, on_demand=True)
+    return made
+
+
+def test_without_workers_requests_wait_for_the_first_ones_and_start_in_order() -> None:
+    model = at_zero(max_queue_s=10.0)
+    first, second = entry(), entry()
+    for one in (first, second):
+        arrival = model.arrive(one, 0.0)
+        assert (arrival.started, arrival.refused) == (False, None)
+    assert model.held_by == "workers"
+    assert model.next_release_s(5.0) == float("inf")
+    assert model.release(1000.0).started == model.release(1000.0).refused == (), "only its deadline bounds it"
+    workers = (worker("p0", "prefill"), worker("d0", "decode"))
+    model._loads = LoadLedger.of(workers)
+    model.set_workers(PoolSnapshot(workers), MODEL.name, on_demand=True)
+    assert model.release(1000.0).started == (first, second)
+    assert first.marks == second.marks == (0.0, 0.0), "it waited for no capacity"
+
+
+def test_one_pool_alone_serves_nothing() -> None:
+    model = at_zero()
+    model._loads = LoadLedger.of(workers := (worker("p0", "prefill"),))
+    model.set_workers(PoolSnapshot(workers), MODEL.name, on_demand=True)
+    assert not model.arrive(entry(), 0.0).started
+    assert model.held_by == "workers"
+    assert model.arrive(entry(output=1), 0.0).refused is None
+
+
+def test_the_queue_is_bounded_without_workers_too_and_a_client_that_leaves_frees_its_place() -> None:
+    model = at_zero(max_queued_requests=1)
+    waiting = entry()
+    model.arrive(waiting, 0.0)
+    refused = model.arrive(entry(), 0.0).refused
+    assert refused is not None
+    assert refused.reason == "QUEUE_FULL"
+    model.ended(waiting)
+    assert model.queue.requests == 0
+    assert model.arrive(entry(), 0.0).refused is None
+
+
+def test_where_nobody_starts_workers_requests_go_on_and_are_told_that_there_are_none() -> None:
+    model = at_zero()
+    waiting = entry()
+    model.arrive(waiting, 0.0)
+    model.set_workers(PoolSnapshot(), MODEL.name)
+    assert model.release(1.0).started == (waiting,)
+    assert model.arrive(entry(), 1.0).started
+
+
+def test_workers_that_a_breaker_has_put_aside_are_there() -> None:
+    tripped = replace(worker("p0", "prefill"), circuit=CircuitStatus("open", tripped=True))
+    snapshot = PoolSnapshot((tripped, worker("d0", "decode")))
+    assert not snapshot.serving(MODEL.name, "prefill")
+    assert not snapshot.lacks_workers(MODEL.name)
+    for away in ({"draining": True}, {"in_rotation": False}, {"joined": False}):
+        assert PoolSnapshot((replace(tripped, **away), worker("d0", "decode"))).lacks_workers(MODEL.name)
+    neutral = replace(worker("n0", "decode"), neutral=True)
+    assert not PoolSnapshot((neutral,)).lacks_workers(MODEL.name)

@@ -1,0 +1,126 @@
+"""From and to zero: when pools with `min_replicas` 0 are given up, and when they are started again. Pure.
+
+Awake, each pool has what it takes to serve at all, and its policy says how many more. Once no request has been in
+progress for `idle_s`, all replicas are given up but for `min_replicas`. At zero only requests that wait for workers
+count: what still runs on replicas that drain needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autoscaler.plan import Proposal
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.policies.schedule import scheduled_replicas
+from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
+
+MOST_ALONE = 0.5
+"""One neutral worker serves both pools while they keep less than this share of it busy."""
+ALONE_AGAIN = 0.3
+"""And again from here on, once there are two."""
+_COMING = (ReplicaState.READY, ReplicaState.STARTING)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroMemory:
+    """Memory between decisions. Losing it (a restart) costs one more `idle_s` of what runs."""
+
+    at_zero: bool
+    active_s: float
+    """When a request was last seen in progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroState:
+    """What holds for both pools at one moment."""
+
+    least: Mapping[PoolName, int]
+    """Fewest replicas of each pool; all that there shall be, where `at_zero`."""
+    at_zero: bool = False
+    reason: str = ""
+    """One line for operators; empty while the pools' policies decide alone."""
+
+
+def zero_state(
+    policy: ScalingPolicy, memory: ZeroMemory | None, snapshot: Snapshot
+) -> tuple[ZeroState, ZeroMemory | None]:
+    """Whether the pools are at zero now, and why; with the memory for the next decision."""
+    low: Mapping[PoolName, int] = {
+        "prefill": policy.prefill.min_replicas,
+        "decode": policy.decode.min_replicas,
+    }
+    if not policy.may_be_at_zero:
+        return ZeroState(low), None
+    prefill, decode = policy.least_awake
+    awake: Mapping[PoolName, int] = {"prefill": prefill, "decode": decode}
+    memory = memory or ZeroMemory(not _any(policy, snapshot, _COMING), snapshot.now_s)
+    active_s = _active_s(memory, snapshot)
+    idle = f"idle for {snapshot.now_s - active_s:.0f} s"
+    if memory.at_zero:
+        if why := _wakes(policy, memory, snapshot, active_s):
+            return ZeroState(awake, reason=why), ZeroMemory(False, snapshot.now_s)
+        return ZeroState(low, True, f"at zero: {idle}"), replace(memory, active_s=active_s)
+    idle_s = snapshot.now_s - active_s
+    may = snapshot.complete and snapshot.model_known and not _scheduled(policy, snapshot)
+    if may and not snapshot.in_progress and idle_s >= policy.idle_s:
+        return ZeroState(low, True, f"to zero: {idle}"), ZeroMemory(True, active_s)
+    return ZeroState(awake, reason=_waiting(snapshot)), ZeroMemory(False, active_s)
+
+
+def _wakes(policy: ScalingPolicy, memory: ZeroMemory, snapshot: Snapshot, active_s: float) -> str:
+    """Why the pools are started again; empty: they stay at zero."""
+    if why := _waiting(snapshot):
+        return why
+    if not snapshot.model_known:
+        return "from zero: no coordinator knows the model before a worker has registered"
+    if _scheduled(policy, snapshot):
+        return "from zero: by schedule"
+    # What was not given up after all, or was started by somebody else, is used.
+    if active_s > memory.active_s and _any(policy, snapshot, (ReplicaState.READY,)):
+        return "from zero: requests are served"
+    return ""
+
+
+def _waiting(snapshot: Snapshot) -> str:
+    count = snapshot.waiting_for_workers
+    return f"from zero: {count} {'request waits' if count == 1 else 'requests wait'}" if count else ""
+
+
+def _active_s(memory: ZeroMemory, snapshot: Snapshot) -> float:
+    """When a request was last in progress, as far as is known now."""
+    if snapshot.in_progress or snapshot.waiting_for_workers:
+        return snapshot.now_s
+    ends = (bucket.start_s + bucket.length_s for bucket in snapshot.arrivals if bucket.requests)
+    return min(snapshot.now_s, max([memory.active_s, *ends]))
+
+
+def _scheduled(policy: ScalingPolicy, snapshot: Snapshot) -> bool:
+    """Whether a window of a schedule wants replicas now, or within a cold start."""
+    pools = ((policy.prefill, snapshot.prefill), (policy.decode, snapshot.decode))
+    return any(
+        scheduled_replicas(pool.schedule, snapshot.wall_s, signals.cold_start_s or pool.cold_start_s) > 0
+        for pool, signals in pools
+    )
+
+
+def _any(policy: ScalingPolicy, snapshot: Snapshot, states: tuple[ReplicaState, ...]) -> bool:
+    """Whether a pool that may be at zero has a replica in one of these states."""
+    pools = ((policy.prefill, snapshot.prefill), (policy.decode, snapshot.decode))
+    return any(
+        replica.state in states
+        for pool, signals in pools
+        if not pool.min_replicas
+        for replica in signals.replicas
+    )
+
+
+def one_neutral(policy: ScalingPolicy, prefill: Proposal, decode: Proposal) -> Proposal:
+    """The prefill pool's proposal: 0 while the one neutral worker in decode has time for both pools."""
+    if policy.workers != "neutral" or policy.prefill.min_replicas or policy.decode.min_replicas:
+        return prefill
+    most = ALONE_AGAIN if prefill.current else MOST_ALONE
+    if prefill.count != 1 or decode.count != 1 or prefill.need + decode.need > most:
+        return prefill
+    reason = f"one neutral worker serves both pools; {prefill.reason}"
+    return replace(prefill, count=0, reason=reason, cause="one_neutral")

@@ -1,0 +1,80 @@
+"""Models whose workers are started on demand: what a plan tells a coordinator, and for how long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.models.model_routes import ModelRoutes
+from coordinator.request.caller import ANYONE
+from coordinator.workers.registry import Registry
+from coordinator.workers.rotation import MAX_ON_DEMAND, NO_PLAN, RotationPlan, checked_plan
+from splitserve.errors import InvalidArgumentError
+from splitserve.v1 import registry_pb2, scaling_pb2
+
+
+def served(name: str = "m", **changes: Any) -> registry_pb2.ServedModel:
+    fields = {"tokenizer_source": "words", "context_tokens": 512, "vocabulary_size": 100} | changes
+    return registry_pb2.ServedModel(name=name, **fields)
+
+
+def plan(now: float, *models: registry_pb2.ServedModel, before: RotationPlan = NO_PLAN) -> RotationPlan:
+    return checked_plan(scaling_pb2.ApplyPlanRequest(on_demand=models), now, before)
+
+
+def test_a_coordinator_that_never_had_a_worker_learns_the_model_and_counts_it_as_ready() -> None:
+    registry = Registry(5.0)
+    routes = ModelRoutes(registry)
+    assert not routes.ready_models
+    version = registry.version
+    registry.apply_plan(plan(0.0, served()))
+    assert registry.version > version
+    (known,) = registry.known_models().values()
+    assert (known.name, known.tokenizer_source, known.context_tokens, known.block_sizes) == (
+        "m",
+        "words",
+        512,
+        (),
+    )
+    assert routes.ready_models == {"m"}
+    found = routes.find("m", "", ANYONE)
+    assert found is not None
+    assert found.model == known
+    version = registry.version
+    registry.apply_plan(plan(1.0, served(), before=registry.plan))
+    assert registry.version == version, "the same again wakes nobody"
+
+
+def test_it_ends_with_the_plan_and_the_model_stays_known() -> None:
+    registry = Registry(5.0)
+    routes = ModelRoutes(registry)
+    registry.apply_plan(plan(0.0, served()))
+    registry.expire(30.0)
+    assert registry.plan.on_demand == {}
+    assert not routes.ready_models
+    assert "m" in registry.known_models()
+
+
+def test_plans_of_several_autoscalers_keep_each_others_models() -> None:
+    first = plan(0.0, served("a"))
+    second = plan(20.0, served("b"), before=first)
+    assert set(second.on_demand) == {"a", "b"}
+    third = plan(31.0, served("b"), before=second)
+    assert set(third.on_demand) == {"b"}, "a's autoscaler is gone"
+
+
+@pytest.mark.parametrize(
+    ("models", "field"),
+    [
+        ([served("")], "on_demand.name"),
+        ([served(tokenizer_source="")], "on_demand.tokenizer_source"),
+        ([served(context_tokens=0)], "on_demand.context_tokens"),
+        ([served(vocabulary_size=2**25)], "on_demand.vocabulary_size"),
+        ([served(f"m{n}") for n in range(MAX_ON_DEMAND + 1)], "on_demand"),
+    ],
+)
+def test_every_field_has_its_bound(models: list[registry_pb2.ServedModel], field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        plan(0.0, *models)
+    assert caught.value.field == field
