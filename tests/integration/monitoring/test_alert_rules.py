@@ -45,7 +45,8 @@ CASES: dict[str, tuple[Series, Series]] = {
             'splitserve_ready_workers{pool="prefill"}': "1x30 0x60",
         },
         {
-            'splitserve_ready_workers{pool="decode"}': "2x90",
+            'splitserve_ready_workers{pool="decode"}': "0x90",
+            f'{AUTOSCALER}_desired_replicas{{pool="decode"}}': "0x90",
             'splitserve_ready_workers{pool="prefill"}': "1x90",
         },
     ),

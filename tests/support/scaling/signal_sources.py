@@ -39,6 +39,8 @@ class FakeSource:
         self.other_workers: list[scaling_pb2.WorkerSignals] = []
         """Of another model."""
         self.in_progress = scaling_pb2.InProgress()
+        self.served = registry_pb2.ServedModel()
+        """Not known while it has no name."""
         self._clock = clock
         self._boots = 0
         self.restart()
@@ -73,6 +75,7 @@ class FakeSource:
             phases=phases,
             in_progress=self.in_progress,
             workers=self.workers,
+            served=self.served if self.served.name else None,
         )
         answer = scaling_pb2.GetSignalsResponse(
             coordinator_id=f"{self.target}.{self._boots}",

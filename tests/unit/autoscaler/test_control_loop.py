@@ -528,3 +528,27 @@ def metrics_of(world: World) -> dict[tuple[str, ...], float]:
         for metric in loop_metrics(world.loop.status)
         for sample in samples(metric)
     }
+
+
+async def test_at_zero_a_request_that_waits_ends_the_pause() -> None:
+    world = World(interval_s=10 * PATIENCE_S, bounds={"prefill": Bounds(0, 8), "decode": Bounds(0, 8)})
+    world.wants(0, 0)
+    asked = asyncio.Event()
+
+    async def pause(wait_s: float) -> None:
+        assert wait_s > PATIENCE_S
+        asked.set()
+        world.wants(1, 1)
+
+    world.loop.pause = pause
+    running = asyncio.create_task(world.loop.run())
+    async with asyncio.timeout(PATIENCE_S):
+        await asked.wait()
+        while len(world.rounds) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        # Awake, the interval counts.
+        while len(world.actuator.there) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert len(world.rounds) == 2
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

@@ -10,7 +10,7 @@ import pytest
 from autoscaler.service import CoordinatorRotation
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import UnavailableError
-from splitserve.v1 import scaling_pb2
+from splitserve.v1 import registry_pb2, scaling_pb2
 
 
 class Told(ScalingClient):
@@ -31,11 +31,12 @@ class Told(ScalingClient):
         lease_number: int = 0,
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
         leanings: Mapping[str, str] = MappingProxyType({}),
+        on_demand: Iterable[registry_pb2.ServedModel] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         if self.away:
             raise UnavailableError("no answer")
         self.plans.append((list(standby), list(active), lend, valid_s))
-        self.decisions = list(decisions)
+        self.decisions, self.on_demand = list(decisions), list(on_demand)
         return scaling_pb2.ApplyPlanResponse()
 
 
@@ -52,3 +53,13 @@ async def test_the_others_get_the_plan_when_one_is_unreachable() -> None:
     with pytest.raises(UnavailableError, match="a:1: no answer"):
         await CoordinatorRotation(clients, 60.0).apply([], [], False)
     assert clients[1].plans
+
+
+async def test_plans_name_the_models_whose_workers_are_started_on_demand() -> None:
+    client, models = Told("a:1"), [registry_pb2.ServedModel(name="m")]
+    rotation = CoordinatorRotation([client], 60.0, on_demand=lambda: models)
+    await rotation.apply([], [], False)
+    assert client.on_demand == models
+    models.clear()
+    await rotation.apply([], [], False)
+    assert client.on_demand == []

@@ -65,6 +65,12 @@ WINDOW = {"start": "08:00", "end": "18:00", "replicas": 2}
             "prefill.max_replicas",
             "at least min_replicas (9)",
         ),
+        (
+            {"prefill": {"target_ms": 1, "min_replicas": -1}},
+            "prefill.min_replicas",
+            "greater than or equal to 0",
+        ),
+        ({"idle_s": 0}, "idle_s", "greater than 0"),
         ({"prefill": {"target_ms": 1, "signal": "tpot"}}, "prefill.signal", "must be ttft"),
         ({"prefill": {"kind": "magic"}}, "prefill", "slo, target, schedule, predictive or custom"),
         ({"prefill": 3}, "prefill", "dictionary"),

@@ -278,3 +278,25 @@ async def test_a_longer_history_is_kept_from_now_on() -> None:
     rig.observer.keep_history(3600)
     await rig.look(600)
     assert len((await rig.look(600)).arrivals) == 4
+
+
+async def test_what_waits_for_workers_and_whose_model_it_is_comes_from_all_coordinators() -> None:
+    rig = Rig()
+    assert not (await rig.look()).model_known
+    rig.one.in_progress = scaling_pb2.InProgress(admitting_requests=3, waiting_for_workers=2)
+    rig.two.in_progress = scaling_pb2.InProgress(decoding_requests=4, waiting_for_workers=1)
+    rig.one.served.CopyFrom(registry_pb2.ServedModel(name="m", context_tokens=512))
+    seen = await rig.look(5)
+    assert (seen.waiting_for_workers, seen.in_progress, seen.model_known) == (3, 7, True)
+    rig.one.served.Clear()
+    await rig.look(5)
+    assert rig.observer.served["m"].context_tokens == 512, "a restarted one is told again"
+
+
+async def test_a_neutral_worker_stands_in_where_a_pool_has_none() -> None:
+    rig = Rig()
+    load = {"prefill_tokens_per_second": 100.0, "running_requests": 2}
+    rig.one.workers = [worker("d0", load=load, neutral=True)]
+    seen = await rig.look()
+    assert (seen.prefill.tokens_per_s, seen.decode.running_requests) == (100.0, 2)
+    assert seen.prefill.replicas == ()
