@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from splitserve.client.scaling_client import ScalingClient
+from splitserve.client.scaling_client import MAX_DEMAND_S, ScalingClient
 from splitserve.v1 import registry_pb2, scaling_pb2
 from tests.support.cluster.fake_cluster import FakeCluster, ask, collect, expected, fake_cluster
 from tests.support.journal import settled
@@ -48,7 +48,7 @@ async def until_waiting(scaling: ScalingClient, count: int) -> None:
 async def test_a_burst_waits_for_the_first_workers_and_none_of_it_is_lost(mode: str) -> None:
     async with at_zero(admission={"mode": mode}) as (cluster, scaling):
         calls = [asyncio.create_task(cluster.answer(ask(text=f"w{n} w2 w3"))) for n in range(1, 31)]
-        assert await scaling.demand("words", PATIENCE_S), "said at once"
+        assert await scaling.demand("words", MAX_DEMAND_S), "said at once"
         await until_waiting(scaling, 30)
         await cluster.add_decode("d0")
         await until_waiting(scaling, 30)
@@ -122,9 +122,9 @@ async def test_workers_that_go_in_the_middle_of_a_request_are_waited_for_again()
 
 
 async def test_each_of_two_coordinators_learns_the_model_and_tells_its_own_demand() -> None:
-    async with at_zero() as (one, first), at_zero() as (_, second):
+    async with at_zero() as (_, second), at_zero() as (one, first):
         call = asyncio.create_task(one.answer())
-        assert await first.demand("words", PATIENCE_S)
+        assert await first.demand("words", MAX_DEMAND_S)
         assert await waiting(second) == 0
         served = (await first.signals()).models[0].served
         assert served == MODEL
