@@ -89,12 +89,8 @@ async def control_loop(
             lasts_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
             lease = Lease(clients, f"{socket.gethostname()[:60]}/{uuid.uuid4()}", model, lasts_s)
             stack.push_async_callback(lease.release)
-        rotation = CoordinatorRotation(
-            clients,
-            _plan_s(first.settings),
-            lease,
-            lambda: list(observer.served.values()) if policy.value.rules.may_be_at_zero else (),
-        )
+        on_demand = partial(_on_demand, policy, observer)
+        rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease, on_demand)
 
         def changed_policy() -> PolicyChange | None:
             change = in_force.poll()
@@ -114,6 +110,11 @@ async def control_loop(
             pause=DemandWatch(clients, model).pause,
             journal=DecisionJournal(first.attainment),
         )
+
+
+def _on_demand(policy: PolicyFile, observer: Observer) -> Sequence[registry_pb2.ServedModel]:
+    """The models whose workers are started when requests wait for them."""
+    return tuple(observer.served.values()) if policy.value.rules.may_be_at_zero else ()
 
 
 async def serve(config: AutoscalerConfig) -> None:

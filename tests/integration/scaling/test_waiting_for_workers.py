@@ -11,9 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
+from coordinator.service import running_coordinator
 from splitserve.client.scaling_client import MAX_DEMAND_S, ScalingClient
+from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.v1 import registry_pb2, scaling_pb2
 from tests.support.cluster.fake_cluster import FakeCluster, ask, collect, expected, fake_cluster
+from tests.support.engine.word_tokenizer import load_word_tokenizer
 from tests.support.journal import settled
 from tests.support.waiting import PATIENCE_S
 
@@ -122,7 +125,13 @@ async def test_workers_that_go_in_the_middle_of_a_request_are_waited_for_again()
 
 
 async def test_each_of_two_coordinators_learns_the_model_and_tells_its_own_demand() -> None:
-    async with at_zero() as (_, second), at_zero() as (one, first):
+    settings = CoordinatorConfig(grpc_port=0, http_port=None)
+    async with (
+        at_zero() as (one, first),
+        running_coordinator(settings, load=load_word_tokenizer) as other,
+        ScalingClient(f"127.0.0.1:{other.port}") as second,
+    ):
+        await second.apply_plan(on_demand=[MODEL])
         call = asyncio.create_task(one.answer())
         assert await first.demand("words", MAX_DEMAND_S)
         assert await waiting(second) == 0
