@@ -24,7 +24,7 @@ from autoscaler.policies.schedule import scheduled_replicas
 from autoscaler.policies.slo_decode import recommend_decode
 from autoscaler.policies.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
-from autoscaler.policies.zero import ZeroMemory, ZeroState, one_neutral, zero_state
+from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
 
 
@@ -63,7 +63,6 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
         zero, zero_memory = zero_state(policy, before.zero, snapshot)
         prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, snapshot, zero)
         decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, snapshot, zero)
-        prefill = one_neutral(policy, prefill, decode)
         plan = joint_plan(policy, snapshot, prefill, decode, before.lending)
         return plan, PlanMemory(
             _recorded(policy.prefill, "prefill", after_p, plan.prefill, prefill.current, snapshot),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
@@ -74,6 +74,12 @@ WORTH_MOVING = 0.1
 """GPUs move from pool to pool only if that lowers the worse pool's overload by this share."""
 
 
+MOST_ALONE = 0.5
+"""One neutral worker serves both pools while they keep less than this share of it busy."""
+ALONE_AGAIN = 0.3
+"""And again from here on, once there are two."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """One pool's proposal, without regard to the other pool."""
@@ -96,10 +102,22 @@ Notes = dict[PoolName, list[tuple[Cause, str]]]
 """What decided each pool's count, in order, with one line for operators."""
 
 
+def one_neutral(policy: ScalingPolicy, prefill: Proposal, decode: Proposal) -> Proposal:
+    """The prefill pool's proposal: 0 while the one neutral worker in decode has time for both pools."""
+    if policy.workers != "neutral" or policy.prefill.min_replicas or policy.decode.min_replicas:
+        return prefill
+    most = ALONE_AGAIN if prefill.current else MOST_ALONE
+    if prefill.count != 1 or decode.count != 1 or prefill.need + decode.need > most:
+        return prefill
+    reason = f"one neutral worker serves both pools; {prefill.reason}"
+    return replace(prefill, count=0, reason=reason, cause="one_neutral")
+
+
 def joint_plan(
     policy: ScalingPolicy, snapshot: Snapshot, prefill: Proposal, decode: Proposal, lending: bool = False
 ) -> ScalingPlan:
     """The plan for both pools. `lending`: the last plan lent decode workers to prefill."""
+    prefill = one_neutral(policy, prefill, decode)
     p, d = prefill.count, decode.count
     notes: Notes = {
         "prefill": [(prefill.cause, prefill.reason)],

@@ -63,10 +63,8 @@ async def control_loop(
     api_key: str | None = None,
     shadows: Shadows | None = None,
 ) -> AsyncIterator[ControlLoop]:
-    """A connected control loop; the caller runs it. The actuator is not closed here.
-
-    With `lease_s` it acts only while it holds the coordinators' lease, which it gives up at the end.
-    """
+    """A connected control loop; the caller runs it. The actuator is not closed here. With `lease_s` it acts only while
+    it holds the coordinators' lease, which it gives up at the end."""
     shadows = shadows or Shadows()
     async with AsyncExitStack() as stack:
         made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
@@ -89,8 +87,8 @@ async def control_loop(
             lasts_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
             lease = Lease(clients, f"{socket.gethostname()[:60]}/{uuid.uuid4()}", model, lasts_s)
             stack.push_async_callback(lease.release)
-        on_demand = partial(_on_demand, policy, observer)
-        rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease, on_demand)
+        on_demand, valid_s = partial(_on_demand, policy, observer), _plan_s(first.settings)
+        rotation = CoordinatorRotation(clients, valid_s, lease, on_demand)
 
         def changed_policy() -> PolicyChange | None:
             change = in_force.poll()

@@ -10,15 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autoscaler.plan import Proposal
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policies.schedule import scheduled_replicas
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
 
-MOST_ALONE = 0.5
-"""One neutral worker serves both pools while they keep less than this share of it busy."""
-ALONE_AGAIN = 0.3
-"""And again from here on, once there are two."""
 _COMING = (ReplicaState.READY, ReplicaState.STARTING)
 
 
@@ -113,14 +108,3 @@ def _any(policy: ScalingPolicy, snapshot: Snapshot, states: tuple[ReplicaState, 
         if not pool.min_replicas
         for replica in signals.replicas
     )
-
-
-def one_neutral(policy: ScalingPolicy, prefill: Proposal, decode: Proposal) -> Proposal:
-    """The prefill pool's proposal: 0 while the one neutral worker in decode has time for both pools."""
-    if policy.workers != "neutral" or policy.prefill.min_replicas or policy.decode.min_replicas:
-        return prefill
-    most = ALONE_AGAIN if prefill.current else MOST_ALONE
-    if prefill.count != 1 or decode.count != 1 or prefill.need + decode.need > most:
-        return prefill
-    reason = f"one neutral worker serves both pools; {prefill.reason}"
-    return replace(prefill, count=0, reason=reason, cause="one_neutral")
