@@ -100,6 +100,14 @@ async def test_a_stopped_replica_is_listed_as_such_and_then_gone(rig: Rig) -> No
     assert await settled(rig.actuator, 2) == there[:-1]
 
 
+async def test_the_last_one_may_go_and_the_next_one_comes(rig: Rig) -> None:
+    for _ in range(2):
+        await rig.actuator.start("decode", 1)
+        there = await settled(rig.actuator, 1)
+        await rig.actuator.stop("decode", there, DRAIN_S)
+        await settled(rig.actuator, 0)
+
+
 async def test_stopping_twice_takes_one(rig: Rig) -> None:
     await rig.actuator.start("decode", 3)
     there = await settled(rig.actuator, 3)
