@@ -87,7 +87,7 @@ async def test_an_edit_is_taken_at_the_next_tick_and_nothing_is_forgotten(tmp_pa
     ("text", "words"),
     [
         (POLICY.format(least=99), "policy.yaml, line 2: prefill.max_replicas (8) must be"),
-        (POLICY.format(least=0), "policy.yaml, line 4: prefill.min_replicas: "),
+        (POLICY.format(least=-1), "policy.yaml, line 4: prefill.min_replicas: "),
         (POLICY.format(least=1).replace("50", "fast"), "policy.yaml, line 6: decode.target_ms: "),
         (POLICY.format(least=1) + "speed: 3\n", "policy.yaml, line 7: speed: "),
         ("prefill: [1\ndecode: {", "policy.yaml, line 2: not valid YAML: "),

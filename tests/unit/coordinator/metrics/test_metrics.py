@@ -83,6 +83,7 @@ def test_a_coordinator_s_metrics() -> None:
         "splitserve_prefix_looked_up_tokens",
         "splitserve_prefix_hit_tokens",
         "splitserve_request_stages",
+        "splitserve_requests_waiting_for_workers",
         "splitserve_prefill_backlog_tokens",
         "splitserve_decode_kv_usage_ratio",
         "splitserve_request_phase_seconds",
