@@ -141,28 +141,29 @@ def _lock_one(folder: Path, header: bytes) -> int:
     """The open file of a folder that is this process's own now."""
     spare = None
     for number in range(MAX_FILES):
-        descriptor = _open_locked(folder / f"blocks-{number}.kv")
+        try:
+            descriptor = _open_locked(folder / f"blocks-{number}.kv", create=spare is None)
+        except FileNotFoundError:  # files are numbered without gaps, so none of this identity follows
+            break
         if descriptor is None:
             continue
         if _read_header(descriptor) == header:
             if spare is not None:
                 os.close(spare)
             return descriptor
-        is_new = not os.fstat(descriptor).st_size
         if spare is None:
             spare = descriptor
         else:
             os.close(descriptor)
-        if is_new:  # files are numbered without gaps, so none of this identity follows
-            return spare
     if spare is None:
         raise ConfigError(f"{FIELD}: other processes use all {MAX_FILES} files of {folder}", field=FIELD)
     return spare
 
 
-def _open_locked(path: Path) -> int | None:
+def _open_locked(path: Path, *, create: bool) -> int | None:
     """Opens a file and locks it; None if another process has. Raises ConfigError for what is no file of this user."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+    descriptor = os.open(path, flags, 0o600)
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
         os.close(descriptor)

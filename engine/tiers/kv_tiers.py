@@ -31,6 +31,8 @@ _SHARE = 2
 _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
+_UNKNOWN_PATIENCE_S = 5.0
+"""The same while computing has not been measured."""
 _CLOSE_S = 5.0
 
 
@@ -97,6 +99,11 @@ class KvTiers:
         return any(block_hash in tier.index for tier in self.all.values())
 
     @property
+    def copying_blocks(self) -> int:
+        """Blocks of the pool that are being copied to host memory."""
+        return self._pinned
+
+    @property
     def busy(self) -> bool:
         """Whether blocks are on their way, up or down."""
         return bool(
@@ -156,7 +163,7 @@ class KvTiers:
         blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
         self._reading += count
         read = _Read(hits, hashes[:count], names[:count], blocks, then)
-        patience_s = fit.chunk_s(tokens, 0) if fit is not None else _CLOSE_S
+        patience_s = fit.chunk_s(tokens, 0) if fit is not None else _UNKNOWN_PATIENCE_S
         for tier in self.all.values():
             self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
 

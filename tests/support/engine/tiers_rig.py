@@ -75,6 +75,14 @@ class TieredRig(Rig):
 
         super().__init__(below=below, **overrides)
 
+    def step(self) -> None:
+        """A step, and time for its blocks to be copied: a small pool lets few of them wait."""
+        super().step()
+        while self.below.copying_blocks:
+            assert self.woken.wait(PATIENCE_S)
+            self.woken.clear()
+            self.below.collect()
+
     @property
     def below(self) -> KvTiers:
         assert self.tiers is not None

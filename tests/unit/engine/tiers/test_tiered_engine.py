@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.kv_cache.cache_events import KvEventReader
 from engine.runner.simulated_runner import expected_tokens
+from engine.tiers import kv_tiers
 from splitserve.generation.kv_blocks import extend_block_hashes, name_of
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.engine.tiers_rig import FailingStore, TieredRig
 
-POOL = 16
+POOL = 24
 BYTES = BLOCK * 16
 """Of a simulated block."""
 
@@ -32,8 +34,21 @@ def ask(rig: TieredRig, *numbers: int, length: int = 40, wait: bool = True) -> N
     rig.assert_clean()
 
 
-def rig_of(host_blocks: int = 64, disk: Path | FailingStore | None = None, **overrides: int) -> TieredRig:
-    return TieredRig(host_blocks, disk, num_blocks=POOL, **overrides)
+_made: list[TieredRig] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _made:
+        _made.pop().below.close()
+
+
+def rig_of(
+    host_blocks: int = 64, disk: Path | FailingStore | None = None, num_blocks: int = POOL
+) -> TieredRig:
+    _made.append(TieredRig(host_blocks, disk, num_blocks=num_blocks))
+    return _made[-1]
 
 
 def names_reported(rig: TieredRig) -> set[bytes]:
@@ -56,11 +71,11 @@ def names_of(number: int, blocks: int) -> set[bytes]:
 
 def test_a_working_set_of_twice_the_pool_is_read_back_from_host_memory() -> None:
     rig = rig_of()
-    ask(rig, 0, 1, 2, 3)
+    ask(rig, *range(5))
     assert rig.hits() == {"host": 0}
-    ask(rig, 0, 1, 2, 3)
+    ask(rig, *range(5))
     # All full blocks but the last one, whose last token must be computed.
-    assert rig.hits() == {"host": 4 * 36}
+    assert rig.hits() == {"host": 5 * 36}
     assert rig.below.host.stats.failures == {"write": 0, "read": 0, "skipped": 0}
 
 
@@ -97,14 +112,14 @@ def test_salts_are_kept_apart() -> None:
 
 
 def test_coordinators_hear_of_a_block_until_no_tier_has_it() -> None:
-    rig = rig_of(host_blocks=24)
+    rig = rig_of(host_blocks=48)
     ask(rig, 0)
     assert names_of(0, 10) <= names_reported(rig)
-    ask(rig, 1, 2)
+    ask(rig, 1, 2, 3)
     assert rig.core.pool.lookup(hashes_of_prompt(0, 1)[0]) is None
     held = names_reported(rig)
     assert len(held) > POOL
-    ask(rig, *range(3, 12))
+    ask(rig, *range(4, 12))
     assert not names_of(0, 10) & names_reported(rig)
 
 
@@ -174,7 +189,9 @@ def test_a_deadline_ends_the_wait() -> None:
     rig.core.close()
 
 
-def test_a_disk_that_does_not_answer_is_waited_for_once() -> None:
+def test_a_disk_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tiers, "_LEAST_PATIENCE_S", 0.05)
+    monkeypatch.setattr(kv_tiers, "_UNKNOWN_PATIENCE_S", 0.05)
     disk = FailingStore(64, BYTES)
     rig = rig_of(host_blocks=2, disk=disk)
     slow(rig, disk)
@@ -198,7 +215,7 @@ def test_the_engine_can_close_in_the_middle() -> None:
 
 
 def test_many_prompts_at_once() -> None:
-    rig = TieredRig(128, num_blocks=64)
+    rig = rig_of(128, num_blocks=64)
     for round_ in range(3):
         for number in range(12):
             rig.core.add_request(request(f"{round_}-{number}", prompt(number), max_tokens=3))
