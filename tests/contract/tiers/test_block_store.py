@@ -10,7 +10,7 @@ import pytest
 
 from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.disk_store import DiskStore, open_disk_store
-from tests.support.engine.tiers_rig import FailingStore, chain, damage, disk_bytes
+from tests.support.tiers.tiers_rig import FailingStore, chain, damage, disk_bytes
 
 SLOTS, BYTES = 6, 512
 IDENTITY = bytes(32)

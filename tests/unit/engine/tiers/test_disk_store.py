@@ -15,7 +15,7 @@ from engine.tiers import disk_store
 from engine.tiers.disk_store import DiskStore, open_disk_store
 from engine.tiers.tier_index import TierBlock
 from splitserve.errors import ConfigError
-from tests.support.engine.tiers_rig import chain, damage, disk_bytes
+from tests.support.tiers.tiers_rig import chain, damage, disk_bytes
 
 BYTES, SLOTS = 1000, 5
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -137,33 +137,29 @@ def test_a_full_disk_is_an_error_and_the_slot_holds_nothing(
 WRITER = """
 import sys
 from pathlib import Path
-from tests.support.engine.tiers_rig import chain
-from tests.unit.engine.tiers.test_disk_store import BYTES, content, opened
-store, blocks, number = opened(Path(sys.argv[1])), chain(5), 0
+from engine.tiers.disk_store import open_disk_store
+from engine.tiers.tier_index import TierBlock
+identity, size, num_bytes = sys.argv[2].encode(), int(sys.argv[3]), int(sys.argv[4])
+store, number = open_disk_store(Path(sys.argv[1]), identity, size, num_bytes), 0
 print("writing", flush=True)
 while True:
     number = (number + 1) % 256
-    for slot, block in enumerate(blocks):
-        store.write(slot, block, content(number))
+    for slot in range(store.slots):
+        store.write(slot, TierBlock(bytes([slot]) * 32, None, 0), memoryview(bytes([number]) * size))
 """
 
 
 def test_a_kill_while_writing_leaves_whole_blocks_or_none(tmp_path: Path) -> None:
-    blocks = chain(SLOTS)
-    for _ in range(2):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT
-        )
+    arguments = [str(tmp_path), ONE.decode(), str(BYTES), str(disk_bytes(SLOTS, BYTES))]
+    command = [sys.executable, "-c", WRITER, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline()
         writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
-        store = opened(tmp_path)  # the lock ended with its process
-        for slot, block in enumerate(blocks):
-            found = store.read(slot, block.block_hash)
-            assert found is None or len(set(found)) == 1
-        store.close()
+    store = opened(tmp_path)  # the lock ended with its process
+    for slot in range(SLOTS):
+        found = store.read(slot, bytes([slot]) * 32)
+        assert found is None or len(set(found)) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["blocks-0.kv"]
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.tiers.tier_index import Eviction, TierBlock, TierIndex
-from tests.support.engine.tiers_rig import chain, hashes_of
+from tests.support.tiers.tiers_rig import chain, hashes_of
 
 
 def put(index: TierIndex, *blocks: TierBlock, cost: float = 1.0) -> list[bytes]:

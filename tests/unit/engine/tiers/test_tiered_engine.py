@@ -13,7 +13,7 @@ from engine.runner.simulated_runner import expected_tokens
 from engine.tiers import kv_tiers
 from splitserve.generation.kv_blocks import extend_block_hashes, name_of
 from tests.support.engine.engine_rig import BLOCK, request
-from tests.support.engine.tiers_rig import FailingStore, TieredRig
+from tests.support.tiers.tiers_rig import FailingStore, TieredRig
 
 POOL = 24
 BYTES = BLOCK * 16
@@ -21,7 +21,8 @@ BYTES = BLOCK * 16
 
 
 def prompt(number: int, length: int = 40) -> list[int]:
-    return [random.Random(number).randrange(32, 127) for _ in range(length)]
+    dice = random.Random(number)
+    return [dice.randrange(32, 127) for _ in range(length)]
 
 
 def ask(rig: TieredRig, *numbers: int, length: int = 40, wait: bool = True) -> None:
