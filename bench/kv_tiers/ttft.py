@@ -79,7 +79,7 @@ class TieredEngine:
                 self._tiers.close()
             config = self._config
             if host_blocks:
-                values = {"kv_host_tier_bytes": host_blocks * self.block_bytes}
+                values: dict[str, object] = {"kv_host_tier_bytes": host_blocks * self.block_bytes}
                 if disk:
                     values |= {"kv_disk_tier_path": self._folder, "kv_disk_tier_bytes": 2**32}
                 config = EngineConfig.model_validate({**config.model_dump(), **values})

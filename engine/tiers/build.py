@@ -10,9 +10,9 @@ import cbor2
 from engine.tiers.block_store import HostStore
 from engine.tiers.disk_store import FIELD, open_disk_store, require_folder
 from engine.tiers.kv_tiers import KvTiers
-from engine.tiers.pool_copier import make_pool_copier
+from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
 from kv_transfer.layout import KvLayout
-from kv_transfer.transports.transport import KvMemoryRegion
+from kv_transfer.transports.transport import VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
@@ -48,7 +48,7 @@ def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) ->
         field = "engine.kv_host_tier_bytes"
         message = f"{field}: {config.kv_host_tier_bytes} bytes hold no KV block of {block_bytes} bytes"
         raise ConfigError(message, field=field)
-    copier = make_pool_copier(memory)
+    copier = _pool_copier(memory)
     host = HostStore(copier.host_memory(slots * block_bytes), block_bytes)
     disk = None
     if config.kv_disk_tier_path is not None:
@@ -56,6 +56,15 @@ def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) ->
         disk = open_disk_store(config.kv_disk_tier_path, identity, block_bytes, config.kv_disk_tier_bytes)
         log_event("kv_tier.opened", tier="disk", slots=disk.slots, found=len(disk.found()))
     return KvTiers(copier, host, disk, memory.layout.block_size_tokens)
+
+
+def _pool_copier(memory: KvMemoryRegion) -> PoolCopier:
+    if memory.memory_kind != VRAM:
+        return HostPoolCopier(memory)
+    # Imported here, so that simulated workers start without torch.
+    from engine.tiers.device_copier import TensorPoolCopier, region_tensor
+
+    return TensorPoolCopier(region_tensor(memory))
 
 
 def identity_of(layout: KvLayout, wire_dtype: str) -> bytes:

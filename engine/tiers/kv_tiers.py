@@ -96,7 +96,7 @@ class KvTiers:
                 log.stored(block_hash)
 
     def __contains__(self, block_hash: object) -> bool:
-        return any(block_hash in tier.index for tier in self.all.values())
+        return isinstance(block_hash, bytes) and any(block_hash in tier.index for tier in self.all.values())
 
     @property
     def copying_blocks(self) -> int:

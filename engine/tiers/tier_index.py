@@ -107,7 +107,7 @@ class TierIndex:
         Blocks without their parents, of a wrong depth, twice or beyond the slots are left out. For an empty index.
         """
         depths: dict[bytes, int] = {}
-        taken = {}
+        taken: set[int] = set()
         for slot, block in sorted(found, key=lambda each: each[1].depth):
             parent_depth = -1 if block.parent is None else depths.get(block.parent)
             fits = 0 <= slot < self.slots and slot not in taken
@@ -118,7 +118,8 @@ class TierIndex:
                 or not fits
             ):
                 continue
-            depths[block.block_hash], taken[slot] = block.depth, None
+            depths[block.block_hash] = block.depth
+            taken.add(slot)
             self._insert(block, slot, cost)
             self.ready(block.block_hash)
         self._free = [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken]

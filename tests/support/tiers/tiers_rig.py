@@ -11,7 +11,7 @@ from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.build import identity_of
 from engine.tiers.disk_store import DiskStore, open_disk_store
 from engine.tiers.kv_tiers import KvTiers
-from engine.tiers.pool_copier import make_pool_copier
+from engine.tiers.pool_copier import HostPoolCopier
 from engine.tiers.tier_index import TierBlock
 from kv_transfer.layout import SAME
 from kv_transfer.transports.transport import KvMemoryRegion
@@ -58,7 +58,7 @@ class TieredRig(Rig):
         host_blocks: int,
         disk: Path | BlockStore | None = None,
         disk_blocks: int = 64,
-        **overrides: int | bool,
+        num_blocks: int = 64,
     ) -> None:
         self.woken = threading.Event()
 
@@ -69,11 +69,11 @@ class TieredRig(Rig):
                     store, identity_of(memory.layout, SAME), size, disk_bytes(disk_blocks, size)
                 )
             host = HostStore(memoryview(bytearray(host_blocks * size)), size)
-            tiers = KvTiers(make_pool_copier(memory), host, store, BLOCK)
+            tiers = KvTiers(HostPoolCopier(memory), host, store, BLOCK)
             tiers.wake = self.woken.set
             return tiers
 
-        super().__init__(below=below, **overrides)
+        super().__init__(below=below, num_blocks=num_blocks)
 
     def step(self) -> None:
         """A step, and time for its blocks to be copied: a small pool lets few of them wait."""

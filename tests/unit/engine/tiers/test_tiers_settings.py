@@ -10,7 +10,8 @@ import torch
 
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.tiers.build import check_tiers, identity_of, make_tiers
-from engine.tiers.pool_copier import HostPoolCopier, PoolCopier, TensorPoolCopier
+from engine.tiers.device_copier import TensorPoolCopier
+from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
 from engine.worker.metrics import tier_metrics
 from kv_transfer.layout import FP8_E4M3, SAME
 from splitserve.config.base import load_settings
