@@ -34,7 +34,7 @@ BLOCK = 16
 POOL_BLOCKS = 160
 QUICK = Conversations(users=4, turns=2)
 FULL = Conversations(users=12, turns=4)
-LARGE = Conversations(users=200, turns=12, system_tokens=1024, turn_tokens=(64, 800))
+LARGE = Conversations(users=60, turns=8, system_tokens=512, turn_tokens=(64, 400))
 
 
 def conversation_prompts(trace: Conversations) -> list[ReplayedPrompt]:
@@ -70,7 +70,7 @@ def shares(quick: bool, trace: Path | None) -> list[ShareRow]:
 def _sizes(prompts: Sequence[ReplayedPrompt]) -> list[tuple[int, int, int]]:
     everything = len({each for prompt in prompts for each in prompt.hashes})
     pool = max(4, everything // 32)
-    return [(pool, 0, 0), *((pool, times * pool, 0) for times in (2, 4, 8, 16))]
+    return [(pool, 0, 0), *((pool, times * pool, 0) for times in (2, 8, 16))]
 
 
 def _row(kind: str, row: Any) -> dict[str, Any]:

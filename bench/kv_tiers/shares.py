@@ -58,6 +58,8 @@ def share_of(
         for level in levels:
             level.touch(prompt.hashes[:known])
             for depth, block_hash in enumerate(prompt.hashes):
+                if level.knows(block_hash):
+                    continue
                 parent = prompt.hashes[depth - 1] if depth else None
                 if level.add(TierBlock(block_hash, parent, depth)) is not None:
                     level.ready(block_hash)
