@@ -31,9 +31,9 @@ from splitserve.generation.kv_blocks import extend_block_hashes
 
 MODEL = "smollm2-135m-instruct"
 BLOCK = 16
-POOL_BLOCKS = 160
+POOL_BLOCKS = 96
 QUICK = Conversations(users=4, turns=2)
-FULL = Conversations(users=12, turns=4)
+FULL = Conversations(users=8, turns=3)
 LARGE = Conversations(users=60, turns=8, system_tokens=512, turn_tokens=(64, 400))
 
 
@@ -42,7 +42,7 @@ def conversation_prompts(trace: Conversations) -> list[ReplayedPrompt]:
     found = []
     for prompt in trace.prompts():
         hashes: list[bytes] = []
-        extend_block_hashes(hashes, prompt, BLOCK, b"", (len(prompt) - 1) // BLOCK)
+        extend_block_hashes(hashes, prompt, BLOCK, b"", len(prompt) // BLOCK)
         found.append(ReplayedPrompt(hashes, len(prompt), BLOCK))
     return found
 

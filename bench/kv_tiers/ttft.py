@@ -44,6 +44,7 @@ class TtftRow:
 class TraceRow:
     """A trace of conversations, one prompt after another, with tiers of these numbers of blocks."""
 
+    trace: str
     tiers: str
     pool_blocks: int
     host_blocks: int
@@ -189,6 +190,14 @@ def trace_rows(
         share = sum(cached for _, cached in asked) / sum(map(len, prompts))
         ttft_ms = mean(spent for spent, _ in asked)
         rows.append(
-            TraceRow(name, pool_blocks, host, round(share, 4), round(endless_share, 4), round(ttft_ms, 1))
+            TraceRow(
+                "conversations",
+                name,
+                pool_blocks,
+                host,
+                round(share, 4),
+                round(endless_share, 4),
+                round(ttft_ms, 1),
+            )
         )
     return rows
