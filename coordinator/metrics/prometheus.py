@@ -104,12 +104,12 @@ def _prefix_hits(stats: StatsByModel) -> Iterable[Metric]:
         labels=["model"],
     )
     hits = CounterMetricFamily(
-        "splitserve_prefix_hit_tokens", "Those that a worker's prefix cache held", labels=["model", "tier"]
+        "splitserve_prefix_hit_tokens", "Those that a worker's prefix cache held", labels=["model", "pool"]
     )
     for model, model_stats in stats.items():
         looked_up.add_metric([model], model_stats.looked_up_tokens)
-        for tier, count in model_stats.hit_tokens.items():
-            hits.add_metric([model, tier], count)
+        for pool, count in model_stats.hit_tokens.items():
+            hits.add_metric([model, pool], count)
     return looked_up, hits
 
 

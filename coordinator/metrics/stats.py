@@ -19,7 +19,7 @@ from splitserve.histograms import DurationCounts
 from splitserve.v1 import scaling_pb2
 
 Outcome: TypeAlias = scaling_pb2.Outcome.ValueType
-CacheTier = Literal["prefill", "decode"]
+CachePool = Literal["prefill", "decode"]
 """Whose prefix cache: the prefill worker's spares computing, the decode worker's spares sending."""
 REFUSALS_KEPT_S = 120.0
 """How long a refusal is remembered: twice the longest hint when to come again."""
@@ -59,7 +59,7 @@ class ModelStats:
     in_stage: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     looked_up_tokens: int = 0
     """Prompt tokens of the requests that got a token."""
-    hit_tokens: dict[CacheTier, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
+    hit_tokens: dict[CachePool, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
     """Those of them that were not computed, and those that were not sent."""
     prefilling_tokens: float = 0.0
     """Uncached prompt tokens of the requests in stage PREFILLING."""

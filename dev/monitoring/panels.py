@@ -152,7 +152,7 @@ POOLS = Dashboard(
             "Prompt tokens found in a prefix cache",
             "percentunit",
             {
-                "{{tier}}": "sum by (tier) (rate(splitserve_prefix_hit_tokens_total[5m])) / on () group_left () "
+                "{{pool}}": "sum by (pool) (rate(splitserve_prefix_hit_tokens_total[5m])) / on () group_left () "
                 "sum(rate(splitserve_prefix_looked_up_tokens_total[5m]))"
             },
             "prefill: not computed again. decode: not sent again.",

@@ -110,6 +110,14 @@ class Engine(ABC):
     def finish_step(self) -> None:
         """The second half: waits for the tokens and updates the sequences. `take_result` returns the result."""
 
+    def step(self) -> StepResult:
+        """Runs both halves of a step and returns its result."""
+        self.begin_step()
+        self.finish_step()
+        result = self.take_result()
+        assert result is not None
+        return result
+
     @property
     @abstractmethod
     def result_can_wait(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from engine.core.engine import Engine
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.model_runner import ModelRunner
+from engine.core.model_runner import DEFAULT_STEP_TOKENS, ModelRunner
 from engine.core.output_processor import BegunStep, OutputProcessor, PendingResult
 from engine.core.prompt_pacing import PromptPacing
 from engine.core.scheduler import Scheduler
@@ -25,6 +25,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
 from engine.speculation.drafter import Drafter
 from engine.speculation.speculator import Speculator
+from engine.tiers.kv_tiers import KvTiers
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
@@ -35,10 +36,6 @@ from splitserve.errors import (
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
-
-DEFAULT_STEP_TOKENS = {"DRAM": 512, "VRAM": 2048}
-"""Default of `max_step_tokens` by the pool's memory kind: just enough to fill the device. With small chunks all but the
-last chunk's KV is sent while later ones are computed, and a cancelled prompt stops soon."""
 
 
 class EngineCore(Engine):
@@ -58,8 +55,9 @@ class EngineCore(Engine):
         clock: Callable[[], float] = time.monotonic,
         drafter: Drafter | None = None,
         meter: StepMeter | None = None,
+        tiers: KvTiers | None = None,
     ) -> None:
-        """`drafter`: guesses tokens that steps then check. `meter`: may know steps from before the first request."""
+        """`drafter`: guesses tokens. `meter`: may know steps from before the start. `tiers`: end with the engine."""
         self._runner = runner
         self._clock = clock
         self._max_waiting = config.max_waiting_requests
@@ -67,7 +65,7 @@ class EngineCore(Engine):
         block_size = runner.layout.block_size_tokens
         self.kv_events = KvEventLog()
         pool = BlockPool(runner.num_blocks, self.kv_events)
-        self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache)
+        self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache, tiers=tiers)
         self._meter = meter or StepMeter()
         self.step_totals = self._meter.totals
         # On cpu steps that only decode, or compute a chunk, are captured; mixed ones are not.
@@ -91,6 +89,8 @@ class EngineCore(Engine):
         self._changed = False  # whether the next step may do something that the last one could not
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
+        if tiers is not None:
+            tiers.attach(pool, self.kv_events, self._blocks_freed, lambda: self._meter.prompt_fit.latest)
         self._speculator = Speculator(drafter, self._kv, self.context_tokens) if drafter else None
         self._outputs = OutputProcessor(
             block_size, self._kv.cache_computed, self._limits, self._pending, self._end
@@ -117,7 +117,7 @@ class EngineCore(Engine):
             )
         sequence = Sequence(request, self._arrivals)
         self._register(sequence)
-        self._scheduler.enqueue(sequence)
+        self._kv.bring(sequence, self._enqueue)
 
     def abort(self, request_id: str) -> bool:
         """See `Engine`."""
@@ -179,7 +179,7 @@ class EngineCore(Engine):
 
     def cached_tokens(self, request: EngineRequest) -> int:
         """See `Engine`."""
-        return self._kv.cached_tokens(Sequence(request, 0))
+        return self._kv.reachable_tokens(Sequence(request, 0))
 
     def admit(self, reservation: int, first_token_id: int) -> RequestOutput | None:
         """See `Engine`."""
@@ -224,14 +224,6 @@ class EngineCore(Engine):
     def lent(self) -> bool:
         """See `Engine`."""
         return self._runner.demand() is not None
-
-    def step(self) -> StepResult:
-        """Runs both halves of a step and returns its result."""
-        self.begin_step()
-        self.finish_step()
-        result = self.take_result()
-        assert result is not None
-        return result
 
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
         """See `Engine`; for the time see `StepMeter.expected_s`."""
@@ -303,8 +295,16 @@ class EngineCore(Engine):
         )
 
     def close(self) -> None:
-        """Closes the runner."""
+        """Closes the runner, and before it those who copy its blocks."""
+        self._kv.close()
         self._runner.close()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        if self._live.get(sequence.request_id) is sequence:  # not if it ended while blocks were read
+            self._scheduler.enqueue(sequence)
+
+    def _blocks_freed(self) -> None:
+        self._changed = True
 
     def _require_no_step(self) -> None:
         if self._step is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 from engine.core.sequence import Sequence
 from engine.kv_cache.block_pool import BlockPool
+from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.tier_index import TierBlock
 from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
 
 _table_ids = count(1)
@@ -13,12 +17,15 @@ _table_ids = count(1)
 
 
 class KVCacheManager:
-    """Block tables over a `BlockPool`. `block_size` is in tokens."""
+    """Block tables over a `BlockPool`, and `tiers` below it, if any. `block_size` is in tokens."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, prefix_cache: bool = True, tiers: KvTiers | None = None
+    ) -> None:
         self.pool = pool
         self.block_size = block_size
         self._prefix_cache = prefix_cache
+        self._tiers = tiers
 
     def computed_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """Cached blocks with the KV of the sequence's first tokens, of `max_tokens` at most.
@@ -42,6 +49,37 @@ class KVCacheManager:
         """Leading tokens whose KV is cached now. The last token does not count: its logits are needed."""
         return len(self.computed_prefix(sequence, len(sequence.tokens) - 1)) * self.block_size
 
+    def bring(self, sequence: Sequence, then: Callable[[Sequence], None]) -> None:
+        """Calls `then`: at once, or when blocks of the sequence's prefix that lower tiers have are in the pool."""
+        if self._tiers is None:
+            then(sequence)
+            return
+        hits = self.computed_prefix(sequence, len(sequence.tokens) - 1)
+        below = self._below(sequence, len(hits))
+        if below:
+            self._tiers.bring(hits, below, len(sequence.tokens), partial(then, sequence))
+        else:
+            then(sequence)
+
+    def reachable_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens whose KV is cached now, here or in a lower tier. The last token does not count."""
+        hits = len(self.computed_prefix(sequence, len(sequence.tokens) - 1))
+        return (hits + len(self._below(sequence, hits))) * self.block_size
+
+    def _below(self, sequence: Sequence, hits: int) -> list[bytes]:
+        """Hashes of the blocks that follow the `hits` in the pool and that lower tiers have."""
+        found: list[bytes] = []
+        if self._tiers is None:
+            return found
+        hashes = sequence.block_hashes
+        for index in range(hits, (len(sequence.tokens) - 1) // self.block_size):
+            if index == len(hashes):
+                self._extend_hashes(sequence, index + 1)
+            if hashes[index] not in self._tiers:
+                break
+            found.append(hashes[index])
+        return found
+
     def start(self, sequence: Sequence, *, watermark: int, writer: bool = False) -> list[int] | None:
         """Allocates blocks for all of a sequence's tokens, sharing cached ones; returns the new ones.
 
@@ -62,6 +100,8 @@ class KVCacheManager:
         sequence.table_id = next(_table_ids)
         sequence.cached_blocks = len(hits)
         sequence.num_computed = sequence.cached_tokens = len(hits) * self.block_size
+        if self._tiers is not None and hits:
+            self._tiers.used(hits, sequence.block_hashes[: len(hits)])
         return fresh
 
     def grow(self, sequence: Sequence, *, ahead: int = 0, watermark: int = 0) -> bool:
@@ -84,7 +124,20 @@ class KVCacheManager:
         self._extend_hashes(sequence, full)
         for index in range(sequence.cached_blocks, full):
             self.pool.cache(sequence.block_ids[index], sequence.block_hashes[index])
+        if self._tiers is not None:
+            self._copy_down(sequence, full)
         sequence.cached_blocks = full
+
+    def _copy_down(self, sequence: Sequence, full: int) -> None:
+        """Offers the blocks that have just entered the prefix cache to the lower tiers."""
+        assert self._tiers is not None
+        hashes = sequence.block_hashes
+        for index in range(sequence.cached_blocks, full):
+            block = sequence.block_ids[index]
+            if self.pool.lookup(hashes[index]) == block:
+                self._tiers.stored(
+                    block, TierBlock(hashes[index], hashes[index - 1] if index else None, index)
+                )
 
     def free(self, sequence: Sequence) -> None:
         """Releases all of a sequence's blocks."""
@@ -92,6 +145,11 @@ class KVCacheManager:
         sequence.block_ids = []
         sequence.table_id = 0
         sequence.num_computed = sequence.cached_blocks = 0
+
+    def close(self) -> None:
+        """Closes the lower tiers, which copy from and to the pool's memory."""
+        if self._tiers is not None:
+            self._tiers.close()
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         salt = sequence.request.cache_salt

@@ -20,6 +20,10 @@ from kv_transfer.wire_format import KvWire, PlainWire
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
 
+DEFAULT_STEP_TOKENS = {"DRAM": 512, "VRAM": 2048}
+"""Default of `max_step_tokens` by the pool's memory kind: just enough to fill the device. With small chunks all but the
+last chunk's KV is sent while later ones are computed, and a cancelled prompt stops soon."""
+
 PendingStep = Callable[[], list[SampledToken | None]]
 """Waits for a step that was begun. Call it once, before the next step begins; see `ModelRunner.begin`."""
 

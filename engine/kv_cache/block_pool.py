@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.cache_events import KvEventLog
@@ -40,6 +40,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, log: KvEventLog | None = None) -> None:
         self._total = num_blocks
         self._log = log or KvEventLog()
+        self.kept_below: Container[bytes] = ()
+        """Hashes of blocks that lower tiers have: to coordinators they count as cached, here or not."""
         self._requests = array("i", bytes(4 * num_blocks))
         self._writer = bytearray(num_blocks)
         self._counts = [num_blocks, 0, 0, 0]
@@ -75,7 +77,8 @@ class BlockPool:
             block, _ = self._evictable.popitem(last=False)
             block_hash = self._hash_of.pop(block)
             del self._block_of[block_hash]
-            self._log.removed(block_hash)
+            if block_hash not in self.kept_below:
+                self._log.removed(block_hash)
             self._unused.add(block)
         blocks = self._unused.take(count, after)
         for block in blocks:
@@ -117,7 +120,8 @@ class BlockPool:
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            self._log.stored(block_hash)
+            if block_hash not in self.kept_below:
+                self._log.stored(block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Ends a request's ownership of its blocks, given in sequence order.

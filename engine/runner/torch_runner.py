@@ -15,8 +15,14 @@ from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cuda.forward import prepare_device
 from engine.backends.interface import StepLogits
 from engine.backends.select import choose_backend, make_forward
-from engine.core.engine_core import DEFAULT_STEP_TOKENS
-from engine.core.model_runner import ModelRunner, PendingStep, draft_rows, of_sequences, sample_in_order
+from engine.core.model_runner import (
+    DEFAULT_STEP_TOKENS,
+    ModelRunner,
+    PendingStep,
+    draft_rows,
+    of_sequences,
+    sample_in_order,
+)
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
 from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks

@@ -15,6 +15,8 @@ from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
 from engine.speculation.speculator import make_drafter, warm_up_drafts
+from engine.tiers.build import check_tiers, make_tiers
+from engine.tiers.kv_tiers import KvTiers
 from engine.worker.decode_warm_up import measure_decode_steps
 from kv_transfer.layout import NO_QUANTIZATION, SAME
 from kv_transfer.transports.buffered import BufferedTransport
@@ -59,6 +61,8 @@ class EngineParts:
     config: WorkerConfig
     work: StepWork | None = None
     """What a step asks of the device; None if unknown."""
+    tiers: KvTiers | None = None
+    """What is below the KV blocks, if anything is."""
 
 
 def build_engine(config: WorkerConfig, *, measure_decode: bool = False) -> EngineParts:
@@ -69,6 +73,7 @@ def build_engine(config: WorkerConfig, *, measure_decode: bool = False) -> Engin
     Raises NotFoundError for a missing model, UnsupportedModelError for one that the engine refuses, ConfigError for
     settings that contradict each other.
     """
+    check_tiers(config.engine)
     if config.engine.kind == VLLM:
         return _vllm(config)
     if config.engine.engine_args:
@@ -89,9 +94,15 @@ def build_engine(config: WorkerConfig, *, measure_decode: bool = False) -> Engin
         _require_transfer(config.transport, runner.pool_memory.device_index)
     transport = _polled(_transport(config), runner)
     endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
-    core = EngineCore(runner, config.engine, tokenizer, drafter=make_drafter(config.engine), meter=meter)
+    drafter, tiers = (
+        make_drafter(config.engine),
+        make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
+    )
+    core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)
     facts = replace(runner.facts, adapters=adapters)
-    return EngineParts(core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work)
+    return EngineParts(
+        core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work, tiers
+    )
 
 
 def _require_transfer(transport: str, device_index: int) -> None:

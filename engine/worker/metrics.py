@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 from statistics import median
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from engine.core.step_stats import BATCH_BOUNDS, StepWork, TotalsByKind
+from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.tier import Tier
 from engine.worker.status import HandoffWrites, WorkerStatus
 from splitserve.client.registry_client import RegistrationStatus
 from splitserve.config.engine import EngineConfig
@@ -128,3 +131,37 @@ def work_metrics(totals: TotalsByKind, work: StepWork | None, config: EngineConf
         text = "Rate of matrix products of the device, as the settings say"
         metrics.append(gauge("splitserve_measured_matmul_flops_per_second", text, rate * 1e12))
     return metrics
+
+
+def tier_metrics(tiers: KvTiers | None) -> list[Metric]:
+    """What the tiers below the KV blocks hold and did; nothing without any."""
+    if tiers is None:
+        return []
+    all_tiers = {str(name): tier for name, tier in tiers.all.items()}
+    failures = CounterMetricFamily(
+        "splitserve_kv_tier_failures", "Blocks that were not written or not read", labels=["tier", "kind"]
+    )
+    for name, tier in all_tiers.items():
+        for kind, count in tier.stats.failures.items():
+            failures.add_metric([name, kind], count)
+
+    def each(name: str, text: str, values: Callable[[Tier], float]) -> Metric:
+        return counters(name, text, "tier", {key: float(values(tier)) for key, tier in all_tiers.items()})
+
+    held = {name: tier.bytes for name, tier in all_tiers.items()}
+    return [
+        gauges("splitserve_kv_tier_bytes", "KV that a tier holds", "tier", held),
+        each(
+            "splitserve_kv_tier_hit_tokens",
+            "Prompt tokens whose KV was read from a tier",
+            lambda tier: tier.stats.hit_tokens,
+        ),
+        each("splitserve_kv_tier_read_bytes", "KV read from a tier", lambda tier: tier.stats.read_bytes),
+        each("splitserve_kv_tier_read_seconds", "Time of these reads", lambda tier: tier.stats.read_s),
+        each(
+            "splitserve_kv_tier_evictions",
+            "Blocks that gave way to others",
+            lambda tier: tier.index.evictions,
+        ),
+        failures,
+    ]

@@ -20,7 +20,13 @@ from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
 from engine.worker.messages import lane_report, worker_load
-from engine.worker.metrics import registration_metrics, step_metrics, work_metrics, worker_metrics
+from engine.worker.metrics import (
+    registration_metrics,
+    step_metrics,
+    tier_metrics,
+    work_metrics,
+    worker_metrics,
+)
 from engine.worker.role import C, WorkerRole
 from kv_transfer.transports.factory import idle_poll_s
 from kv_transfer.transports.transport import VRAM, TransferEndpoint
@@ -81,6 +87,8 @@ class WorkerProcess(Generic[C]):
         self.engine.idle_poll_s = idle_poll_s(self.config.transport, parts.endpoint.memory.memory_kind)
         connector = self._role.make_connector(parts, self.epoch, self.engine_idle)
         self._built = parts, connector
+        if (tiers := parts.tiers) is not None:
+            tiers.wake = lambda: self.engine.post(lambda _core, _connector: tiers.collect())
         return parts.core, connector
 
     @property
@@ -269,6 +277,7 @@ class WorkerProcess(Generic[C]):
             *worker_metrics(self.connector.status),
             *self._role.metrics(),
             *steps,
+            *tier_metrics(self.parts.tiers),
             *self._gpus.metrics(),
             *registration,
             *process,

@@ -117,6 +117,15 @@ class EngineConfig(Settings):
     """How many later requests may bypass one that does not fit before it blocks the queue."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts for later prompts with the same prefix."""
+    kv_host_tier_bytes: Annotated[int, Field(ge=2**12)] | None = None
+    """Host memory for KV of prefixes below the KV blocks, in addition to them: what does not fit into the blocks is
+    read back from there where that is sooner than computing it. Of use if it is larger than the blocks' memory. See
+    docs/engine.md. Default: none."""
+    kv_disk_tier_path: Path | None = None
+    """A folder on a local disk for KV of prefixes that host memory does not hold, or that is to outlive the worker.
+    Each worker has a file of its own there. Needs `kv_host_tier_bytes`. Default: none."""
+    kv_disk_tier_bytes: Annotated[int, Field(ge=2**14)] = 2**34
+    """Most bytes of a worker's file in `kv_disk_tier_path`."""
     speculation: Literal["off", "prompt-lookup"] = "off"
     """Drafts of next tokens, which decode steps check several at a time; answers stay the same, token for token.
     `prompt-lookup`: what followed the last tokens when they occurred before, in the prompt or the answer. Engine vllm

@@ -102,8 +102,8 @@ def _model(name: str, stats: ModelStats, queue: AdmissionCounts | None) -> dict[
         "queued_prompt_tokens": queue.queued_prompt_tokens if queue is not None else 0,
         "backlog_tokens": round(stats.backlog_tokens),
         "hits": {
-            tier: round(count / looked_up, 4) if looked_up else 0.0
-            for tier, count in stats.hit_tokens.items()
+            pool: round(count / looked_up, 4) if looked_up else 0.0
+            for pool, count in stats.hit_tokens.items()
         },
     }
 

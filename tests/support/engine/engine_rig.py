@@ -18,6 +18,8 @@ from engine.core.types import (
 )
 from engine.runner.simulated_runner import EOS_TOKEN_ID, SimulatedRunner, expected_tokens
 from engine.speculation.drafter import Drafter
+from engine.tiers.kv_tiers import KvTiers
+from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from tests.support.engine.byte_tokenizer import ByteTokenizer
 
@@ -76,6 +78,7 @@ class Rig:
         overlaps: bool | None = None,
         kind: type[Script] = Script,
         drafter: Drafter | None = None,
+        below: Callable[[KvMemoryRegion], KvTiers] | None = None,
         **overrides: int | bool,
     ) -> None:
         values = {"block_size_tokens": BLOCK, "num_blocks": 64, "max_step_tokens": 32, **INSTANT, **overrides}
@@ -83,7 +86,8 @@ class Rig:
         self.clock = Clock()
         self.runner = kind(config, script, error)
         self.runner.overlaps = self.overlaps if overlaps is None else overlaps
-        self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock, drafter)
+        self.tiers = below(self.runner.pool_memory) if below is not None else None
+        self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock, drafter, tiers=self.tiers)
         self.outputs: dict[str, RequestOutput] = {}
         self.results: list[StepResult] = []
         self.between_halves: Callable[[], object] = lambda: None

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from dev.docs import configuration_page
-from engine.core import engine_core as core
+from engine.core import model_runner as core
 from engine.kv_cache import memory as kv_pool
 from splitserve.cli import services, up
 from splitserve.cli.main import app, main

@@ -1,0 +1,1 @@
+"""What tiers below the KV blocks are worth: `python -m bench.kv_tiers`."""

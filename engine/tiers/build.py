@@ -1,0 +1,75 @@
+"""Makes a worker's tiers from its settings."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import astuple
+
+import cbor2
+
+from engine.tiers.block_store import HostStore
+from engine.tiers.disk_store import FIELD, open_disk_store, require_folder
+from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
+from kv_transfer.layout import KvLayout
+from kv_transfer.transports.transport import VRAM, KvMemoryRegion
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError
+from splitserve.logs import log_event
+
+_HASHES = "sha256-cbor-1"
+"""How blocks are named; see `splitserve.generation.kv_blocks`."""
+
+
+def check_tiers(config: EngineConfig) -> None:
+    """Raises ConfigError for settings of tiers that contradict others, and for a folder that cannot be used."""
+    if config.kv_host_tier_bytes is None:
+        if config.kv_disk_tier_path is not None:
+            message = f"{FIELD}: needs kv_host_tier_bytes, since blocks go to the disk through host memory"
+            raise ConfigError(message, field=FIELD)
+        return
+    field = "engine.kv_host_tier_bytes"
+    if config.kind == "vllm":
+        raise ConfigError(f"{field}: engine vllm keeps KV itself, it takes none", field=field)
+    if not config.prefix_cache:
+        raise ConfigError(f"{field}: needs the prefix cache, which prefix_cache turns off", field=field)
+    if config.kv_disk_tier_path is not None:
+        require_folder(config.kv_disk_tier_path)
+
+
+def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) -> KvTiers | None:
+    """The tiers below a pool of this memory; None if the settings ask for none. Raises ConfigError as `check_tiers` and
+    `open_disk_store`, and if host memory for one block is not even asked for."""
+    if config.kv_host_tier_bytes is None:
+        return None
+    block_bytes = memory.layout.block_bytes
+    slots = config.kv_host_tier_bytes // block_bytes
+    if slots < 1:
+        field = "engine.kv_host_tier_bytes"
+        message = f"{field}: {config.kv_host_tier_bytes} bytes hold no KV block of {block_bytes} bytes"
+        raise ConfigError(message, field=field)
+    copier = _pool_copier(memory)
+    host = HostStore(copier.host_memory(slots * block_bytes), block_bytes)
+    disk = None
+    if config.kv_disk_tier_path is not None:
+        identity = identity_of(memory.layout, wire_dtype)
+        disk = open_disk_store(config.kv_disk_tier_path, identity, block_bytes, config.kv_disk_tier_bytes)
+        log_event("kv_tier.opened", tier="disk", slots=disk.slots, found=len(disk.found()))
+    return KvTiers(copier, host, disk, memory.layout.block_size_tokens)
+
+
+def _pool_copier(memory: KvMemoryRegion) -> PoolCopier:
+    if memory.memory_kind != VRAM:
+        return HostPoolCopier(memory)
+    # Imported here, so that simulated workers start without torch.
+    from engine.tiers.device_copier import TensorPoolCopier, region_tensor
+
+    return TensorPoolCopier(region_tensor(memory))
+
+
+def identity_of(layout: KvLayout, wire_dtype: str) -> bytes:
+    """What blocks on a disk depend on beside their tokens and salts, as 32 bytes.
+
+    `wire_dtype`: KV that came from a peer may have been narrowed on the way.
+    """
+    return hashlib.sha256(cbor2.dumps([_HASHES, wire_dtype, *astuple(layout)])).digest()

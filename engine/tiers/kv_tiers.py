@@ -1,0 +1,339 @@
+"""The tiers below a pool: blocks are copied down as they enter the prefix cache, and read back for prompts.
+
+Books are kept on the engine thread, bytes are moved by two threads: one between pool and host memory, one that alone
+touches the disk. A block that is being copied has an owner in the pool, so nobody writes to it. Each job ends with a
+function that `collect` runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cache_events import KvEventLog
+from engine.pacing.step_time_fit import PromptFit
+from engine.tiers.block_store import BlockStore, HostStore
+from engine.tiers.pool_copier import PoolCopier
+from engine.tiers.read_choice import PrefixBelow, TierName, choose_read
+from engine.tiers.tier import ReadItem, ReadOutcome, Tier
+from engine.tiers.tier_index import Eviction, TierBlock
+from splitserve.logs import log_event
+
+T = TypeVar("T")
+
+_SHARE = 2
+"""One block in so many of the pool may be owned by copies to host memory, and as many by reads."""
+_DISK_BACKLOG_BYTES = 256 << 20
+_LEAST_PATIENCE_S = 0.5
+"""A read of a disk is waited for until computing would have been done, but at least this long."""
+_UNKNOWN_PATIENCE_S = 5.0
+"""The same while computing has not been measured."""
+_CLOSE_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class _Read:
+    """Blocks on their way into the pool, for one prompt."""
+
+    hits: list[int]
+    """Blocks of the prefix before them, which must stay."""
+    hashes: Sequence[bytes]
+    tiers: Sequence[TierName]
+    blocks: list[int]
+    then: Callable[[], None] | None
+    """What waits for them; None once it has waited long enough."""
+    parts: int = 0
+    brought: set[int] = field(default_factory=set)
+
+
+class KvTiers:
+    """Host memory below a pool, and below that a disk. Used on the engine thread, but for `wake`.
+
+    Neither is needed for an answer: what cannot be written is not kept, and what cannot be read is computed.
+    """
+
+    def __init__(
+        self,
+        copier: PoolCopier,
+        host: HostStore,
+        disk: BlockStore | None,
+        block_tokens: int,
+        eviction: Eviction = "value",
+    ) -> None:
+        self.host = Tier("host", host, eviction)
+        self.disk = Tier("disk", disk, eviction) if disk is not None else None
+        self.all: dict[TierName, Tier] = {"host": self.host}
+        if self.disk is not None:
+            self.disk.index.restore(self.disk.store.found())
+            self.all["disk"] = self.disk
+        self.wake: Callable[[], object] = lambda: None
+        """Called on any thread when `collect` has something to do."""
+        self._copier, self._host_store = copier, host
+        self._block_tokens, self._block_bytes = block_tokens, host.block_bytes
+        self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._pinned = self._reading = self._late_reads = 0
+        self._closed = False
+
+    def attach(
+        self,
+        pool: BlockPool,
+        log: KvEventLog,
+        freed: Callable[[], None],
+        prompt_fit: Callable[[], PromptFit | None],
+    ) -> None:
+        """Joins the pool. `log`: a block counts as cached for as long as any tier has it. `freed` is called when blocks
+        of the pool may have become free."""
+        self._pool, self._log, self._freed, self._prompt_fit = pool, log, freed, prompt_fit
+        self._most_owned = max(1, pool.total // _SHARE)
+        pool.kept_below = self
+        for tier in self.all.values():
+            for block_hash in tier.index.hashes():
+                log.stored(block_hash)
+
+    def __contains__(self, block_hash: object) -> bool:
+        return isinstance(block_hash, bytes) and any(block_hash in tier.index for tier in self.all.values())
+
+    @property
+    def copying_blocks(self) -> int:
+        """Blocks of the pool that are being copied to host memory."""
+        return self._pinned
+
+    @property
+    def busy(self) -> bool:
+        """Whether blocks are on their way, up or down."""
+        return bool(
+            self._pinned
+            or self._reading
+            or not self._completed.empty()
+            or any(len(tier.thread) for tier in self.all.values())
+        )
+
+    def stored(self, block: int, found: TierBlock) -> None:
+        """Copies a block that entered the pool's prefix cache, once the thread has time."""
+        if self.host.index.knows(found.block_hash):
+            return
+        if self._pinned >= self._most_owned:
+            self.host.stats.failures["skipped"] += 1
+            return
+        placement = self.host.index.add(found, self._cost(found.depth))
+        if placement is None:
+            return
+        self._left(placement.evicted)
+        self._pool.share([block])
+        self._pinned += 1
+        self._start(
+            self.host, partial(self._save, block, found, placement.slot), partial(self._saved, block, found)
+        )
+
+    def used(self, hits: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """A prompt starts with these blocks of the pool's prefix cache."""
+        for tier in self.all.values():
+            tier.index.touch(hashes)
+        for depth, (block, block_hash) in enumerate(zip(hits, hashes, strict=True)):
+            if not self.host.index.knows(block_hash):
+                self.stored(block, TierBlock(block_hash, hashes[depth - 1] if depth else None, depth))
+
+    def bring(self, hits: list[int], hashes: Sequence[bytes], tokens: int, then: Callable[[], None]) -> None:
+        """Reads the blocks of a prompt that follow its `hits` in the pool, as far as that is sooner than computing.
+
+        `hashes`: of the blocks after the hits, each in a tier. `tokens`: of the whole prompt. `then` is called when
+        they are in the prefix cache, when it takes too long, or now if nothing is to be read.
+        """
+        names = [self._where(block_hash) for block_hash in hashes]
+        free = self._pool.free - self._pool.unowned(hits)
+        names = names[: max(0, min(free * 3 // 4, self._most_owned - self._reading))]
+        if self._late_reads and "disk" in names:
+            names = names[: names.index("disk")]
+        prefix = PrefixBelow(tokens, self._block_tokens, len(hits), names)
+        fit = self._prompt_fit()
+        rates = {name: tier.rate for name, tier in self.all.items()}
+        waits = {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
+        count = choose_read(prefix, rates, waits, fit)
+        for name in set(names[count:]):
+            self.all[name].rate.passed_over()
+        if not count:
+            then()
+            return
+        self._pool.share(hits)
+        blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
+        self._reading += count
+        read = _Read(hits, hashes[:count], names[:count], blocks, then)
+        patience_s = fit.chunk_s(tokens, 0) if fit is not None else _UNKNOWN_PATIENCE_S
+        for tier in self.all.values():
+            self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
+
+    def collect(self) -> None:
+        """Takes what the threads have done. Raises what ended one of them: the device, or a bug."""
+        while True:
+            try:
+                done = self._completed.get_nowait()
+            except queue.Empty:
+                break
+            done()
+        self._freed()
+
+    def close(self) -> None:
+        """Ends the threads, and closes what they use. What is on its way is lost."""
+        self._closed = True
+        for tier in self.all.values():
+            if tier.thread.close(_CLOSE_S):
+                tier.store.close()
+            else:  # a disk that does not answer; the process ends with it
+                log_event("kv_tier.hung", tier=tier.name)
+
+    def _where(self, block_hash: bytes) -> TierName:
+        return "host" if block_hash in self.host.index else "disk"
+
+    def _cost(self, depth: int) -> float:
+        """Of computing a block at this depth, relative to the first."""
+        fit = self._prompt_fit()
+        return 1.0 if fit is None else 1.0 + depth * self._block_tokens * fit.pair_s / fit.token_s
+
+    def _start(
+        self, tier: Tier, work: Callable[[], T], done: Callable[[T], None], *, urgent: bool = False
+    ) -> None:
+        """Runs `work` on the tier's thread, then `done` with its result on this one."""
+
+        def job() -> None:
+            try:
+                ended: Callable[[], None] = partial(done, work())
+            except BaseException as error:
+                ended = partial(_raise, error)
+            self._completed.put(ended)
+            self.wake()
+
+        tier.thread.put(job, urgent=urgent)
+
+    def _save(self, block: int, found: TierBlock, slot: int) -> None:
+        """On the thread of the host tier."""
+        self._copier.save(block, self._host_store.room(slot))
+        self._host_store.seal(slot, found)
+
+    def _saved(self, block: int, found: TierBlock, _: None) -> None:
+        self._pinned -= 1
+        self._pool.release([block])
+        slot = self._arrived(self.host, found)
+        disk = self.disk
+        if disk is None or slot is None:
+            return
+        if len(disk.thread) * self._block_bytes > _DISK_BACKLOG_BYTES:
+            disk.stats.failures["skipped"] += 1
+            return
+        placement = disk.index.add(found, self._cost(found.depth))
+        if placement is not None:
+            self._left(placement.evicted)
+            work = partial(self._write, disk, found, slot, placement.slot)
+            self._start(disk, work, partial(self._written, disk, found))
+
+    def _write(self, disk: Tier, found: TierBlock, source: int, slot: int) -> OSError | bool:
+        """On the thread of the disk. Whether the block has been written."""
+        content = self._host_store.copy(source, found.block_hash)
+        if content is None:  # host memory has given the block up meanwhile
+            return False
+        try:
+            disk.store.write(slot, found, content)
+        except OSError as error:
+            return error
+        return True
+
+    def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
+        if outcome is True:
+            self._arrived(disk, found)
+            return
+        disk.index.drop(found.block_hash)
+        disk.stats.failures["write" if isinstance(outcome, OSError) else "skipped"] += 1
+        if isinstance(outcome, OSError) and disk.stats.failures["write"] == 1:
+            log_event("kv_tier.write_failed", tier=disk.name, error=str(outcome))
+
+    def _start_part(self, tier: Tier, read: _Read, patience_s: float) -> None:
+        """Begins to read what a tier has of a read."""
+        items = []
+        for place, name in enumerate(read.tiers):
+            slot = tier.index.slot_of(read.hashes[place]) if name == tier.name else None
+            if slot is not None:
+                items.append(ReadItem(place, read.hashes[place], slot, read.blocks[place]))
+        if not items:
+            return
+        read.parts += 1
+        tier.reading_blocks += len(items)
+        timer = None
+        if tier is self.disk:
+            timer = threading.Timer(patience_s, self._send_late, (read,))
+            timer.daemon = True
+            timer.start()
+        done = partial(self._part_read, tier, read, items, timer)
+        self._start(tier, partial(tier.read, items, self._copier, lambda: self._closed), done, urgent=True)
+
+    def _part_read(
+        self,
+        tier: Tier,
+        read: _Read,
+        items: list[ReadItem],
+        timer: threading.Timer | None,
+        outcome: ReadOutcome,
+    ) -> None:
+        if timer is not None:
+            timer.cancel()
+        tier.reading_blocks -= len(items)
+        tier.rate.measured(outcome.good, outcome.seconds)
+        tier.stats.read_bytes += outcome.good * self._block_bytes
+        tier.stats.read_s += outcome.seconds
+        read.brought.update(item.place for item in items[: outcome.good])
+        if outcome.good < len(items):
+            tier.stats.failures["read"] += 1
+            damaged = items[outcome.good].block_hash
+            tier.index.drop(damaged)
+            self._left(damaged)
+        read.parts -= 1
+        if not read.parts:
+            self._finish(read)
+
+    def _finish(self, read: _Read) -> None:
+        """Gives what has been read to the prefix cache, up to the first block that is missing."""
+        for place, (block, block_hash) in enumerate(zip(read.blocks, read.hashes, strict=True)):
+            if place not in read.brought:
+                break
+            self._pool.cache(block, block_hash)
+            self.all[read.tiers[place]].stats.hit_tokens += self._block_tokens
+        self._pool.release([*read.hits, *read.blocks])
+        self._reading -= len(read.blocks)
+        if read.then is None:
+            self._late_reads -= 1
+        else:
+            read.then()
+
+    def _send_late(self, read: _Read) -> None:
+        """On a timer's thread."""
+        self._completed.put(partial(self._late, read))
+        self.wake()
+
+    def _late(self, read: _Read) -> None:
+        """Lets a prompt be computed whose blocks do not come; until they do, nobody else waits for the disk."""
+        if read.parts and read.then is not None:
+            log_event("kv_tier.read_late", blocks=len(read.blocks))
+            then, read.then = read.then, None
+            self._late_reads += 1
+            then()
+
+    def _arrived(self, tier: Tier, found: TierBlock) -> int | None:
+        """Counts a block as held by a tier; its slot, None if the tier has dropped it."""
+        known = found.block_hash in self or self._pool.lookup(found.block_hash) is not None
+        tier.index.ready(found.block_hash)
+        slot = tier.index.slot_of(found.block_hash)
+        if slot is not None and not known:
+            self._log.stored(found.block_hash)
+        return slot
+
+    def _left(self, block_hash: bytes | None) -> None:
+        """A tier has given a block up."""
+        if block_hash is not None and block_hash not in self and self._pool.lookup(block_hash) is None:
+            self._log.removed(block_hash)
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,72 @@
+"""Whether to read blocks of a prefix from lower tiers or to compute them: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.pacing.step_time_fit import PromptFit
+
+TierName = Literal["host", "disk"]
+_WEIGHT = 0.25
+"""Of a read in the mean of those before it."""
+_FORGETTING = 0.02
+"""Share of the way back to the first assumption with each read that was not chosen: a disk may be slow for a while."""
+
+
+class ReadRate:
+    """Seconds to read a block from a tier, as measured; an assumption until then."""
+
+    def __init__(self, assumed_s: float) -> None:
+        self._assumed_s = assumed_s
+        self.block_s = assumed_s
+
+    def measured(self, blocks: int, seconds: float) -> None:
+        """Takes a read of so many blocks."""
+        if blocks > 0:
+            self.block_s += (seconds / blocks - self.block_s) * _WEIGHT
+
+    def passed_over(self) -> None:
+        """A read was not chosen for its time."""
+        self.block_s += (self._assumed_s - self.block_s) * _FORGETTING
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBelow:
+    """A prompt whose first blocks are in the pool, and where the next ones are."""
+
+    tokens: int
+    """Of the whole prompt."""
+    block_tokens: int
+    pool_blocks: int
+    tiers: Sequence[TierName]
+    """Where each of the next blocks is."""
+
+
+def choose_read(
+    prefix: PrefixBelow,
+    rates: Mapping[TierName, ReadRate],
+    waits_s: Mapping[TierName, float],
+    fit: PromptFit | None,
+) -> int:
+    """How many of the next blocks to read, so that the prompt is computed soonest.
+
+    Tiers read at the same time, each its blocks in order, after `waits_s` seconds of reads that were begun before. The
+    prompt is computed once all have been read. Without a `fit` of computing, everything is read.
+    """
+    if fit is None:
+        return len(prefix.tiers)
+    best, best_s = 0, _compute_s(fit, prefix, 0)
+    ready_s: dict[TierName, float] = {}
+    for count, tier in enumerate(prefix.tiers, start=1):
+        ready_s[tier] = ready_s.get(tier, waits_s.get(tier, 0.0)) + rates[tier].block_s
+        total_s = max(ready_s.values()) + _compute_s(fit, prefix, count)
+        if total_s < best_s:
+            best, best_s = count, total_s
+    return best
+
+
+def _compute_s(fit: PromptFit, prefix: PrefixBelow, read_blocks: int) -> float:
+    cached = (prefix.pool_blocks + read_blocks) * prefix.block_tokens
+    return fit.chunk_s(max(1, prefix.tokens - cached), cached)

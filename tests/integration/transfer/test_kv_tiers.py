@@ -1,0 +1,60 @@
+"""Workers with real weights in float32 and a pool of half their working set: answers are those of `transformers`,
+and prefixes come back from host memory and, after the worker was killed, from the disk."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from splitserve.client import AsyncClient
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.engine.reference import Reference
+
+PROMPTS, TOKENS, ANSWER = 4, 96, 3
+POOL_BLOCKS = 13
+"""Of 16 tokens. A prompt has six full blocks."""
+BLOCK_BYTES = 30 * 2 * 3 * 16 * 64 * 4
+
+
+def tier_hits(cluster: Cluster, member: str) -> dict[str, float]:
+    """Tokens whose KV a worker has read back, by tier."""
+    port = cluster.members[member].wait_event("metrics.ready")["port"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        families = text_string_to_metric_families(page.read().decode())
+        (family,) = (each for each in families if each.name == "splitserve_kv_tier_hit_tokens")
+    return {sample.labels["tier"]: sample.value for sample in family.samples}
+
+
+@pytest.mark.timeout(600)
+async def test_prefixes_come_back_from_host_memory_and_disk(
+    log_dir: Path, smollm2: str, tmp_path: Path
+) -> None:
+    tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
+    prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
+    expected = [reference.greedy(prompt, ANSWER) for prompt in prompts]
+    options = ["--dtype", "float32", "--num-blocks", str(POOL_BLOCKS), "--metrics-port", "0"]
+    options += ["--kv-host-tier-bytes", str(64 * BLOCK_BYTES), "--kv-disk-tier-path", str(tmp_path / "kv")]
+    options += ["--kv-disk-tier-bytes", str(80 * BLOCK_BYTES)]
+    setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
+    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=200) as client:
+
+        async def ask_all() -> None:
+            for prompt, answer in zip(prompts, expected, strict=True):
+                got = await client.generate(prompt, temperature=0.0, max_tokens=ANSWER)
+                assert list(got.token_ids) == answer
+
+        await ask_all()
+        await ask_all()
+        assert tier_hits(cluster, "prefill-0")["host"] >= (PROMPTS - 1) * TOKENS
+        await cluster.assert_no_leaks()
+        cluster.members["prefill-0"].kill()
+        cluster.add_worker("prefill", "prefill-0").wait_event("worker.ready")
+        await cluster.wait_ready()
+        await ask_all()
+        assert tier_hits(cluster, "prefill-0")["disk"] >= (PROMPTS - 1) * TOKENS
+        await cluster.assert_no_leaks()

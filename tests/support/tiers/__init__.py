@@ -1,0 +1,1 @@
+"""An engine over tiers, and stores that fail."""

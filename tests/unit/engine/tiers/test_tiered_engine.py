@@ -1,0 +1,227 @@
+"""An engine over tiers gives the tokens that it gives without, whatever the tiers do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.kv_cache.cache_events import KvEventReader
+from engine.runner.simulated_runner import expected_tokens
+from engine.tiers import kv_tiers
+from splitserve.generation.kv_blocks import extend_block_hashes, name_of
+from tests.support.engine.engine_rig import BLOCK, request
+from tests.support.tiers.tiers_rig import FailingStore, TieredRig
+
+POOL = 24
+BYTES = BLOCK * 16
+"""Of a simulated block."""
+
+
+def prompt(number: int, length: int = 40) -> list[int]:
+    dice = random.Random(number)
+    return [dice.randrange(32, 127) for _ in range(length)]
+
+
+def ask(rig: TieredRig, *numbers: int, length: int = 40, wait: bool = True) -> None:
+    """Answers prompts, and checks every token."""
+    for number in numbers:
+        name, tokens = f"{number}-{len(rig.results)}", prompt(number, length)
+        rig.core.add_request(request(name, tokens, max_tokens=3))
+        rig.settle()
+        assert rig.outputs[name].token_ids == expected_tokens(tokens, 3)
+    rig.assert_clean()
+
+
+_made: list[TieredRig] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while _made:
+        _made.pop().below.close()
+
+
+def rig_of(
+    host_blocks: int = 64, disk: Path | FailingStore | None = None, num_blocks: int = POOL
+) -> TieredRig:
+    _made.append(TieredRig(host_blocks, disk, num_blocks=num_blocks))
+    return _made[-1]
+
+
+def names_reported(rig: TieredRig) -> set[bytes]:
+    reader, held = KvEventReader(rig.core.kv_events), set()
+    while (events := reader.next_events()) is not None:
+        size = 8
+        held |= {events.stored[at : at + size] for at in range(0, len(events.stored), size)}
+    return held
+
+
+def hashes_of_prompt(number: int, blocks: int) -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, prompt(number), BLOCK, b"", blocks)
+    return hashes
+
+
+def names_of(number: int, blocks: int) -> set[bytes]:
+    return set(map(name_of, hashes_of_prompt(number, blocks)))
+
+
+def test_a_working_set_of_twice_the_pool_is_read_back_from_host_memory() -> None:
+    rig = rig_of()
+    ask(rig, *range(5))
+    assert rig.hits() == {"host": 0}
+    ask(rig, *range(5))
+    # All full blocks but the last one, whose last token must be computed.
+    assert rig.hits() == {"host": 5 * 36}
+    assert rig.below.host.stats.failures == {"write": 0, "read": 0, "skipped": 0}
+
+
+def test_the_disk_has_them_after_a_restart(tmp_path: Path) -> None:
+    rig = rig_of(disk=tmp_path)
+    ask(rig, 0, 1)
+    before = names_reported(rig)
+    rig.core.close()
+    again = rig_of(disk=tmp_path)
+    assert names_reported(again) == before
+    ask(again, 0, 1)
+    assert again.hits() == {"host": 0, "disk": 2 * 36}
+    again.core.close()
+
+
+def test_a_small_host_tier_hands_on_to_the_disk(tmp_path: Path) -> None:
+    rig = rig_of(host_blocks=12, disk=tmp_path)
+    ask(rig, 0, 1, 2, 3, 0, 1, 2, 3)
+    hits = rig.hits()
+    assert hits["disk"] > 0
+    assert sum(hits.values()) >= 3 * 36
+    rig.core.close()
+
+
+def test_salts_are_kept_apart() -> None:
+    rig = rig_of()
+    for salt in (b"a", b"b", b"c", b"d"):
+        rig.core.add_request(request(salt.decode(), prompt(0), max_tokens=2, cache_salt=salt))
+        rig.settle()
+    assert rig.hits() == {"host": 0}
+    rig.core.add_request(request("again", prompt(0), max_tokens=2, cache_salt=b"a"))
+    rig.settle()
+    assert rig.hits() == {"host": 36}
+
+
+def test_coordinators_hear_of_a_block_until_no_tier_has_it() -> None:
+    rig = rig_of(host_blocks=48)
+    ask(rig, 0)
+    assert names_of(0, 10) <= names_reported(rig)
+    ask(rig, 1, 2, 3)
+    assert rig.core.pool.lookup(hashes_of_prompt(0, 1)[0]) is None
+    held = names_reported(rig)
+    assert len(held) > POOL
+    ask(rig, *range(4, 12))
+    assert not names_of(0, 10) & names_reported(rig)
+
+
+def test_what_can_be_reached_counts_as_cached() -> None:
+    rig = rig_of()
+    ask(rig, 0, 1, 2)
+    assert rig.core.cached_tokens(request("r", prompt(0))) == 36
+
+
+@pytest.mark.parametrize("fault", ["full", "unreadable", "flip"])
+def test_a_broken_disk_costs_computing_only(fault: str) -> None:
+    disk = FailingStore(64, BYTES)
+    rig = rig_of(host_blocks=12, disk=disk)
+    disk.full = fault == "full"
+    ask(rig, 0, 1, 2, 3)
+    disk.unreadable = fault == "unreadable"
+    disk.flip = lambda slot: fault == "flip"
+    ask(rig, 0, 1, 2, 3)
+    failures = rig.below.all["disk"].stats.failures
+    assert failures["write" if fault == "full" else "read"] > 0
+    assert rig.hits()["disk"] == 0
+    rig.core.close()
+
+
+def test_damaged_host_memory_is_a_miss() -> None:
+    rig = rig_of()
+    ask(rig, 0, 1, 2)
+    store = rig.below.host.store
+    for slot in range(store.slots):
+        store._bytes(slot)[7] ^= 1  # type: ignore[attr-defined]
+    ask(rig, 0, 1)
+    assert rig.hits() == {"host": 0}
+    assert rig.below.host.stats.failures["read"] == 2
+
+
+def slow(rig: TieredRig, disk: FailingStore) -> None:
+    """Fills the tiers, then makes the disk wait."""
+    ask(rig, 0, 1, 2, 3)
+    disk.may_read.clear()
+
+
+def test_a_prompt_that_is_given_up_while_it_waits_leaves_nothing() -> None:
+    disk = FailingStore(64, BYTES)
+    rig = rig_of(host_blocks=2, disk=disk)
+    slow(rig, disk)
+    rig.core.add_request(request("gone", prompt(0), max_tokens=3))
+    assert rig.core.load().referenced_blocks > 0
+    assert rig.core.abort("gone")
+    disk.may_read.set()
+    rig.settle()
+    rig.assert_clean()
+    assert "gone" not in rig.outputs
+    rig.core.close()
+
+
+def test_a_deadline_ends_the_wait() -> None:
+    disk = FailingStore(64, BYTES)
+    rig = rig_of(host_blocks=2, disk=disk)
+    slow(rig, disk)
+    rig.core.add_request(request("late", prompt(0), max_tokens=3, deadline_s=rig.clock.now + 1))
+    rig.clock.now += 2
+    rig.run()
+    assert rig.outputs["late"].failure is not None
+    disk.may_read.set()
+    rig.settle()
+    rig.assert_clean()
+    rig.core.close()
+
+
+def test_a_disk_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_tiers, "_LEAST_PATIENCE_S", 0.05)
+    monkeypatch.setattr(kv_tiers, "_UNKNOWN_PATIENCE_S", 0.05)
+    disk = FailingStore(64, BYTES)
+    rig = rig_of(host_blocks=2, disk=disk)
+    slow(rig, disk)
+    for name in ("patient", "next"):
+        rig.core.add_request(request(name, prompt(0), max_tokens=3))
+        rig.settle(busy=lambda name=name: name not in rig.outputs)  # type: ignore[misc]
+        assert rig.outputs[name].token_ids == expected_tokens(prompt(0), 3)
+    disk.may_read.set()
+    rig.settle()
+    rig.assert_clean()
+    rig.core.close()
+
+
+def test_the_engine_can_close_in_the_middle() -> None:
+    disk = FailingStore(64, BYTES)
+    rig = rig_of(host_blocks=2, disk=disk)
+    slow(rig, disk)
+    rig.core.add_request(request("r", prompt(0), max_tokens=3))
+    disk.may_read.set()
+    rig.core.close()
+
+
+def test_many_prompts_at_once() -> None:
+    rig = rig_of(128, num_blocks=64)
+    for round_ in range(3):
+        for number in range(12):
+            rig.core.add_request(request(f"{round_}-{number}", prompt(number), max_tokens=3))
+        rig.settle()
+        for number in range(12):
+            assert rig.outputs[f"{round_}-{number}"].token_ids == expected_tokens(prompt(number), 3)
+    rig.assert_clean()
+    assert rig.hits()["host"] > 0

@@ -1,0 +1,95 @@
+"""Settings of tiers are checked before anything is loaded, and what is made of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.runner.simulated_runner import SimulatedRunner
+from engine.tiers.build import check_tiers, identity_of, make_tiers
+from engine.tiers.device_copier import TensorPoolCopier
+from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
+from engine.worker.metrics import tier_metrics
+from kv_transfer.layout import FP8_E4M3, SAME
+from splitserve.config.base import load_settings
+from splitserve.config.engine import EngineConfig
+from splitserve.errors import ConfigError
+from tests.support.engine.numpy_pool import LAYOUT
+
+HOST = {"kv_host_tier_bytes": 2**16}
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "text"),
+    [
+        ({"kv_disk_tier_path": "kv"}, "engine.kv_disk_tier_path", "needs kv_host_tier_bytes"),
+        ({**HOST, "prefix_cache": False}, "engine.kv_host_tier_bytes", "needs the prefix cache"),
+        ({**HOST, "kind": "vllm"}, "engine.kv_host_tier_bytes", "engine vllm"),
+        ({**HOST, "kv_disk_tier_path": "/proc/none"}, "engine.kv_disk_tier_path", "cannot be made"),
+    ],
+)
+def test_what_contradicts_is_refused(values: dict[str, object], field: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        check_tiers(EngineConfig.model_validate(values))
+    assert caught.value.field == field
+
+
+def test_bounds_are_named() -> None:
+    with pytest.raises(ConfigError, match="kv_host_tier_bytes"):
+        load_settings(EngineConfig, kv_host_tier_bytes=5)
+    runner = SimulatedRunner(EngineConfig(num_blocks=4, block_size_tokens=1024))
+    with pytest.raises(ConfigError, match="hold no KV block") as caught:
+        make_tiers(EngineConfig(kv_host_tier_bytes=2**12), runner.pool_memory, SAME)
+    assert caught.value.field == "engine.kv_host_tier_bytes"
+
+
+def test_tiers_are_off_unless_asked_for() -> None:
+    runner = SimulatedRunner(EngineConfig(num_blocks=4))
+    assert make_tiers(EngineConfig(), runner.pool_memory, SAME) is None
+    assert tier_metrics(None) == []
+
+
+def test_tiers_have_the_bytes_that_were_asked_for(tmp_path: Path) -> None:
+    runner = SimulatedRunner(EngineConfig(num_blocks=4))
+    config = EngineConfig(kv_host_tier_bytes=2**14, kv_disk_tier_path=tmp_path, kv_disk_tier_bytes=2**15)
+    tiers = make_tiers(config, runner.pool_memory, SAME)
+    assert tiers is not None
+    size = runner.layout.block_bytes
+    assert tiers.host.store.slots == 2**14 // size
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2**15
+    (held,) = [each for each in tier_metrics(tiers) if each.name == "splitserve_kv_tier_bytes"]
+    assert {sample.labels["tier"]: sample.value for sample in held.samples} == {"host": 0, "disk": 0}
+    tiers.close()
+
+
+def test_every_part_of_a_layout_is_in_its_identity() -> None:
+    others = [
+        replace(LAYOUT, model_fingerprint="other"),
+        replace(LAYOUT, dtype="float16"),
+        replace(LAYOUT, block_size_tokens=LAYOUT.block_size_tokens * 2),
+        replace(LAYOUT, axis_order="other"),
+        replace(LAYOUT, quantization="int8"),
+        replace(LAYOUT, engine_version="2"),
+    ]
+    found = {identity_of(layout, SAME) for layout in (LAYOUT, *others)} | {identity_of(LAYOUT, FP8_E4M3)}
+    assert len(found) == len(others) + 2
+    assert all(len(each) == 32 for each in found)
+
+
+@pytest.mark.parametrize("kind", ["host", "tensor"])
+def test_blocks_are_copied_both_ways(kind: str) -> None:
+    runner = SimulatedRunner(EngineConfig(num_blocks=4))
+    copier: PoolCopier = HostPoolCopier(runner.pool_memory)
+    if kind == "tensor":
+        copier = TensorPoolCopier(torch.from_numpy(runner.pool))
+    size = runner.layout.block_bytes
+    memory = copier.host_memory(2 * size)
+    runner.pool[1] = 7
+    copier.save(1, memory[size:])
+    assert bytes(memory[size:]) == bytes([7]) * size
+    copier.load(2, memory[size:])
+    copier.load(3, memoryview(bytes([9]) * size))
+    assert [int(runner.pool[block].min()) for block in range(4)] == [0, 7, 7, 9]
