@@ -91,7 +91,7 @@ class EngineCore(Engine):
         self._changed = False  # whether the next step may do something that the last one could not
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
-        self._speculator = Speculator(drafter, self._kv, self.context_tokens) if drafter else None
+        self._speculator = Speculator(drafter, self._kv, self._limits, self._pacing) if drafter else None
         self._outputs = OutputProcessor(
             block_size, self._kv.cache_computed, self._limits, self._pending, self._end
         )
