@@ -19,7 +19,7 @@ class CopiedPlace:
 
     A token that is not the expected one is looked for near the place: after it, where the answer leaves tokens out;
     before it, at those taken for replaced, where it put some in. Near the place one token says as much as several
-    do anywhere else. One that is not found counts as a replacement of one token, the likeliest guess.
+    do anywhere else. One that is not found counts as a replacement of one token, the likeliest change.
     """
 
     def __init__(self) -> None:
@@ -29,8 +29,6 @@ class CopiedPlace:
         """Tokens in a row, up to the last one, that were the expected ones."""
         self.strays = 0
         """Tokens in a row, up to the last one, that were not found."""
-        self.changed = False
-        """Whether the tokens matched come after a change."""
         self._sure = False
         self._unsure = 0
         """Tokens since the last one of so many in a row that the place was sure by them."""
@@ -39,8 +37,7 @@ class CopiedPlace:
     def move(self, follows: int, matched: int, read: int) -> None:
         """Goes to another place, of which so many tokens match the end of a sequence of `read` tokens."""
         self.follows, self.matched, self._read = follows, matched, read
-        self.strays, self.changed = 0, False
-        self._sure, self._unsure = matched >= SURE_TOKENS, 0
+        self.strays, self._sure, self._unsure = 0, matched >= SURE_TOKENS, 0
 
     def follow(self, token_ids: Sequence[int]) -> None:
         """Takes the tokens that a sequence has got since the last time."""
@@ -59,7 +56,6 @@ class CopiedPlace:
             if self.matched >= SURE_TOKENS:
                 self._sure, self._unsure = True, 0
             return
-        self.changed = True
         found = self._near(token_ids, index) if self._sure else NOWHERE
         if found != NOWHERE:
             self.follows, self.matched, self.strays = found + 1, 1, 0

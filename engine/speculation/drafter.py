@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-SUPPORTS = 6
+SUPPORTS = 5
 """Classes of guesses, see `Draft`."""
 
 

@@ -20,10 +20,8 @@ MAX_LOOKS = 16
 """Earlier places that are compared; the latest first."""
 MAX_INDEXED = 1024
 """Tokens that are indexed in a step, of each sequence: the index of a long prompt is made in several."""
-_MAX_GUESSED_STRAYS = 2
-"""Nothing is guessed at a place that so many tokens in a row do not come from."""
-_AFTER_CHANGE, _WITHIN_CHANGE = 4, 5
-"""Supports: where the answer has come back to its source, and where it may with the next token."""
+_AFTER_CHANGE = 4
+"""Support where the answer has come back to its source with a token or a few."""
 _MIN_BITS, _MAX_BITS = 10, 16
 _NONE = -1
 
@@ -88,8 +86,8 @@ class PromptLookup(Drafter):
         self._sources: dict[Hashable, _Source] = {}
 
     def drafts(self, asked: Sequence[DraftRequest]) -> list[Draft]:
-        """See `Drafter.drafts`. A draft's support is the class of its match's length, 0 to 3, or 4 and 5: it comes after
-        a change or within one."""
+        """See `Drafter.drafts`. A draft's support is the class of its match's length, 0 to 3, or 4: it comes after a
+        change."""
         return [self._draft(request) for request in asked]
 
     def forget(self, key: Hashable) -> None:
@@ -106,22 +104,26 @@ class PromptLookup(Drafter):
         place.follow(tokens)
         if place.matched < SURE_TOKENS:
             follows, length = index.find(tokens)
-            if length and (place.follows == NOWHERE or length >= SURE_TOKENS):
+            if length >= SURE_TOKENS:
                 place.move(follows, length, len(tokens))
-        if place.follows == NOWHERE or place.strays > _MAX_GUESSED_STRAYS:
+            elif length:
+                return Draft(_copied(tokens, follows, request.most), length - MIN_MATCH)
+        if place.follows == NOWHERE or place.strays:  # within a change a guess is hardly ever right
             return NO_DRAFT
-        # Where the place runs into the end of the sequence, what was guessed is what goes on: a text in a loop.
-        period = len(tokens) - place.follows
-        draft = [tokens[place.follows + ahead % period] for ahead in range(request.most)]
-        return Draft(draft, _support(place))
+        return Draft(_copied(tokens, place.follows, request.most), _support(place))
+
+
+def _copied(tokens: Sequence[int], follows: int, count: int) -> list[int]:
+    """The tokens from `follows` on. Where they run into the end of the sequence, what is guessed is what goes on: a
+    text in a loop."""
+    period = len(tokens) - follows
+    return [tokens[follows + ahead % period] for ahead in range(count)]
 
 
 def _support(place: CopiedPlace) -> int:
-    if place.strays:
-        return _WITHIN_CHANGE
-    if place.matched >= SURE_TOKENS:
-        return min(place.matched.bit_length() - 2, 3)
-    return _AFTER_CHANGE if place.changed else 0
+    if place.matched < SURE_TOKENS:
+        return _AFTER_CHANGE
+    return 2 if place.matched < 2 * SURE_TOKENS else 3
 
 
 def _pair(token_ids: Sequence[int], end: int) -> int:
