@@ -17,7 +17,8 @@ from tests.support.engine.engine_rig import Clock, Rig, Script, request
 
 STEP_S, ROW_S, TOKEN_S = 0.016, 1.2e-3, 1.2e-3
 TPOT_S = 0.05
-TARGETS = ServiceTargets(tpot_s=TPOT_S)
+TIGHT_S = 0.036
+"""Little more than four streams take alone where steps take half as long again as was measured."""
 
 
 class RowTimes(Script):
@@ -56,12 +57,13 @@ class Load:
 
     rig: Rig
     kinds: Sequence[str]
-    targets: ServiceTargets | None = TARGETS
+    tpot_s: float = TPOT_S
     means_s: list[float] = field(default_factory=list)
     ttfts_s: list[float] = field(default_factory=list)
 
     def run(self, answers: int, prompt_every_s: float) -> None:
         pick, core, clock = random.Random(3), self.rig.core, self.rig.clock
+        targets = ServiceTargets(tpot_s=self.tpot_s)
         times: dict[str, list[float]] = {}
         asked_s: dict[str, float] = {}
         open_slots = dict.fromkeys(range(len(self.kinds)), "")
@@ -73,7 +75,7 @@ class Load:
                     name = open_slots[slot] = f"{self.kinds[slot]}-{number}"
                     prompt = [pick.randrange(97, 122) for _ in range(12)]
                     core.add_request(
-                        request(name, prompt, max_tokens=pick.randrange(40, 90), targets=self.targets)
+                        request(name, prompt, max_tokens=pick.randrange(40, 90), targets=targets)
                     )
             if clock.now >= next_prompt_s:
                 number, next_prompt_s = number + 1, next_prompt_s + prompt_every_s
@@ -98,7 +100,7 @@ class Load:
 
     @property
     def attained(self) -> float:
-        return sum(mean_s <= TPOT_S for mean_s in self.means_s) / len(self.means_s)
+        return sum(mean_s <= self.tpot_s for mean_s in self.means_s) / len(self.means_s)
 
 
 def measured(drafter: GuessingDrafter | None) -> Rig:
@@ -116,24 +118,25 @@ MIXED = ("copy", "copy", "free", "free")
 
 
 @pytest.mark.parametrize("kinds", [MIXED, ("copy",) * 4], ids=["mixed", "copy"])
+@pytest.mark.parametrize("tpot_s", [TPOT_S, TIGHT_S])
 @pytest.mark.parametrize("slower", [1 / 1.5, 1.0, 1.5])
 def test_targets_are_attained_with_rates_wrong_by_half_either_way(
-    kinds: Sequence[str], slower: float
+    kinds: Sequence[str], slower: float, tpot_s: float
 ) -> None:
     rig = measured(guesses(right=0.85))
     assert isinstance(rig.runner, RowTimes)
     rig.runner.slower = slower
-    load = Load(rig, kinds)
-    load.run(answers=110, prompt_every_s=1.5)
+    load = Load(rig, kinds, tpot_s)
+    load.run(answers=200, prompt_every_s=1.5)
     assert load.attained >= 0.99
     assert len(load.ttfts_s) > 10
-    assert rig.core.step_totals["decode"].accepted_tokens > 200
+    assert rig.core.step_totals["decode"].accepted_tokens > 50
 
 
 def test_wrong_guesses_make_nobody_late() -> None:
     rig = measured(guesses(right=0.3))
-    load = Load(rig, ("copy", "free", "free", "free"))
-    load.run(answers=110, prompt_every_s=1.5)
+    load = Load(rig, ("copy", "free", "free", "free"), TIGHT_S)
+    load.run(answers=200, prompt_every_s=1.5)
     assert load.attained >= 0.99
 
 
@@ -162,7 +165,7 @@ def test_drafts_take_what_streams_are_ahead_of_their_targets() -> None:
 def test_answers_are_the_same() -> None:
     rig = measured(guesses(right=0.85))
     for name in ("copy", "free", "copy-2"):
-        rig.core.add_request(request(name, [100, 101, len(name)], max_tokens=60, targets=TARGETS))
+        rig.core.add_request(request(name, [100, 101, len(name)], max_tokens=60, targets=ServiceTargets(tpot_s=TPOT_S)))
     outputs = rig.run()
     for name in ("copy", "free", "copy-2"):
         assert outputs[name].token_ids == expected_tokens([100, 101, len(name)], 60)
