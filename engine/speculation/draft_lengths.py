@@ -70,9 +70,7 @@ def choose_lengths(
         ratio = costs.ratio(batch, count)
         if ratio > longest or (batch + most[count]) / batch <= best * ratio:
             continue
-        least = [
-            bisect_left(each, share.least(ratio)) for each, share in zip(expected, shares, strict=True)
-        ]
+        least = [bisect_left(each, share.least(ratio)) for each, share in zip(expected, shares, strict=True)]
         left = count - sum(least)
         if left < 0 or any(length == len(each) for length, each in zip(least, expected, strict=True)):
             continue

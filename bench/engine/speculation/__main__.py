@@ -4,10 +4,10 @@ Each prompt is answered greedily and with a seed, plainly and with speculation i
 model: milliseconds a token after the first one, and the ratio of each pair of neighbours, of CPU time, too. `same`:
 whether all answers were the same, token for token. Kinds: `copy`, answers that repeat much of their prompts (a summary
 of quoted sentences, a corrected text, changed code); `free`, answers that do not; `mixed`. `several`: four prompts at a
-time; `eight` and `many`: 8 and 32.
+time; `eight` and `many`: 8 and 32, whose answers go on to `--tokens` where others end as the model ends them.
 
-`counted` is the ratio in virtual time, see `counted.py`, with the tokens and rows of a step of each sequence: what
-other processes do has no part in it. `--turns 0` counts only.
+`counted` is the ratio in virtual time, see `counted.py`, with the tokens and rows of a step: what other processes do
+has no part in it. `--turns 0` counts only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ FREE = {
     "advice": "What should I think about before I move from a small village to a big city?",
     "chat": "I had a bad day at work today. Can you cheer me up a little?",
 }
-SEVERAL = ("several", "eight", "many")
+SEVERAL = 4
+"""Prompts whose answers end where the model ends them. More of them go on to `--tokens`, so that all stay a batch."""
+BATCHES = ("several", "eight", "many")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
 
 
@@ -90,10 +92,9 @@ class Answer:
     cpu_ms_a_token: float
 
 
-def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, count: int) -> Answer:
-    """Answers the prompts together. All get as many tokens, whatever they are."""
+def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, stop: StopParams) -> Answer:
+    """Answers the prompts together."""
     tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    stop = StopParams(max_tokens=count, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         core.add_request(EngineRequest(str(number), tuple(prompt), sampling, stop))
     began, cpu, before = 0.0, 0.0, 0
@@ -117,7 +118,7 @@ class Bench:
         runner = build_torch_runner(config, source, lambda _fraction: None)
         warm_up(runner, None, drafts=warm_up_drafts(config))
         self._tokenizer = load_tokenizer(source.tokenizer_source)
-        self._config, self._vocabulary_size = config, runner.facts.vocabulary_size
+        self._config, self._facts = config, runner.facts
         self._plain = EngineCore(runner, config, self._tokenizer)
         self._drafting = EngineCore(runner, config, self._tokenizer, drafter=make_drafter(config))
 
@@ -128,17 +129,19 @@ class Bench:
         prompts = [chat(self._tokenizer, text) for text in texts]
         totals = self._drafting.step_totals["decode"]
         drafted, accepted = totals.drafted_tokens, totals.accepted_tokens
-        known = ask(self._plain, prompts, sampling, count).tokens
+        ends = frozenset[int]() if len(prompts) > SEVERAL else self._facts.eos_token_ids
+        stop = StopParams(max_tokens=count, eos_token_ids=ends)
+        known = ask(self._plain, prompts, sampling, stop).tokens
         plain: list[Answer] = []
         drafting: list[Answer] = []
         for turn in range(turns):
             answers = {}
             for core in (self._plain, self._drafting) if turn % 2 == 0 else (self._drafting, self._plain):
-                answers[core] = ask(core, prompts, sampling, count)
+                answers[core] = ask(core, prompts, sampling, stop)
             plain.append(answers[self._plain])
             drafting.append(answers[self._drafting])
         pairs = list(zip(plain, drafting, strict=True))
-        tokens = max(1, turns * count * len(prompts))
+        tokens = max(1, turns * sum(map(len, known)))
         row = {
             "kind": kind,
             "prompt": name,
@@ -161,14 +164,13 @@ class Bench:
     def _counted(self, prompts: list[list[int]], known: list[list[int]]) -> dict[str, float]:
         """What drafts save of these answers by count."""
         plain, drafting = (
-            counted(prompts, known, self._tokenizer, self._vocabulary_size, drafter)
+            counted(prompts, known, self._tokenizer, self._facts.vocabulary_size, drafter)
             for drafter in (None, make_drafter(self._config))
         )
-        sequence_steps = drafting.steps * len(prompts)
         return {
             "counted": round(plain.seconds / drafting.seconds, 3),
-            "tokens_a_step": round(plain.rows / sequence_steps, 2),
-            "rows_a_step": round(drafting.rows / sequence_steps, 2),
+            "tokens_a_step": round(plain.rows / drafting.steps, 2),
+            "rows_a_step": round(drafting.rows / drafting.steps, 2),
         }
 
 
@@ -188,8 +190,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, *SEVERAL], help="only these")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
+    parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, *BATCHES], help="only these")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])

@@ -50,8 +50,14 @@ class KnownAnswers(SimulatedRunner):
         """See ModelRunner."""
         rows = draft_rows(batch)
         if all(row.num_new == 1 for row in rows):
-            self.steps, self.rows, self.now = self.steps + 1, self.rows + len(rows), self.now + step_s(len(rows))
-        return sample_in_order(rows, (), lambda wanted: [SampledToken(self._next(rows[row])) for row in wanted])
+            self.steps, self.rows, self.now = (
+                self.steps + 1,
+                self.rows + len(rows),
+                self.now + step_s(len(rows)),
+            )
+        return sample_in_order(
+            rows, (), lambda wanted: [SampledToken(self._next(rows[row])) for row in wanted]
+        )
 
     def _next(self, row: ScheduledSequence) -> int:
         answer = self._answers[row.request_id]

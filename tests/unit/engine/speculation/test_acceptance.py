@@ -12,7 +12,9 @@ def test_acceptance_is_learned_and_unlearned() -> None:
     for _ in range(30):
         rates.record(3, 4, 0)
     assert rates.chances(3, 1)[0] < 0.1
-    assert SequenceAcceptance(rates.everywhere).chances(3, 1)[0] < 0.3, "a new sequence begins where others are"
+    assert SequenceAcceptance(rates.everywhere).chances(3, 1)[0] < 0.3, (
+        "a new sequence begins where others are"
+    )
     for _ in range(30):
         rates.record(3, 4, 4)
     assert rates.chances(3, 4)[3] > 0.8

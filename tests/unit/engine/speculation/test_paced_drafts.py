@@ -58,7 +58,8 @@ class Load:
     rig: Rig
     kinds: Sequence[str]
     tpot_s: float = TPOT_S
-    means_s: list[float] = field(default_factory=list)
+    means_s: dict[str, float] = field(default_factory=dict)
+    """Mean seconds a token after the first, of each answer."""
     ttfts_s: list[float] = field(default_factory=list)
 
     def run(self, answers: int, prompt_every_s: float) -> None:
@@ -92,15 +93,19 @@ class Load:
                 if name in asked_s:
                     self.ttfts_s.append(own[0] - asked_s[name])
                     continue
-                self.means_s.append((own[-1] - own[0]) / (len(own) - 1))
+                self.means_s[name] = (own[-1] - own[0]) / (len(own) - 1)
                 open_slots = {slot: "" if each == name else each for slot, each in open_slots.items()}
                 self.rig.outputs.pop(name)
         for name in [*open_slots.values(), *(each for each in asked_s if each in times)]:
             core.abort(name)
 
+    def attained(self, kind: str = "") -> float:
+        means_s = [mean_s for name, mean_s in self.means_s.items() if name.startswith(kind)]
+        return sum(mean_s <= self.tpot_s for mean_s in means_s) / len(means_s)
+
     @property
-    def attained(self) -> float:
-        return sum(mean_s <= self.tpot_s for mean_s in self.means_s) / len(self.means_s)
+    def mean_s(self) -> float:
+        return sum(self.means_s.values()) / len(self.means_s)
 
 
 def measured(drafter: GuessingDrafter | None) -> Rig:
@@ -127,8 +132,8 @@ def test_targets_are_attained_with_rates_wrong_by_half_either_way(
     assert isinstance(rig.runner, RowTimes)
     rig.runner.slower = slower
     load = Load(rig, kinds, tpot_s)
-    load.run(answers=200, prompt_every_s=1.5)
-    assert load.attained >= 0.99
+    load.run(answers=120, prompt_every_s=1.5)
+    assert load.attained() >= 0.99
     assert len(load.ttfts_s) > 10
     assert rig.core.step_totals["decode"].accepted_tokens > 0
 
@@ -140,16 +145,16 @@ def test_who_does_not_copy_keeps_its_target_beside_those_that_do(slower: float) 
     assert isinstance(rig.runner, RowTimes)
     rig.runner.slower = slower
     load = Load(rig, ("copy", "copy", "copy", "free"), TIGHT_S)
-    load.run(answers=200, prompt_every_s=1e9)
-    assert load.attained >= 0.99
-    assert rig.core.step_totals["decode"].accepted_tokens > 200
+    load.run(answers=120, prompt_every_s=1e9)
+    assert load.attained("free") >= 0.99
+    assert rig.core.step_totals["decode"].accepted_tokens > 20
 
 
 def test_wrong_guesses_make_nobody_late() -> None:
     rig = measured(guesses(right=0.3))
     load = Load(rig, ("copy", "free", "free", "free"), TIGHT_S)
-    load.run(answers=200, prompt_every_s=1.5)
-    assert load.attained >= 0.99
+    load.run(answers=120, prompt_every_s=1.5)
+    assert load.attained() >= 0.99
 
 
 @pytest.mark.parametrize("kinds", [MIXED, ("copy",) * 4], ids=["mixed", "copy"])
@@ -158,7 +163,7 @@ def test_prompts_wait_no_longer_for_it(kinds: Sequence[str]) -> None:
     for drafting in (False, True):
         load = Load(measured(guesses(right=0.85) if drafting else None), kinds)
         load.run(answers=60, prompt_every_s=1.0)
-        found[drafting] = sum(load.ttfts_s) / len(load.ttfts_s), sum(load.means_s) / len(load.means_s)
+        found[drafting] = sum(load.ttfts_s) / len(load.ttfts_s), load.mean_s
     assert found[True][0] <= 1.05 * found[False][0]
     assert found[True][1] <= found[False][1]
 
@@ -169,15 +174,17 @@ def test_drafts_take_what_streams_are_ahead_of_their_targets() -> None:
     for drafting in (False, True):
         load = Load(measured(guesses(right=0.95) if drafting else None), ("copy", "free"))
         load.run(answers=20, prompt_every_s=1e9)
-        means[drafting] = sum(load.means_s) / len(load.means_s)
-        assert load.attained == 1
+        means[drafting] = load.mean_s
+        assert load.attained() == 1
     assert means[True] < 0.8 * means[False]
 
 
 def test_answers_are_the_same() -> None:
     rig = measured(guesses(right=0.85))
     for name in ("copy", "free", "copy-2"):
-        rig.core.add_request(request(name, [100, 101, len(name)], max_tokens=60, targets=ServiceTargets(tpot_s=TPOT_S)))
+        rig.core.add_request(
+            request(name, [100, 101, len(name)], max_tokens=60, targets=ServiceTargets(tpot_s=TPOT_S))
+        )
     outputs = rig.run()
     for name in ("copy", "free", "copy-2"):
         assert outputs[name].token_ids == expected_tokens([100, 101, len(name)], 60)
