@@ -26,8 +26,8 @@ from splitserve.models.tokenizer import Tokenizer
 
 STEP_S = 7.5e-3
 ROW_TIMES = {1: 1.0, 2: 1.01, 4: 1.13, 6: 1.27, 8: 1.40, 12: 2.27, 16: 2.5, 24: 3.1, 32: 3.7}
-"""Steps by their number of rows, in steps of one row, for rows of 100 tokens of context and one thread: as measured, see
-docs/performance.md. Graphs are of these sizes, so a step takes as long as the next larger."""
+"""Steps by their number of rows, in steps of one row, for rows of 100 tokens of context and one thread: as measured,
+see docs/performance.md. Graphs are of these sizes, so a step takes as long as the next larger."""
 _SIZES = sorted(ROW_TIMES)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from engine.speculation.acceptance import Acceptance, SequenceAcceptance
@@ -40,4 +42,4 @@ def test_a_draft_of_one_token_is_no_trial_of_further_ones() -> None:
 def test_chances_fall_along_a_draft() -> None:
     chances = SequenceAcceptance(Acceptance()).chances(1, 7)
     assert len(chances) == 7
-    assert all(0 < later <= before <= 1 for before, later in zip(chances, chances[1:], strict=False))
+    assert all(0 < later <= before <= 1 for before, later in pairwise(chances))

@@ -70,8 +70,8 @@ class Load:
         open_slots = dict.fromkeys(range(len(self.kinds)), "")
         number, next_prompt_s = 0, clock.now + prompt_every_s
         while len(self.means_s) < answers:
-            for slot, name in open_slots.items():
-                if not name:
+            for slot, taken in open_slots.items():
+                if not taken:
                     number += 1
                     name = open_slots[slot] = f"{self.kinds[slot]}-{number}"
                     prompt = [pick.randrange(97, 122) for _ in range(12)]
