@@ -75,7 +75,7 @@ class SuffixIndex:
 class _Source(NamedTuple):
     """What is kept of a sequence: what it may copy from, and where it does so now."""
 
-    index: SuffixIndex
+    suffixes: SuffixIndex
     place: CopiedPlace
 
 
@@ -99,11 +99,11 @@ class PromptLookup(Drafter):
         source = self._sources.get(request.key)
         if source is None:
             source = self._sources[request.key] = _Source(SuffixIndex(2 * len(tokens)), CopiedPlace())
-        index, place = source
-        index.extend(tokens)
+        suffixes, place = source
+        suffixes.extend(tokens)
         place.follow(tokens)
         if place.matched < SURE_TOKENS:
-            follows, length = index.find(tokens)
+            follows, length = suffixes.find(tokens)
             if length >= SURE_TOKENS:
                 place.move(follows, length, len(tokens))
             elif length:
