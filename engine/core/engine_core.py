@@ -91,7 +91,7 @@ class EngineCore(Engine):
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
         if tiers is not None:
             tiers.attach(pool, self.kv_events, self._blocks_freed, lambda: self._meter.prompt_fit.latest)
-        self._speculator = Speculator(drafter, self._kv, self.context_tokens) if drafter else None
+        self._speculator = Speculator(drafter, self._kv, self._limits, self._pacing) if drafter else None
         self._outputs = OutputProcessor(
             block_size, self._kv.cache_computed, self._limits, self._pending, self._end
         )

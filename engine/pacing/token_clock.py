@@ -126,6 +126,11 @@ class TokenClock:
         self._held_since_s = None
         return tokens
 
+    @property
+    def holds(self) -> bool:
+        """Whether a prompt waits for room."""
+        return self._held_since_s is not None
+
     def nothing_waits(self) -> None:
         """No prompt is held any more."""
         self._held_since_s = None

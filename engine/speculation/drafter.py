@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+SUPPORTS = 5
+"""Classes of guesses, see `Draft`."""
+
 
 class DraftRequest(NamedTuple):
     """A sequence to guess the next tokens of, up to `most`. `key` names it from one step to the next."""
@@ -17,8 +20,8 @@ class DraftRequest(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Guessed tokens, each within the vocabulary. How often drafts of one `support`, 0 to 3, were right is measured, so
-    it may be any class of guesses that are alike."""
+    """Guessed tokens, each within the vocabulary. How often drafts of one `support`, below `SUPPORTS`, were right is
+    measured, so it may be any class of guesses that are alike."""
 
     token_ids: Sequence[int]
     support: int

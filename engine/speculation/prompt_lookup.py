@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
+from engine.speculation.copied_place import NOWHERE, SURE_TOKENS, CopiedPlace
 from engine.speculation.drafter import NO_DRAFT, Draft, Drafter, DraftRequest
 
 MIN_MATCH = 2
@@ -16,6 +18,10 @@ MAX_MATCH = 16
 """Longer matches are not told apart."""
 MAX_LOOKS = 16
 """Earlier places that are compared; the latest first."""
+MAX_INDEXED = 1024
+"""Tokens that are indexed in a step, of each sequence: the index of a long prompt is made in several."""
+_AFTER_CHANGE = 4
+"""Support where the answer has come back to its source with a token or a few."""
 _MIN_BITS, _MAX_BITS = 10, 16
 _NONE = -1
 
@@ -34,9 +40,9 @@ class SuffixIndex:
         """Of each position, the one before it in its chain. Chains hold positions that were followed by a token."""
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Takes what is new of a sequence. Its last token is taken once another one follows it."""
+        """Takes what is new of a sequence, `MAX_INDEXED` at most. Its last token is taken once another follows it."""
         latest, before, mask = self._latest, self._before, self._mask
-        for end in range(len(before), len(token_ids) - 1):
+        for end in range(len(before), min(len(token_ids) - 1, len(before) + MAX_INDEXED)):
             chain = _pair(token_ids, end) & mask if end else 0
             before.append(latest[chain] if end else _NONE)
             if end:
@@ -66,33 +72,58 @@ class SuffixIndex:
         return (follows, best) if best >= MIN_MATCH else (0, 0)
 
 
+class _Source(NamedTuple):
+    """What is kept of a sequence: what it may copy from, and where it does so now."""
+
+    suffixes: SuffixIndex
+    place: CopiedPlace
+
+
 class PromptLookup(Drafter):
-    """A `SuffixIndex` for each sequence, made when it is first asked for."""
+    """A `SuffixIndex` and a `CopiedPlace` for each sequence, made when it is first asked for."""
 
     def __init__(self) -> None:
-        self._indexes: dict[Hashable, SuffixIndex] = {}
+        self._sources: dict[Hashable, _Source] = {}
 
     def drafts(self, asked: Sequence[DraftRequest]) -> list[Draft]:
-        """See `Drafter.drafts`. The support of a draft is the class of its match's length, 0..3."""
+        """See `Drafter.drafts`. A draft's support is the class of its match's length, 0 to 3, or 4: it comes after a
+        change."""
         return [self._draft(request) for request in asked]
 
     def forget(self, key: Hashable) -> None:
         """See `Drafter.forget`."""
-        self._indexes.pop(key, None)
+        self._sources.pop(key, None)
 
     def _draft(self, request: DraftRequest) -> Draft:
         tokens = request.token_ids
-        index = self._indexes.get(request.key)
-        if index is None:
-            index = self._indexes[request.key] = SuffixIndex(2 * len(tokens))
-        index.extend(tokens)
-        follows, length = index.find(tokens)
-        if not length:
+        source = self._sources.get(request.key)
+        if source is None:
+            source = self._sources[request.key] = _Source(SuffixIndex(2 * len(tokens)), CopiedPlace())
+        suffixes, place = source
+        suffixes.extend(tokens)
+        place.follow(tokens)
+        if place.matched < SURE_TOKENS:
+            follows, length = suffixes.find(tokens)
+            if length >= SURE_TOKENS:
+                place.move(follows, length, len(tokens))
+            elif length:
+                return Draft(_copied(tokens, follows, request.most), length - MIN_MATCH)
+        if place.follows == NOWHERE or place.strays:  # within a change a guess is hardly ever right
             return NO_DRAFT
-        # Where the match runs into the end of the sequence, what was guessed is what goes on: a text in a loop.
-        period = len(tokens) - follows
-        draft = [tokens[follows + place % period] for place in range(request.most)]
-        return Draft(draft, min(length.bit_length() - 2, 3) if length > MIN_MATCH else 0)
+        return Draft(_copied(tokens, place.follows, request.most), _support(place))
+
+
+def _copied(tokens: Sequence[int], follows: int, count: int) -> list[int]:
+    """The tokens from `follows` on. Where they run into the end of the sequence, what is guessed is what goes on: a
+    text in a loop."""
+    period = len(tokens) - follows
+    return [tokens[follows + ahead % period] for ahead in range(count)]
+
+
+def _support(place: CopiedPlace) -> int:
+    if place.matched < SURE_TOKENS:
+        return _AFTER_CHANGE
+    return 2 if place.matched < 2 * SURE_TOKENS else 3
 
 
 def _pair(token_ids: Sequence[int], end: int) -> int:

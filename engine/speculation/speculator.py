@@ -8,24 +8,28 @@ tokens a step gives, never which.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from engine.core.kv_cache_manager import KVCacheManager
+from engine.core.prompt_pacing import PromptPacing
 from engine.core.scheduler import SchedulerOutput
 from engine.core.sequence import Sequence
 from engine.core.step_stats import DraftOutcome
+from engine.core.types import RequestLimits
+from engine.speculation.acceptance import Acceptance, SequenceAcceptance
 from engine.speculation.draft_lengths import (
     MAX_DRAFT,
     MAX_PROBE_COST,
     MAX_ROWS,
     MAX_SEQUENCES,
     PROBE_EVERY,
-    Acceptance,
-    RowCosts,
-    SequenceAcceptance,
     choose_lengths,
+    may_pay,
 )
+from engine.speculation.draft_room import DraftRoom, StreamAccount
 from engine.speculation.drafter import Draft, Drafter, DraftRequest
 from engine.speculation.prompt_lookup import PromptLookup
+from engine.speculation.row_costs import RowCosts
 from splitserve.config.engine import EngineConfig
 
 
@@ -48,16 +52,27 @@ def make_drafter(config: EngineConfig) -> Drafter | None:
     return None if config.speculation == "off" else PromptLookup()
 
 
-class Speculator:
-    """The drafts of an engine's steps. `sequence_tokens`: the longest sequence."""
+@dataclass(slots=True)
+class DraftedStream:
+    """What is known of one sequence's drafts. `left_out`: of how many steps since the last that checked any."""
 
-    def __init__(self, drafter: Drafter, kv: KVCacheManager, sequence_tokens: int) -> None:
-        self._drafter, self._kv, self._sequence_tokens = drafter, kv, sequence_tokens
+    acceptance: SequenceAcceptance
+    account: StreamAccount = field(default_factory=StreamAccount)
+    left_out: int = 0
+    support: int = 0
+    """Of its draft in the step that is under way."""
+
+
+class Speculator:
+    """The drafts of an engine's steps, within what the token clock of its `pacing` leaves."""
+
+    def __init__(
+        self, drafter: Drafter, kv: KVCacheManager, limits: RequestLimits, pacing: PromptPacing
+    ) -> None:
+        self._drafter, self._kv, self._limits, self._clock = drafter, kv, limits, pacing.clock
         self._costs = RowCosts()
         self._everywhere = Acceptance()
-        self._acceptance: dict[Sequence, SequenceAcceptance] = {}
-        self._supports: dict[Sequence, int] = {}
-        """Of the drafts of the step that is under way."""
+        self._streams: dict[Sequence, DraftedStream] = {}
 
     def plan(self, step: SchedulerOutput, watermark: int) -> dict[Sequence, tuple[int, ...]]:
         """The drafts that a scheduled step checks, with blocks for them; at least `watermark` blocks stay free.
@@ -65,22 +80,25 @@ class Speculator:
         None beside prompts, whose steps are longer than it takes to read the weights. A sequence whose grammar raises
         leaves the step and fails.
         """
-        self._supports = {}
         batch = list(step.num_new)
-        if not 0 < len(batch) <= MAX_SEQUENCES:
+        if not 0 < len(batch) <= MAX_SEQUENCES or any(tokens > 1 for tokens in step.num_new.values()):
             return {}
-        if any(tokens > 1 for tokens in step.num_new.values()):
+        max_rows = min(len(batch) + step.budget, MAX_ROWS)
+        if not may_pay(len(batch), self._costs, max_rows):
             return {}
         guesses = self._guesses(step, batch)
         if not guesses:
             return {}
-        lengths = self._lengths(guesses, batch, len(batch) + step.budget)
+        batch = list(step.num_new)
+        paces, plain_s = [sequence.pace for sequence in batch], self._costs.step_s(len(batch))
+        room = DraftRoom(step.now, paces, self._clock, plain_s)
+        lengths = self._lengths(guesses, batch, room, max_rows)
         drafts: dict[Sequence, tuple[int, ...]] = {}
         for sequence, wanted in lengths.items():
             length = self._with_blocks(sequence, wanted, watermark)
             if length:
                 drafts[sequence] = tuple(guesses[sequence].token_ids[:length])
-                self._supports[sequence] = guesses[sequence].support
+                self._streams[sequence].support = guesses[sequence].support
                 step.budget -= length
         return drafts
 
@@ -90,22 +108,28 @@ class Speculator:
         """The step that was planned last took so long, and its drafts came out like this."""
         if not num_new or any(tokens > 1 for tokens in num_new.values()):
             return
-        for sequence, (drafted, accepted) in outcomes.items():
-            if (acceptance := self._acceptance.get(sequence)) is not None:
-                acceptance.record(self._supports[sequence], drafted, accepted)
-        self._costs.record(len(num_new) + sum(one.drafted for one in outcomes.values()), duration_s)
+        batch, drafted = len(num_new), sum(one.drafted for one in outcomes.values())
+        ratio = self._costs.ratio(batch, drafted) if drafted else 1.0
+        for sequence in num_new:
+            if (stream := self._streams.get(sequence)) is None:
+                continue
+            outcome = outcomes.get(sequence)
+            stream.account.stepped(1 + outcome.accepted if outcome else 1, ratio)
+            if outcome is not None:
+                stream.acceptance.record(stream.support, *outcome)
+        self._costs.record(batch + drafted, duration_s)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
         self._drafter.forget(sequence)
-        self._acceptance.pop(sequence, None)
+        self._streams.pop(sequence, None)
 
     def _guesses(self, step: SchedulerOutput, batch: list[Sequence]) -> dict[Sequence, Draft]:
         """The drafts that could be accepted, none of them empty."""
         most = {
             sequence: min(MAX_DRAFT, further - 1)
             for sequence in batch
-            if (further := sequence.further_tokens(self._sequence_tokens)) > 1
+            if (further := sequence.further_tokens(self._limits.sequence_tokens)) > 1
         }
         asked = [DraftRequest(sequence, sequence.tokens, tokens) for sequence, tokens in most.items()]
         guesses: dict[Sequence, Draft] = {}
@@ -122,31 +146,42 @@ class Speculator:
         return guesses
 
     def _lengths(
-        self, guesses: Mapping[Sequence, Draft], batch: list[Sequence], max_rows: int
+        self, guesses: Mapping[Sequence, Draft], batch: list[Sequence], room: DraftRoom, max_rows: int
     ) -> dict[Sequence, int]:
         """The length of each sequence's draft in a step of up to `max_rows` rows."""
-        most, rates = [0] * len(batch), [0.0] * len(batch)
-        for index, sequence in enumerate(batch):
-            if (draft := guesses.get(sequence)) is not None:
-                acceptance = self._acceptance.setdefault(sequence, SequenceAcceptance(self._everywhere))
-                most[index], rates[index] = len(draft.token_ids), acceptance.rate(draft.support)
-        chosen = choose_lengths(most, rates, self._costs, min(max_rows, MAX_ROWS))
+        streams = [self._stream(sequence) for sequence in batch]
+        chances = [
+            stream.acceptance.chances(draft.support, len(draft.token_ids))
+            if (draft := guesses.get(sequence)) is not None
+            else ()
+            for sequence, stream in zip(batch, streams, strict=True)
+        ]
+        shares = room.shares([stream.account for stream in streams])
+        chosen = choose_lengths(chances, shares, self._costs, max_rows, room.longest)
         if not any(chosen):
-            return self._probe(guesses, len(batch), max_rows)
+            return self._probe(guesses, len(batch), room, max_rows)
         for sequence in guesses:
-            self._acceptance[sequence].left_out = 0
+            self._streams[sequence].left_out = 0
         return dict(zip(batch, chosen, strict=True))
 
-    def _probe(self, guesses: Mapping[Sequence, Draft], batch: int, max_rows: int) -> dict[Sequence, int]:
+    def _probe(
+        self, guesses: Mapping[Sequence, Draft], batch: int, room: DraftRoom, max_rows: int
+    ) -> dict[Sequence, int]:
         """One token of the draft that was left out for longest, now and then."""
         for sequence in guesses:
-            self._acceptance[sequence].left_out += 1
-        longest = max(guesses, key=lambda sequence: self._acceptance[sequence].left_out)
-        if self._acceptance[longest].left_out < PROBE_EVERY or batch >= min(max_rows, MAX_ROWS):
+            self._streams[sequence].left_out += 1
+        longest = max(guesses, key=lambda sequence: self._streams[sequence].left_out)
+        if self._streams[longest].left_out < PROBE_EVERY or batch >= max_rows:
             return {}
         for sequence in guesses:
-            self._acceptance[sequence].left_out = 0
-        return {longest: 1} if self._costs.ratio(batch, 1) <= MAX_PROBE_COST else {}
+            self._streams[sequence].left_out = 0
+        return {longest: 1} if self._costs.ratio(batch, 1) <= min(MAX_PROBE_COST, room.longest) else {}
+
+    def _stream(self, sequence: Sequence) -> DraftedStream:
+        stream = self._streams.get(sequence)
+        if stream is None:
+            stream = self._streams[sequence] = DraftedStream(SequenceAcceptance(self._everywhere))
+        return stream
 
     def _with_blocks(self, sequence: Sequence, length: int, watermark: int) -> int:
         """As many drafted tokens as there are blocks for; nobody is preempted for a guess."""

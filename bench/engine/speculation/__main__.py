@@ -3,8 +3,11 @@
 Each prompt is answered greedily and with a seed, plainly and with speculation in turns, one after the other by the same
 model: milliseconds a token after the first one, and the ratio of each pair of neighbours, of CPU time, too. `same`:
 whether all answers were the same, token for token. Kinds: `copy`, answers that repeat much of their prompts (a summary
-of quoted sentences, a corrected text, changed code); `free`, answers that do not. `several` answers four prompts at a
-time.
+of quoted sentences, a corrected text, changed code); `free`, answers that do not; `mixed`. `several`: four prompts at a
+time; `eight` and `many`: 8 and 32, whose answers go on to `--tokens` where others end as the model ends them.
+
+`counted` is the ratio in virtual time, see `counted.py`, with the tokens and rows of a step: what other processes do
+has no part in it. `--turns 0` counts only.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.engine.speculation.counted import counted
 from bench.engine.turns import show
 from bench.machine import this_machine
 from engine.core.engine_core import EngineCore
@@ -73,6 +77,9 @@ FREE = {
     "advice": "What should I think about before I move from a small village to a big city?",
     "chat": "I had a bad day at work today. Can you cheer me up a little?",
 }
+SEVERAL = 4
+"""Prompts whose answers end where the model ends them. More of them go on to `--tokens`, so that all stay a batch."""
+BATCHES = ("several", "eight", "many")
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=11)
 
 
@@ -85,10 +92,9 @@ class Answer:
     cpu_ms_a_token: float
 
 
-def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, count: int) -> Answer:
-    """Answers the prompts together. All get as many tokens, whatever they are."""
+def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, stop: StopParams) -> Answer:
+    """Answers the prompts together."""
     tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
-    stop = StopParams(max_tokens=count, ignore_eos=True)
     for number, prompt in enumerate(prompts):
         core.add_request(EngineRequest(str(number), tuple(prompt), sampling, stop))
     began, cpu, before = 0.0, 0.0, 0
@@ -112,6 +118,7 @@ class Bench:
         runner = build_torch_runner(config, source, lambda _fraction: None)
         warm_up(runner, None, drafts=warm_up_drafts(config))
         self._tokenizer = load_tokenizer(source.tokenizer_source)
+        self._config, self._facts = config, runner.facts
         self._plain = EngineCore(runner, config, self._tokenizer)
         self._drafting = EngineCore(runner, config, self._tokenizer, drafter=make_drafter(config))
 
@@ -122,28 +129,48 @@ class Bench:
         prompts = [chat(self._tokenizer, text) for text in texts]
         totals = self._drafting.step_totals["decode"]
         drafted, accepted = totals.drafted_tokens, totals.accepted_tokens
-        ask(self._plain, prompts, sampling, count)
+        ends = frozenset[int]() if len(prompts) > SEVERAL else self._facts.eos_token_ids
+        stop = StopParams(max_tokens=count, eos_token_ids=ends)
+        known = ask(self._plain, prompts, sampling, stop).tokens
         plain: list[Answer] = []
         drafting: list[Answer] = []
         for turn in range(turns):
             answers = {}
             for core in (self._plain, self._drafting) if turn % 2 == 0 else (self._drafting, self._plain):
-                answers[core] = ask(core, prompts, sampling, count)
+                answers[core] = ask(core, prompts, sampling, stop)
             plain.append(answers[self._plain])
             drafting.append(answers[self._drafting])
         pairs = list(zip(plain, drafting, strict=True))
-        return {
+        tokens = max(1, turns * sum(map(len, known)))
+        row = {
             "kind": kind,
             "prompt": name,
             "sampled": not sampling.greedy,
             "batch": len(prompts),
+            **self._counted(prompts, known),
+        }
+        if not turns:
+            return row
+        return row | {
             "plain_ms": round(median(one.ms_a_token for one in plain), 2),
             "drafting_ms": round(median(one.ms_a_token for one in drafting), 2),
             "ratio": round(median(a.ms_a_token / b.ms_a_token for a, b in pairs), 3),
             "cpu_ratio": round(median(a.cpu_ms_a_token / b.cpu_ms_a_token for a, b in pairs), 3),
-            "drafted": round((totals.drafted_tokens - drafted) / turns / count / len(prompts), 2),
-            "accepted": round((totals.accepted_tokens - accepted) / turns / count / len(prompts), 2),
+            "drafted": round((totals.drafted_tokens - drafted) / tokens, 2),
+            "accepted": round((totals.accepted_tokens - accepted) / tokens, 2),
             "same": all(a.tokens == b.tokens for a, b in pairs),
+        }
+
+    def _counted(self, prompts: list[list[int]], known: list[list[int]]) -> dict[str, float]:
+        """What drafts save of these answers by count."""
+        plain, drafting = (
+            counted(prompts, known, self._tokenizer, self._facts.vocabulary_size, drafter)
+            for drafter in (None, make_drafter(self._config))
+        )
+        return {
+            "counted": round(plain.seconds / drafting.seconds, 3),
+            "tokens_a_step": round(plain.rows / drafting.steps, 2),
+            "rows_a_step": round(drafting.rows / drafting.steps, 2),
         }
 
 
@@ -152,14 +179,19 @@ def chat(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.render_chat([Turn("user", text)])
 
 
+def numbered(texts: list[str], count: int) -> list[str]:
+    """So many texts: these, each with a number, so that no two are the same."""
+    return [f"{number}. {texts[number % len(texts)]}" for number in range(count)]
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine.speculation", description=__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, "several"], help="only these")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
+    parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, *BATCHES], help="only these")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
@@ -173,10 +205,14 @@ def main() -> None:
         for name, text in texts.items()
         for sampling in (greedy, SAMPLED)
     ]
+    copies, free = [*COPY.values(), REPORT], list(FREE.values())
     cases += [
-        ("copy", "several", [*COPY.values(), REPORT], greedy),
-        ("free", "several", list(FREE.values()), greedy),
-        ("free", "several", list(FREE.values()), SAMPLED),
+        ("copy", "several", copies, greedy),
+        ("free", "several", free, greedy),
+        ("free", "several", free, SAMPLED),
+        ("mixed", "several", [*copies[:2], *free[:2]], greedy),
+        *((kind, "eight", numbered(texts, 8), greedy) for kind, texts in (("copy", copies), ("free", free))),
+        *((kind, "many", numbered(texts, 32), greedy) for kind, texts in (("copy", copies), ("free", free))),
     ]
     cases = [case for case in cases if case[1] in options.prompts]
     rows = [bench.row(*case, options.turns, options.tokens) for case in cases]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
+from collections.abc import Sequence
 
 import pytest
 
-from engine.speculation.draft_lengths import (
-    FORGET_AFTER,
-    LEAST_SHARE,
-    Acceptance,
-    RowCosts,
-    SequenceAcceptance,
-    choose_lengths,
-)
+from engine.speculation.draft_lengths import LEAST_GAIN, NOTHING_OWED, Share, choose_lengths, may_pay
+from engine.speculation.row_costs import FORGET_AFTER, RowCosts
 
 MEMORY_BOUND = {1: 1.0, 2: 1.05, 4: 1.15, 8: 1.4, 16: 2.4}
 COMPUTE_BOUND = {rows: float(rows) for rows in range(1, 17)}
@@ -27,57 +24,123 @@ def costs_of(times: dict[int, float]) -> RowCosts:
     return costs
 
 
+def chances(rate: float, most: int) -> list[float]:
+    return [rate**place for place in range(1, most + 1)]
+
+
+def chosen(
+    most: Sequence[int],
+    rates: Sequence[float],
+    times: dict[int, float],
+    shares: Sequence[Share] | None = None,
+    longest: float = math.inf,
+) -> list[int]:
+    drafts = [chances(rate, length) for rate, length in zip(rates, most, strict=True)]
+    return choose_lengths(drafts, shares or [NOTHING_OWED] * len(most), costs_of(times), 16, longest)
+
+
 def test_sure_drafts_are_checked_whole_where_weights_bound_the_step() -> None:
-    assert choose_lengths([7], [0.95], costs_of(MEMORY_BOUND), 16) == [7]
+    assert chosen([7], [0.95], MEMORY_BOUND) == [7]
 
 
 def test_unsure_ones_in_part() -> None:
-    (length,) = choose_lengths([7], [0.5], costs_of(MEMORY_BOUND), 16)
+    (length,) = chosen([7], [0.5], MEMORY_BOUND)
     assert 1 <= length <= 3
 
 
 @pytest.mark.parametrize("batch", [1, 2, 8])
 def test_nothing_where_arithmetic_bounds_the_step(batch: int) -> None:
-    assert choose_lengths([7] * batch, [0.9] * batch, costs_of(COMPUTE_BOUND), 16) == [0] * batch
+    assert chosen([7] * batch, [0.9] * batch, COMPUTE_BOUND) == [0] * batch
+    assert not may_pay(batch, costs_of(COMPUTE_BOUND), 16)
+    assert may_pay(batch, costs_of(MEMORY_BOUND), 16)
 
 
 def test_nothing_where_drafts_are_wrong() -> None:
-    assert choose_lengths([7], [0.05], costs_of(MEMORY_BOUND), 16) == [0]
+    assert chosen([7], [0.05], MEMORY_BOUND) == [0]
 
 
-def test_a_stream_without_a_draft_is_not_slowed_by_the_others() -> None:
+def test_one_stream_without_a_guess_does_not_stop_the_others() -> None:
+    times = {4: 1.13, 6: 1.27, 8: 1.4, 12: 2.27}
+    lengths = chosen([7, 7, 7, 0], [0.9, 0.9, 0.9, 0.0], times)
+    assert sorted(lengths) == [0, 1, 1, 2]
+    assert lengths[3] == 0
+
+
+def test_a_stream_that_is_owed_all_of_a_step_is_not_slowed_by_the_others() -> None:
     times = {2: 1.0, 3: 1.1, 4: 1.2, 8: 1.6}
-    assert choose_lengths([7, 0], [0.95, 0.0], costs_of(times), 16) == [0, 0]
-    assert choose_lengths([7, 7], [0.95, 0.95], costs_of(times), 16) != [0, 0]
+    owed = [Share(0.97, 0.0)] * 2
+    assert chosen([7, 0], [0.95, 0.0], times, owed) == [0, 0]
+    assert chosen([7, 7], [0.95, 0.95], times, owed) != [0, 0]
+    ahead = [Share(0.97, 0.0), Share(0.97, 0.2)]
+    assert chosen([7, 0], [0.95, 0.0], times, ahead) == [2, 0]
 
 
-def test_rows_that_cost_nothing_are_used_beside_a_stream_without_a_draft() -> None:
-    free = {3: 1.0, 4: 1.0, 5: 1.5, 8: 2.0}
-    assert sum(choose_lengths([3, 0, 0], [0.9, 0, 0], costs_of(free), 16)) == 1
+def test_who_is_owed_tokens_gets_rows_before_likelier_ones() -> None:
+    times = {2: 1.0, 4: 1.0, 5: 3.0}
+    assert chosen([7, 7], [0.95, 0.5], times) == [2, 0]
+    assert chosen([7, 7], [0.95, 0.5], times, [NOTHING_OWED, Share(1.2, 0.0)]) == [1, 1]
 
 
-def test_bounds_hold_whatever_is_measured() -> None:
-    tables = (MEMORY_BOUND, COMPUTE_BOUND, {}, {4: 1.0}, {1: 1.0, 9: 0.5})
-    for times, most, rate in itertools.product(tables, ([7, 0, 2], [1], [7] * 8), (0.0, 0.4, 1.0)):
-        costs, rates = costs_of(times), [rate] * len(most)
-        chosen = choose_lengths(most, rates, costs, 12)
-        assert all(0 <= length <= limit for length, limit in zip(chosen, most, strict=True))
-        assert len(most) + sum(chosen) <= 12
-        if any(chosen):
-            ratio = costs.ratio(len(most), sum(chosen))
-            gains = [1 + sum(rate**place for place in range(1, length + 1)) for length in chosen]
-            assert min(gains) >= LEAST_SHARE * ratio
+def test_a_step_takes_no_longer_than_it_may() -> None:
+    assert sum(chosen([7], [0.95], MEMORY_BOUND, longest=1.2)) <= 4
+    assert chosen([7], [0.95], MEMORY_BOUND, longest=1.0) == [0]
 
 
-def test_acceptance_is_learned_and_unlearned() -> None:
-    rates = SequenceAcceptance(Acceptance())
-    for _ in range(30):
-        rates.record(3, 4, 0)
-    assert rates.rate(3) < 0.1
-    assert SequenceAcceptance(rates.everywhere).rate(3) < 0.3, "a new sequence begins where the others are"
-    for _ in range(30):
-        rates.record(3, 4, 4)
-    assert rates.rate(3) > 0.9
+def best_gain(
+    drafts: Sequence[Sequence[float]],
+    shares: Sequence[Share],
+    costs: RowCosts,
+    max_rows: int,
+    longest: float,
+) -> float:
+    """By trying all lengths."""
+    batch, best = len(drafts), LEAST_GAIN
+    for lengths in itertools.product(*(range(len(each) + 1) for each in drafts)):
+        count = sum(lengths)
+        if not count or batch + count > max_rows:
+            continue
+        ratio = costs.ratio(batch, count)
+        gains = [1 + sum(each[:length]) for each, length in zip(drafts, lengths, strict=True)]
+        owed = all(gain >= share.least(ratio) for gain, share in zip(gains, shares, strict=True))
+        if owed and ratio <= longest:
+            best = max(best, sum(gains) / batch / ratio)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_no_choice_gives_more(seed: int) -> None:
+    pick = random.Random(seed)
+    times, seconds = {}, 1.0
+    for rows in range(1, 17):
+        times[rows] = seconds = seconds * pick.choice([1.0, 1.02, 1.05, 1.1, 1.3])
+    costs = costs_of({rows: times[rows] for rows in pick.sample(range(1, 17), 9)})
+    batch, max_rows = pick.randint(1, 4), pick.randint(4, 12)
+    drafts = []
+    for _ in range(batch):
+        first, further = pick.random(), pick.choice([0.3, 0.8, 0.95, 1.0])
+        drafts.append([first * further**place for place in range(pick.randint(0, 5))])
+    shares = [pick.choice([NOTHING_OWED, Share(pick.random(), pick.random() - 0.2)]) for _ in drafts]
+    longest = pick.choice([math.inf, 1.2, 1.6])
+    lengths = choose_lengths(drafts, shares, costs, max_rows, longest)
+    best = best_gain(drafts, shares, costs, max_rows, longest)
+    if not any(lengths):
+        assert best == LEAST_GAIN
+        return
+    ratio = costs.ratio(batch, sum(lengths))
+    gains = [1 + sum(each[:length]) for each, length in zip(drafts, lengths, strict=True)]
+    assert sum(gains) / batch / ratio == pytest.approx(best)
+    assert ratio <= longest
+    assert batch + sum(lengths) <= max_rows
+    assert all(gain >= share.least(ratio) - 1e-9 for gain, share in zip(gains, shares, strict=True))
+
+
+@pytest.mark.parametrize("times", [MEMORY_BOUND, COMPUTE_BOUND, {}, {4: 1.0}, {1: 1.0, 9: 0.5}])
+def test_bounds_hold_whatever_is_measured(times: dict[int, float]) -> None:
+    for most, rate in itertools.product(([7, 0, 2], [1], [7] * 8), (0.0, 0.4, 1.0)):
+        drafts = [chances(rate, length) for length in most]
+        lengths = choose_lengths(drafts, [NOTHING_OWED] * len(most), costs_of(times), 12)
+        assert all(0 <= length <= limit for length, limit in zip(lengths, most, strict=True))
+        assert len(most) + sum(lengths) <= 12
 
 
 def test_a_hiccup_does_not_close_a_number_of_rows_for_good() -> None:

@@ -78,4 +78,4 @@ def test_an_ended_sequence_leaves_nothing() -> None:
     drafter.drafts([DraftRequest("a", [1, 2, 3], 2)])
     drafter.forget("a")
     drafter.forget("a")
-    assert not drafter._indexes
+    assert not drafter._sources
