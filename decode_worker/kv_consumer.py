@@ -161,11 +161,11 @@ class KvConsumer(KvConnector):
         load = core.load()
         state = (load.free_blocks, load.reserved_blocks, load.running_requests)
         # A try looks the prompt up in the prefix cache, which costs time and is useless while nothing was freed.
-        if not len(self._waiting) or state == self._last_tried_at:
-            return
-        self._waiting.expire(now)
-        self._waiting.grant(lambda entry: self._try_reserve(core, entry, now))
-        self._last_tried_at = state
+        if len(self._waiting) and state != self._last_tried_at:
+            self._waiting.expire(now)
+            self._waiting.grant(lambda entry: self._try_reserve(core, entry, now))
+            self._last_tried_at = state
+        core.reservations_wait(len(self._waiting) > 0)
 
     def _try_reserve(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
         """Grants a reservation, or replies with the error of one that can never fit; False to keep it waiting."""

@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rates", nargs="+", type=float, help="Default: those of each mix.")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=300)
     chosen = parser.parse_args(arguments)
     print("| machine, mix | rate |", " | ".join(chosen.systems), "|")
@@ -102,16 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if chosen.mixes and mix not in chosen.mixes:
                 continue
             for rate in chosen.rates or rates:
-                cells = [
-                    cell(machine, mix, rate, name, chosen.seeds, chosen.requests) for name in chosen.systems
-                ]
+                seeds = range(chosen.first_seed, chosen.first_seed + chosen.seeds)
+                cells = [cell(machine, mix, rate, name, seeds, chosen.requests) for name in chosen.systems]
                 print(f"| {machine}, {mix} | {rate:g} |", " | ".join(cells), "|", flush=True)
     return 0
 
 
-def cell(machine: str, mix: str, rate: float, system: str, seeds: int, requests: int) -> str:
+def cell(machine: str, mix: str, rate: float, system: str, seeds: Sequence[int], requests: int) -> str:
     """Means over the seeds."""
-    outcomes = [run(machine, mix, rate, system, seed, requests) for seed in range(seeds)]
+    outcomes = [run(machine, mix, rate, system, seed, requests) for seed in seeds]
     attained, ttft, tpot = (
         fmean(getattr(each, name) for each in outcomes)
         for name in ("attainment", "attainment_ttft", "attainment_tpot")

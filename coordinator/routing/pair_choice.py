@@ -3,12 +3,15 @@
     ready(w) = (work ahead + own work) / share(w)        left = 0.9 (due - now)
 
 1. the prefill worker, if it is ready within 0.3 of what is left: prompts on decode workers cost their streams;
-2. else the decode worker that is ready first, if it is in time, though the prefill worker be sooner; only where a step
-   with this stream and those that join before the prompt is due takes at most 0.72 of 0.9 of the TPOT target;
+2. else the decode worker that is ready first, if it is in time, though the prefill worker be sooner; of those that are
+   less pressed than the prefill worker, and where a step with this stream and those that join before the prompt is due
+   takes at most 0.72 of 0.9 of the TPOT target;
 3. else the prefill worker, if it is in time; else that decode worker if it takes 30% less, else the prefill worker.
 
 So the fixed split (a prefill worker that is always in time) and colocated workers (one that never is) are two results
-of one rule. `share` is what streams leave of a worker's time; its token clock keeps them whatever is believed here.
+of one rule. A prefill worker is pressed by what ready(p) is of what is left, a decode worker by what that step is of
+0.9 of the TPOT target: time goes from the side that has more of it. `share` is what streams leave of a worker's time;
+its token clock keeps them whatever is believed here.
 See docs/decisions/0028-who-computes-a-prompt.md. With neutral workers "prefill" and "decode" are where they lean, and
 
 4. the answer of a prompt that the prefill worker computes is decoded where the clock has room for it: by the router's
@@ -49,13 +52,19 @@ class PromptPlace:
     """Of this prompt: what the worker's cache lacks of it."""
     share: float = 1.0
     """Of its time, what its streams leave to prompts; above 0."""
-    has_room: bool = True
-    """Whether its streams leave enough to hold a prompt and its answer; see MIX_SHARE."""
+    pressure: float = 0.0
+    """Of a step with its streams, all that join soon and this one, over what their strictest target allows; 0: it has
+    no streams with targets, nothing is known, or its streams are not to be spared."""
 
     @property
     def ready_s(self) -> float:
         """From now until the first token."""
         return (self.ahead_s + self.work_s) / self.share
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its streams leave enough to hold a prompt and its answer; see MIX_SHARE."""
+        return self.pressure <= MIX_SHARE
 
 
 def share_left(
@@ -94,7 +103,8 @@ def choose_place(prefill: PromptPlace, decodes: Sequence[PromptPlace], left_s: f
     prefill_s = prefill.ready_s
     if prefill_s <= SOON_SHARE * left_s or not decodes:
         return None
-    able = [index for index, place in enumerate(decodes) if place.has_room]
+    pressed = prefill_s / left_s if prefill_s < left_s else 1.0
+    able = [index for index, place in enumerate(decodes) if place.has_room and place.pressure < pressed]
     if not able:
         return None
     first = min(able, key=lambda index: decodes[index].ready_s)
@@ -125,10 +135,9 @@ class StreamPlace:
         return self.step_s <= ROOM_SHARE * MARGIN * self.tpot_s
 
 
-def mixes(step_s: float | None, tpot_s: float | None) -> bool:
-    """Whether a decode worker may compute a prompt beside its streams: its step with all that join soon and this one,
-    against their strictest target. None: unknown, or no target."""
-    return step_s is None or tpot_s is None or step_s <= MIX_SHARE * MARGIN * tpot_s
+def pressure_on_streams(step_s: float | None, tpot_s: float | None) -> float:
+    """What a step is of the time that plans give it; 0 where it is unknown or there is no target."""
+    return 0.0 if step_s is None or tpot_s is None else step_s / (MARGIN * tpot_s)
 
 
 def choose_stream(places: Sequence[StreamPlace]) -> int | None:

@@ -178,6 +178,7 @@ class PairSelector(RequestObserver):
             expected_output_tokens=max(1.0, state.estimate.output_tokens - sent),
             session_id=request.session_id,
             class_rank=CLASS_RANKS[request.caller.priority_class],
+            computed_at_decode=self._config.local_prefill == "always",
             wants_candidates=self._wants_candidates,
         )
 

@@ -7,7 +7,8 @@ The cost of a prefill worker p and a decode worker d is the sum of
     others    prompt tokens that p does not hold / the pool's mean rate, times `scores.crowding`: the delay for
               requests behind this one
     transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d
-    decode    wait for blocks at d, and the cost of a step in its batch (`scores.decode_score_s`)
+    decode    wait for blocks at d, and the cost of a step in its batch (`scores.decode_score_s`); where d computes
+              prompts in any case (`local_prefill: always`), also those that wait there / its rate
 
 Queue, prefill and transfer are Mooncake's Algorithm 1 (Qin et al., FAST 2025); the other terms and the joint choice of
 both workers are ours. docs/routing.md explains each term. `scores.pair_cost` computes the cost of one pair;
@@ -149,6 +150,8 @@ def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
         scores *= pool.block_s
         scores *= request.expected_output_tokens
         scores += pool.batch_s
+    if request.computed_at_decode:
+        scores += pool.prompts_s * queue_weight(request.class_rank)
     if request.session_id:
         home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * pool.step_s[home]

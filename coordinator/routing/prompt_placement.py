@@ -11,7 +11,7 @@ from coordinator.routing.pair_choice import (
     choose_place,
     choose_stream,
     granted_tokens,
-    mixes,
+    pressure_on_streams,
     share_left,
 )
 from coordinator.routing.prompt_book import PromptBook
@@ -169,7 +169,8 @@ class PromptPlacement:
         step_s = None if fit is None else fit.step_s(streams + 1, context_tokens + request.prompt_tokens)
         share = share_left(fit, streams, context_tokens, tpot_s, own)
         # Where a neutral worker's answers are decoded has a rule of its own.
-        return PromptPlace(ahead_s, work_s, share, worker.neutral or mixes(step_s, tpot_s))
+        pressure = 0.0 if worker.neutral else pressure_on_streams(step_s, tpot_s)
+        return PromptPlace(ahead_s, work_s, share, pressure)
 
     def _strictest_s(self, worker: Worker, asked: _Asked) -> float | None:
         """The strictest target of the request and of the streams that this coordinator has on a worker: the engine's

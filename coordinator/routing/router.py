@@ -40,6 +40,8 @@ class RoutingRequest:
     """Requests of one session prefer the same workers; empty: no session."""
     class_rank: int = 0
     """Requests of a higher class overtake others in a worker's queue; see `CLASS_RANKS`."""
+    computed_at_decode: bool = False
+    """Whether the decode worker computes the prompt in any case (`local_prefill: always`), so that it waits there."""
     wants_candidates: bool = False
     """Whether `Pair.candidates` is wanted."""
 

@@ -97,6 +97,8 @@ def pair_cost(
         max_running_requests=decode.max_running_requests,
         steps_left=request.expected_output_tokens,
     )
+    if request.computed_at_decode:
+        wait_s += load.prompts_s * queue_weight(request.class_rank)
     return PairCost(
         queue_s,
         prefill_s,

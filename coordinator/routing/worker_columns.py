@@ -180,7 +180,8 @@ class PrefillColumns(WorkerColumns):
 
 class DecodeColumns(WorkerColumns):
     """Decode workers, each column [workers]: `free` blocks; `block_s`, seconds of wait per missing block and output
-    token; `batch_s`, the cost of a step in the batch, infinite if not accepting."""
+    token; `batch_s`, the cost of a step in the batch, infinite if not accepting; `prompts_s`, seconds of prompts that
+    wait there."""
 
     def __init__(
         self, workers: Sequence[Worker] = (), loads: Mapping[WorkerKey, DecodeLoad] = NO_LOADS
@@ -189,7 +190,7 @@ class DecodeColumns(WorkerColumns):
         self._loads = loads
         count = len(workers)
         self.free, self.block_s, self.batch_s = np.zeros(count), np.zeros(count), np.zeros(count)
-        self.step_s = np.zeros(count)
+        self.step_s, self.prompts_s = np.zeros(count), np.zeros(count)
         self._own_step, self._held, self._fill = np.zeros(count), np.ones(count), np.zeros(count)
         for row, worker in enumerate(workers):
             self.update_row(row, worker)
@@ -197,7 +198,7 @@ class DecodeColumns(WorkerColumns):
     def update_row(self, row: int, worker: Worker) -> None:
         """Takes a worker's new state."""
         accepts, load = self._write(row, worker), self._loads[worker.key]
-        self.free[row] = load.free_blocks
+        self.free[row], self.prompts_s[row] = load.free_blocks, load.prompts_s
         self._fill[row] = fill = 1 + load.batch_requests / load.slots
         self._held[row] = held = max(1, load.held_blocks)
         step_s = load.measured_step_s

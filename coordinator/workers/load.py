@@ -189,6 +189,12 @@ class DecodeLoad(_Load):
         return self.report.total_blocks
 
     @property
+    def prompts_s(self) -> float:
+        """Seconds of prompts ahead of one that is computed here, where all are: as reported, and sent since."""
+        rate = self.report.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_S
+        return (self.report.waiting_tokens + self.sent_tokens) / rate
+
+    @property
     def free_blocks(self) -> int:
         """KV blocks free for a newcomer: the reported ones, unless reservations wait; less what was sent since."""
         reported = 0 if self.report.waiting_reservations else self.report.free_blocks

@@ -148,6 +148,7 @@ class Registry:
             connected_agents=frozenset(request.connected_agent_ids),
             lanes=tuple(request.lanes),
             draining=worker.draining or request.draining,
+            led_elsewhere=request.led_elsewhere,
         )
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
@@ -182,15 +183,17 @@ class Registry:
             self._bump_version()
 
     def ask_leanings(self, asked: Mapping[WorkerKey, PoolName]) -> None:
-        """Sets the leanings that the coordinator's planner asks for; a plan in force that names any goes before."""
+        """Sets the leanings that models' planners ask for; a plan in force that names any of a model goes before."""
         if asked != self._asked:
             self._asked = dict(asked)
             self._bump_version()
 
     def leaning_asked_of(self, worker: Worker) -> PoolName | None:
         """Where a worker is asked to lean; None: where it does now."""
-        leanings = self._plan.leanings
-        wanted = leanings.get(worker.worker_id) if leanings else self._asked.get(worker.key)
+        wanted = self._plan.leanings.get(worker.worker_id)
+        asked = self._asked.get(worker.key) if wanted is None else None
+        if asked is not None and worker.model.name not in self._plan.led_models(self._workers.values()):
+            wanted = asked
         return wanted if worker.neutral and wanted != worker.pool else None
 
     def set_circuit_statuses(self, circuits: Mapping[WorkerKey, CircuitStatus]) -> None:

@@ -37,13 +37,18 @@ class RotationPlan:
     lend: bool = False
     expires_s: float = float("inf")
     leanings: Mapping[str, PoolName] = field(default_factory=dict)
-    """Where neutral workers are to lean, by their ids. Empty: the coordinator's own planner decides."""
+    """Where neutral workers are to lean, by their ids. Of models that it names none of, the coordinator's planner
+    decides."""
     on_demand: Mapping[str, OnDemand] = field(default_factory=dict)
     """By the model's name; those of an earlier plan among them, which may be another autoscaler's."""
 
     def lends(self, now: float) -> bool:
         """Whether decode workers are lent to prefill, that is, compute prompts too."""
         return self.lend and now < self.expires_s
+
+    def led_models(self, workers: Iterable[Worker]) -> frozenset[str]:
+        """The models of which it says where neutral workers lean: of one of these workers at least."""
+        return frozenset(w.model.name for w in workers if w.neutral and w.worker_id in self.leanings)
 
     def in_rotation(self, worker: Worker) -> bool:
         """Whether the worker is in rotation under this plan. A worker that is not named stays as it is."""

@@ -113,6 +113,8 @@ class Worker:
     """Whether its engine is marked experimental; for people to see."""
     neutral: bool = False
     """Whether it serves both pools with one engine."""
+    led_elsewhere: bool = False
+    """Whether another coordinator moves its leaning."""
     registered_pool: PoolName | None = None
     """The pool that it registered with; None: `pool`."""
     paces_prompts: bool = False

@@ -61,6 +61,11 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def reservations_wait(self, waits: bool) -> None:
+        """Says whether reservations wait that were not granted: what ends streams sooner helps them. An engine that
+        never rests for a neighbour's sake need not know."""
+
+    @abstractmethod
     def keep_prompt_room(self) -> None:
         """From now on reservations leave room for a prompt: blocks for the longest sequence, but at most half of all,
         and a running slot. Only the first reservation may take them.

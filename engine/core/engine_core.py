@@ -115,9 +115,7 @@ class EngineCore(Engine):
                 reason="QUEUE_FULL",
                 retry_after_s=self._meter.rates.retry_after_s(self._scheduler.waiting_tokens),
             )
-        sequence = Sequence(request, self._arrivals)
-        self._register(sequence)
-        self._kv.bring(sequence, self._enqueue)
+        self._kv.bring(self._register(Sequence(request, self._arrivals)), self._enqueue)
 
     def abort(self, request_id: str) -> bool:
         """See `Engine`."""
@@ -151,7 +149,6 @@ class EngineCore(Engine):
             raise BrokenInvariantError("a reservation is for decoding")
         if reservation in self._reserved or reservation in self._writers:
             raise BrokenInvariantError(f"reservation {reservation} is in use")
-        self._pacing.reservation_waits = True
         if not self._scheduler.has_slot or not self._scheduler.may_bypass(request.precedence):
             return None
         watermark = self._scheduler.watermark_blocks
@@ -163,7 +160,6 @@ class EngineCore(Engine):
         fresh = self._kv.start(sequence, watermark=watermark, writer=True)
         if fresh is None:
             return None
-        self._pacing.reservation_waits = False
         self._scheduler.count_bypass(request.precedence)
         self._register(sequence)
         sequence.status, sequence.reservation = SequenceStatus.RESERVED, reservation
@@ -171,6 +167,10 @@ class EngineCore(Engine):
         self._writers[reservation] = fresh
         self._scheduler.num_reserved += 1
         return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
+
+    def reservations_wait(self, waits: bool) -> None:
+        """See `Engine`."""
+        self._pacing.reservation_waits = waits
 
     def keep_prompt_room(self) -> None:
         """See `Engine`."""
@@ -210,9 +210,8 @@ class EngineCore(Engine):
     def has_work(self) -> bool:
         """See `Engine`."""
         rests = self._pacing.active and self._pacing.rests(self._clock())
-        if self._changed and not rests and (self._scheduler.running or self._scheduler.waiting):
-            return True
-        return self.next_deadline() <= self._clock()
+        ready = self._changed and not rests and bool(self._scheduler.running or self._scheduler.waiting)
+        return ready or self.next_deadline() <= self._clock()
 
     def next_deadline(self) -> float:
         """See `Engine`."""
@@ -318,13 +317,14 @@ class EngineCore(Engine):
             raise InvalidArgumentError(message, reason="DUPLICATE_REQUEST", field="request_id")
         self._limits.check(request)
 
-    def _register(self, sequence: Sequence) -> None:
+    def _register(self, sequence: Sequence) -> Sequence:
         self._arrivals += 1
         self._live[sequence.request_id] = sequence
         self._pacing.active |= sequence.request.targets is not None
         if sequence.request.deadline_s != float("inf"):
             self._deadlines.push(sequence.request.deadline_s, sequence)
         self._changed = True
+        return sequence
 
     def _end(self, sequence: Sequence) -> None:
         """Removes a live sequence everywhere, and frees its blocks unless they must be held."""

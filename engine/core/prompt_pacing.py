@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
@@ -12,6 +11,7 @@ from engine.core.precedence import PrecedenceQueue, Turns, in_order, turns_by_ur
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.step_stats import NO_DRAFTS, DraftOutcome, StepMeter
 from engine.pacing.lending import StepLending, spare_until_s
+from engine.pacing.queue_scan import QueueScan
 from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import MAX_GAP_S, MIN_CHUNK_TOKENS, StreamPace, TokenClock
 from engine.pacing.triage import Job, OldestTurn, triage
@@ -31,10 +31,12 @@ _SHARE_OF_LATE_STREAMS = 0.5
 TRIAGED = 128
 """Waiting prompts that triage looks at in a step, at most. In a class a part of them is for late ones."""
 _LATE_TRIAGED = 16
+_PART = 512
+"""Prompts of the queue that are looked at in one step: more would hold it up."""
 _SCAN_S = 0.02
 _SCAN_EACH_S = 30e-6
 """The queue is looked through anew after `_SCAN_S`, and after this for each prompt in it: it takes about a tenth of
-that."""
+that. A part of it waits as long for each of its own."""
 
 
 class TriageWindow:
@@ -43,55 +45,57 @@ class TriageWindow:
     Those are the first in the order of places that may still be in time; of the others, which keep no place among them,
     the smallest and the oldest; and the most urgent one of each of their tenants, which is served in their turns. Other
     prompts come in when these leave. In a class without due times they are the first in order of precedence. To look
-    through the queue takes time in proportion to its length, and so is done in intervals.
+    through the queue takes time in proportion to its length, and so is done in intervals, and in parts.
     """
 
     def __init__(self) -> None:
         self._chosen: dict[Sequence, None] = {}
-        self._chosen_s = -math.inf
+        self._scan: QueueScan[Sequence] | None = None
+        """The look through the queue that is under way."""
+        self._begun_s = self._part_s = -math.inf
 
     def added(self, sequence: Sequence) -> None:
         """A sequence waits."""
-        if self._chosen_s > -math.inf and len(self._chosen) < 2 * TRIAGED:
+        if self._scan is not None:
+            self._scan.add(sequence.precedence.class_rank, sequence)
+        if self._begun_s > -math.inf and len(self._chosen) < 2 * TRIAGED:
             self._chosen[sequence] = None
 
     def of(self, waiting: PrecedenceQueue[Sequence], fit: PromptFit, now: float) -> list[Sequence]:
         """The prompts that triage is to look at, in order of precedence."""
         if len(waiting) <= TRIAGED:
             self._chosen.clear()
-            self._chosen_s = -math.inf
+            self._scan, self._begun_s = None, -math.inf
             return list(waiting.in_order())
         self._chosen = {each: None for each in self._chosen if each in waiting}
-        old = now - self._chosen_s >= max(_SCAN_S, _SCAN_EACH_S * len(waiting))
-        if old or len(self._chosen) < TRIAGED // 2:
-            self._chosen = dict.fromkeys(self._choose(waiting, fit, now))
-            self._chosen_s = now
+        few = len(self._chosen) < TRIAGED // 2
+        old = now - self._begun_s >= max(_SCAN_S, _SCAN_EACH_S * len(waiting))
+        if self._scan is None and (few or old):
+            self._scan, self._begun_s = QueueScan(waiting.by_class(), 2 * TRIAGED), now
+            self._part_s = -math.inf
+        if self._scan is not None and (few or now - self._part_s >= _SCAN_EACH_S * _PART):
+            self._part_s = now
+            is_over = self._scan.go_on(_PART, fit.token_s, now)
+            if is_over or few:
+                found = dict.fromkeys(self._choose(self._scan, waiting, fit, now))
+                self._chosen = found if is_over else {**found, **self._chosen}
+            if is_over:
+                self._scan = None
         return in_order(self._chosen)
 
-    def _choose(self, waiting: PrecedenceQueue[Sequence], fit: PromptFit, now: float) -> list[Sequence]:
+    def _choose(
+        self, scan: QueueScan[Sequence], waiting: PrecedenceQueue[Sequence], fit: PromptFit, now: float
+    ) -> list[Sequence]:
         chosen: list[Sequence] = []
-        for rank, members in waiting.by_class().items():
+        for rank, seen in scan.seen.items():
             left = TRIAGED - len(chosen)
             if left <= 0:
                 break
-            if len(members) <= left or not _has_due_time(members):
+            if seen.count <= left or not seen.has_due_time:
                 chosen += islice(waiting.in_order(rank), left)
                 continue
-            possible: list[Sequence] = []
-            aside: list[Sequence] = []
-            for each in members:
-                least_s = fit.token_s * _uncached(each)
-                may_be_in_time = each.has_own_output or now + least_s < each.first_due_s < math.inf
-                (possible if may_be_in_time else aside).append(each)
-            few = min(len(aside), max(_LATE_TRIAGED, left - len(possible)), left)
-            smallest = heapq.nsmallest(few, aside, key=lambda each: (_uncached(each), each.arrival))
-            if aside:
-                smallest = [*smallest[: few - 1], min(aside, key=lambda each: each.arrival)]
-            chosen += dict.fromkeys(smallest)
-            first = (
-                each for each in sorted(possible, key=lambda each: (not each.has_own_output, each.place))
-            )
-            chosen += islice(first, TRIAGED - len(chosen))
+            here = seen.narrowed(lambda each: each in waiting, fit.token_s, now)
+            chosen += here.first(left, at_least_aside=_LATE_TRIAGED)
         return [*chosen, *_more_urgent(chosen, waiting)]
 
 
@@ -124,7 +128,7 @@ class PromptPacing:
         """Rests for a neighbour's sake; none before `lend`."""
         self._rests = False
         self.reservation_waits = False
-        """Whether the latest reservation found too few blocks or no slot: what ends streams sooner helps it."""
+        """Whether any reservation found too few blocks or no slot: what ends streams sooner helps it."""
         self._turn: OldestTurn[Sequence] = OldestTurn()
         self._urgent_s = math.inf
         """The least TTFT target that its prompt could keep, were it alone."""
@@ -306,10 +310,6 @@ def _pace(sequence: Sequence, now: float) -> StreamPace | None:
     """The pace of a stream whose first token came now; None without a target."""
     targets = sequence.request.targets
     return None if targets is None or targets.tpot_s is None else StreamPace(targets.tpot_s, now, now)
-
-
-def _uncached(sequence: Sequence) -> int:
-    return len(sequence.tokens) - sequence.expected_cached
 
 
 def _has_due_time(members: Iterable[Sequence]) -> bool:

@@ -118,6 +118,11 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def uncached_tokens(self) -> int:
+        """Tokens that its prompt still takes, without the cached prefix that it is expected to have."""
+        return len(self.tokens) - self.expected_cached
+
+    @property
     def num_output(self) -> int:
         """Output tokens so far, those of earlier attempts included."""
         return len(self.tokens) - self.prompt_tokens

@@ -125,6 +125,9 @@ class VllmEngine(Engine):
         self._rows.reserve(row, reservation)
         return row.reserved
 
+    def reservations_wait(self, waits: bool) -> None:
+        """See `Engine`. It never rests."""
+
     def keep_prompt_room(self) -> None:
         """See `Engine`. Raises ConfigError: vLLM's scheduler keeps no room."""
         raise ConfigError("engine.kind: engine vllm keeps no room for prompts", field="engine.kind")

@@ -75,7 +75,7 @@ class WorkerProcess(Generic[C]):
         self._role = make_role(self)
         self._security = cluster_credentials(self._role.certificate, config.tls, config.cluster_token_file)
         self._registries: list[RegistryClient] = []
-        self._registration_status = RegistrationStatus(config.coordinators)
+        self._registration_status = RegistrationStatus(config.coordinators, self.report_soon)
         self._loops = LoopRunner()
         tls = self._security.server_tls
         self._files = FileWatcher(tls.file if tls else None)

@@ -55,16 +55,24 @@ class CacheReader(Protocol):
 class RegistrationStatus:
     """What the registry clients of one worker know of each other. Label values are the configured coordinators."""
 
-    def __init__(self, coordinators: Sequence[str]) -> None:
+    def __init__(self, coordinators: Sequence[str], on_leader: Callable[[], None] = lambda: None) -> None:
+        """`on_leader` is called when `leader` has changed."""
         self.refusals = dict.fromkeys(coordinators, 0)
         """Refused registrations since the start, by coordinator."""
         self.registered = dict.fromkeys(coordinators, False)
         """Whether the worker is registered now, by coordinator."""
+        self.leader = ""
+        """Of the coordinators with which the worker is registered now, the least id; empty without any. That one moves
+        the worker's leaning: coordinators do not know each other, but all workers of theirs name the same one."""
+        self._ids: dict[str, str] = {}
+        self._on_leader = on_leader
         self._ever_accepted = False
 
-    def accepted(self, coordinator: str) -> None:
-        """A registration succeeded."""
+    def accepted(self, coordinator: str, coordinator_id: str = "") -> None:
+        """A registration succeeded, with the coordinator of that id."""
         self._ever_accepted = self.registered[coordinator] = True
+        self._ids[coordinator] = coordinator_id
+        self._elect()
 
     def refused(self, coordinator: str) -> bool:
         """A registration was refused. True if that is the end of the worker: none of its coordinators has ever accepted
@@ -75,6 +83,17 @@ class RegistrationStatus:
     def lost(self, coordinator: str) -> None:
         """The worker is not registered there any more, or still not."""
         self.registered[coordinator] = False
+        self._ids.pop(coordinator, None)
+        self._elect()
+
+    def leads(self, coordinator: str) -> bool:
+        """Whether a coordinator with which the worker is registered is the one that moves its leaning."""
+        return self._ids.get(coordinator) == self.leader
+
+    def _elect(self) -> None:
+        before, self.leader = self.leader, min(self._ids.values(), default="")
+        if self.leader != before:
+            self._on_leader()
 
 
 class RegistryClient:
@@ -166,9 +185,9 @@ class RegistryClient:
         async with self._security.channel(self.coordinator, "coordinator") as channel:
             stub = RegistryServiceStub(channel)
             try:
-                await stub.Register(self._registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
+                terms = await stub.Register(self._registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
                 self._registered = True
-                self._status.accepted(self.coordinator)
+                self._status.accepted(self.coordinator, terms.coordinator_id)
                 log_event("registry.registered", coordinator=self.coordinator)
                 self._cache = self._read_cache() if self._read_cache else None
                 call = stub.Report(self._reports(), metadata=metadata)
@@ -199,6 +218,7 @@ class RegistryClient:
                 self._report_timer = None
             self._sent_s = loop.time()
             report = self._report()
+            report.led_elsewhere = not self._status.leads(self.coordinator)
             if self._cache is not None and (events := self._cache.next_events()) is not None:
                 report.cache_events.CopyFrom(events)
             yield report

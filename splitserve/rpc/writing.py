@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
 from typing import Any
 
 import grpc
+
+from splitserve.logs import log_event
 
 WRITE_GRACE_S = 1.0
 
@@ -18,8 +21,17 @@ async def write_whole(context: grpc.aio.ServicerContext[Any, Any], message: Any)
     try:
         await asyncio.shield(write)
     except asyncio.CancelledError:
+        write.add_done_callback(_given_up)
         await asyncio.wait([write], timeout=WRITE_GRACE_S)
         raise
+
+
+def _given_up(write: asyncio.Future[Any]) -> None:
+    """Takes what a write raised after its waiter was cancelled: `shield` forgets it, and asyncio would report an error
+    that nobody has seen. That the client has gone is known by then; anything else is worth a line."""
+    error = None if write.cancelled() else write.exception()
+    if error is not None:
+        log_event("rpc.write_given_up", level=logging.DEBUG, error=f"{type(error).__name__}: {error}")
 
 
 class StreamWriter:

@@ -209,6 +209,7 @@ class ReportRequest(_message.Message):
     LANES_FIELD_NUMBER: _builtins.int
     CACHE_EVENTS_FIELD_NUMBER: _builtins.int
     LEANING_FIELD_NUMBER: _builtins.int
+    LED_ELSEWHERE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id, as registered. Required."""
     epoch: _builtins.int
@@ -217,6 +218,10 @@ class ReportRequest(_message.Message):
     """True once the worker takes no new requests. Never goes back to false."""
     leaning: Global___Pool.ValueType
     """The pool that it leans to now (neutral workers only). Default: the one that it registered with."""
+    led_elsewhere: _builtins.bool
+    """Whether another coordinator moves this worker's leaning: of those with which it is registered the one of the least id
+    does. A coordinator that is told so by any worker of a model moves none of that model. Default false.
+    """
     @_builtins.property
     def load(self) -> Global___WorkerLoad:
         """Load now. Required."""
@@ -244,10 +249,11 @@ class ReportRequest(_message.Message):
         lanes: _abc.Iterable[Global___LaneReport] | None = ...,
         cache_events: Global___CacheEvents | None = ...,
         leaning: Global___Pool.ValueType = ...,
+        led_elsewhere: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "led_elsewhere", b"led_elsewhere", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -554,8 +554,8 @@ class ApplyPlanRequest(_message.Message):
 
     @_builtins.property
     def prefill_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Neutral workers to lean to prefill while the plan is in force. With any leaning in a plan the coordinator's own planner
-        of leanings rests. Workers that are not neutral stay where they are. At most 65536. Failure: INVALID_ARGUMENT.
+        """Neutral workers to lean to prefill while the plan is in force. Where a plan names one, the coordinator's own planner
+        of that model's leanings rests. Workers that are not neutral stay where they are. At most 65536. Failure: INVALID_ARGUMENT.
         Default: none.
         """
 

@@ -260,11 +260,12 @@ class SteppedDecode(DecodeReplica):
         while self._waiting:
             live = self._waiting[0]
             if core.reserve(_asked(live, self._targets), live.number) is None:
-                return
+                break
             self._waiting.popleft()
             self._live[live.name] = live
             live.request.reserved_s = now_s
             self._reserved(live.request, now_s)
+        core.reservations_wait(bool(self._waiting))
 
     def prefill_here(
         self, request: SimulatedRequest, now_s: float, computed: Callable[[float], None]

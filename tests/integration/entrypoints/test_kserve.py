@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import random
 from typing import Any
 
 import grpc
@@ -257,3 +260,24 @@ async def test_reflection_describes_the_service() -> None:
         ]
         (service,) = [service for file in files for service in file.service]
         assert "ModelStreamInfer" in [method.name for method in service.method]
+
+
+async def test_clients_that_leave_during_a_write_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    """Some writes fail once their stream is over; asyncio would report what nobody has seen."""
+    chance = random.Random(1)
+    async with fake_cluster() as cluster:
+        for _ in range(24):
+            async with make_channel(cluster.address) as channel:
+                call = GRPCInferenceServiceStub(channel).ModelStreamInfer()
+                for number in range(8):
+                    message = request(inputs=[typed()], id=f"r{number}")
+                    message.parameters["max_tokens"].int64_param = 40
+                    message.parameters["stream"].bool_param = True
+                    await call.write(message)
+                for _ in range(chance.randrange(1, 20)):
+                    await call.read()
+            gc.collect()
+        await settled(lambda: cluster.coordinator.api.running == 0)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not [record.getMessage() for record in caplog.records if record.name == "asyncio"]

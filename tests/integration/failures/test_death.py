@@ -12,6 +12,7 @@ import pytest
 from engine.runner.simulated_runner import expected_tokens
 from kv_transfer.handoff.ticket import WRITE_GRACE_S
 from splitserve.client import AsyncClient
+from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import UnavailableError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
@@ -157,4 +158,37 @@ async def test_aborts_leave_neighbours_in_a_tiny_pool_alone(log_dir: Path) -> No
             whole = expected_tokens(reading.prompt, 30)
             assert reading.tokens == whole[: len(reading.tokens)]
             assert reading.task.cancelled() or len(reading.tokens) == 30
+        await cluster.assert_no_leaks()
+
+
+@pytest.mark.parametrize("activated", ["before it is too late", "later"])
+async def test_the_only_worker_is_killed_beside_a_standby(activated: str, log_dir: Path) -> None:
+    """A standby takes over by a plan alone: the stream goes on there if that comes in time, else it ends typed."""
+    in_time = activated == "before it is too late"
+    options = ["--simulated-step-s", "0.01", "--heartbeat", "0.1"]
+    wait = ["--no-worker-wait", "20" if in_time else "0.3"]
+    setup = Cluster(log_dir, neutral=1, worker_options=options, coordinator_options=wait)
+    async with running(setup) as cluster, AsyncClient(cluster.target) as client:
+        cluster.add_worker("neutral", "reserve", "--standby")
+        await until(cluster, lambda info: worker(info, "reserve").state == "standby", "it stands by")
+        reading = Reading(client, tokens(60, 1), max_tokens=200)
+        await reading.got(3)
+        cluster.members["worker-0"].kill()
+        await until(cluster, lambda info: not worker(info, "worker-0").address, "it is gone")
+        if not in_time:
+            for lost in (reading.task, client.generate(tokens(60, 2), max_tokens=4)):
+                with pytest.raises(UnavailableError) as refused:
+                    await lost
+                assert refused.value.reason == "NO_WORKER"
+            info = await client.server_info()
+            assert [(one.worker_id, one.state) for one in info.workers] == [("reserve", "standby")]
+        async with ScalingClient(cluster.target) as scaling:
+            await scaling.apply_plan(active=["reserve"])
+        if in_time:
+            answer = await reading.task
+            assert reading.tokens == expected_tokens(reading.prompt, 200)
+            assert answer.served_by.attempts == 2
+        answer = await client.generate(tokens(60, 3), max_tokens=8)
+        assert list(answer.token_ids) == expected_tokens(tokens(60, 3), 8)
+        assert answer.served_by.decode_worker == "reserve"
         await cluster.assert_no_leaks()

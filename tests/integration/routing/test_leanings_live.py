@@ -19,6 +19,8 @@ from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
+from tests.support.cluster.ports import free_port
+from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
 from tests.support.waiting import PATIENCE_S
@@ -135,6 +137,60 @@ async def test_a_load_that_turns_from_prompts_to_tokens_is_followed_within_10_s(
     (asked,) = [e for e in cluster.members["coordinator"].events() if e.get("event") == "leaning.asked"]
     assert asked["pool"] == "decode"
     assert asked["decode_pressure"] > 1
+
+
+@pytest.mark.timeout(180)
+async def test_of_two_coordinators_one_moves_workers_and_then_the_other(log_dir: Path) -> None:
+    """Both see the same three workers, two of which lean to prefill, and load them with streams."""
+    options = ["--ttft-slo", "2", "--tpot-slo", "0.05", "--admission", "off"]
+    engine = ["--simulated-step-s", "0.005", "--simulated-sequence-s", "0.003", "--heartbeat", "0.2"]
+    port = free_port()
+    other = ServiceProcess(
+        "other", ["coordinator", "--grpc-port", str(port), "--http-port", "off", *options], log_dir, {}
+    )
+    other_target = f"127.0.0.1:{port}"
+    engine += ["--coordinator", other_target]
+    setup = Cluster(log_dir, neutral=3, worker_options=engine, coordinator_options=options)
+    other.start()
+    try:
+        other.wait_event("coordinator.ready")
+        async with (
+            running(setup) as cluster,
+            AsyncClient(cluster.target) as ours,
+            AsyncClient(other_target) as theirs,
+        ):
+            await theirs.wait_ready()
+            sites = {"coordinator": (cluster.members["coordinator"], ours), "other": (other, theirs)}
+
+            def moves(name: str) -> int:
+                return sum(e.get("event") == "leaning.asked" for e in sites[name][0].events())
+
+            def on(client: AsyncClient) -> Callable[[int], Awaitable[None]]:
+                async def ask(number: int) -> None:
+                    await client.generate([number % 250] * 16, max_tokens=400, ignore_eos=True)
+
+                return ask
+
+            async with loaded(on(ours), lanes=12), loaded(on(theirs), lanes=12):
+                await until(ours, lambda leanings: list(leanings.values()).count("decode") == 2)
+                await asyncio.sleep(1.2)  # the other one has looked, too
+            counts = {name: moves(name) for name in sites}
+            (leader,) = [name for name, count in counts.items() if count]
+            assert counts[leader] == 1
+            (left,) = [name for name in sites if name != leader]
+            if leader == "coordinator":
+                cluster.target = other_target
+            sites[leader][0].kill()
+            async with ScalingClient(cluster.target) as scaling:
+                leanings: dict[str, Leaning] = {f"worker-{n}": "prefill" for n in range(3)}
+                await scaling.apply_plan(leanings=leanings, valid_s=1.0)
+                await until(sites[left][1], partial(eq, leanings))
+            # A side without workers gets one, by whoever moves them now.
+            await until(sites[left][1], lambda found: "decode" in found.values())
+            assert moves(left) == 1
+            await cluster.assert_no_leaks()
+    finally:
+        other.terminate()
 
 
 async def test_one_worker_alone_serves(log_dir: Path) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from splitserve.client import AsyncClient
+from splitserve.client import AsyncClient, Completion
 from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import SplitserveError
 from tests.support.cluster.real_cluster import held_resources
@@ -97,8 +97,21 @@ async def test_a_third_is_started_and_the_death_of_one_hangs_nobody(tmp_path: Pa
                 if ["--worker-id", prefill]
                 in [child.cmdline()[n : n + 2] for n in range(len(child.cmdline()))]
             ]
-            running = [asyncio.create_task(answer()) for _ in range(6)]
-            await asyncio.sleep(0)  # all have been asked
+            streams = asyncio.Event()
+
+            async def read() -> list[int]:
+                async for item in client.stream(
+                    PROMPT, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, timeout_s=PATIENCE_S
+                ):
+                    if isinstance(item, Completion):
+                        return list(item.token_ids)
+                    streams.set()
+                raise AssertionError("the stream ended without its last message")
+
+            running = [asyncio.create_task(read()) for _ in range(6)]
+            async with asyncio.timeout(PATIENCE_S):
+                await streams.wait()  # and others are still computed
+            assert not all(task.done() for task in running)
             os.kill(victim, signal.SIGKILL)
             async with asyncio.timeout(2 * PATIENCE_S):
                 ended = await asyncio.gather(*running, return_exceptions=True)

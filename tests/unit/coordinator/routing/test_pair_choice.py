@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from coordinator.routing.pair_choice import (
     PromptPlace,
     choose_place,
     granted_tokens,
-    mixes,
+    pressure_on_streams,
     share_left,
 )
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
@@ -22,7 +24,7 @@ LEFT_S = 1.0 / MARGIN
 """Plans have a second."""
 seconds = st.floats(0, 10)
 shares = st.floats(LEAST_SHARE, 1)
-places = st.builds(PromptPlace, seconds, st.floats(0.001, 5), shares)
+places = st.builds(PromptPlace, seconds, st.floats(0.001, 5), shares, st.floats(0, 1))
 
 
 def ready(ready_s: float) -> PromptPlace:
@@ -58,7 +60,8 @@ def test_nobody_in_time_is_passed_over_for_one_who_is_late(
 ) -> None:
     chosen = choose_place(prefill, decodes, left_s)
     taken = prefill if chosen is None else decodes[chosen]
-    if any(each.ready_s <= MARGIN * left_s for each in (prefill, *decodes)):
+    able = [each for each in decodes if each.has_room]
+    if any(each.ready_s <= MARGIN * left_s for each in (prefill, *able)):
         assert taken.ready_s <= MARGIN * left_s
     else:
         assert taken.ready_s <= prefill.ready_s
@@ -69,7 +72,7 @@ def test_more_work_elsewhere_never_draws_a_prompt_there(
     prefill: PromptPlace, decodes: list[PromptPlace], left_s: float, more_s: float
 ) -> None:
     if choose_place(prefill, decodes, left_s) is None:
-        busier = [PromptPlace(each.ahead_s + more_s, each.work_s, each.share) for each in decodes]
+        busier = [replace(each, ahead_s=each.ahead_s + more_s) for each in decodes]
         assert choose_place(prefill, busier, left_s) is None
 
 
@@ -113,14 +116,23 @@ def test_a_grant_is_what_fits_and_never_less_than_what_is_lacking() -> None:
 
 
 def test_a_decode_worker_without_room_computes_no_prompt() -> None:
-    late, full, free = PromptPlace(5.0, 1.0), PromptPlace(0.0, 0.1, 1.0, False), PromptPlace(0.0, 0.5)
+    late, full, free = PromptPlace(5.0, 1.0), PromptPlace(0.0, 0.1, 1.0, 0.73), PromptPlace(0.0, 0.5)
     assert choose_place(late, [full], 1.0) is None
     assert choose_place(late, [full, free], 1.0) == 1
 
 
-def test_room_to_mix_is_a_share_of_what_plans_use_of_the_strictest_target() -> None:
+def test_time_goes_from_the_side_that_has_more_of_it() -> None:
+    """The prefill worker takes half of what is left; decode workers help whose steps take less of theirs."""
+    busier, freer = PromptPlace(0.0, 0.1, 1.0, 0.6), PromptPlace(0.0, 0.4, 1.0, 0.4)
+    assert choose_place(ready(0.5), [busier], LEFT_S) is None
+    assert choose_place(ready(0.5), [busier, freer], LEFT_S) == 1
+    assert choose_place(ready(0.61), [busier, freer], LEFT_S) == 0
+    assert choose_place(ready(2.0), [busier, freer], LEFT_S) == 0, "it is late: nothing to weigh"
+
+
+def test_a_step_presses_by_what_it_is_of_the_time_that_plans_give_it() -> None:
     most_s = MIX_SHARE * MARGIN * 0.05
-    assert mixes(most_s, 0.05)
-    assert not mixes(1.01 * most_s, 0.05)
-    assert mixes(None, 0.05)
-    assert mixes(9.0, None)
+    assert PromptPlace(0.0, 0.1, 1.0, pressure_on_streams(0.99 * most_s, 0.05)).has_room
+    assert not PromptPlace(0.0, 0.1, 1.0, pressure_on_streams(1.01 * most_s, 0.05)).has_room
+    assert pressure_on_streams(None, 0.05) == 0
+    assert pressure_on_streams(9.0, None) == 0

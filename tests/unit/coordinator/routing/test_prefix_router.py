@@ -143,6 +143,29 @@ def test_capacity_for_the_expected_output_counts() -> None:
     assert chosen(*workers, expected_output_tokens=900) == ("p0", "d1")
 
 
+def test_where_decode_workers_compute_prompts_those_that_wait_there_count() -> None:
+    """Else a burst goes to the worker of the shortest step, which computes prompts one after the other."""
+    workers = prefill("p0", "d0", "d1"), decode("d0", waiting_tokens=4000), decode("d1", running_requests=2)
+    assert chosen(*workers) == ("p0", "d0")
+    assert chosen(*workers, computed_at_decode=True) == ("p0", "d1")
+    pair = choose(*workers, computed_at_decode=True, wants_candidates=True)
+    assert pair is not None
+    assert [one.cost.decode_wait_s for one in pair.candidates[1:]] == pytest.approx([0.0125, 4.01])
+
+
+def test_a_burst_between_two_reports_is_spread_over_decode_workers_that_compute_it() -> None:
+    workers = prefill("p0", "d0", "d1"), decode("d0", running_requests=1), decode("d1", running_requests=4)
+    loads, counts = LoadLedger.of(workers), Counter[str]()
+    for _ in range(8):
+        request = dataclasses.replace(REQUEST, computed_at_decode=True)
+        pair = PrefixRouter().choose_pair(PoolSnapshot(workers), loads, request, 0.0)
+        assert pair is not None
+        assert pair.decode is not None
+        loads.count_stream(pair.decode.key, request.prompt_tokens)
+        counts[pair.decode.worker_id] += 1
+    assert counts == {"d0": 4, "d1": 4}
+
+
 def test_a_session_stays_while_its_home_is_not_much_busier() -> None:
     names = [f"p{n}" for n in range(8)]
     workers = {name: prefill(name, "d0") for name in names}
@@ -232,7 +255,14 @@ def pools(prefills: Prefills, decodes: Decodes) -> tuple[list[Worker], list[Work
         for n, (tokens, rate, lanes, _, gone) in enumerate(prefills)
     ]
     ds = [
-        decode(f"d{n}", free_blocks=free, running_requests=running, decode_step_ms=step, referenced_blocks=5)
+        decode(
+            f"d{n}",
+            free_blocks=free,
+            running_requests=running,
+            decode_step_ms=step,
+            referenced_blocks=5,
+            waiting_tokens=37 * running,
+        )
         for n, (free, running, step, _) in enumerate(decodes)
     ]
     held = {f"p{n}": entry[3] for n, entry in enumerate(prefills)}
@@ -251,14 +281,21 @@ def with_block_sizes(workers: Sequence[Worker], sizes: Sequence[int]) -> list[Wo
 sizes_st = st.just([16]) | st.lists(st.sampled_from([8, 16, 32]), min_size=2, max_size=4)
 
 
-@given(prefills_st, decodes_st, st.integers(0, 7), st.sampled_from([-1, 0, 1]), sizes_st)
+@given(prefills_st, decodes_st, st.integers(0, 7), st.sampled_from([-1, 0, 1]), sizes_st, st.booleans())
 def test_the_search_equals_trying_every_pair(
-    prefills: Prefills, decodes: Decodes, turn: int, class_rank: int, sizes: list[int]
+    prefills: Prefills,
+    decodes: Decodes,
+    turn: int,
+    class_rank: int,
+    sizes: list[int],
+    computed_at_decode: bool,
 ) -> None:
     """Workers with blocks of different sizes included."""
     ps, ds, held = pools(prefills, decodes)
     ps, ds = with_block_sizes(ps, sizes), with_block_sizes(ds, sizes[::-1])
-    request = dataclasses.replace(REQUEST, hits=held, turn=turn, class_rank=class_rank)
+    request = dataclasses.replace(
+        REQUEST, hits=held, turn=turn, class_rank=class_rank, computed_at_decode=computed_at_decode
+    )
     rates = [p.load.prefill_tokens_per_second for p in ps]
     mean_rate = mean([rate for rate in rates if rate], 2000.0)
     mean_step = mean([d.load.decode_step_ms / 1e3 for d in ds if d.load.decode_step_ms], 0.02)
@@ -312,7 +349,9 @@ def test_a_router_that_saw_other_snapshots_answers_like_a_new_one(
 ) -> None:
     ps, ds, held = pools(prefills, decodes)
     workers, seasoned = [*ds, *ps], PrefixRouter()
-    request = dataclasses.replace(REQUEST, hits=held, session_id="s" if keeps_log else "")
+    request = dataclasses.replace(
+        REQUEST, hits=held, session_id="s" if keeps_log else "", computed_at_decode=keeps_log
+    )
     log: list[str] = []
     loads = LoadLedger.of(workers)
     for place, amount in [(0, 0), *changes]:

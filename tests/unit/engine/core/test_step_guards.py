@@ -23,6 +23,7 @@ MAY_BE_CALLED: dict[str, Callable[[EngineCore], object]] = {
     "abort": lambda core: core.abort("running"),
     "release_held": lambda core: core.release_held("held"),
     "release_writer": lambda core: core.release_writer(8),
+    "reservations_wait": lambda core: core.reservations_wait(True),
     "keep_prompt_room": lambda core: core.keep_prompt_room(),
     "take_result": lambda core: core.take_result(),
 }

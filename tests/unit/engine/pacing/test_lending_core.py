@@ -181,10 +181,23 @@ def test_a_reservation_that_found_no_room_is_not_kept_waiting() -> None:
     worker = Worker(max_running_requests=1)
     resting(worker)
     assert worker.core.reserve(request("b", PROMPT), 1) is None
+    worker.core.reservations_wait(True)
     assert worker.core.has_work()
     worker.go_on()
     assert worker.outputs["a"].finish_reason is not None
     assert worker.core.reserve(request("b", PROMPT), 1) is not None
+
+
+def test_streams_lend_again_once_a_waiting_reservation_has_been_given_up() -> None:
+    worker = Worker(max_running_requests=1)
+    resting(worker)
+    worker.core.reservations_wait(True)
+    for _ in range(10):
+        worker.step()
+    rested_s = worker.rested_s
+    worker.core.reservations_wait(False)
+    worker.go_on()
+    assert worker.rested_s > rested_s
 
 
 def test_a_request_that_is_over_its_deadline_ends_in_a_rest() -> None:

@@ -47,6 +47,26 @@ def test_kv_in_wire_blocks_is_packed_before_and_unpacked_after(length: int) -> N
     pair.assert_empty()
 
 
+@pytest.mark.parametrize("end", ["aborted", "unwanted", "too late", "granted"])
+def test_the_engine_hears_when_no_reservation_waits_any_more(end: str) -> None:
+    """Or its streams would never rest for a neighbour's sake again."""
+    pair, prompt = Pair(num_blocks=10), [n % 250 for n in range(60)]
+    pair.start("a", prompt, ticket_of(pair.reserve("a", prompt)))
+    assert not pair.decode._pacing.reservation_waits
+    waiting = pair.reserve("b", prompt[::-1], deadline_s=pair.clock.now + 1.0)
+    assert not waiting
+    assert pair.decode._pacing.reservation_waits
+    if end == "aborted":
+        assert pair.consumer.abort(pair.decode, f"{COORDINATOR}/b", COORDINATOR, True, pair.clock.now)
+    elif end == "unwanted":
+        pair.consumer.keep_requests(pair.decode, COORDINATOR, frozenset({"a"}), pair.clock.now)
+    elif end == "too late":
+        pair.clock.now += 2.0
+    for _ in range(40 if end == "granted" else 1):
+        pair.round()
+    assert not pair.decode._pacing.reservation_waits
+
+
 @pytest.mark.parametrize("rounds_before", range(8))
 def test_abort_in_every_phase_frees_everything(rounds_before: int) -> None:
     pair = Pair()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import grpc
 import pytest
 
 from splitserve.rpc import writing
-from splitserve.rpc.writing import StreamWriter
+from splitserve.rpc.writing import StreamWriter, write_whole
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -98,3 +103,78 @@ async def test_a_call_ends_after_its_write(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(writing, "WRITE_GRACE_S", 0.01)
     await writer.settle()  # not for ever
     assert not writer.is_ready
+
+
+@contextmanager
+def unseen_errors() -> Iterator[list[str]]:
+    """What asyncio reports that nobody has seen, in a loop that goes on."""
+    loop, seen = asyncio.get_running_loop(), list[str]()
+    loop.set_exception_handler(lambda _, told: seen.append(told["message"]))
+    try:
+        yield seen
+    finally:
+        loop.set_exception_handler(None)
+
+
+@pytest.mark.parametrize("fails_after_s", [0.0, 0.2], ids=["in the grace", "after it"])
+async def test_a_write_that_fails_once_its_task_was_cancelled_is_not_reported(
+    fails_after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "WRITE_GRACE_S", 0.1)
+    with unseen_errors() as unseen:
+        wire = Wire()
+        task = asyncio.create_task(write_whole(wire, "a"))  # type: ignore[arg-type]
+        await turns()
+        task.cancel()
+        await asyncio.sleep(fails_after_s)
+        wire.done.pop().set_exception(RuntimeError("the client has gone"))
+        await asyncio.wait([task])
+        assert task.cancelled()
+        del task, wire
+        await turns()
+        gc.collect()
+        assert not unseen
+
+
+@pytest.mark.parametrize("how", ["whole", "writer", "begun"])
+async def test_a_client_that_leaves_during_a_write_is_no_error(how: str) -> None:
+    """A real server, whose client does not read: a message waits for it to."""
+    began = asyncio.Event()
+
+    async def serve(_: bytes, context: Any) -> None:
+        writer = StreamWriter(context.write)
+        try:
+            for _ in range(64):
+                if how == "whole":
+                    await write_whole(context, b"x" * 2**20)
+                elif how == "writer" or not writer.is_ready:
+                    await writer.write(b"x" * 2**20)
+                else:
+                    writer.begin(b"x" * 2**20)
+                began.set()
+        finally:
+            await writer.settle()
+
+    server, ended = grpc.aio.server(), asyncio.Event()
+
+    async def watched(request: bytes, context: Any) -> None:
+        try:
+            await serve(request, context)
+        finally:
+            ended.set()
+
+    handlers = {"Many": grpc.unary_stream_rpc_method_handler(watched)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Writes", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with unseen_errors() as unseen:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_stream("/test.Writes/Many")(b"")
+            await began.wait()
+            await asyncio.sleep(0.1)  # the next write waits for the client
+            call.cancel()
+            await ended.wait()
+        await server.stop(None)
+        await turns()
+        gc.collect()
+        assert not unseen
