@@ -337,8 +337,7 @@ class Registry:
 
     def _bump_version(self) -> None:
         self.version += 1
-        self._snapshot = None
-        self._changes = []
+        self._snapshot, self._changes = None, []
         self._catalog.update(self.snapshot())
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -98,7 +98,15 @@ async def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Series]:
     metrics = ["--metrics-port", "0"]
     cluster = Cluster(
         folder,
-        worker_options=[*metrics, "--measured-memory", "10", "--measured-matmul", "1", "--kv-host-tier-bytes", "65536"],
+        worker_options=[
+            *metrics,
+            "--measured-memory",
+            "10",
+            "--measured-matmul",
+            "1",
+            "--kv-host-tier-bytes",
+            "65536",
+        ],
         coordinator_options=[*metrics, "--tenants", str(tenants), "--prices", str(prices)],
         api_key=key,
     )
