@@ -25,6 +25,7 @@ from autoscaler.simulation.cluster.replica import (
 from autoscaler.simulation.cluster.routed_workers import RoutedWorkers
 from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.start_times import StartTimes
 from autoscaler.snapshot import PoolName, ReplicaState
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.routing.router import Router
@@ -57,6 +58,8 @@ class ClusterSettings:
     """Whether the pair policy says who computes a prompt; step by step only."""
     lent_cores: bool = False
     """Whether replicas are on one host and lend each other cores for chunks of prompts; step by step only."""
+    start_times: StartTimes | None = None
+    """None: every start takes `cold_start_s`, and none fails."""
     neutral: bool = False
     """Whether replicas are neutral, and lean at first to the pool that they are ordered for; with `hybrid` only. They
     are neither scaled nor drained."""
@@ -92,8 +95,8 @@ class Cluster:
             self._admitted = AdmittedRequests(
                 settings.admission, self._routed, events, self._send, self._refuse, self._lends
             )
+        self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
         self.lending = False
-        self.measured_cold_start_s: dict[PoolName, float] = {}
 
     def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
         """The replicas of a pool that have not ended."""
@@ -104,15 +107,16 @@ class Cluster:
         return tuple(ReplicaView(r.name, r.state, float(r.load), r.ordered_s) for r in self.pool(name))
 
     def order(self, pool: PoolName, count: int, now_s: float, cold_start_s: float | None = None) -> None:
-        """Orders replicas; they are ready one cold start later (0: at once)."""
-        cold_s = self._settings.cold_start_s if cold_start_s is None else cold_start_s
+        """Orders replicas; they are ready one cold start later (0: at once), or end then where the start fails."""
         for _ in range(count):
             self._numbers[pool] += 1
             replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s)
-            if cold_s > 0:
-                self._events.at(now_s + cold_s, self._becomes_ready(pool, replica, measured=True))
+            start = self._start_times.of(replica.name)
+            begins = self._ends if start.fails and cold_start_s is None else self._becomes_ready
+            if (took_s := start.took_s if cold_start_s is None else cold_start_s) > 0:
+                self._events.at(now_s + took_s, begins(replica))
             else:
-                self._becomes_ready(pool, replica, measured=False)(now_s)
+                begins(replica)(now_s)
 
     def act(self, action: Action, now_s: float) -> None:
         """Applies an action of `autoscaler.reconcile`."""
@@ -291,16 +295,20 @@ class Cluster:
         # A shared cache cannot tell replicas apart, so its changes are not reported to the router.
         return PrefixCache(tokens, keeps_changes=own)
 
-    def _becomes_ready(
-        self, pool: PoolName, replica: SimulatedReplica, measured: bool
-    ) -> Callable[[float], None]:
+    def _ends(self, replica: SimulatedReplica) -> Callable[[float], None]:
+        def end(now_s: float) -> None:
+            if replica.state is ReplicaState.STARTING:
+                replica.enter(ReplicaState.DRAINING, now_s)
+                self._end_if_empty(replica, now_s)
+
+        return end
+
+    def _becomes_ready(self, replica: SimulatedReplica) -> Callable[[float], None]:
         def become_ready(now_s: float) -> None:
             if replica.state is not ReplicaState.STARTING:
                 return
             # `reconcile` moves it to standby where the plan wants that.
             replica.enter(ReplicaState.READY, now_s)
-            if measured:
-                self.measured_cold_start_s[pool] = now_s - replica.ordered_s
             self._rotation_changed(now_s)
 
         return become_ready

@@ -1,0 +1,74 @@
+"""Baselines at their best: the grid of each one's knobs, and what was chosen on the tuning cases.
+
+The default policy is not tuned here. Its own defaults were once chosen on azure_2023_code, azure_2023_conv and
+mooncake_conversation; `mooncake-unseen` is new to it, as to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from autoscaler.simulation.evaluation.baselines import BASELINES, STATIC, STATIC_BEST, Knobs
+from bench.autoscaling.cases import CASES
+from bench.autoscaling.replays import ATTAINMENT, Replay, ReplayRow
+
+
+def _grid(**values: Sequence[Any]) -> list[Knobs]:
+    return [dict(zip(values, each, strict=True)) for each in product(*values.values())]
+
+
+GRIDS: Mapping[str, Sequence[Knobs]] = {
+    "hpa-p95-latency": _grid(share=(0.25, 0.5, 1.0)),
+    "hpa-utilization": _grid(target=(0.4, 0.55, 0.7, 0.85), down_s=(60, 300)),
+    "keda-rate": _grid(use=(0.4, 0.55, 0.7, 0.85), window_s=(30.0, 120.0), down_s=(60, 300)),
+    "token-backlog": _grid(tail=(0.1, 0.3, 0.65), kv=(0.4, 0.6, 0.8)),
+    "llm-d-slo": _grid(share=(0.25, 0.4, 0.6, 1.0), window_s=(30.0, 60.0), down_s=(60, 300)),
+    "dynamo-thresholds": _grid(target=("throughput", "latency")),
+    "dynamo-sla": [
+        *_grid(interval_s=(30.0, 60.0, 180.0), predictor=("constant", "kalman")),
+        *_grid(
+            interval_s=(30.0, 60.0, 180.0),
+            predictor=("constant", "kalman"),
+            load_scaling=(True,),
+            sensitivity=(0.3, 0.8),
+        ),
+    ],
+}
+TUNED: Mapping[str, Mapping[str, Knobs]] = {}
+OPPONENTS = (*(name for name in BASELINES if name not in STATIC), STATIC_BEST)
+"""Whom the policy is judged against."""
+
+
+def tuning_replays(starts: Sequence[str]) -> list[Replay]:
+    """Every point of every grid on every tuning case with these kinds of starts."""
+    return [
+        Replay(case, kind, name, knobs)
+        for case in CASES
+        if not case.judged
+        for kind in case.starts
+        if kind in starts
+        for name, grid in GRIDS.items()
+        for knobs in grid
+    ]
+
+
+def best_of(rows: Sequence[ReplayRow]) -> dict[str, dict[str, ReplayRow]]:
+    """By kind of starts and baseline: the cheapest that attains the bar; where none does, the one that attains most."""
+    best: dict[str, dict[str, ReplayRow]] = {}
+    for row in rows:
+        kept = best.setdefault(row.starts, {})
+        if row.name not in kept or _rank(row) > _rank(kept[row.name]):
+            kept[row.name] = row
+    return best
+
+
+def _rank(row: ReplayRow) -> tuple[bool, float]:
+    attains = row.attainment >= ATTAINMENT
+    return attains, -row.replica_hours if attains else row.attainment
+
+
+def tuned(name: str, starts: str) -> Knobs:
+    """The knobs chosen for a baseline with this kind of starts."""
+    return TUNED.get(starts, {}).get(name, {})
