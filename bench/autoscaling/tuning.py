@@ -27,16 +27,26 @@ GRIDS: Mapping[str, Sequence[Knobs]] = {
     "llm-d-slo": _grid(share=(0.25, 0.4, 0.6, 1.0), window_s=(30.0, 60.0), down_s=(60, 300)),
     "dynamo-thresholds": _grid(target=("throughput", "latency")),
     "dynamo-sla": [
-        *_grid(interval_s=(30.0, 60.0, 180.0), predictor=("constant", "kalman")),
+        *_grid(interval_s=(60.0, 180.0), predictor=("constant", "kalman"), load_scaling=(False, True)),
         *_grid(
-            interval_s=(30.0, 60.0, 180.0),
+            interval_s=(30.0, 60.0),
             predictor=("constant", "kalman"),
-            load_scaling=(True,),
-            sensitivity=(0.3, 0.8),
+            load_scaling=(False, True),
+            use=(0.55, 0.7, 0.85),
         ),
     ],
 }
-TUNED: Mapping[str, Mapping[str, Knobs]] = {}
+TUNED: Mapping[str, Mapping[str, Knobs]] = {
+    "60s": {
+        "hpa-p95-latency": {"share": 0.5},
+        "hpa-utilization": {"target": 0.7, "down_s": 300},
+        "keda-rate": {"use": 0.85, "window_s": 30.0, "down_s": 300},
+        "token-backlog": {"tail": 0.3, "kv": 0.4},
+        "llm-d-slo": {"share": 0.4, "window_s": 30.0, "down_s": 60},
+        "dynamo-thresholds": {"target": "latency"},
+        "dynamo-sla": {"interval_s": 180.0, "predictor": "kalman", "load_scaling": True},
+    },
+}
 OPPONENTS = (*(name for name in BASELINES if name not in STATIC), STATIC_BEST)
 """Whom the policy is judged against."""
 
@@ -70,5 +80,5 @@ def _rank(row: ReplayRow) -> tuple[bool, float]:
 
 
 def tuned(name: str, starts: str) -> Knobs:
-    """The knobs chosen for a baseline with this kind of starts."""
-    return TUNED.get(starts, {}).get(name, {})
+    """The knobs chosen for a baseline with this kind of starts. Those for random ones are chosen with their median."""
+    return TUNED.get("60s" if starts == "random" else starts, {}).get(name, {})

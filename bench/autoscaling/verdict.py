@@ -46,7 +46,8 @@ def judged_replays(arguments: argparse.Namespace) -> list[Replay]:
     return [
         Replay(case, kind, name, tuned(name, kind))
         for case in (QUICK if arguments.quick else CASES)
-        if case.judged and (not arguments.only or arguments.only in (case.name, case.trace.partition(".")[0]))
+        if case.judged
+        and (not arguments.only or {case.name, case.trace.partition(".")[0]} & set(arguments.only))
         for kind in case.starts
         if kind in _kinds(arguments)
         for name in names
@@ -117,7 +118,7 @@ def _json(rows: Sequence[ReplayRow], bars: Sequence[Bar]) -> dict[str, Any]:
 def _tune(arguments: argparse.Namespace) -> int:
     replays = tuning_replays(_kinds(arguments))
     if arguments.only:
-        replays = [replay for replay in replays if replay.name == arguments.only]
+        replays = [replay for replay in replays if replay.name in arguments.only]
     rows = all_replayed(replays, arguments.traces, arguments.processes)
     best = best_of(rows)
     if arguments.json:
@@ -153,9 +154,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.autoscaling", description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, default=Path(), help="folder of the published traces")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--only", help="only this case, or the cases of this trace; with --tune this baseline"
-    )
+    names = "only these cases, or the cases of these traces; with --tune these baselines"
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=names)
     parser.add_argument("--starts", choices=list(STARTS), help="only this kind of cold starts")
     parser.add_argument("--no-bound", action="store_true", help="without the clairvoyant bound")
     parser.add_argument("--no-baselines", "--no-opponents", action="store_true")

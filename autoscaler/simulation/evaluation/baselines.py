@@ -13,6 +13,7 @@ from typing import Any
 
 from autoscaler.plan import Decide, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
+from autoscaler.simulation.cluster.prefill_replica import PrefixCache
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.dynamo_baselines import (
     DYNAMO_INTERVAL_S,
@@ -30,7 +31,7 @@ from autoscaler.simulation.evaluation.hpa_baselines import (
 )
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.traces.scaling import pool_work_s
-from autoscaler.simulation.traces.trace import BLOCK_TOKENS, TraceRequest
+from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.snapshot import POOLS, PoolName
 
 Knobs = Mapping[str, Any]
@@ -66,16 +67,15 @@ def mean_work_s(
 ) -> dict[PoolName, float]:
     """`RuleInputs.work_s` of a trace, as a benchmark with the real traffic would find it.
 
-    Prompts cost what a prefix cache without bounds leaves of them.
+    Prompts cost what the prefix cache of one replica leaves of them.
     """
     prefill_s, decode_s = pool_work_s(requests, engine, tpot_s)
     prompts = sum(request.prompt_tokens for request in requests)
-    seen: set[int] = set()
-    cached = 0
+    cache, cached = PrefixCache(engine.kv_capacity_tokens), 0
     for request in requests:
-        known = sum(block in seen for block in request.block_ids)
-        cached += min(known * BLOCK_TOKENS, request.prompt_tokens - 1)
-        seen.update(request.block_ids)
+        if request.block_ids:
+            cached += cache.cached_tokens(request.block_ids, request.prompt_tokens)
+            cache.keep(request.block_ids)
     count, left = max(1, len(requests)), 1 - cached / max(1, prompts)
     return {"prefill": prefill_s * left / count, "decode": decode_s / count}
 

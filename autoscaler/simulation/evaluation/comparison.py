@@ -79,9 +79,9 @@ def run_policy(
     scenario: Scenario, policy: ScalingPolicy, on_progress: Callable[[float], None] = lambda _: None
 ) -> Outcome:
     """Runs the policy under the control loop's watch over starts."""
-    starts = {
-        pool: StartLimits(own.cold_start_s, own.start_deadline_cold_starts)
-        for pool, own in (("prefill", policy.prefill), ("decode", policy.decode))
+    starts: dict[PoolName, StartLimits] = {
+        "prefill": StartLimits(policy.prefill.cold_start_s, policy.prefill.start_deadline_cold_starts),
+        "decode": StartLimits(policy.decode.cold_start_s, policy.decode.start_deadline_cold_starts),
     }
     bounds, decide = bounds_of(policy), make_decide(policy)
     return Simulation(

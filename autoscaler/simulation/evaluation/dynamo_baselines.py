@@ -47,6 +47,9 @@ class SlaKnobs:
     """`enable_load_scaling`."""
     sensitivity: float = 0.8
     """`load_scaling_down_sensitivity`, a share."""
+    use: float = 1.0
+    """Share of an engine's rate that its profile gives. As it ships prefill has no head-room, and a queue once there
+    stays; an operator can profile with less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,7 @@ def dynamo_sla(
             seen, filters = _predicted(snapshot, knobs, kept.filters)
             kept = replace(kept, due_s=snapshot.now_s + knobs.interval_s, filters=filters)
             if seen is not None:
-                kept = replace(kept, floor=_by_throughput(slo, engine, seen))
+                kept = replace(kept, floor=_by_throughput(slo, engine, seen, knobs.use))
                 desired = dict(kept.floor) if not knobs.load_scaling else desired
         if knobs.load_scaling:
             for pool, step in _by_load(slo, engine, snapshot, knobs.sensitivity).items():
@@ -160,13 +163,13 @@ def _predicted(
     return _Traffic(values[0] / knobs.interval_s, values[1], values[2], values[3]), filters
 
 
-def _by_throughput(slo: Slo, engine: EngineModel, seen: _Traffic) -> dict[PoolName, int]:
+def _by_throughput(slo: Slo, engine: EngineModel, seen: _Traffic, use: float) -> dict[PoolName, int]:
     prompt_s = engine.prompt_s(max(1, round(seen.uncached)))
     late = math.ceil(prompt_s / slo.ttft_s) if prompt_s > slo.ttft_s else 1
     carried = decode_rate(engine, seen.prompt, seen.output, slo.tpot_s)
     return {
-        "prefill": max(1, late, math.ceil(seen.requests * prompt_s - 1e-9)),
-        "decode": max(1, math.ceil(seen.requests / carried - 1e-9)),
+        "prefill": max(1, late, math.ceil(seen.requests * prompt_s / use - 1e-9)),
+        "decode": max(1, math.ceil(seen.requests / (carried * use) - 1e-9)),
     }
 
 

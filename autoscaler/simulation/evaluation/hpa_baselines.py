@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autoscaler.decide import make_decide
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
@@ -76,7 +77,7 @@ def hpa_utilization(
 ) -> Decide:
     """An HPA on the share of the pool's capacity in use (prefill: arriving tokens; decode: KV): the policy kind
     `target` with the metric `utilization`. `down_s`: its stabilization of scaling down."""
-    pools = {
+    pools: dict[str, Any] = {
         pool: {
             "kind": "target",
             "metric": "utilization",
