@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,6 @@ from bench.autoscaling.cases import ScalingCase, default_policy, scenario_of
 
 ATTAINMENT = 0.97
 BOUND = "clairvoyant"
-_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +91,11 @@ def all_replayed(replays: Sequence[Replay], folder: Path, processes: int) -> lis
     if processes <= 1:
         return [_told(replayed(replay, folder)) for replay in replays]
     found: dict[int, ReplayRow] = {}
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=_yield_cpu) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
         jobs = {pool.submit(replayed, replay, folder): index for index, replay in enumerate(replays)}
         for job in as_completed(jobs):
             found[jobs[job]] = _told(job.result())
     return [found[index] for index in range(len(replays))]
-
-
-def _yield_cpu() -> None:
-    os.nice(_NICENESS)
 
 
 def _told(row: ReplayRow) -> ReplayRow:

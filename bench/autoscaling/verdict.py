@@ -25,7 +25,7 @@ from autoscaler.simulation.evaluation.comparison import POLICY_NAME
 from bench.autoscaling.attainment import Bar, synthetic_bars
 from bench.autoscaling.cases import CASES, QUICK, STARTS
 from bench.autoscaling.replays import ATTAINMENT, BOUND, Replay, ReplayRow, all_replayed
-from bench.autoscaling.tuning import GRIDS, OPPONENTS, TUNED, best_of, tuned, tuning_replays
+from bench.autoscaling.tuning import GRIDS, OPPONENTS, TUNED, best_of, tuning_replays
 from bench.machine import this_machine
 from splitserve.errors import SplitserveError
 
@@ -44,7 +44,7 @@ def judged_replays(arguments: argparse.Namespace) -> list[Replay]:
         *([] if arguments.no_bound or arguments.quick else [BOUND]),
     ]
     return [
-        Replay(case, kind, name, tuned(name, kind))
+        Replay(case, kind, name, TUNED.get(name, {}))
         for case in (QUICK if arguments.quick else CASES)
         if case.judged
         and (not arguments.only or {case.name, case.trace.partition(".")[0]} & set(arguments.only))
@@ -116,7 +116,7 @@ def _json(rows: Sequence[ReplayRow], bars: Sequence[Bar]) -> dict[str, Any]:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    replays = tuning_replays(_kinds(arguments))
+    replays = tuning_replays()
     if arguments.only:
         replays = [replay for replay in replays if replay.name in arguments.only]
     rows = all_replayed(replays, arguments.traces, arguments.processes)
@@ -124,9 +124,7 @@ def _tune(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_json(rows, [])))
         return 0
-    chosen = {
-        kind: {name: dict(row.knobs) for name, row in kept.items()} for kind, kept in sorted(best.items())
-    }
+    chosen = {name: dict(row.knobs) for name, row in best.items()}
     print(json.dumps(chosen, indent=4))
     return 0
 
