@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from autoscaler.simulation.evaluation.clairvoyant import clairvoyant_bound
 from autoscaler.simulation.evaluation.comparison import POLICY_NAME, bounds_of, run_baseline, run_policy
 from autoscaler.simulation.outcome import Outcome
 from bench.autoscaling.cases import ScalingCase, default_policy, scenario_of
+from splitserve.config.coordinator import AdmissionConfig
 
 ATTAINMENT = 0.97
 BOUND = "clairvoyant"
@@ -29,6 +30,8 @@ class Replay:
     starts: str
     name: str
     knobs: Knobs = field(default_factory=dict)
+    queued: bool = False
+    """Whether requests pass the coordinator's admission, with its default settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ def replayed(replay: Replay, folder: Path) -> ReplayRow:
     """Runs the job here."""
     began = time.process_time()
     scenario = scenario_of(replay.case, folder, replay.starts)
+    if replay.queued:
+        scenario = replace(scenario, admission=AdmissionConfig())
     policy = default_policy(replay.case.slo, scenario.cold_start_s)
     if replay.name == POLICY_NAME:
         outcome = run_policy(scenario, policy)

@@ -44,7 +44,7 @@ def judged_replays(arguments: argparse.Namespace) -> list[Replay]:
         *([] if arguments.no_bound or arguments.quick else [BOUND]),
     ]
     return [
-        Replay(case, kind, name, TUNED.get(name, {}))
+        Replay(case, kind, name, TUNED.get(name, {}), arguments.admission)
         for case in (QUICK if arguments.quick else CASES)
         if case.judged
         and (not arguments.only or {case.name, case.trace.partition(".")[0]} & set(arguments.only))
@@ -159,6 +159,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-baselines", "--no-opponents", action="store_true")
     parser.add_argument("--tune", action="store_true", help="run the grids on the tuning cases instead")
     parser.add_argument("--quick", action="store_true", help="a short synthetic case, without trace files")
+    parser.add_argument("--admission", action="store_true", help="requests pass the coordinator's admission")
     parser.add_argument("--processes", type=int, default=1)
     arguments = parser.parse_args(given)
     try:
