@@ -13,7 +13,7 @@ from autoscaler.simulation.simulator import NO_BOUNDS
 from bench.autoscaling.cases import CASES
 from bench.autoscaling.replays import BOUND, ReplayRow
 from bench.autoscaling.tuning import GRIDS, TUNED, best_of, tuning_replays
-from bench.autoscaling.verdict import bars_of, by_case, main
+from bench.autoscaling.verdict import bars_of, bound_of, by_case, main
 
 ROW = ReplayRow("conv", "60s", "policy", {}, 100, 0.98, 1.0, 0.98, 11.0, 3, 0, 8, 1.0)
 KNOWN = RuleInputs(CASES[0].slo, preset(CASES[0].preset), NO_BOUNDS, {"prefill": 0.1, "decode": 0.1})
@@ -44,6 +44,14 @@ def test_bars_name_who_is_better_on_both() -> None:
     assert not bars["conv, 60s: better on both"].holds
     assert bars["conv, 60s: attained"].holds
     assert (bars["conv, 60s: x bound"].value, bars["conv, 60s: x bound"].holds) == ("1.100", True)
+
+
+def test_the_bound_is_the_cheapest_that_knows_all_and_attains() -> None:
+    schedule = replace(ROW, name=BOUND, attainment=0.98, replica_hours=10.0)
+    static = replace(ROW, name="static-best", attainment=0.98, replica_hours=9.0)
+    assert bound_of([ROW, schedule, static]) == static
+    assert bound_of([ROW, schedule, replace(static, attainment=0.96)]) == schedule
+    assert bound_of([ROW, static]) is None
 
 
 def test_nothing_is_tuned_on_what_it_is_judged_on() -> None:
