@@ -11,7 +11,7 @@ or its host does not answer, and, for a registered replica, while the other pool
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
@@ -59,7 +59,8 @@ class _Life:
 class StartWatch:
     """All replicas of the actuator. Memory is bounded by their number."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Callable[..., None] = log_event) -> None:
+        self._log = log
         self.failed_starts: dict[PoolName, int] = dict.fromkeys(POOLS, 0)
         """Since the process started."""
         self._in_a_row: dict[PoolName, int] = dict.fromkeys(POOLS, 0)
@@ -154,7 +155,7 @@ class StartWatch:
         if life.overdue or waited_s <= deadline_s:
             return False
         life.overdue = True
-        log_event(
+        self._log(
             "replica.overdue",
             level=logging.WARNING,
             name=name,
@@ -171,7 +172,7 @@ class StartWatch:
         row = self._in_a_row[pool]
         pause_s = 0.0 if row == 1 else min(MAX_PAUSE_S, cold_s / 4 * 2.0 ** min(row - 2, 30))
         self._paused_until_s[pool] = now_s + pause_s
-        log_event(
+        self._log(
             "replica.failed_start",
             level=logging.WARNING,
             pool=pool,

@@ -5,16 +5,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 
+from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.signals.observer import ColdStarts
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.snapshot import (
+    POOLS,
     ArrivalBucket,
     DecodeSignals,
     LinkSignals,
     PoolName,
     PrefillSignals,
     Replica,
+    ReplicaState,
     Snapshot,
     StepTimeModel,
 )
@@ -69,6 +73,7 @@ class SimulatedObserver:
         self._tokens_per_s: float | None = None
         self._decoded = False
         self._in_progress = 0
+        self._cold_starts = ColdStarts()
 
     def arrived(self, request: SimulatedRequest, now_s: float) -> None:
         """Counts an arrival."""
@@ -110,6 +115,8 @@ class SimulatedObserver:
     def snapshot(self, now_s: float) -> Snapshot:
         """The snapshot at `now_s`. Call once per decision: each call ends a slice of the windows."""
         cluster, engine = self._cluster, self._engine
+        there = [replica for pool in POOLS for replica in cluster.pool(pool)]
+        self._cold_starts.look(self.actual(), {r.name: (r.state, r.since_s) for r in there})
         link = LinkSignals(engine.link_gb_per_s, engine.kv_bytes_per_token, self._transfer.read(now_s))
         return Snapshot(
             now_s=now_s,
@@ -127,7 +134,7 @@ class SimulatedObserver:
                 else None,
                 tpot=self._tpot.read(now_s),
                 reserve_wait=self._reserve.read(now_s),
-                cold_start_s=cluster.measured_cold_start_s.get("decode"),
+                cold_start_s=self._cold_starts.of("decode"),
             ),
             link=link,
             arrivals=self._arrivals(now_s),
@@ -136,6 +143,14 @@ class SimulatedObserver:
             waiting_for_workers=cluster.waiting_for_workers,
             in_progress=self._in_progress,
         )
+
+    def actual(self) -> list[ActualReplica]:
+        """The replicas that exist, as an actuator lists them."""
+        return [
+            ActualReplica(one.name, pool, one.state is ReplicaState.DRAINING, one.ordered_s)
+            for pool in POOLS
+            for one in self._cluster.pool(pool)
+        ]
 
     def _prefill_signals(self, now_s: float) -> PrefillSignals:
         replicas, held = self._cluster.prefill, self._held("prefill")
@@ -147,7 +162,7 @@ class SimulatedObserver:
             tokens_per_s=self._tokens_per_s,
             latency=self._prefill.read(now_s),
             ttft=self._ttft.read(now_s),
-            cold_start_s=self._cluster.measured_cold_start_s.get("prefill"),
+            cold_start_s=self._cold_starts.of("prefill"),
         )
 
     def _held(self, cause: PoolName) -> Held:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoscaler.plan import Decide, Memory, ScalingPlan
-from autoscaler.reconcile import Bounds, reconcile
+from autoscaler.reconcile import Bounds, Drain, ReplicaView, reconcile
 from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.observer import SimulatedObserver
 from autoscaler.simulation.outcome import Moment, Outcome, Slo, moment_of, replica_hours
+from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.simulation.traces.trace import Trace
-from autoscaler.snapshot import POOLS, PoolName
+from autoscaler.snapshot import POOLS, PoolName, Snapshot
+from autoscaler.start_watch import StartLimits, StartWatch
 from engine.pacing.token_clock import ServiceTargets
 from splitserve.config.coordinator import AdmissionConfig
 from splitserve.errors import InvalidArgumentError
@@ -44,6 +46,8 @@ class Scenario:
     prefix_cache: str = "worker"
     """See `ClusterSettings`."""
     no_worker_wait_s: float = 2.0
+    start_times: StartTimes | None = None
+    """Cold starts by chance. None: each takes `cold_start_s`, and none fails."""
     admission: AdmissionConfig | None = None
     """See `ClusterSettings`."""
     colocated: bool = False
@@ -83,7 +87,13 @@ class Scenario:
             lent_cores=self.lent_cores,
             neutral=self.neutral,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
+            start_times=self.start_times,
         )
+
+    @property
+    def starts(self) -> StartTimes:
+        """How long starts take."""
+        return self.start_times or StartTimes(self.cold_start_s)
 
     def first_replicas(self) -> Mapping[PoolName, int]:
         """Replicas at the start."""
@@ -129,6 +139,10 @@ class Simulation:
     name: str = "policy"
     on_progress: Callable[[float], None] = lambda _: None
     """Called about a hundred times, with the share of the requests that have arrived."""
+    starts: Mapping[PoolName, StartLimits] | None = None
+    """Limits of the control loop's watch over starts, which replaces overdue replicas and pauses after failed ones.
+    None: nobody watches, and what has ended is ordered again at once."""
+    _watch: StartWatch = field(default_factory=lambda: StartWatch(lambda *_, **__: None))
     _memory: Memory = None
     _plan: ScalingPlan | None = None
     _requests: list[SimulatedRequest] = field(default_factory=list)
@@ -199,13 +213,29 @@ class Simulation:
             self._decide(now_s, cluster, observer)
 
     def _decide(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
-        snapshot = observer.snapshot(now_s)
+        snapshot, paused = self._watched(observer.snapshot(now_s), observer)
         self._plan, self._memory = plan, _ = self.decide(self._memory, snapshot)
         self._moments.append(moment_of(snapshot, plan))
-        pools = {pool: cluster.members(pool) for pool in POOLS}
-        for action in reconcile(plan, pools, self.bounds):
+        for action in reconcile(plan, _members(cluster, snapshot), self.bounds, paused):
+            if isinstance(action, Drain):
+                self._watch.told_to_end(action.names)
             word = type(action).__name__.lower()
             self._actions[word] = self._actions.get(word, 0) + 1
             self._action_times.append((now_s, f"{word} {action.pool}"))
             cluster.act(action, now_s)
         cluster.lending = plan.lend_decode_to_prefill
+
+    def _watched(
+        self, snapshot: Snapshot, observer: SimulatedObserver
+    ) -> tuple[Snapshot, Sequence[PoolName]]:
+        """The snapshot with overdue replicas marked, and the pools in which nothing is to be ordered now."""
+        if self.starts is None:
+            return snapshot, ()
+        seen = self._watch.look(snapshot, observer.actual(), self.starts)
+        return seen, [pool for pool in POOLS if self._watch.pause_s(pool, seen.now_s) > 0]
+
+
+def _members(cluster: Cluster, seen: Snapshot) -> Mapping[PoolName, Sequence[ReplicaView]]:
+    """Both pools, each replica in the state in which the snapshot has it."""
+    states = {replica.name: replica.state for replica in (*seen.prefill.replicas, *seen.decode.replicas)}
+    return {pool: [replace(one, state=states[one.name]) for one in cluster.members(pool)] for pool in POOLS}

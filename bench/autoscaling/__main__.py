@@ -1,9 +1,10 @@
-"""`python -m bench.autoscaling`; see `attainment.py`."""
+"""`python -m bench.autoscaling`; see `verdict.py`."""
 
 from __future__ import annotations
 
 import sys
 
-from bench.autoscaling.attainment import main
+from bench.autoscaling.verdict import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

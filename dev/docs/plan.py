@@ -179,7 +179,7 @@ SHORT: Mapping[str, str] = {
         " || grep -q '\"measured_replicas\"' plan.json"
     ),
     "python -m bench.autoscaling": (
-        "python -m bench.autoscaling --traces . --only azure_2023_conv --cold-start 60 --no-bound --no-baselines"
+        "python -m bench.autoscaling --quick --starts 60s --no-baselines"
         " --json > bars.json || grep -q '\"bars\"' bars.json"
     ),
     "python -m bench.chaos": "python -m bench.chaos --minutes 0.2 --prompts 4 --json",

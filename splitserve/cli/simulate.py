@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,25 +12,24 @@ import typer
 
 from splitserve.cli import options
 from splitserve.cli.output import shown_progress, write
+from splitserve.cli.simulation_table import simulation_table
 from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from autoscaler.policies.policy_file import ScalingPolicy
     from autoscaler.simulation.engine_model import EngineModel
-    from autoscaler.simulation.evaluation.comparison import Comparison
-    from autoscaler.simulation.outcome import Outcome, Slo
-    from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.outcome import Slo
     from autoscaler.simulation.traces.synthetic import TraceShape
     from autoscaler.simulation.traces.trace import Trace
     from splitserve.config.coordinator import AdmissionConfig
 
 SYNTHETIC_PANEL = "Synthetic traces"
-PIPED_WIDTH = 160
 DEFAULT_TTFT_MS = 2000.0
 DEFAULT_TPOT_MS = 100.0
 PREFIX_CACHES = ("worker", "pool", "off")
 BASELINE_HELP = (
-    "Compare with static-peak, hpa-p95-latency, token-backlog, dynamo-thresholds or all. Repeatable."
+    "Compare with static-peak, hpa-p95-latency, hpa-utilization, keda-rate, token-backlog, llm-d-slo, "
+    "dynamo-thresholds, dynamo-sla, all of these, or static-best. Repeatable."
 )
 
 TraceName = Annotated[
@@ -54,6 +52,16 @@ AttainmentBar = Annotated[
 ]
 ColdStart = Annotated[
     float, typer.Option(metavar="SECONDS", help="From the order of a replica until it is ready.")
+]
+ColdStartP95 = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Starts take their time by chance: log-normal with --cold-start as median, and this 95th percentile.",
+    ),
+]
+FailedStarts = Annotated[
+    float, typer.Option(metavar="SHARE", help="Share of starts that end instead of becoming ready.")
 ]
 TtftTarget = Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 2000.")]
 TpotTarget = Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 100.")]
@@ -136,6 +144,8 @@ def simulate(
     bound: SearchBound = True,
     attainment_bar: AttainmentBar = 0.97,
     cold_start: ColdStart = 60.0,
+    cold_start_p95: ColdStartP95 = None,
+    failed_starts: FailedStarts = 0.0,
     ttft_ms: TtftTarget = None,
     tpot_ms: TpotTarget = None,
     peak_replicas: PeakReplicas = None,
@@ -161,38 +171,29 @@ def simulate(
     from autoscaler.simulation.evaluation.comparison import baseline_names, compare
     from autoscaler.simulation.evaluation.plot import draw
     from autoscaler.simulation.simulator import Scenario
+    from autoscaler.simulation.start_times import StartTimes
     from autoscaler.simulation.traces.synthetic import TraceShape
 
-    _check_options(cold_start, jitter, attainment_bar, prefix_cache, plot)
+    _check_options(jitter, attainment_bar, prefix_cache, plot)
+    starts = StartTimes(cold_start, cold_start_p95, failed_starts, seed)
     names = baseline_names([*(baseline or ()), *(opponent or ())])
     rules = _default_policy(ttft_ms, tpot_ms, peak_replicas) if policy is None else load_policy(policy)
     engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
     replayed = _scaled(_load(shape, columns), engine, slo, _TraceScaling(peak_replicas, scale, jitter, seed))
-    scenario = Scenario(
-        replayed,
-        engine,
-        slo,
-        cold_start,
-        prefix_cache=prefix_cache,
-        admission=_admission(admission),
-        steps=steps,
-        hybrid=_hybrid(hybrid, steps),
-        lent_cores=lent_cores,
-    )
+    by_steps = {"steps": steps, "hybrid": _hybrid(hybrid, steps), "lent_cores": lent_cores}
+    serving = {"prefix_cache": prefix_cache, "admission": _admission(admission)}
+    scenario = Scenario(replayed, engine, slo, cold_start, start_times=starts, **serving, **by_steps)  # type: ignore[arg-type]
     with shown_progress("simulate") as progress:
         found = compare(scenario, rules, names, attainment_bar if bound else None, progress)
     if plot is not None:
-        draw(plot, found.policy, f"{replayed.name}, cold start {cold_start:g} s", found.bound)
-    write(f"{json.dumps(found.to_json())}\n" if as_json else _table(found, scenario))
+        draw(plot, found.policy, f"{replayed.name}, cold start {starts}", found.bound)
+    write(f"{json.dumps(found.to_json())}\n" if as_json else simulation_table(found, scenario))
 
 
-def _check_options(
-    cold_start: float, jitter: float, attainment_bar: float, prefix_cache: str, plot: Path | None
-) -> None:
+def _check_options(jitter: float, attainment_bar: float, prefix_cache: str, plot: Path | None) -> None:
     from autoscaler.simulation.evaluation.plot import check_plot_path
 
-    _check_above("cold_start", cold_start, least=0.0)
     _check_above("jitter", jitter, least=0.0)
     if not 0 < attainment_bar <= 1:
         raise InvalidArgumentError(
@@ -283,54 +284,3 @@ def _check_above(name: str, value: float, least: float | None = None) -> None:
     if not math.isfinite(value) or value < 0 or (value == 0 and least is None):
         bound = "above 0" if least is None else f"at least {least:g}"
         raise InvalidArgumentError(f"{name} must be {bound}, not {value:g}", field=name)
-
-
-def _table(found: Comparison, scenario: Scenario) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    slo = scenario.slo
-    trace = scenario.trace
-    table = Table(
-        title=f"{trace.name}: {len(trace.requests):,} requests in {trace.duration_s / 60:.0f} min, "
-        f"cold start {scenario.cold_start_s:g} s, "
-        f"SLO {slo.ttft_s * 1e3:g} ms TTFT, {slo.tpot_s * 1e3:g} ms TPOT"
-    )
-    table.add_column("policy")
-    for heading in (
-        "attained",
-        "TTFT",
-        "TPOT",
-        "TTFT p50 / p95 s",
-        "TPOT p50 / p95 ms",
-        "replica-hours",
-        "x bound",
-        "actions",
-        "failed",
-    ):
-        table.add_column(heading, justify="right")
-    least = found.bound.replica_hours if found.bound else None
-    rows = [found.policy, *found.others, *([found.bound.outcome] if found.bound else [])]
-    for outcome in rows:
-        table.add_row(*_row(outcome, least))
-    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()
-
-
-def _row(outcome: Outcome, least: float | None) -> list[str]:
-    phases = outcome.phases()
-    ttft, tpot = phases["ttft"], phases["tpot"]
-    return [
-        outcome.name,
-        f"{outcome.attainment:.2%}",
-        f"{outcome.attainment_ttft:.2%}",
-        f"{outcome.attainment_tpot:.2%}",
-        f"{ttft['p50']:.2f} / {ttft['p95']:.2f}" if ttft else "",
-        f"{tpot['p50'] * 1e3:.1f} / {tpot['p95'] * 1e3:.1f}" if tpot else "",
-        f"{outcome.total_replica_hours:.2f}",
-        f"{outcome.total_replica_hours / least:.2f}" if least else "",
-        str(sum(outcome.actions.values())),
-        str(outcome.failed_requests),
-    ]

@@ -25,6 +25,7 @@ from autoscaler.simulation.cluster.replica import (
 from autoscaler.simulation.cluster.routed_workers import MODEL, RoutedWorkers
 from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.start_times import StartTimes
 from autoscaler.snapshot import PoolName, ReplicaState
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.routing.router import Router
@@ -49,8 +50,7 @@ class ClusterSettings:
     admission: AdmissionConfig | None = None
     """The coordinator's admission control. None: requests go to the replicas at once."""
     colocated: bool = False
-    """Decode replicas compute all prompts, as with `local_prefill: always`; prefill replicas only those of answers of
-    one token."""
+    """As `local_prefill: always`: decode replicas compute all prompts but those of answers of one token."""
     steps: bool = False
     """Whether replicas are computed step by step, with the engine's own scheduler."""
     targets: ServiceTargets | None = None
@@ -59,9 +59,10 @@ class ClusterSettings:
     """Whether the pair policy says who computes a prompt; step by step only."""
     lent_cores: bool = False
     """Whether replicas are on one host and lend each other cores for chunks of prompts; step by step only."""
+    start_times: StartTimes | None = None
+    """None: every start takes `cold_start_s`, and none fails."""
     neutral: bool = False
-    """Whether replicas are neutral, and lean at first to the pool that they are ordered for; with `hybrid` only. They
-    are neither scaled nor drained."""
+    """Whether replicas are neutral, lean at first to the pool that they are ordered for, and stay; with `hybrid` only."""
 
 
 class Cluster:
@@ -75,27 +76,25 @@ class Cluster:
         on_end: Callable[[SimulatedRequest, float], None],
         router: Router | None = None,
     ) -> None:
-        self._settings = settings
-        self._events = events
-        self._on_first_token = on_first_token
-        self._on_end = on_end
+        self._settings, self._events = settings, events
+        self._on_first_token, self._on_end = on_first_token, on_end
         self._shared_cache = self._new_cache(own=False) if settings.prefix_cache == "pool" else None
         self._numbers: dict[PoolName, int] = {"prefill": 0, "decode": 0}
         self._unrouted: list[SimulatedRequest] = []
         self.prefill: list[PrefillReplica] = []
         self.decode: list[DecodeReplica] = []
         self.ended: list[SimulatedReplica] = []
-        hybrid = settings.targets if settings.hybrid else None
-        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, hybrid)
+        targets = settings.targets if settings.hybrid else None
+        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets)
         self._neutral: list[NeutralReplica] = []
         self._cores = LentCores(events, settings.engine.lent_time) if settings.lent_cores else None
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
-            parts = self._routed, events, self._send, self._refuse, self._lends, settings.on_demand
-            self._admitted = AdmittedRequests(settings.admission, *parts)
+            parts = events, self._send, self._refuse, self._lends, settings.on_demand
+            self._admitted = AdmittedRequests(settings.admission, self._routed, *parts)
+        self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
         self.lending = False
-        self.on_waiting: Callable[[float], None] = lambda now_s: None
-        """Called when a request has begun to wait for the first replicas of a pool."""
+        self.on_waiting: Callable[[float], None] = lambda now_s: None  # called when one begins to wait for replicas
         self.measured_cold_start_s: dict[PoolName, float] = {}
 
     def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
@@ -107,15 +106,16 @@ class Cluster:
         return tuple(ReplicaView(r.name, r.state, float(r.load), r.ordered_s) for r in self.pool(name))
 
     def order(self, pool: PoolName, count: int, now_s: float, cold_start_s: float | None = None) -> None:
-        """Orders replicas; they are ready one cold start later (0: at once)."""
-        cold_s = self._settings.cold_start_s if cold_start_s is None else cold_start_s
+        """Orders replicas; they are ready one cold start later (0: at once), or end then where the start fails."""
         for _ in range(count):
             self._numbers[pool] += 1
             replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s)
-            if cold_s > 0:
-                self._events.at(now_s + cold_s, self._becomes_ready(pool, replica, measured=True))
+            start = self._start_times.of(replica.name)
+            begins = self._ends if start.fails and cold_start_s is None else self._becomes_ready
+            if (took_s := start.took_s if cold_start_s is None else cold_start_s) > 0:
+                self._events.at(now_s + took_s, begins(replica))
             else:
-                self._becomes_ready(pool, replica, measured=False)(now_s)
+                begins(replica)(now_s)
 
     def act(self, action: Action, now_s: float) -> None:
         """Applies an action of `autoscaler.reconcile`."""
@@ -150,9 +150,8 @@ class Cluster:
     @property
     def waiting_for_workers(self) -> int:
         """Requests that wait for the first replicas of a pool."""
-        if not (self._settings.on_demand and self._routed.snapshot.lacks_workers(MODEL.name)):
-            return 0
-        return len(self._unrouted) + self.held.requests
+        waits = self._settings.on_demand and self._routed.snapshot.lacks_workers(MODEL.name)
+        return len(self._unrouted) + self.held.requests if waits else 0
 
     def _begin(self, request: SimulatedRequest, now_s: float) -> None:
         if self._admitted is None:
@@ -302,16 +301,20 @@ class Cluster:
         # A shared cache cannot tell replicas apart, so its changes are not reported to the router.
         return PrefixCache(tokens, keeps_changes=own)
 
-    def _becomes_ready(
-        self, pool: PoolName, replica: SimulatedReplica, measured: bool
-    ) -> Callable[[float], None]:
+    def _ends(self, replica: SimulatedReplica) -> Callable[[float], None]:
+        def end(now_s: float) -> None:
+            if replica.state is ReplicaState.STARTING:
+                replica.enter(ReplicaState.DRAINING, now_s)
+                self._end_if_empty(replica, now_s)
+
+        return end
+
+    def _becomes_ready(self, replica: SimulatedReplica) -> Callable[[float], None]:
         def become_ready(now_s: float) -> None:
             if replica.state is not ReplicaState.STARTING:
                 return
             # `reconcile` moves it to standby where the plan wants that.
             replica.enter(ReplicaState.READY, now_s)
-            if measured:
-                self.measured_cold_start_s[pool] = now_s - replica.ordered_s
             self._rotation_changed(now_s)
 
         return become_ready

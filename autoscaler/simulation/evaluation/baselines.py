@@ -1,34 +1,45 @@
 """Published scaling rules as deciders: the baselines that the default policy is compared with.
 
-Each follows the formula and defaults of its source; for sources that scale through an HPA, with HPA's default behavior.
-Only `static-peak` knows the future: its count comes from the trace itself.
+Each follows the formula and defaults of its source, with knobs by which `bench.autoscaling` tunes it. What a rule would
+be told by an operator, or learn from a profile, it is told exactly (`RuleInputs`): engine timing, the mean request.
+Only the static ones know the future: their counts come from the trace itself.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import Any
 
-from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
-from autoscaler.policies.behavior import Behavior, BehaviorMemory, Limits, follow, record_change
+from autoscaler.plan import Decide, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
+from autoscaler.simulation.cluster.prefill_replica import PrefixCache
 from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.evaluation.dynamo_baselines import (
+    DYNAMO_INTERVAL_S,
+    SlaKnobs,
+    dynamo_sla,
+    dynamo_thresholds,
+)
+from autoscaler.simulation.evaluation.hpa_baselines import (
+    HPA_SYNC_S,
+    hpa_p95_latency,
+    hpa_utilization,
+    keda_rate,
+    llm_d_slo,
+    token_backlog,
+)
 from autoscaler.simulation.outcome import Slo
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.simulation.traces.scaling import pool_work_s
+from autoscaler.simulation.traces.trace import TraceRequest
+from autoscaler.snapshot import POOLS, PoolName
 
-HPA_TOLERANCE = 0.1
-HPA_SYNC_S = 15.0
-"""`--horizontal-pod-autoscaler-tolerance` and `--horizontal-pod-autoscaler-sync-period`, as shipped."""
-LLM_D_KV_THRESHOLD = 0.8
-LLM_D_TAIL_SHARE = 0.65
-"""llm-d: "for a p90/p99 SLO, shave to ~60-70% of the formula result"."""
-DYNAMO_INTERVAL_S = 5.0
-DYNAMO_PREFILL_UP, DYNAMO_PREFILL_DOWN = 1.0, 0.1
-DYNAMO_DECODE_UP, DYNAMO_DECODE_DOWN = 1.0, 0.6
+Knobs = Mapping[str, Any]
+"""Keyword arguments of a baseline; what is not given is as its source ships or documents it."""
 
-Wanted = Callable[[Snapshot, int], int | None]
-"""(snapshot, ready replicas) -> desired replicas; None while the metric is missing."""
+STATIC_PEAK, STATIC_BEST = "static-peak", "static-best"
+STATIC = (STATIC_PEAK, STATIC_BEST)
+"""They need runs or the trace, not a rule; see `comparison.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +52,32 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaled:
-    """One pool's memory under an HPA."""
+class RuleInputs:
+    """What a rule is told before the run."""
 
-    desired: int | None = None
-    behavior: BehaviorMemory = field(default_factory=BehaviorMemory)
+    slo: Slo
+    engine: EngineModel
+    bounds: Mapping[PoolName, Bounds]
+    work_s: Mapping[PoolName, float]
+    """Seconds of a fully used replica that a mean request takes of each pool."""
+
+
+def mean_work_s(
+    requests: Sequence[TraceRequest], engine: EngineModel, tpot_s: float
+) -> dict[PoolName, float]:
+    """`RuleInputs.work_s` of a trace, as a benchmark with the real traffic would find it.
+
+    Prompts cost what the prefix cache of one replica leaves of them.
+    """
+    prefill_s, decode_s = pool_work_s(requests, engine, tpot_s)
+    prompts = sum(request.prompt_tokens for request in requests)
+    cache, cached = PrefixCache(engine.kv_capacity_tokens), 0
+    for request in requests:
+        if request.block_ids:
+            cached += cache.cached_tokens(request.block_ids, request.prompt_tokens)
+            cache.keep(request.block_ids)
+    count, left = max(1, len(requests)), 1 - cached / max(1, prompts)
+    return {"prefill": prefill_s * left / count, "decode": decode_s / count}
 
 
 def static_replicas(counts: Mapping[PoolName, int]) -> Decide:
@@ -54,158 +86,53 @@ def static_replicas(counts: Mapping[PoolName, int]) -> Decide:
     return lambda memory, snapshot: (plan, memory)
 
 
-def hpa_p95_latency(slo: Slo, bounds: Mapping[PoolName, Bounds]) -> Decide:
-    """HorizontalPodAutoscaler v2 on latency: ceil(ready * p95 / target), TTFT for prefill and TPOT for decode.
-
-    https://kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale/#algorithm-details
-    """
-
-    def ttft(snapshot: Snapshot, ready: int) -> int | None:
-        value = snapshot.prefill.ttft.percentile(95) if snapshot.prefill.ttft else None
-        return hpa_formula(ready, value, slo.ttft_s)
-
-    def tpot(snapshot: Snapshot, ready: int) -> int | None:
-        value = snapshot.decode.tpot.percentile(95) if snapshot.decode.tpot else None
-        return hpa_formula(ready, value, slo.tpot_s)
-
-    return _by_hpa({"prefill": ttft, "decode": tpot}, bounds)
+def _hpa_p95_latency(known: RuleInputs, **knobs: Any) -> Decide:
+    return hpa_p95_latency(known.slo, known.bounds, **knobs)
 
 
-def hpa_formula(ready: int, value: float | None, target: float) -> int | None:
-    """Desired replicas of an HPA; None without a value, `ready` within the tolerance."""
-    if value is None:
-        return None
-    ratio = value / target
-    return ready if abs(ratio - 1) <= HPA_TOLERANCE else math.ceil(ready * ratio - 1e-9)
+def _hpa_utilization(known: RuleInputs, **knobs: Any) -> Decide:
+    return hpa_utilization(known.bounds, **knobs)
 
 
-def token_backlog(slo: Slo, engine: EngineModel, bounds: Mapping[PoolName, Bounds]) -> Decide:
-    """llm-d's token-aware autoscaling, with the two pools apart.
-
-    Prefill: ceil(tokens in flight / V_P / threshold), V_P tokens a second of one replica, threshold = TTFT target -
-    ISL / V_P, times 0.65 for a tail percentile. Decode: ceil(sum of KV use / 0.8). Read from
-    https://github.com/llm-d/llm-d/tree/main/guides/workload-autoscaling/keda-epp-token-aware; its example limits
-    growth to one pod in 3 minutes, which is left to HPA's faster default here.
-    """
-    peak = engine.max_step_tokens / engine.prompt_s(engine.max_step_tokens)
-
-    def prefill(snapshot: Snapshot, ready: int) -> int | None:
-        prompt_s = _mean_prompt(snapshot) / peak
-        threshold_s = max(0.05 * slo.ttft_s, LLM_D_TAIL_SHARE * (slo.ttft_s - prompt_s))
-        value = snapshot.prefill.backlog_tokens / peak / max(1, ready)
-        return hpa_formula(ready, value, threshold_s)
-
-    def decode(snapshot: Snapshot, ready: int) -> int | None:
-        used = snapshot.decode.context_tokens / engine.kv_capacity_tokens / max(1, ready)
-        return hpa_formula(ready, used, LLM_D_KV_THRESHOLD)
-
-    return _by_hpa({"prefill": prefill, "decode": decode}, bounds)
+def _keda_rate(known: RuleInputs, **knobs: Any) -> Decide:
+    return keda_rate(known.work_s, known.bounds, **knobs)
 
 
-def dynamo_thresholds(engine: EngineModel, bounds: Mapping[PoolName, Bounds]) -> Decide:
-    """NVIDIA Dynamo's planner in its default mode (`optimization_target: throughput`), which looks at no latency.
-
-    Prefill: one more when any worker has a context length of tokens queued, one less when all have under a tenth.
-    Decode: one more when any worker's KV use, queued requests included, is above 100%, one less when all are under
-    60%. Decided every 5 s, never while an earlier change is on its way. Read from `load_scaling.py` and
-    `defaults.py` of https://github.com/ai-dynamo/dynamo/tree/main/components/src/dynamo/planner. Its queues
-    leave out prompts in computation. A worker's part of the pool's queue is taken by its share of requests.
-    """
-
-    def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
-        prefill, decode = snapshot.prefill, snapshot.decode
-        desired: dict[PoolName, int] = memory or {}
-        queued = [
-            share * prefill.backlog_tokens * prefill.waiting_requests / max(1.0, _loads(prefill.replicas))
-            for share in _shares(prefill.replicas)
-        ]
-        held = decode.context_tokens + decode.waiting_reservations * _mean_prompt(snapshot)
-        kv = [share * held for share in _shares(decode.replicas)]
-        ratios = {
-            "prefill": [tokens / engine.context_tokens for tokens in queued],
-            "decode": [tokens / engine.kv_capacity_tokens for tokens in kv],
-        }
-        found: dict[PoolName, int] = {}
-        for pool, (up, down) in _DYNAMO.items():
-            replicas = prefill.replicas if pool == "prefill" else decode.replicas
-            ready, pending = _count(replicas)
-            count = desired.get(pool, ready + pending)
-            if pending == 0 and not any(r.state is ReplicaState.DRAINING for r in replicas) and ratios[pool]:
-                count = ready
-                if any(ratio >= up for ratio in ratios[pool]):
-                    count += 1
-                elif all(ratio < down for ratio in ratios[pool]):
-                    count -= 1
-            found[pool] = min(max(count, bounds[pool].min), bounds[pool].max)
-        return ScalingPlan(PoolPlan(found["prefill"]), PoolPlan(found["decode"])), found
-
-    return decide
+def _token_backlog(known: RuleInputs, **knobs: Any) -> Decide:
+    return token_backlog(known.slo, known.engine, known.bounds, **knobs)
 
 
-_DYNAMO: Mapping[PoolName, tuple[float, float]] = {
-    "prefill": (DYNAMO_PREFILL_UP, DYNAMO_PREFILL_DOWN),
-    "decode": (DYNAMO_DECODE_UP, DYNAMO_DECODE_DOWN),
+def _llm_d_slo(known: RuleInputs, **knobs: Any) -> Decide:
+    return llm_d_slo(known.slo, known.engine, known.bounds, **knobs)
+
+
+def _dynamo_thresholds(known: RuleInputs, **knobs: Any) -> Decide:
+    return dynamo_thresholds(known.engine, known.bounds, **knobs)
+
+
+def _dynamo_sla(known: RuleInputs, **knobs: Any) -> Decide:
+    return dynamo_sla(known.slo, known.engine, known.bounds, SlaKnobs(**knobs))
+
+
+_RULES: Mapping[str, tuple[Callable[..., Decide], float]] = {
+    "hpa-p95-latency": (_hpa_p95_latency, HPA_SYNC_S),
+    "hpa-utilization": (_hpa_utilization, HPA_SYNC_S),
+    "keda-rate": (_keda_rate, HPA_SYNC_S),
+    "token-backlog": (_token_backlog, HPA_SYNC_S),
+    "llm-d-slo": (_llm_d_slo, HPA_SYNC_S),
+    "dynamo-thresholds": (_dynamo_thresholds, DYNAMO_INTERVAL_S),
+    "dynamo-sla": (_dynamo_sla, DYNAMO_INTERVAL_S),
 }
-BASELINES = ("static-peak", "hpa-p95-latency", "token-backlog", "dynamo-thresholds")
+BASELINES = (STATIC_PEAK, *_RULES)
+"""Of one run each. `STATIC_BEST` beside them is a search."""
 
 
-def baselines(
-    slo: Slo, engine: EngineModel, bounds: Mapping[PoolName, Bounds], peak: Mapping[PoolName, int]
-) -> dict[str, Baseline]:
-    """All baselines by name; `peak` are the constant counts of `static-peak`."""
-    deciders = {
-        "static-peak": (static_replicas(peak), HPA_SYNC_S),
-        "hpa-p95-latency": (hpa_p95_latency(slo, bounds), HPA_SYNC_S),
-        "token-backlog": (token_backlog(slo, engine, bounds), HPA_SYNC_S),
-        "dynamo-thresholds": (dynamo_thresholds(engine, bounds), DYNAMO_INTERVAL_S),
-    }
-    return {name: Baseline(name, decide, interval_s) for name, (decide, interval_s) in deciders.items()}
+def baseline(name: str, known: RuleInputs, knobs: Knobs | None = None) -> Baseline:
+    """The rule of this name, not a static one."""
+    rule, interval_s = _RULES[name]
+    return Baseline(name, rule(known, **(knobs or {})), interval_s)
 
 
-def _by_hpa(formulas: Mapping[PoolName, Wanted], bounds: Mapping[PoolName, Bounds]) -> Decide:
-    limits = Limits.of(Behavior())
-
-    def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
-        before: dict[PoolName, _Scaled] = memory or {}
-        after: dict[PoolName, _Scaled] = {}
-        for pool in POOLS:
-            replicas = snapshot.prefill.replicas if pool == "prefill" else snapshot.decode.replicas
-            ready, pending = _count(replicas)
-            kept = before.get(pool, _Scaled())
-            current = ready + pending if kept.desired is None else kept.desired
-            wanted = formulas[pool](snapshot, ready)
-            if wanted is None:
-                after[pool] = replace(kept, desired=current)
-                continue
-            low, high = bounds[pool].min, bounds[pool].max
-            # When growing, HPA counts pods that are not ready with a metric of 0, so it adds none on their account.
-            if wanted > ready and pending:
-                wanted = max(wanted, current) if wanted > current else current
-            desired, behavior = follow(limits, kept.behavior, snapshot.now_s, current, wanted, low, high)
-            behavior = record_change(limits, behavior, snapshot.now_s, desired - current)
-            after[pool] = _Scaled(desired, behavior)
-        counts = {pool: after[pool].desired or 1 for pool in POOLS}
-        return ScalingPlan(PoolPlan(counts["prefill"]), PoolPlan(counts["decode"])), after
-
-    return decide
-
-
-def _count(replicas: Sequence[Replica]) -> tuple[int, int]:
-    ready = sum(replica.state is ReplicaState.READY for replica in replicas)
-    return ready, sum(replica.state is ReplicaState.STARTING for replica in replicas)
-
-
-def _mean_prompt(snapshot: Snapshot) -> float:
-    """Mean uncached tokens of a request."""
-    requests = sum(bucket.requests for bucket in snapshot.arrivals)
-    return sum(bucket.uncached_tokens for bucket in snapshot.arrivals) / requests if requests else 0.0
-
-
-def _loads(replicas: Sequence[Replica]) -> float:
-    return sum(replica.load for replica in replicas)
-
-
-def _shares(replicas: Sequence[Replica]) -> list[float]:
-    total = _loads(replicas)
-    ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
-    return [replica.load / total if total else 0.0 for replica in ready]
+def peak_within(peak: Mapping[PoolName, int], bounds: Mapping[PoolName, Bounds]) -> dict[PoolName, int]:
+    """Constant counts within the bounds."""
+    return {pool: min(peak[pool], bounds[pool].max) for pool in POOLS}

@@ -13,16 +13,31 @@ import numpy as np
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.reconcile import Bounds
-from autoscaler.simulation.evaluation.baselines import BASELINES, baselines
+from autoscaler.simulation.evaluation.baselines import (
+    BASELINES,
+    STATIC_BEST,
+    STATIC_PEAK,
+    Knobs,
+    RuleInputs,
+    baseline,
+    mean_work_s,
+    peak_within,
+    static_replicas,
+)
 from autoscaler.simulation.evaluation.clairvoyant import GRID_S, Bound, clairvoyant_bound, needs
+from autoscaler.simulation.evaluation.static_search import best_static
 from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.scaling import PEAK_WINDOW_S
 from autoscaler.snapshot import POOLS, PoolName
+from autoscaler.start_watch import StartLimits
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.sources import Progress
 
 POLICY_NAME = "policy"
+DEFAULT_SHARE = 0.97
+_SPARE = 2
+"""Replicas of each pool beyond those of `static-peak` among which the best static counts are sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +68,50 @@ def compare(
     on_progress: Progress = lambda *_: None,
 ) -> Comparison:
     """Runs the policy, these baselines (see `baseline_names`), and with `bound_share` the search for the bound."""
-    bounds, on_policy = bounds_of(policy), partial(on_progress, POLICY_NAME)
-    run = Simulation(scenario, make_decide(policy), policy.interval_s, bounds, POLICY_NAME, on_policy).run()
-    others = [run_baseline(scenario, name, bounds, partial(on_progress, name)) for name in names]
+    run = run_policy(scenario, policy, partial(on_progress, POLICY_NAME))
+    bounds, share = bounds_of(policy), DEFAULT_SHARE if bound_share is None else bound_share
+    others = [run_baseline(scenario, name, bounds, None, share, on_progress) for name in names]
     bound = clairvoyant_bound(scenario, bound_share, on_progress) if bound_share is not None else None
     return Comparison(run, others, bound)
+
+
+def run_policy(
+    scenario: Scenario, policy: ScalingPolicy, on_progress: Callable[[float], None] = lambda _: None
+) -> Outcome:
+    """Runs the policy under the control loop's watch over starts."""
+    starts: dict[PoolName, StartLimits] = {
+        "prefill": StartLimits(policy.prefill.cold_start_s, policy.prefill.start_deadline_cold_starts),
+        "decode": StartLimits(policy.decode.cold_start_s, policy.decode.start_deadline_cold_starts),
+    }
+    bounds, decide = bounds_of(policy), make_decide(policy)
+    return Simulation(
+        scenario, decide, policy.interval_s, bounds, POLICY_NAME, on_progress, starts=starts
+    ).run()
 
 
 def run_baseline(
     scenario: Scenario,
     name: str,
     bounds: Mapping[PoolName, Bounds],
-    on_progress: Callable[[float], None] = lambda _: None,
+    knobs: Knobs | None = None,
+    share: float = DEFAULT_SHARE,
+    on_progress: Progress = lambda *_: None,
 ) -> Outcome:
-    """Runs one baseline within the bounds of the policy, but none goes to zero: they know no way from there."""
+    """Runs one baseline within the bounds of the policy, tuned by `knobs`. `share`: what `static-best` must attain.
+    None goes to zero: they know no way from there."""
     bounds = {pool: Bounds(max(1, each.min), each.max) for pool, each in bounds.items()}
-    peak = {pool: min(count, bounds[pool].max) for pool, count in static_peak(scenario).items()}
-    baseline = baselines(scenario.slo, scenario.engine, bounds, peak)[name]
-    if name == "static-peak":
-        scenario = replace(scenario, initial=peak)
-    return Simulation(scenario, baseline.decide, baseline.interval_s, bounds, name, on_progress).run()
+    if name in (STATIC_PEAK, STATIC_BEST):
+        peak = static_peak(scenario)
+        if name == STATIC_BEST:
+            ample = {pool: count + _SPARE for pool, count in peak.items()}
+            return best_static(scenario, share, peak_within(ample, bounds), on_progress)
+        counts = peak_within(peak, bounds)
+        scenario, decide, interval_s = replace(scenario, initial=counts), static_replicas(counts), GRID_S
+    else:
+        work_s = mean_work_s(scenario.trace.requests, scenario.engine, scenario.slo.tpot_s)
+        rule = baseline(name, RuleInputs(scenario.slo, scenario.engine, bounds, work_s), knobs)
+        decide, interval_s = rule.decide, rule.interval_s
+    return Simulation(scenario, decide, interval_s, bounds, name, partial(on_progress, name)).run()
 
 
 def bounds_of(policy: ScalingPolicy) -> dict[PoolName, Bounds]:
@@ -95,11 +134,11 @@ def static_peak(scenario: Scenario) -> dict[PoolName, int]:
 
 
 def baseline_names(wanted: Sequence[str]) -> list[str]:
-    """The baselines to run; `all` expands to all of them. Raises InvalidArgumentError for an unknown name."""
+    """The baselines to run; `all` expands to all of one run each. Raises InvalidArgumentError for an unknown name."""
     names: list[str] = []
     for name in wanted:
-        if name != "all" and name not in BASELINES:
-            known = ", ".join(("all", *BASELINES))
+        if name != "all" and name not in (*BASELINES, STATIC_BEST):
+            known = ", ".join(("all", *BASELINES, STATIC_BEST))
             raise InvalidArgumentError(f"baseline: no such baseline: {name!r} ({known})", field="baseline")
         names += BASELINES if name == "all" else [name]
     return list(dict.fromkeys(names))

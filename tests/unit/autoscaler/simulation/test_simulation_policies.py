@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,19 +10,25 @@ import pytest
 from autoscaler.plan import Decide
 from autoscaler.reconcile import Bounds
 from autoscaler.simulation.engine_model import preset
-from autoscaler.simulation.evaluation.baselines import (
-    BASELINES,
-    baselines,
-    dynamo_thresholds,
-    hpa_formula,
-    hpa_p95_latency,
-    token_backlog,
-)
+from autoscaler.simulation.evaluation.baselines import BASELINES, STATIC, RuleInputs, baseline, mean_work_s
 from autoscaler.simulation.evaluation.clairvoyant import GRID_S, clairvoyant_bound, needs, schedule, scheduled
 from autoscaler.simulation.evaluation.comparison import baseline_names, compare, run_baseline, static_peak
+from autoscaler.simulation.evaluation.dynamo_baselines import SlaKnobs, dynamo_sla, dynamo_thresholds
+from autoscaler.simulation.evaluation.hpa_baselines import (
+    decode_rate,
+    hpa_formula,
+    hpa_p95_latency,
+    hpa_utilization,
+    keda_rate,
+    llm_d_slo,
+    token_backlog,
+)
+from autoscaler.simulation.evaluation.static_search import best_static
+from autoscaler.simulation.evaluation.trend_filter import TrendFilter
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import NO_BOUNDS, Scenario, Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
+from autoscaler.simulation.traces.trace import TraceRequest
 from autoscaler.snapshot import ArrivalBucket, DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from bench.autoscaling.attainment import actions_after, burst, constant_at_a_boundary
 from bench.autoscaling.cases import default_policy
@@ -117,12 +124,110 @@ def test_dynamo_thresholds() -> None:
     assert desired(decide, snapshot(prefill=1, decode=1)) == (1, 1)
 
 
+def test_keda_divides_the_request_rate_by_what_a_replica_carries() -> None:
+    decide = keda_rate({"prefill": 0.5, "decode": 1.0}, NO_BOUNDS, use=0.5, window_s=10.0)
+    # 10 requests in 10 s; replicas carry 1 and 0.5 a second.
+    assert desired(decide, snapshot(prefill=4, decode=4)) == (
+        4,
+        4,
+    )  # down only after the stabilization window
+    assert desired(decide, snapshot(prefill=1, decode=1)) == (1, 2)
+    decide = keda_rate({"prefill": 5.0, "decode": 1.05}, NO_BOUNDS, use=0.5, window_s=10.0)
+    assert desired(decide, snapshot(prefill=4, decode=3)) == (8, 3)  # 10 are wanted; an HPA doubles at most
+    assert desired(decide, replace(snapshot(), arrivals=())) == (4, 4)
+
+
+def test_hpa_on_utilization_is_the_kind_target() -> None:
+    decide = hpa_utilization(NO_BOUNDS, target=0.5)
+    full = int(4 * 0.8 * ENGINE.kv_capacity_tokens)
+    seen = snapshot(context_tokens=full)
+    seen = replace(seen, decode=replace(seen.decode, kv_capacity_tokens=ENGINE.kv_capacity_tokens))
+    assert desired(decide, seen) == (4, 7)
+
+
+def test_what_a_decode_replica_carries() -> None:
+    engine = replace(ENGINE, step_s=0.01, sequence_s=1e-3, context_token_s=0.0, max_running_requests=512)
+    assert decode_rate(engine, 1000, 100, 0.03) == pytest.approx(20 / (100 * 0.03))
+    assert decode_rate(engine, 1000, 100, 0.001) == pytest.approx(1 / (100 * 0.011))
+    full = replace(engine, kv_capacity_tokens=10_500)
+    assert decode_rate(full, 1000, 100, 0.03) == pytest.approx(10 / (100 * 0.02))
+
+
+def test_llm_d_keeps_mean_latencies() -> None:
+    decide = llm_d_slo(SLO, ENGINE, NO_BOUNDS, share=0.1)
+    prompt_s = ENGINE.prompt_s(1000)
+    seen = snapshot(prefill=1, decode=1)
+    wanted = 1.0 / ((1 - prompt_s / 0.2) / prompt_s)  # 10 requests in 10 s
+    assert desired(decide, seen)[0] == max(1, math.ceil(wanted))
+    busy = replace(seen, arrivals=(ArrivalBucket(90.0, 5.0, 200, 200_000, 200_000, 20_000.0),))
+    assert desired(decide, busy)[0] >= 2
+
+
+def test_dynamo_with_targets_by_predicted_throughput() -> None:
+    decide = dynamo_sla(SLO, ENGINE, NO_BOUNDS, SlaKnobs(interval_s=10.0))
+    busy = replace(snapshot(), arrivals=(ArrivalBucket(90.0, 5.0, 500, 500_000, 500_000, 500_000.0),))
+    first, memory = decide(None, replace(busy, now_s=90.0))
+    # As found, until the first interval is over.
+    assert (first.prefill.desired, first.decode.desired) == (4, 4)
+    plan, _ = decide(memory, busy)
+    assert plan.prefill.desired == math.ceil(50 * ENGINE.prompt_s(1000))
+    assert plan.decode.desired == math.ceil(50 / decode_rate(ENGINE, 1000, 1000, SLO.tpot_s) - 1e-9)
+
+
+def test_dynamo_with_load_scaling_adds_one_where_all_would_miss() -> None:
+    decide = dynamo_sla(SLO, ENGINE, NO_BOUNDS, SlaKnobs(load_scaling=True))
+    late = {"backlog_tokens": 4 * 60_000, "waiting_requests": 4}
+    assert desired(decide, snapshot(**late)) == (5, 3)
+    assert desired(decide, snapshot(starting=1, **late)) == (5, 3)  # a change is on its way
+    assert desired(decide, snapshot()) == (3, 3)
+    some = {"backlog_tokens": 4 * 30_000, "waiting_requests": 4}
+    assert desired(decide, snapshot(**some)) == (4, 3)  # the rest would be above 80% of the target
+
+
+def test_the_trend_filter_follows_a_line() -> None:
+    rising = TrendFilter()
+    for value in range(0, 300, 10):
+        rising = rising.observed(float(value))
+    assert rising.forecast == pytest.approx(300, abs=1.0)
+    assert TrendFilter().observed(5.0).forecast == 5.0
+
+
+def test_the_best_static_cluster_attains_with_the_fewest_replicas() -> None:
+    trace = synthetic(TraceShape("constant", rate=8, duration_s=90, prompt_tokens=2000, seed=2))
+    scenario = Scenario(trace, ENGINE, SLO, cold_start_s=60)
+    best = best_static(scenario, 0.97, {"prefill": 4, "decode": 3})
+    assert best.attainment >= 0.97
+    counts = [(p, d) for p in range(1, 5) for d in range(1, 4)]
+    attaining = []
+    for prefill, decode in counts:
+        initial = {"prefill": prefill, "decode": decode}
+        run = run_baseline(
+            replace(scenario, initial=initial),
+            "static-peak",
+            {"prefill": Bounds(1, prefill), "decode": Bounds(1, decode)},
+        )
+        if run.attainment >= 0.97:
+            attaining.append(run.total_replica_hours)
+    assert best.total_replica_hours == min(attaining)
+
+
+def test_what_a_mean_request_costs_leaves_out_what_a_cache_has() -> None:
+    fresh = [TraceRequest(0.0, 1024, 10, (1, 2)), TraceRequest(1.0, 1024, 10, (3, 4))]
+    again = [fresh[0], replace(fresh[1], block_ids=(1, 5))]
+    whole, part = (mean_work_s(requests, ENGINE, 0.1) for requests in (fresh, again))
+    assert part["prefill"] == pytest.approx(whole["prefill"] * 0.75)
+    assert part["decode"] == whole["decode"] > 0
+
+
 def test_baselines_by_name() -> None:
-    found = baselines(SLO, ENGINE, NO_BOUNDS, {"prefill": 3, "decode": 2})
-    assert tuple(found) == BASELINES
-    assert desired(found["static-peak"].decide, snapshot()) == (3, 2)
+    known = RuleInputs(SLO, ENGINE, NO_BOUNDS, {"prefill": 0.1, "decode": 0.1})
+    for name in BASELINES:
+        if name not in STATIC:
+            plan, _ = baseline(name, known).decide(None, snapshot())
+            assert min(plan.prefill.desired, plan.decode.desired) >= 1
     assert baseline_names(["all"]) == list(BASELINES)
     assert baseline_names(["token-backlog", "all"])[0] == "token-backlog"
+    assert baseline_names(["static-best"]) == ["static-best"]
     with pytest.raises(InvalidArgumentError, match="no such baseline: 'x'"):
         baseline_names(["x"])
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autoscaler.simulation.evaluation.baselines import BASELINES
 from splitserve.cli import simulate
 from splitserve.cli.main import main
 
@@ -37,7 +38,7 @@ def test_json(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     assert found["failed_requests"] == 0
     assert found["attainment"] == 1
     assert found["replica_hours_bound"] <= found["replica_hours"]
-    assert set(found["opponents"]) == {"static-peak", "hpa-p95-latency", "token-backlog", "dynamo-thresholds"}
+    assert set(found["opponents"]) == set(BASELINES)
     assert set(found["phases_s"]["ttft"]) == {"p50", "p95", "p99"}
 
 
@@ -59,6 +60,15 @@ def test_without_a_policy_there_are_replicas_enough_for_a_scaled_trace(
     for wrong in (("--ttft-ms", "0"), ("--tpot-ms", "nan"), ("--peak-replicas", "-1")):
         assert main(["simulate", *SHORT, "--no-bound", *wrong]) == 2
         assert "must be" in capsys.readouterr().err
+
+
+def test_cold_starts_by_chance(capsys: pytest.CaptureFixture[str]) -> None:
+    by_chance = ("--cold-start", "20", "--cold-start-p95", "60", "--failed-starts", "0.1")
+    assert main(["simulate", *SHORT, "--no-bound", *by_chance, "--baseline", "static-best"]) == 0
+    captured = capsys.readouterr()
+    assert "cold start 20 s, p95 60 s, 10% fail" in captured.out
+    assert "static-best" in captured.out
+    assert "replica." not in captured.err
 
 
 @pytest.mark.parametrize("hybrid", [(), ("--hybrid", "off")])
@@ -98,6 +108,8 @@ def test_a_trace_file_at_scale(capsys: pytest.CaptureFixture[str], policy: str, 
         (("--trace", "/no/such.csv"), 1, "cannot read /no/such.csv"),
         ((*SHORT, "--cold-start", "-1"), 2, "cold_start must be at least 0, not -1"),
         ((*SHORT, "--cold-start", "nan"), 2, "cold_start must be at least 0"),
+        ((*SHORT, "--cold-start-p95", "59"), 2, "cold_start_p95 must be at least the median"),
+        ((*SHORT, "--failed-starts", "1"), 2, "failed_starts must be at least 0 and below 1, not 1"),
         ((*SHORT, "--ttft-ms", "0"), 2, "ttft_ms must be above 0, not 0"),
         ((*SHORT, "--peak-replicas", "0"), 2, "peak_replicas must be above 0"),
         ((*SHORT, "--peak-replicas", "4", "--scale", "2"), 2, "exclude each other"),
