@@ -62,7 +62,7 @@ class ClusterSettings:
     start_times: StartTimes | None = None
     """None: every start takes `cold_start_s`, and none fails."""
     neutral: bool = False
-    """Whether replicas are neutral, lean at first to the pool that they are ordered for, and stay; with `hybrid` only."""
+    """Whether replicas are neutral, lean at first to the pool that they are ordered for, and stay; `hybrid` only."""
 
 
 class Cluster:
@@ -94,7 +94,9 @@ class Cluster:
             self._admitted = AdmittedRequests(settings.admission, self._routed, *parts)
         self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
         self.lending = False
-        self.on_waiting: Callable[[float], None] = lambda now_s: None  # called when one begins to wait for replicas
+        self.on_waiting: Callable[[float], None] = lambda now_s: (
+            None
+        )  # called when one begins to wait for replicas
         self.measured_cold_start_s: dict[PoolName, float] = {}
 
     def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
