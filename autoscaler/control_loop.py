@@ -122,7 +122,8 @@ class ControlLoop:
             began = time.monotonic()
             await self.tick()
             left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
-            await (self.pause if self._is_at_zero else asyncio.sleep)(left_s)
+            at_zero = self._last_plan is not None and self._last_plan.is_at_zero
+            await (self.pause if at_zero else asyncio.sleep)(left_s)
 
     async def tick(self) -> None:
         """One round. Errors that a later round may not have are logged, not raised."""
@@ -162,11 +163,6 @@ class ControlLoop:
             # An action may take long: the lease is looked at before each one.
             if self.actuator is not None and self._may_act:
                 await self._act(self.actuator, plan, action)
-
-    @property
-    def _is_at_zero(self) -> bool:
-        plan = self._last_plan
-        return plan is not None and 0 in (plan.prefill.desired, plan.decode.desired)
 
     @property
     def _would_act(self) -> bool:

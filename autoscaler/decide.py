@@ -127,7 +127,7 @@ def _only_schedule(memory: None, snapshot: Snapshot, status: PoolStatus) -> tupl
 def status_of(pool: AnyPool, name: PoolName, desired: int | None, snapshot: Snapshot) -> PoolStatus:
     """The pool's status. `desired` is the last plan's. Without one, and while plans are not carried out, the replicas
     that exist less the standbys count as desired."""
-    replicas = (snapshot.prefill if name == "prefill" else snapshot.decode).replicas
+    replicas = snapshot.pool(name).replicas
     ready = count(replicas, ReplicaState.READY)
     starting, standby = count(replicas, ReplicaState.STARTING), count(replicas, ReplicaState.STANDBY)
     existing = max(ready, ready + starting + standby - pool.warm_standby)
@@ -198,4 +198,4 @@ def limits_of(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> Limits:
 
 def cold_start_s(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> float:
     """The measured cold start, seconds; the policy file's before the first measurement."""
-    return (snapshot.prefill if name == "prefill" else snapshot.decode).cold_start_s or pool.cold_start_s
+    return snapshot.pool(name).cold_start_s or pool.cold_start_s

@@ -58,6 +58,11 @@ class ScalingPlan:
         return self.prefill if name == "prefill" else self.decode
 
     @property
+    def is_at_zero(self) -> bool:
+        """Whether a pool is to have no replica."""
+        return 0 in (self.prefill.desired, self.decode.desired)
+
+    @property
     def numbers(self) -> tuple[object, ...]:
         """What it decides, without the reasons."""
         wanted = [(pool.desired, pool.standby) for pool in (self.prefill, self.decode)]

@@ -17,7 +17,7 @@ from autoscaler.reconcile import Bounds
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
 from autoscaler.snapshot import PoolName
-from autoscaler.start_watch import StartLimits
+from autoscaler.start_watch import start_limits
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
@@ -84,10 +84,7 @@ def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
         drain_s={name: pool.drain_s for name, pool in pools.items()},
         gpus_each={name: pool.gpus_per_replica for name, pool in pools.items()},
         neutral=policy.workers == "neutral",
-        starts={
-            name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts)
-            for name, pool in pools.items()
-        },
+        starts=start_limits(policy),
         interval_s=given.interval_s or policy.interval_s,
     )
 

@@ -25,7 +25,7 @@ from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.signals.demand_watch import DemandWatch
 from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import PoolName
-from splitserve.client.scaling_client import ScalingClient
+from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
 from splitserve.config.gpu_list import AUTO, gpu_groups
 from splitserve.errors import ConfigError, FailedPreconditionError, SplitserveError, UnavailableError
@@ -45,7 +45,6 @@ PLAN_INTERVALS = 4
 LEAST_PLAN_S = 30.0
 LEASE_INTERVALS = 3
 """A lease lasts this many intervals at least, so that its holder renews it in time."""
-MAX_LEASE_S = 600.0
 
 
 @asynccontextmanager

@@ -157,6 +157,10 @@ class Snapshot:
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 
+    def pool(self, name: PoolName) -> PrefillSignals | DecodeSignals:
+        """The signals of one pool."""
+        return self.prefill if name == "prefill" else self.decode
+
     @property
     def leanings(self) -> Mapping[str, PoolName]:
         """Where each neutral worker leans that a coordinator knows, by name."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
+from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
 
@@ -32,6 +33,12 @@ class StartLimits:
     cold_start_s: float = 60.0
     """By the policy file. The measured one counts where it is longer."""
     deadline_cold_starts: float = 5.0
+
+
+def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
+    """Those of both pools of a policy file."""
+    pools: tuple[tuple[PoolName, AnyPool], ...] = (("prefill", policy.prefill), ("decode", policy.decode))
+    return {name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts) for name, pool in pools}
 
 
 @dataclass(slots=True)
@@ -113,7 +120,7 @@ class StartWatch:
         return max(0.0, self._paused_until_s[pool] - now_s)
 
     def _cold_s(self, pool: PoolName, snapshot: Snapshot, limits: Mapping[PoolName, StartLimits]) -> float:
-        measured = (snapshot.prefill if pool == "prefill" else snapshot.decode).cold_start_s
+        measured = snapshot.pool(pool).cold_start_s
         return max(measured or 0.0, limits[pool].cold_start_s)
 
     def _ended(self, actual: Sequence[ActualReplica]) -> list[_Life]:

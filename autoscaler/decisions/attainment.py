@@ -45,13 +45,11 @@ class AttainmentModel:
 def achieved(name: PoolName, snapshot: Snapshot, target_s: float | None, after_s: float) -> AchievedShare:
     """What the snapshot's window shows: of prompts the wait and computation, of answers the time an output token, which
     are what the targets of `slo` are set for."""
-    prefill = name == "prefill"
-    measured = snapshot.prefill.latency if prefill else snapshot.decode.tpot
-    replicas = snapshot.prefill.replicas if prefill else snapshot.decode.replicas
+    measured = snapshot.prefill.latency if name == "prefill" else snapshot.decode.tpot
     share = measured.share_within(target_s) if measured is not None and target_s is not None else None
     return AchievedShare(
         after_s=after_s,
-        ready=sum(replica.state is ReplicaState.READY for replica in replicas),
+        ready=sum(replica.state is ReplicaState.READY for replica in snapshot.pool(name).replicas),
         samples=round(measured.total) if measured is not None else 0,
         attainment=share,
     )

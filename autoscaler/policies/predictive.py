@@ -60,8 +60,7 @@ def recommend_predictive(
     memory = replace(memory, inner=inner)
     if not memory.forecast:
         return recommendation, memory
-    signals = snapshot.prefill if name == "prefill" else snapshot.decode
-    lead_s = signals.cold_start_s or pool.cold_start_s
+    lead_s = snapshot.pool(name).cold_start_s or pool.cold_start_s
     inside_s = snapshot.wall_s % pool.interval_s
     last = min(int((inside_s + lead_s) // pool.interval_s), len(memory.forecast) - 1)
     rate = max(memory.forecast[: last + 1])

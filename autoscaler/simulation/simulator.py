@@ -208,8 +208,7 @@ class Simulation:
 
     def _wake(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
         """Decides at once: at zero the autoscaler does not wait for its interval."""
-        plan = self._plan
-        if plan is not None and 0 in (plan.prefill.desired, plan.decode.desired):
+        if self._plan is not None and self._plan.is_at_zero:
             self._decide(now_s, cluster, observer)
 
     def _decide(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from splitserve.client.scaling_client import MAX_LEASE_S
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.v1 import scaling_pb2
 
-MAX_LEASE_S = 600.0
 MAX_HOLDER_BYTES = 128
 MAX_LEASES = 1024
 """Models with a lease at once."""

@@ -18,6 +18,7 @@ from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, checked_plan
 from coordinator.workers.snapshot import Model, PoolSnapshot, Worker, WorkerKey, WorkerState
+from splitserve.client.scaling_client import MAX_DEMAND_S
 from splitserve.errors import InvalidArgumentError
 from splitserve.histograms import LATENCY_BOUNDS_S
 from splitserve.logs import log_event
@@ -25,8 +26,6 @@ from splitserve.v1 import registry_pb2, scaling_pb2
 from splitserve.v1.scaling_pb2_grpc import ScalingServiceServicer
 
 MAX_ENDED_BOOTS = 4096
-MAX_DEMAND_S = 60.0
-"""Longest wait of one call for demand."""
 _POOLS = {"prefill": registry_pb2.POOL_PREFILL, "decode": registry_pb2.POOL_DECODE}
 
 

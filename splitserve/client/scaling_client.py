@@ -18,6 +18,8 @@ DEFAULT_TIMEOUT_S = 2.0
 DEFAULT_VALID_S = 30.0
 MAX_DEMAND_S = 60.0
 """Longest wait of one call for demand."""
+MAX_LEASE_S = 600.0
+"""Longest lease. Coordinators refuse more than these two."""
 
 
 class ScalingClient:

@@ -95,7 +95,6 @@ class Cluster:
         self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
         self.lending = False
         self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
-        self.measured_cold_start_s: dict[PoolName, float] = {}
 
     def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
         """The replicas of a pool that have not ended."""

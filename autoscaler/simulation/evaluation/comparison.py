@@ -30,7 +30,7 @@ from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.scaling import PEAK_WINDOW_S
 from autoscaler.snapshot import POOLS, PoolName
-from autoscaler.start_watch import StartLimits
+from autoscaler.start_watch import start_limits
 from splitserve.errors import InvalidArgumentError
 from splitserve.models.sources import Progress
 
@@ -79,11 +79,7 @@ def run_policy(
     scenario: Scenario, policy: ScalingPolicy, on_progress: Callable[[float], None] = lambda _: None
 ) -> Outcome:
     """Runs the policy under the control loop's watch over starts."""
-    starts: dict[PoolName, StartLimits] = {
-        "prefill": StartLimits(policy.prefill.cold_start_s, policy.prefill.start_deadline_cold_starts),
-        "decode": StartLimits(policy.decode.cold_start_s, policy.decode.start_deadline_cold_starts),
-    }
-    bounds, decide = bounds_of(policy), make_decide(policy)
+    bounds, decide, starts = bounds_of(policy), make_decide(policy), start_limits(policy)
     return Simulation(
         scenario, decide, policy.interval_s, bounds, POLICY_NAME, on_progress, starts=starts
     ).run()

@@ -92,7 +92,7 @@ def dynamo_thresholds(
         }
         found: dict[PoolName, int] = {}
         for pool, (up, down) in _THRESHOLDS[target].items():
-            ready, pending = counted(_replicas(snapshot, pool))
+            ready, pending = counted(snapshot.pool(pool).replicas)
             count = desired.get(pool, ready + pending)
             if not _changing(snapshot, pool) and ratios[pool]:
                 count = ready
@@ -122,7 +122,7 @@ def dynamo_sla(
         kept = (
             memory if isinstance(memory, _SlaMemory) else _SlaMemory(due_s=snapshot.now_s + knobs.interval_s)
         )
-        desired = dict(kept.desired) or {pool: sum(counted(_replicas(snapshot, pool))) for pool in POOLS}
+        desired = dict(kept.desired) or {pool: sum(counted(snapshot.pool(pool).replicas)) for pool in POOLS}
         if snapshot.now_s >= kept.due_s - 1e-6:
             seen, filters = _predicted(snapshot, knobs, kept.filters)
             kept = replace(kept, due_s=snapshot.now_s + knobs.interval_s, filters=filters)
@@ -132,7 +132,7 @@ def dynamo_sla(
         if knobs.load_scaling:
             for pool, step in _by_load(slo, engine, snapshot, knobs.sensitivity).items():
                 if not _changing(snapshot, pool):
-                    desired[pool] = counted(_replicas(snapshot, pool))[0] + step
+                    desired[pool] = counted(snapshot.pool(pool).replicas)[0] + step
                 desired[pool] = max(desired[pool], kept.floor.get(pool, 1))
         found = {pool: min(max(desired[pool], bounds[pool].min), bounds[pool].max) for pool in POOLS}
         plan = ScalingPlan(PoolPlan(found["prefill"]), PoolPlan(found["decode"]))
@@ -210,13 +210,9 @@ def _held(snapshot: Snapshot) -> list[float]:
     return [share * held for share in _shares(decode.replicas)]
 
 
-def _replicas(snapshot: Snapshot, pool: PoolName) -> tuple[Replica, ...]:
-    return snapshot.prefill.replicas if pool == "prefill" else snapshot.decode.replicas
-
-
 def _changing(snapshot: Snapshot, pool: PoolName) -> bool:
     moving = (ReplicaState.STARTING, ReplicaState.DRAINING)
-    return any(replica.state in moving for replica in _replicas(snapshot, pool))
+    return any(replica.state in moving for replica in snapshot.pool(pool).replicas)
 
 
 def _shares(replicas: Sequence[Replica]) -> list[float]:

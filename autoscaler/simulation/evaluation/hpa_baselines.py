@@ -232,8 +232,7 @@ def _by_hpa(
         before: dict[PoolName, _Scaled] = memory or {}
         after: dict[PoolName, _Scaled] = {}
         for pool in POOLS:
-            replicas = snapshot.prefill.replicas if pool == "prefill" else snapshot.decode.replicas
-            ready, pending = counted(replicas)
+            ready, pending = counted(snapshot.pool(pool).replicas)
             current = ready + pending
             # An HPA begins with what it finds as its first recommendation.
             kept = before.get(pool) or _Scaled(current, BehaviorMemory(((snapshot.now_s, current),)))

@@ -156,60 +156,54 @@ def test_damaged_host_memory_is_a_miss() -> None:
     assert rig.below.host.stats.failures["read"] == 2
 
 
-def slow(rig: TieredRig, disk: FailingStore) -> None:
-    """Fills the tiers, then makes the disk wait."""
-    ask(rig, 0, 1, 2, 3)
-    disk.may_read.clear()
-
-
-def test_a_prompt_that_is_given_up_while_it_waits_leaves_nothing() -> None:
+def slow_rig() -> tuple[TieredRig, FailingStore]:
+    """With full tiers, of which the disk does not answer."""
     disk = FailingStore(64, BYTES)
     rig = rig_of(host_blocks=2, disk=disk)
-    slow(rig, disk)
-    rig.core.add_request(request("gone", prompt(0), max_tokens=3))
-    assert rig.core.load().referenced_blocks > 0
-    assert rig.core.abort("gone")
+    ask(rig, 0, 1, 2, 3)
+    disk.may_read.clear()
+    return rig, disk
+
+
+def end_clean(rig: TieredRig, disk: FailingStore) -> None:
+    """Lets the disk answer: nothing is left of what waited for it."""
     disk.may_read.set()
     rig.settle()
     rig.assert_clean()
-    assert "gone" not in rig.outputs
     rig.core.close()
 
 
+def test_a_prompt_that_is_given_up_while_it_waits_leaves_nothing() -> None:
+    rig, disk = slow_rig()
+    rig.core.add_request(request("gone", prompt(0), max_tokens=3))
+    assert rig.core.load().referenced_blocks > 0
+    assert rig.core.abort("gone")
+    end_clean(rig, disk)
+    assert "gone" not in rig.outputs
+
+
 def test_a_deadline_ends_the_wait() -> None:
-    disk = FailingStore(64, BYTES)
-    rig = rig_of(host_blocks=2, disk=disk)
-    slow(rig, disk)
+    rig, disk = slow_rig()
     rig.core.add_request(request("late", prompt(0), max_tokens=3, deadline_s=rig.clock.now + 1))
     rig.clock.now += 2
     rig.run()
     assert rig.outputs["late"].failure is not None
-    disk.may_read.set()
-    rig.settle()
-    rig.assert_clean()
-    rig.core.close()
+    end_clean(rig, disk)
 
 
 def test_a_disk_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_tiers, "_LEAST_PATIENCE_S", 0.05)
     monkeypatch.setattr(kv_tiers, "_UNKNOWN_PATIENCE_S", 0.05)
-    disk = FailingStore(64, BYTES)
-    rig = rig_of(host_blocks=2, disk=disk)
-    slow(rig, disk)
+    rig, disk = slow_rig()
     for name in ("patient", "next"):
         rig.core.add_request(request(name, prompt(0), max_tokens=3))
         rig.settle(busy=lambda name=name: name not in rig.outputs)  # type: ignore[misc]
         assert rig.outputs[name].token_ids == expected_tokens(prompt(0), 3)
-    disk.may_read.set()
-    rig.settle()
-    rig.assert_clean()
-    rig.core.close()
+    end_clean(rig, disk)
 
 
 def test_the_engine_can_close_in_the_middle() -> None:
-    disk = FailingStore(64, BYTES)
-    rig = rig_of(host_blocks=2, disk=disk)
-    slow(rig, disk)
+    rig, disk = slow_rig()
     rig.core.add_request(request("r", prompt(0), max_tokens=3))
     disk.may_read.set()
     rig.core.close()
