@@ -22,6 +22,8 @@ from tests.support.cluster.registrations import registration
 from tests.support.journal import Gate, Journal
 
 FIRST_TOKEN = 100
+SAID_QUEUE_MS = 1.0
+"""What a fake says that a prompt has waited, while it waits not at all."""
 HEARTBEAT_S = 0.05
 
 
@@ -320,7 +322,9 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
             await self.first_token_gate.passed()
             delta = output(request.prior_output_tokens, request.stop.max_tokens, self.stop_at)
             yield prefill_pb2.PrefillResponse(
-                first_token=prefill_pb2.FirstToken(delta=delta, cached_tokens=0, queue_ms=1.0, compute_ms=5.0)
+                first_token=prefill_pb2.FirstToken(
+                    delta=delta, cached_tokens=0, queue_ms=SAID_QUEUE_MS, compute_ms=5.0
+                )
             )
             if delta.finish_reason:
                 complete = True
