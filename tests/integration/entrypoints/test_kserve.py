@@ -274,7 +274,7 @@ async def test_clients_that_leave_during_a_write_are_no_errors(caplog: pytest.Lo
                     message.parameters["max_tokens"].int64_param = 40
                     message.parameters["stream"].bool_param = True
                     await call.write(message)
-                for _ in range(chance.randrange(1, 20)):
+                for _ in range(chance.randint(1, 8)):  # each request has one; the others may be merged
                     await call.read()
             gc.collect()
         await settled(lambda: cluster.coordinator.api.running == 0)
