@@ -3,12 +3,15 @@
 * ttft: time to the first token of a prompt whose prefix is computed, or lies in the pool, in host memory, or on a disk
   after a restart of the worker. The disk's file has just been written, so it is mostly read from the page cache.
 * conversations: a synthetic trace on the real model with a pool that is too small for it.
+* cluster: with `--cluster`, part of `--trace` on a prefill and a decode worker, without and with host memory below the
+  pools, at the times of the trace.
 * shares: hit shares by replay of the books alone, for both ways to evict; with `--trace`, of a Mooncake trace.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shlex
@@ -25,6 +28,7 @@ from rich.table import Table
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, load_trace
 from bench.kv_tiers.conversations import Conversations
 from bench.kv_tiers.shares import ReplayedPrompt, ShareRow, share_of, share_rows
+from bench.kv_tiers.trace_replay import cluster_rows
 from bench.kv_tiers.ttft import TieredEngine, trace_rows, ttft_rows
 from bench.machine import report, this_machine
 from splitserve.generation.kv_blocks import extend_block_hashes
@@ -103,10 +107,38 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2000])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--trace", type=Path, help="a Mooncake trace (JSON lines)")
+    parser.add_argument(
+        "--cluster", type=int, metavar="REQUESTS", help="only replay so many of --trace on workers"
+    )
+    parser.add_argument(
+        "--load", type=float, default=0.9, help="of --cluster: time to compute all prompts, over time"
+    )
     parser.add_argument("--quick", action="store_true", help="one short prompt and a short trace")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args()
     machine = this_machine()
+    rows: list[dict[str, Any]] = []
+    if options.cluster:
+        if options.trace is None:
+            parser.error("--cluster needs --trace")
+        replayed = cluster_rows(options.model, options.trace, options.cluster, options.load)
+        rows = [_row("cluster", row) for row in asyncio.run(replayed)]
+    else:
+        rows = _engine_rows(options)
+    command = shlex.join(["python", "-m", "bench.kv_tiers", *sys.argv[1:]])
+    if options.json:
+        print(
+            json.dumps(
+                report("kv_tiers", command, machine, model=options.model, dtype=options.dtype, rows=rows)
+            )
+        )
+        return 0
+    for table in _tables(rows):
+        Console().print(table)
+    return 0
+
+
+def _engine_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     tokens, turns, trace = ([128], 1, QUICK) if options.quick else (options.tokens, options.turns, FULL)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -125,17 +157,7 @@ def main() -> int:
         rows += [_row("conversations", row) for row in trace_rows(engine, trace, POOL_BLOCKS, endless)]
         engine.close()
     rows += [_row("shares", row) for row in shares(options.quick, options.trace)]
-    command = shlex.join(["python", "-m", "bench.kv_tiers", *sys.argv[1:]])
-    if options.json:
-        print(
-            json.dumps(
-                report("kv_tiers", command, machine, model=options.model, dtype=options.dtype, rows=rows)
-            )
-        )
-        return 0
-    for table in _tables(rows):
-        Console().print(table)
-    return 0
+    return rows
 
 
 if __name__ == "__main__":
