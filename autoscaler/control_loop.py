@@ -146,7 +146,7 @@ class ControlLoop:
         for pool in POOLS:
             if broken := plan.pool(pool).error:
                 self._failed("policy", ConfigError(broken), pool=pool)
-        self.status.starts(self._starts.failed_starts, pauses)
+        self.status.starts(self._starts.failed_starts, pauses, snapshot)
         self._log_decision(plan, pools, actions)
         acted = self._may_act
         await self._carry_out(plan, pools, actions)

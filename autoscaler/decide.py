@@ -25,7 +25,7 @@ from autoscaler.policies.slo_decode import recommend_decode
 from autoscaler.policies.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
+from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,4 +198,4 @@ def limits_of(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> Limits:
 
 def cold_start_s(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> float:
     """The measured cold start, seconds; the policy file's before the first measurement."""
-    return snapshot.pool(name).cold_start_s or pool.cold_start_s
+    return lead_s(snapshot.pool(name), pool.cold_start_s)

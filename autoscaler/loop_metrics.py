@@ -11,7 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from autoscaler.plan import Cause, ScalingPlan
 from autoscaler.reconcile import ReplicaView
-from autoscaler.snapshot import POOLS, PoolName, ReplicaState
+from autoscaler.snapshot import POOLS, DecodeSignals, PoolName, PrefillSignals, ReplicaState, Snapshot
 from splitserve.metrics import counter, counters, gauge, gauges
 
 ACTIONS = ("start", "activate", "rest", "drain")
@@ -38,12 +38,17 @@ class LoopStatus:
     policy_reloads: int = 0
     failed_starts: Mapping[PoolName, int] = field(default_factory=dict)
     pauses_s: Mapping[PoolName, float] = field(default_factory=dict)
+    cold_starts_s: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
+    """The phases of each pool's cold starts as far as they are known."""
     hosts: Mapping[str, bool] = field(default_factory=dict)
     """Whether each of several hosts answers."""
 
-    def starts(self, failed: Mapping[PoolName, int], pauses_s: Mapping[PoolName, float]) -> None:
-        """Records failed starts since the process started, and for how long nothing is ordered."""
+    def starts(
+        self, failed: Mapping[PoolName, int], pauses_s: Mapping[PoolName, float], snapshot: Snapshot
+    ) -> None:
+        """Records failed starts since the process started, for how long nothing is ordered, and what starts take."""
         self.failed_starts, self.pauses_s = dict(failed), dict(pauses_s)
+        self.cold_starts_s = {pool: _cold_start_s(snapshot.pool(pool)) for pool in POOLS}
 
     def decided(self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]]) -> None:
         """Records a decision and the replicas it was based on."""
@@ -60,12 +65,6 @@ class LoopStatus:
 
 def loop_metrics(status: LoopStatus) -> list[Metric]:
     """All metrics of the autoscaler at one moment."""
-    actual = GaugeMetricFamily(
-        "splitserve_autoscaler_replicas", "Replicas that exist", labels=["pool", "state"]
-    )
-    for pool, states in status.actual.items():
-        for state, count in states.items():
-            actual.add_metric([pool, state.value], count)
     reason = GaugeMetricFamily(
         "splitserve_autoscaler_reason",
         "1 for what decided the number of replicas wanted, 0 for the rest",
@@ -89,7 +88,7 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
             "pool",
             {str(pool): count for pool, count in status.standby.items()},
         ),
-        actual,
+        _actual(status),
         reason,
         gauge("splitserve_autoscaler_lending", "Whether decode computes prompts meanwhile", status.lending),
         counter("splitserve_autoscaler_decisions", "Decisions made", status.decisions),
@@ -107,6 +106,7 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
             "pool",
             {str(pool): pause_s for pool, pause_s in status.pauses_s.items()},
         ),
+        _cold_starts(status),
         _reachable(status),
         gauge("splitserve_autoscaler_holds_lease", "Whether this autoscaler may act", status.holds_lease),
         gauge(
@@ -118,6 +118,37 @@ def loop_metrics(status: LoopStatus) -> list[Metric]:
             "splitserve_autoscaler_policy_reloads", "Policies taken since the start", status.policy_reloads
         ),
     ]
+
+
+def _actual(status: LoopStatus) -> Metric:
+    actual = GaugeMetricFamily(
+        "splitserve_autoscaler_replicas", "Replicas that exist", labels=["pool", "state"]
+    )
+    for pool, states in status.actual.items():
+        for state, count in states.items():
+            actual.add_metric([pool, state.value], count)
+    return actual
+
+
+def _cold_start_s(signals: PrefillSignals | DecodeSignals) -> dict[str, float]:
+    """Phases of a pool's cold starts, seconds. What replicas do not see themselves is `schedule`."""
+    start, took_s = signals.start, signals.cold_start_s
+    if start is None:
+        return {}
+    seen = {"process": start.process_s, "weights": start.weights_s, "warm_up": start.warm_up_s}
+    return seen if took_s is None else {"schedule": max(0.0, took_s - start.total_s), **seen}
+
+
+def _cold_starts(status: LoopStatus) -> Metric:
+    family = GaugeMetricFamily(
+        "splitserve_autoscaler_cold_start_seconds",
+        "Median time of a replica's start, by phase",
+        labels=["pool", "phase"],
+    )
+    for pool, phases in status.cold_starts_s.items():
+        for phase, seconds in phases.items():
+            family.add_metric([pool, phase], seconds)
+    return family
 
 
 def _reachable(status: LoopStatus) -> Metric:

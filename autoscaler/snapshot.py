@@ -80,6 +80,21 @@ class StepTimeModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaStart:
+    """The phases of a replica's start that itself sees, in seconds: medians over the replicas of a pool."""
+
+    process_s: float
+    """From the start of its process until its code is imported."""
+    weights_s: float
+    warm_up_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Without schedule, image and connecting, which a replica does not see."""
+        return self.process_s + self.weights_s + self.warm_up_s
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillSignals:
     """The prefill pool. `latency` is queue + compute of a prompt, without cold samples; `ttft` as clients saw it."""
 
@@ -93,6 +108,8 @@ class PrefillSignals:
     ttft: Histogram | None = None
     cold_start_s: float | None = None
     """Measured time from the order of a replica until it was ready, seconds."""
+    start: ReplicaStart | None = None
+    """The part of it that present replicas have measured themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,14 @@ class DecodeSignals:
     reserve_wait: Histogram | None = None
     """Wait for KV blocks on decode. It delays the first token, but only this pool can shorten it."""
     cold_start_s: float | None = None
+    start: ReplicaStart | None = None
+
+
+def lead_s(signals: PrefillSignals | DecodeSignals, given_s: float) -> float:
+    """The cold start to plan with, seconds: the measured one; before that the policy's own, and no less than present
+    replicas say of theirs."""
+    reported_s = signals.start.total_s if signals.start is not None else 0.0
+    return signals.cold_start_s or max(given_s, reported_s)
 
 
 @dataclass(frozen=True, slots=True)

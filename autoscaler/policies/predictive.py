@@ -18,7 +18,7 @@ from autoscaler.policies.policy_file import PredictivePool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation
 from autoscaler.policies.slo_decode import decode_for_rate, recommend_decode
 from autoscaler.policies.slo_prefill import prefill_for_rate, recommend_prefill
-from autoscaler.snapshot import ArrivalBucket, PoolName, Snapshot
+from autoscaler.snapshot import ArrivalBucket, PoolName, Snapshot, lead_s
 from splitserve.errors import ConfigError
 
 SEASONS_KEPT = 4
@@ -60,14 +60,14 @@ def recommend_predictive(
     memory = replace(memory, inner=inner)
     if not memory.forecast:
         return recommendation, memory
-    lead_s = snapshot.pool(name).cold_start_s or pool.cold_start_s
+    lead = lead_s(snapshot.pool(name), pool.cold_start_s)
     inside_s = snapshot.wall_s % pool.interval_s
-    last = min(int((inside_s + lead_s) // pool.interval_s), len(memory.forecast) - 1)
+    last = min(int((inside_s + lead) // pool.interval_s), len(memory.forecast) - 1)
     rate = max(memory.forecast[: last + 1])
     needed = (prefill_for_rate if name == "prefill" else decode_for_rate)(pool, snapshot, rate)
     if needed is None or needed <= recommendation.wanted:
         return recommendation, memory
-    reason = f"{needed} for {rate:.0f} tokens/s forecast within {lead_s:.0f} s; {recommendation.reason}"
+    reason = f"{needed} for {rate:.0f} tokens/s forecast within {lead:.0f} s; {recommendation.reason}"
     return Recommendation(needed, reason, recommendation.need), memory
 
 

@@ -10,7 +10,7 @@ from statistics import NormalDist
 from autoscaler.policies.demand import DemandForecast, measure
 from autoscaler.policies.policy_file import SloPool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation, TrimMemory, measured, trim
-from autoscaler.snapshot import ArrivalBucket, DecodeSignals, Snapshot, StepTimeModel
+from autoscaler.snapshot import ArrivalBucket, DecodeSignals, Snapshot, StepTimeModel, lead_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def recommend_decode(
     """How many decode replicas meet the TPOT target and hold the KV. Pure."""
     memory = memory or DecodeMemory()
     signals, tuning = snapshot.decode, pool.slo
-    lead = signals.cold_start_s or pool.cold_start_s
+    lead = lead_s(signals, pool.cold_start_s)
     demand = measure(snapshot.arrivals, _output, snapshot.now_s, lead, tuning)
     shape = _shape(snapshot, tuning.history_s)
     if demand is None or signals.step is None or signals.kv_capacity_tokens is None:
@@ -158,8 +158,8 @@ def decode_shares(pool: SloPool, snapshot: Snapshot, counts: Sequence[int]) -> l
     None before demand, step time and KV capacity are measured.
     """
     signals, shape = snapshot.decode, _shape(snapshot, pool.slo.history_s)
-    lead_s = signals.cold_start_s or pool.cold_start_s
-    demand = measure(snapshot.arrivals, _output, snapshot.now_s, lead_s, pool.slo)
+    lead = lead_s(signals, pool.cold_start_s)
+    demand = measure(snapshot.arrivals, _output, snapshot.now_s, lead, pool.slo)
     if demand is None or signals.step is None or signals.kv_capacity_tokens is None:
         return None
     if shape is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoscaler.policies.demand import DemandForecast, measure
 from autoscaler.policies.policy_file import SloPool, SloTuning
 from autoscaler.policies.recommendation import PoolStatus, Recommendation, TrimMemory, measured, trim
-from autoscaler.snapshot import ArrivalBucket, ReplicaState, Snapshot
+from autoscaler.snapshot import ArrivalBucket, ReplicaState, Snapshot, lead_s
 
 STARTING = ReplicaState.STARTING
 
@@ -27,7 +27,7 @@ def recommend_prefill(
     """How many prefill replicas meet the TTFT target. Pure."""
     memory = memory or PrefillMemory()
     signals, tuning = snapshot.prefill, pool.slo
-    lead = signals.cold_start_s or pool.cold_start_s
+    lead = lead_s(signals, pool.cold_start_s)
     demand = measure(snapshot.arrivals, _uncached, snapshot.now_s, lead, tuning)
     rate = useful_rate(snapshot)
     if demand is None or not rate:
@@ -172,8 +172,8 @@ def prefill_shares(pool: SloPool, snapshot: Snapshot, counts: Sequence[int]) -> 
 
     A backlog that is there already, and bursts, are not in it. None before demand and a replica's rate are measured.
     """
-    lead_s = snapshot.prefill.cold_start_s or pool.cold_start_s
-    demand = measure(snapshot.arrivals, _uncached, snapshot.now_s, lead_s, pool.slo)
+    lead = lead_s(snapshot.prefill, pool.cold_start_s)
+    demand = measure(snapshot.arrivals, _uncached, snapshot.now_s, lead, pool.slo)
     rate = useful_rate(snapshot)
     if demand is None or not rate:
         return None

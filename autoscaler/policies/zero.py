@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policies.schedule import scheduled_replicas
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
+from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 _COMING = (ReplicaState.READY, ReplicaState.STARTING)
 
@@ -94,7 +94,7 @@ def _scheduled(policy: ScalingPolicy, snapshot: Snapshot) -> bool:
     """Whether a window of a schedule wants replicas now, or within a cold start."""
     pools = ((policy.prefill, snapshot.prefill), (policy.decode, snapshot.decode))
     return any(
-        scheduled_replicas(pool.schedule, snapshot.wall_s, signals.cold_start_s or pool.cold_start_s) > 0
+        scheduled_replicas(pool.schedule, snapshot.wall_s, lead_s(signals, pool.cold_start_s)) > 0
         for pool, signals in pools
     )
 

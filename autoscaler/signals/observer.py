@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from statistics import median
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from autoscaler.actuators.actuator import ActualReplica, counted, where_they_lean
 from autoscaler.signals.arrival_log import ArrivalLog
+from autoscaler.signals.cold_starts import ColdStarts, start_phases
 from autoscaler.signals.ended_replicas import EndedReplicas
 from autoscaler.signals.totals import CoordinatorTrack, Totals, totals_of
 from autoscaler.signals.worker_view import (
@@ -28,12 +27,9 @@ from autoscaler.signals.worker_view import (
     step_fit,
 )
 from autoscaler.snapshot import (
-    POOLS,
     DecodeSignals,
     LinkSignals,
-    PoolName,
     PrefillSignals,
-    ReplicaState,
     Snapshot,
 )
 from splitserve.errors import SplitserveError, UnavailableError
@@ -208,6 +204,7 @@ class Observer:
             latency=_phase(totals, scaling_pb2.PHASE_PREFILL),
             ttft=_phase(totals, scaling_pb2.PHASE_TTFT),
             cold_start_s=self._cold_starts.of("prefill"),
+            start=start_phases(workers),
         )
 
     def _decode(
@@ -235,6 +232,7 @@ class Observer:
             tpot=_phase(totals, scaling_pb2.PHASE_TPOT),
             reserve_wait=_phase(totals, scaling_pb2.PHASE_RESERVE),
             cold_start_s=self._cold_starts.of("decode"),
+            start=start_phases(workers),
         )
 
 
@@ -290,39 +288,3 @@ def _sum(parts: Iterable[Totals | None]) -> Totals | None:
     for part in known[1:]:
         total += part
     return total
-
-
-REMEMBERED = 5
-_UP = (ReplicaState.READY, ReplicaState.STANDBY)
-
-
-class ColdStarts:
-    """Measured cold starts. Only replicas that were observed starting and then up count, not adopted ones."""
-
-    def __init__(self) -> None:
-        self._starting: set[str] = set()
-        self._were_up: set[tuple[str, float]] = set()
-        """Those that were up before, by name and creation: one whose host was cut off does not start again."""
-        self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=REMEMBERED) for pool in POOLS}
-
-    def look(
-        self, actual: Sequence[ActualReplica], up_since: Mapping[str, tuple[ReplicaState, float]]
-    ) -> None:
-        """Updates with the existing replicas. `up_since`: state and its start (seconds since the epoch) by name."""
-        starting: set[str] = set()
-        were_up: set[tuple[str, float]] = set()
-        for replica in actual:
-            state, since_s = up_since.get(replica.name, (ReplicaState.STARTING, 0.0))
-            start = replica.name, replica.created_wall_s
-            if start in self._were_up or state in _UP:
-                were_up.add(start)
-            elif state is ReplicaState.STARTING:
-                starting.add(replica.name)
-            if state in _UP and replica.name in self._starting:
-                self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
-        self._starting, self._were_up = starting, were_up
-
-    def of(self, pool: PoolName) -> float | None:
-        """Median of the latest cold starts, seconds; None before the first."""
-        took_s = self._took_s[pool]
-        return median(took_s) if took_s else None

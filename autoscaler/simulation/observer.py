@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.signals.observer import ColdStarts
+from autoscaler.signals.cold_starts import ColdStarts
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel

@@ -134,6 +134,7 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         tripped=worker.circuit.tripped,
         experimental=worker.experimental,
         neutral=worker.neutral,
+        start=worker.start,
     )
 
 

@@ -177,6 +177,7 @@ class ScalingService(ScalingServiceServicer):
             lane_gb_per_second=median(lanes) if lanes else None,
             max_step_tokens=worker.max_step_tokens,
             neutral=worker.neutral,
+            start=worker.start,
         )
 
 

@@ -29,7 +29,7 @@ MAX_WAITING_TOKENS = 2**40
 MAX_TOKENS_PER_S = 1e9
 MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
-MAX_GB_PER_S = 1e6
+MAX_GB_PER_S = MAX_START_S = 1e6
 
 POOLS: Mapping[PoolName, registry_pb2.Pool.ValueType] = {
     "prefill": registry_pb2.POOL_PREFILL,
@@ -69,14 +69,19 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         registered_pool=_POOLS[request.pool],
         paces_prompts=request.paces_prompts,
         adapters=_checked_adapters(request.model),
+        start=_checked_start(request),
     )
 
 
-def check_report(request: registry_pb2.ReportRequest) -> None:
-    """Checks what routing, admission and the autoscaler calculate with: one NaN would be in all of their sums.
+def _checked_start(request: registry_pb2.RegisterRequest) -> registry_pb2.StartPhases | None:
+    for phase, seconds in request.start.ListFields():
+        _between(f"start.{phase.name}", seconds, 0, MAX_START_S)
+    return request.start if request.HasField("start") else None
 
-    Raises InvalidArgumentError naming field and bound.
-    """
+
+def check_report(request: registry_pb2.ReportRequest) -> None:
+    """Checks what routing, admission and the autoscaler calculate with: one NaN would be in all of their sums. Raises
+    InvalidArgumentError naming field and bound."""
     load = request.load
     _between("load.waiting_tokens", load.waiting_tokens, 0, MAX_WAITING_TOKENS)
     _between("load.prefill_tokens_per_second", load.prefill_tokens_per_second, 0, MAX_TOKENS_PER_S)

@@ -129,6 +129,8 @@ class Worker:
     """Requests that this coordinator has sent to this boot, counted up to `COUNTED_REQUESTS`: the first are slow."""
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: NO_ADAPTERS)
     """Adapters of its model that it has, by name."""
+    start: registry_pb2.StartPhases | None = None
+    """How long its boot took, as it says; must not be mutated. None: unknown."""
 
     @property
     def key(self) -> WorkerKey:

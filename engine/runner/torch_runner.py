@@ -209,9 +209,15 @@ def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
 
 
 def build_torch_runner(
-    config: EngineConfig, source: ModelSource, progress: Callable[[float], None], wire_dtype: str = SAME
+    config: EngineConfig,
+    source: ModelSource,
+    progress: Callable[[float], None],
+    wire_dtype: str = SAME,
+    loaded: Callable[[], None] = lambda: None,
 ) -> TorchRunner:
     """Loads a model and allocates its KV blocks; sets the number of compute threads of the process.
+
+    `loaded` is called between the two.
 
     Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
     `check_wire_dtype`, `choose_backend` and `check_quantization`; the last three before anything is loaded.
@@ -226,6 +232,7 @@ def build_torch_runner(
     check_quantization(config, dtype, device)
     kernels = cpu_kernels(config, dtype, device)
     model = load_model(source, dtype, device, progress, config.quantization, kernels)
+    loaded()
     if device.type == "cuda":
         log_event("engine.experimental", level=logging.WARNING, device=str(device), why=EXPERIMENTAL)
         config = self_tested(config, model)

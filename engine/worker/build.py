@@ -18,6 +18,7 @@ from engine.speculation.speculator import make_drafter, warm_up_drafts
 from engine.tiers.build import check_tiers, make_tiers
 from engine.tiers.kv_tiers import KvTiers
 from engine.worker.decode_warm_up import measure_decode_steps
+from engine.worker.start_phases import StartClock, StartPhases
 from kv_transfer.layout import NO_QUANTIZATION, SAME
 from kv_transfer.transports.buffered import BufferedTransport
 from kv_transfer.transports.factory import make_transport
@@ -63,6 +64,8 @@ class EngineParts:
     """What a step asks of the device; None if unknown."""
     tiers: KvTiers | None = None
     """What is below the KV blocks, if anything is."""
+    start: StartPhases | None = None
+    """How long the process took until these were built."""
 
 
 def build_engine(config: WorkerConfig, *, measure_decode: bool = False) -> EngineParts:
@@ -74,14 +77,18 @@ def build_engine(config: WorkerConfig, *, measure_decode: bool = False) -> Engin
     settings that contradict each other.
     """
     check_tiers(config.engine)
-    if config.engine.kind == VLLM:
-        return _vllm(config)
+    clock = StartClock()
+    parts = _vllm(config, clock) if config.engine.kind == VLLM else _own(config, measure_decode, clock)
+    return replace(parts, start=clock.ready())
+
+
+def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> EngineParts:
     if config.engine.engine_args:
         raise ConfigError("engine.engine_args: only engine vllm takes them", field="engine.engine_args")
     if config.engine.adapters and config.engine.kind != SIMULATED:
         raise ConfigError("engine.adapters: only engine vllm takes them", field="engine.adapters")
     adapters = {name: files.adapter for name, files in read_adapters(config.engine.adapters).items()}
-    runner, served = _simulated(config) if config.engine.kind == SIMULATED else _torch(config)
+    runner, served = _simulated(config, clock) if config.engine.kind == SIMULATED else _torch(config, clock)
     tokenizer = load_tokenizer(served.tokenizer_source)
     grammars = GrammarCompiler(tokenizer, runner.facts)
     if config.engine.kind != SIMULATED:
@@ -135,16 +142,18 @@ def _with_faults(transport: Transport, config: WorkerConfig) -> Transport:
     return FaultyTransport(transport, config.faults)
 
 
-def _simulated(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
+def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ServedAs]:
+    clock.imported()
     runner = SimulatedRunner(config.engine)
     check_wire_dtype(config.wire_dtype, runner.layout.dtype)
     return runner, ServedAs(config.served_model_name or SIMULATED, SIMULATED)
 
 
-def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
+def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ServedAs]:
     # Imported here, so that simulated workers start without torch.
     from engine.runner.torch_runner import build_torch_runner
 
+    clock.imported()
     logged = -1.0
 
     def progress(fraction: float) -> None:
@@ -154,11 +163,11 @@ def _torch(config: WorkerConfig) -> tuple[ModelRunner, ServedAs]:
             log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
 
     source = resolve_model(config.model)
-    runner = build_torch_runner(config.engine, source, progress, config.wire_dtype)
+    runner = build_torch_runner(config.engine, source, progress, config.wire_dtype, clock.loaded)
     return runner, ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
 
 
-def _vllm(config: WorkerConfig) -> EngineParts:
+def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:
     if config.engine.speculation != "off":
         message = "engine.speculation: engine vllm takes none, it is given the first token of a handoff"
         raise ConfigError(message, field="engine.speculation")
@@ -173,7 +182,9 @@ def _vllm(config: WorkerConfig) -> EngineParts:
     source = localize_model(resolve_model(config.model))
     if source.gguf_file:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")
+    clock.imported()
     vllm = start_vllm(config.engine, Path(source.path), config.transport)
+    clock.loaded()
     from engine.vllm.vllm_engine import VllmEngine
 
     tokenizer = load_tokenizer(source.tokenizer_source)

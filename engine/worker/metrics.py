@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from engine.core.step_stats import BATCH_BOUNDS, StepWork, TotalsByKind
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.tier import Tier
+from engine.worker.start_phases import StartPhases
 from engine.worker.status import HandoffWrites, WorkerStatus
 from splitserve.client.registry_client import RegistrationStatus
 from splitserve.config.engine import EngineConfig
@@ -27,6 +28,14 @@ def registration_metrics(status: RegistrationStatus) -> list[Metric]:
         ),
         counters("splitserve_registry_refusals", "Refused registrations", "coordinator", refusals),
     ]
+
+
+def start_metrics(phases: StartPhases | None) -> list[Metric]:
+    """How long the process took to start."""
+    if phases is None:
+        return []
+    text = "Time of this process's start, by phase"
+    return [gauges("splitserve_start_seconds", text, "phase", phases.fields())]
 
 
 def worker_metrics(status: WorkerStatus) -> list[Metric]:

@@ -22,6 +22,7 @@ from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
 from engine.worker.messages import lane_report, worker_load
 from engine.worker.metrics import (
     registration_metrics,
+    start_metrics,
     step_metrics,
     tier_metrics,
     work_metrics,
@@ -142,7 +143,13 @@ class WorkerProcess(Generic[C]):
         names = self._role.add_services(server.grpc_server)
         warn_if_open("worker", self.config.host, authorizer.closed)
         port = await server.start(self.config.host, self.config.port, names, tls=self._security.server_tls)
-        log_event("worker.ready", worker_id=self.config.worker_id, port=port, model=self.parts.served.name)
+        log_event(
+            "worker.ready",
+            worker_id=self.config.worker_id,
+            port=port,
+            model=self.parts.served.name,
+            start=self.parts.start.fields() if self.parts.start is not None else None,
+        )
         address = self.config.advertise_address or f"{self.config.host}:{port}"
         try:
             with serving_metrics(
@@ -248,6 +255,7 @@ class WorkerProcess(Generic[C]):
             experimental=engine.kind == "torch" and self.connector.endpoint.memory.memory_kind == VRAM,
             paces_prompts=self.parts.core.paces_prompts,
             neutral=self._role.neutral,
+            start=self.parts.start.to_proto() if self.parts.start is not None else None,
         )
 
     def _report(self) -> registry_pb2.ReportRequest:
@@ -274,6 +282,7 @@ class WorkerProcess(Generic[C]):
         totals = self.parts.core.step_totals
         steps = [*step_metrics(totals), *work_metrics(totals, self.parts.work, self.config.engine)]
         return [
+            *start_metrics(self.parts.start),
             *worker_metrics(self.connector.status),
             *self._role.metrics(),
             *steps,

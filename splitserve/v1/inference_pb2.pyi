@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from splitserve.v1 import generation_pb2 as _generation_pb2
+from splitserve.v1 import registry_pb2 as _registry_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -586,6 +587,7 @@ class WorkerInfo(_message.Message):
     TRIPPED_FIELD_NUMBER: _builtins.int
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
     NEUTRAL_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     pool: _builtins.str
@@ -637,6 +639,10 @@ class WorkerInfo(_message.Message):
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
         """Lanes to decode workers (prefill workers only), in order of their ids."""
 
+    @_builtins.property
+    def start(self) -> _registry_pb2.StartPhases:
+        """How long this boot took to start, as the worker measured it. Not set: unknown."""
+
     def __init__(
         self,
         *,
@@ -663,10 +669,11 @@ class WorkerInfo(_message.Message):
         tripped: _builtins.bool = ...,
         experimental: _builtins.bool = ...,
         neutral: _builtins.bool = ...,
+        start: _registry_pb2.StartPhases | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "neutral", b"neutral", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "neutral", b"neutral", "open_rpcs", b"open_rpcs", "pool", b"pool", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "start", b"start", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,6 +64,7 @@ class RegisterRequest(_message.Message):
     EXPERIMENTAL_FIELD_NUMBER: _builtins.int
     PACES_PROMPTS_FIELD_NUMBER: _builtins.int
     NEUTRAL_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -94,6 +95,10 @@ class RegisterRequest(_message.Message):
     def endpoint(self) -> _kv_transfer_pb2.TransferEndpoint:
         """Its KV pool. Required."""
 
+    @_builtins.property
+    def start(self) -> Global___StartPhases:
+        """How long this boot took to start. Default: not measured."""
+
     def __init__(
         self,
         *,
@@ -109,14 +114,47 @@ class RegisterRequest(_message.Message):
         experimental: _builtins.bool = ...,
         paces_prompts: _builtins.bool = ...,
         neutral: _builtins.bool = ...,
+        start: Global___StartPhases | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "standby", b"standby", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "standby", b"standby", "start", b"start", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterRequest: _TypeAlias = RegisterRequest  # noqa: Y015
+
+@_typing.final
+class StartPhases(_message.Message):
+    """The time from a process's start until its engine was ready, by phases that follow each other. What comes before them, a
+    schedule and the fetching of an image, no worker can see. Seconds, each in 0..10^6.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESS_SECONDS_FIELD_NUMBER: _builtins.int
+    WEIGHTS_SECONDS_FIELD_NUMBER: _builtins.int
+    WARM_UP_SECONDS_FIELD_NUMBER: _builtins.int
+    process_seconds: _builtins.float
+    """From the start of the process until its code is imported."""
+    weights_seconds: _builtins.float
+    """Reading, checking and packing the weights."""
+    warm_up_seconds: _builtins.float
+    """Memory for KV, kernels, captured steps, and the first steps."""
+    def __init__(
+        self,
+        *,
+        process_seconds: _builtins.float = ...,
+        weights_seconds: _builtins.float = ...,
+        warm_up_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["process_seconds", b"process_seconds", "warm_up_seconds", b"warm_up_seconds", "weights_seconds", b"weights_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StartPhases: _TypeAlias = StartPhases  # noqa: Y015
 
 @_typing.final
 class ServedModel(_message.Message):

@@ -62,7 +62,8 @@ async def _ask(
 def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inference_pb2.ModelInfo]) -> None:
     document = _fields(info)
     document["workers"] = [
-        _fields(worker) | {"lanes": [_fields(lane) for lane in worker.lanes]} for worker in info.workers
+        _fields(worker) | {"lanes": [_fields(lane) for lane in worker.lanes], "start": _fields(worker.start)}
+        for worker in info.workers
     ]
     document["models"] = [
         _fields(model) | {"versions": [_fields(version) for version in model.versions]} for model in models
@@ -73,6 +74,15 @@ def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inferenc
 def _fields(message: Message) -> dict[str, Any]:
     # protobuf's JSON prints 64-bit numbers as strings.
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _start(worker: inference_pb2.WorkerInfo) -> str:
+    """The phases of a worker's start, "1.9+0.8+0.4 s": process and code, weights, warm-up."""
+    if not worker.HasField("start"):
+        return ""
+    start = worker.start
+    phases = start.process_seconds, start.weights_seconds, start.warm_up_seconds
+    return f"{'+'.join(f'{seconds:.1f}' for seconds in phases)} s"
 
 
 def _table(
@@ -87,7 +97,7 @@ def _table(
     for heading in ("worker", "pool", "state", "address"):
         table.add_column(heading, no_wrap=True)
     table.add_column("model", overflow="fold")
-    for heading in ("running", "waiting", "KV free/total", "reserved", "quarantined"):
+    for heading in ("running", "waiting", "KV free/total", "reserved", "quarantined", "start"):
         table.add_column(heading, justify="right", overflow="fold")
     for worker in info.workers:
         table.add_row(
@@ -101,6 +111,7 @@ def _table(
             f"{worker.free_blocks}/{worker.total_blocks}",
             str(worker.reserved_blocks),
             str(worker.quarantined_blocks),
+            _start(worker),
         )
     names = ", ".join(f"{model.name} ({'ready' if model.ready else 'not ready'})" for model in models)
     heading = (

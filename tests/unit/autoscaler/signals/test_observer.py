@@ -9,7 +9,7 @@ import pytest
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.signals.observer import Observer
-from autoscaler.snapshot import StepTimeModel
+from autoscaler.snapshot import PrefillSignals, ReplicaStart, StepTimeModel, lead_s
 from splitserve.errors import UnavailableError
 from splitserve.v1 import registry_pb2, scaling_pb2
 from tests.support.scaling.signal_sources import Clock, FakeSource, names, worker
@@ -189,6 +189,29 @@ async def test_cold_starts_are_measured_from_the_order_and_only_where_seen() -> 
     assert (await rig.look(5)).prefill.cold_start_s == pytest.approx(41)
     rig.one.workers[-1] = worker("p1", "ready")
     assert (await rig.look(5)).prefill.cold_start_s == pytest.approx(41)
+
+
+async def test_phases_of_starts_are_medians_of_what_replicas_say() -> None:
+    rig = Rig()
+    starts = [
+        registry_pb2.StartPhases(process_seconds=n, weights_seconds=10, warm_up_seconds=1) for n in (2, 5, 3)
+    ]
+    rig.one.workers = [worker(f"p{number}", start=start) for number, start in enumerate(starts)]
+    rig.one.workers.append(worker("d0"))
+    seen = await rig.look(1)
+    assert seen.prefill.start == ReplicaStart(3, 10, 1)
+    assert seen.decode.start is None
+    assert seen.prefill.cold_start_s is None, "what they do not see is missing"
+
+
+@pytest.mark.parametrize(
+    ("measured_s", "reported_s", "planned_s"), [(None, None, 60), (None, 90, 90), (None, 5, 60), (20, 90, 20)]
+)
+def test_cold_start_that_is_planned_with(
+    measured_s: float | None, reported_s: float | None, planned_s: float
+) -> None:
+    start = None if reported_s is None else ReplicaStart(reported_s - 2, 1, 1)
+    assert lead_s(PrefillSignals(cold_start_s=measured_s, start=start), given_s=60) == planned_s
 
 
 async def test_a_replica_that_was_cut_off_has_not_started_again() -> None:

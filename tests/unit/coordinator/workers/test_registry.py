@@ -229,6 +229,9 @@ def _set(path: str, value: object) -> Damage:
         ("endpoint.layout.quantization", "int3"),
         ("max_step_tokens", 0),
         ("max_running_requests", 65537),
+        ("start.process_seconds", float("nan")),
+        ("start.weights_seconds", -1.0),
+        ("start.warm_up_seconds", 1e7),
     ],
 )
 def test_every_field_has_its_bound(field: str, value: object) -> None:
@@ -313,6 +316,16 @@ def test_an_experimental_engine_is_marked() -> None:
     assert not registry.register(request, 0.0).experimental
     request.epoch, request.experimental = 2, True
     assert registry.register(request, 0.0).experimental
+
+
+def test_a_worker_says_how_long_it_took_to_start() -> None:
+    registry, request = Registry(5.0), registration("p0", PREFILL)
+    assert registry.register(request, 0.0).start is None
+    request.epoch = 2
+    request.start.weights_seconds = 3.0
+    worker = registry.register(request, 0.0)
+    assert worker.start is not None
+    assert worker.start.weights_seconds == 3.0
 
 
 def test_the_same_boot_may_register_again() -> None:

@@ -1,0 +1,58 @@
+"""How long replicas take to start: as seen from outside, and by phases as they say themselves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.snapshot import POOLS, PoolName, ReplicaStart, ReplicaState
+from splitserve.v1 import scaling_pb2
+
+REMEMBERED = 5
+_UP = (ReplicaState.READY, ReplicaState.STANDBY)
+
+
+class ColdStarts:
+    """Measured cold starts. Only replicas that were observed starting and then up count, not adopted ones."""
+
+    def __init__(self) -> None:
+        self._starting: set[str] = set()
+        self._were_up: set[tuple[str, float]] = set()
+        """Those that were up before, by name and creation: one whose host was cut off does not start again."""
+        self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=REMEMBERED) for pool in POOLS}
+
+    def look(
+        self, actual: Sequence[ActualReplica], up_since: Mapping[str, tuple[ReplicaState, float]]
+    ) -> None:
+        """Updates with the existing replicas. `up_since`: state and its start (seconds since the epoch) by name."""
+        starting: set[str] = set()
+        were_up: set[tuple[str, float]] = set()
+        for replica in actual:
+            state, since_s = up_since.get(replica.name, (ReplicaState.STARTING, 0.0))
+            start = replica.name, replica.created_wall_s
+            if start in self._were_up or state in _UP:
+                were_up.add(start)
+            elif state is ReplicaState.STARTING:
+                starting.add(replica.name)
+            if state in _UP and replica.name in self._starting:
+                self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
+        self._starting, self._were_up = starting, were_up
+
+    def of(self, pool: PoolName) -> float | None:
+        """Median of the latest cold starts, seconds; None before the first."""
+        took_s = self._took_s[pool]
+        return median(took_s) if took_s else None
+
+
+def start_phases(workers: Sequence[scaling_pb2.WorkerSignals]) -> ReplicaStart | None:
+    """Medians of what workers say of their starts; None where none does."""
+    starts = [worker.start for worker in workers if worker.HasField("start")]
+    if not starts:
+        return None
+    return ReplicaStart(
+        median(start.process_seconds for start in starts),
+        median(start.weights_seconds for start in starts),
+        median(start.warm_up_seconds for start in starts),
+    )

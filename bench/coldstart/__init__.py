@@ -1,0 +1,1 @@
+"""How long a start takes, by phases. Read `starts.py` first."""
