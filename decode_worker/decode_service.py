@@ -78,7 +78,7 @@ class DecodeService(DecodeServiceServicer):
             request.writer_agent_id,
             now,
             self._replying(reply),
-            local_prefill_tokens=request.local_prefill_tokens,
+            local_prefill_tokens=0 if request.prefix_only else request.local_prefill_tokens,
         )
         self._reserving += 1
         response = None

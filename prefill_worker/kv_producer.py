@@ -25,7 +25,7 @@ from prefill_worker.prefill_event import (
     HandedOff,
     PrefillEvent,
 )
-from splitserve.errors import FailedPreconditionError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
 from splitserve.rpc.status import failure_error
@@ -55,6 +55,7 @@ class KvProducer(KvConnector):
         self._peers = PeerLanes(transport, parts.endpoint, config.expected_lane_gb_per_s, config.lane_policy)
         super().__init__(parts.endpoint, transport, PollDealer(self._peers.poll), on_idle)
         self._pusher = KvPusher(transport, parts.wire)
+        self._block_tokens = parts.endpoint.memory.layout.block_size_tokens
         self._emit, self._spans = emit, spans
         self._on_peers_changed = on_peers_changed
         self._token_first_s = token_first_s
@@ -64,9 +65,11 @@ class KvProducer(KvConnector):
         self._live: dict[str, LivePrefill] = {}
         self._endpoints: dict[str, TransferEndpoint] = {}
         self._events: list[tuple[str, PrefillEvent]] = []
+        self._prefixes: list[tuple[str, list[int]]] = []
+        """Prefixes that the engine has come to hold, or not to have: their blocks by request."""
 
     def start(self, core: Engine, request: EngineRequest, ticket: KvTicket | None, now: float) -> None:
-        """Queues a prompt.
+        """Queues a prompt. Of a `prefix_only` request nothing is computed: its cached blocks are written.
 
         Raises FailedPreconditionError or InvalidArgumentError, with the field, for a ticket that must not be used here;
         otherwise raises like `Engine.add_request`, and the decode worker is told that nothing will be written.
@@ -74,11 +77,17 @@ class KvProducer(KvConnector):
         trace = request.trace
         exported = self._spans is not None and trace is not None and trace.sampled
         prefill = LivePrefill(request.request_id, ticket, now, trace, {} if exported else None)
+        if ticket is None and request.prefix_only:
+            raise InvalidArgumentError("ticket must be set, as only a prefix is wanted", field="ticket")
         if ticket is not None:
             ticket.require_adapter(request.adapter_fingerprint)
             self._pusher.start(request.request_id, ticket, self._target(ticket), now, prefill.writes)
         try:
-            core.add_request(request)
+            if request.prefix_only:
+                held = self._prefixes
+                core.hold_prefix(request, lambda blocks: held.append((request.request_id, blocks)))
+            else:
+                core.add_request(request)
         except BaseException:
             core.abort(request.request_id)
             core.release_held(request.request_id)
@@ -129,6 +138,8 @@ class KvProducer(KvConnector):
 
     def advance(self, core: Engine, now: float) -> bool:
         """Collects finished writes; True while any push or measurement is in progress."""
+        if self._prefixes:
+            self._push_prefixes(core, now)
         self._collect(core, now)
         self._flush(core)
         return self._pusher.active > 0 or self._peers.measuring or self._transport.needs_poll
@@ -193,6 +204,20 @@ class KvProducer(KvConnector):
             first_token=first_token,
             now=now,
         )
+
+    def _push_prefixes(self, core: Engine, now: float) -> None:
+        """Writes the prefixes that are held now, and fails those of which a block is gone."""
+        prefixes, self._prefixes = self._prefixes, []
+        for request_id, blocks in prefixes:
+            prefill = self._live.get(request_id)
+            if prefill is None or prefill.over:
+                continue
+            if not blocks:
+                message = "a block of the prefix is not cached here any more"
+                self._give_up(core, request_id, FailedPreconditionError(message, reason="PREFIX_GONE"))
+                continue
+            tokens = len(blocks) * self._block_tokens
+            self._pusher.on_progress(request_id, tokens, blocks, is_last=True, first_token=0, now=now)
 
     def _on_output(self, core: Engine, output: RequestOutput, now: float) -> None:
         prefill = self._live.get(output.request_id)

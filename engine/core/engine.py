@@ -52,12 +52,21 @@ class Engine(ABC):
         """Frees the blocks of an ended `prefill_only` request; returns whether there was one. Idempotent."""
 
     @abstractmethod
+    def hold_prefix(self, request: EngineRequest, held: Callable[[list[int]], None]) -> None:
+        """Holds the blocks of a `prefix_only` request, which are cached here, until `release_held`.
+
+        `held` is called with all of them in order, now or when lower tiers have brought them, or with none if one is
+        gone; not if the request has been aborted. Raises InvalidArgumentError for a request that can never be held, and
+        FailedPreconditionError (NO_PREFIX_FETCH) where the engine's cache cannot be read.
+        """
+
+    @abstractmethod
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
         """Reserves blocks for the KV of all of `request.token_ids`, to be written by a peer.
 
         None if there are not enough free blocks or no running slot now: try again later. Leading full blocks that are
         cached here are shared; the others are owned by the request and, until `release_writer`, by the writer. Raises
-        like `add_request` for a request that can never fit.
+        like `add_request` for a request that can never fit. One that is `prefix_only` ends when it is admitted.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from engine.core.engine import Engine
 from engine.core.kv_cache_manager import KVCacheManager
@@ -16,6 +17,7 @@ from engine.core.step_stats import StepMeter
 from engine.core.types import (
     EngineLoad,
     EngineRequest,
+    FinishReason,
     RequestLimits,
     RequestOutput,
     ReservedBlocks,
@@ -142,6 +144,11 @@ class EngineCore(Engine):
         self._changed = True
         return True
 
+    def hold_prefix(self, request: EngineRequest, held: Callable[[list[int]], None]) -> None:
+        """See `Engine`."""
+        self._check(request)
+        self._kv.bring(self._register(Sequence(request, self._arrivals)), partial(self._hold, held))
+
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
         """See `Engine`."""
         self._check(request)
@@ -192,6 +199,9 @@ class EngineCore(Engine):
         sequence.reservation = None
         sequence.num_computed = len(sequence.tokens)
         self._kv.cache_computed(sequence)
+        if sequence.request.prefix_only:
+            self._end(sequence)
+            return RequestOutput(sequence.request_id, 0, finish_reason=FinishReason.LENGTH)
         self._scheduler.run(sequence)
         if self._pacing.active:
             self._pacing.admitted(sequence, self._clock())
@@ -272,26 +282,9 @@ class EngineCore(Engine):
 
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
-        counts = self.pool.counts()
-        running = self._scheduler.running
-        unread = [sequence.remaining for sequence in running if sequence.remaining > 1]
-        prompts = sum(unread)
-        return EngineLoad(
-            waiting_requests=len(self._scheduler.waiting),
-            running_requests=len(running),
-            waiting_tokens=self._scheduler.waiting_tokens + prompts,
-            total_blocks=counts.total,
-            free_blocks=counts.free,
-            reserved_blocks=counts.reserved,
-            quarantined_blocks=counts.quarantined,
-            referenced_blocks=counts.referenced,
-            prefill_tokens_per_s=self._meter.rates.prefill_tokens_per_s,
-            decode_step_s=self._meter.rates.decode_step_s,
-            step_fit=self._meter.fit.latest,
-            prompt_fit=self._meter.prompt_fit.latest,
-            late_prompts=len(self._pacing.late) if prompts or self._scheduler.waiting_tokens else 0,
-            streams=len(running) - len(unread),
-        )
+        queue, late = self._scheduler, len(self._pacing.late)
+        waiting = len(queue.waiting)
+        return self._meter.load(self.pool.counts(), queue.running, waiting, queue.waiting_tokens, late)
 
     def close(self) -> None:
         """Closes the runner, and before it those who copy its blocks."""
@@ -301,6 +294,12 @@ class EngineCore(Engine):
     def _enqueue(self, sequence: Sequence) -> None:
         if self._live.get(sequence.request_id) is sequence:  # not if it ended while blocks were read
             self._scheduler.enqueue(sequence)
+
+    def _hold(self, held: Callable[[list[int]], None], sequence: Sequence) -> None:
+        if self._live.get(sequence.request_id) is sequence:
+            self._kv.hold(sequence)
+            self._end(sequence)
+            held(sequence.block_ids)
 
     def _blocks_freed(self) -> None:
         self._changed = True
@@ -316,6 +315,7 @@ class EngineCore(Engine):
             message = f"request {request.request_id} is in progress here"
             raise InvalidArgumentError(message, reason="DUPLICATE_REQUEST", field="request_id")
         self._limits.check(request)
+        self._kv.check(request)
 
     def _register(self, sequence: Sequence) -> Sequence:
         self._arrivals += 1

@@ -7,9 +7,11 @@ from functools import partial
 from itertools import count
 
 from engine.core.sequence import Sequence
+from engine.core.types import EngineRequest
 from engine.kv_cache.block_pool import BlockPool
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.tier_index import TierBlock
+from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
 
 _table_ids = count(1)
@@ -49,12 +51,20 @@ class KVCacheManager:
         """Leading tokens whose KV is cached now. The last token does not count: its logits are needed."""
         return len(self.computed_prefix(sequence, len(sequence.tokens) - 1)) * self.block_size
 
+    def check(self, request: EngineRequest) -> None:
+        """Raises InvalidArgumentError for a prefix that does not end with a block."""
+        if request.prefix_only and len(request.token_ids) % self.block_size:
+            message = (
+                f"token_ids must be whole blocks of {self.block_size} tokens, as only a prefix is wanted"
+            )
+            raise InvalidArgumentError(message, field="token_ids")
+
     def bring(self, sequence: Sequence, then: Callable[[Sequence], None]) -> None:
         """Calls `then`: at once, or when blocks of the sequence's prefix that lower tiers have are in the pool."""
         if self._tiers is None:
             then(sequence)
             return
-        hits = self.computed_prefix(sequence, len(sequence.tokens) - 1)
+        hits = self.computed_prefix(sequence, _usable_tokens(sequence))
         below = self._below(sequence, len(hits))
         if below:
             self._tiers.bring(hits, below, len(sequence.tokens), partial(then, sequence))
@@ -72,7 +82,7 @@ class KVCacheManager:
         if self._tiers is None:
             return found
         hashes = sequence.block_hashes
-        for index in range(hits, (len(sequence.tokens) - 1) // self.block_size):
+        for index in range(hits, _usable_tokens(sequence) // self.block_size):
             if index == len(hashes):
                 self._extend_hashes(sequence, index + 1)
             if hashes[index] not in self._tiers:
@@ -103,6 +113,14 @@ class KVCacheManager:
         if self._tiers is not None and hits:
             self._tiers.used(hits, sequence.block_hashes[: len(hits)])
         return fresh
+
+    def hold(self, sequence: Sequence) -> None:
+        """Gives a sequence the cached blocks of all of its tokens, or none if one of them is not cached."""
+        total = len(sequence.tokens)
+        hits = self.computed_prefix(sequence, total)
+        if len(hits) * self.block_size == total:
+            self.pool.share(hits)
+            sequence.block_ids = hits
 
     def grow(self, sequence: Sequence, *, ahead: int = 0, watermark: int = 0) -> bool:
         """Extends the block table to all tokens and `ahead` more; False, and nothing changed, if fewer than `watermark`
@@ -154,3 +172,8 @@ class KVCacheManager:
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         salt = sequence.request.cache_salt
         extend_block_hashes(sequence.block_hashes, sequence.tokens, self.block_size, salt, num_blocks)
+
+
+def _usable_tokens(sequence: Sequence) -> int:
+    """How many leading tokens may be cached: not the last one, whose logits are needed, unless nothing is computed."""
+    return len(sequence.tokens) - (not sequence.request.prefix_only)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from engine.core.sequence import Sequence
+from engine.core.types import EngineLoad
+from engine.kv_cache.block_pool import BlockCounts
 from engine.pacing.step_time_fit import PromptTimeFit, StepTimeFit, pairs_of
 from splitserve.histograms import DurationCounts
 
@@ -200,6 +202,34 @@ class StepMeter:
         totals.accepted_tokens += accepted
         self._fit_parts(num_new, prefill_tokens, decoding + drafted, duration_s * speedup, drafts)
         return duration_s
+
+    def load(
+        self,
+        counts: BlockCounts,
+        running: Collection[Sequence],
+        waiting_requests: int,
+        waiting_tokens: int,
+        late_prompts: int,
+    ) -> EngineLoad:
+        """The load of an engine with these blocks and requests, and its measured rates. Costs O(running)."""
+        unread = [sequence.remaining for sequence in running if sequence.remaining > 1]
+        prompts = sum(unread)
+        return EngineLoad(
+            waiting_requests=waiting_requests,
+            running_requests=len(running),
+            waiting_tokens=waiting_tokens + prompts,
+            total_blocks=counts.total,
+            free_blocks=counts.free,
+            reserved_blocks=counts.reserved,
+            quarantined_blocks=counts.quarantined,
+            referenced_blocks=counts.referenced,
+            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
+            decode_step_s=self.rates.decode_step_s,
+            step_fit=self.fit.latest,
+            prompt_fit=self.prompt_fit.latest,
+            late_prompts=late_prompts if prompts or waiting_tokens else 0,
+            streams=len(running) - len(unread),
+        )
 
     def _fit_parts(
         self,

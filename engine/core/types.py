@@ -142,6 +142,8 @@ class EngineRequest:
     """What computes it beside the base model."""
     targets: ServiceTargets | None = None
     """What its client was promised; prompts beside it are paced by that, see `engine.pacing.token_clock`."""
+    prefix_only: bool = False
+    """Whether nothing is computed: its KV is written by a peer and stays in the prefix cache, or is read from there."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -331,20 +333,17 @@ class RequestLimits:
         if min(tokens) < 0 or max(tokens) >= self.vocabulary_size:
             message = f"token ids must be in 0..{self.vocabulary_size - 1}"
             raise InvalidArgumentError(message, field="token_ids")
-        if not 0 <= request.prior_output_tokens < len(tokens):
+        prior = request.prior_output_tokens
+        if not 0 <= prior < len(tokens):
             message = f"prior_output_tokens must be in 0..{len(tokens) - 1}"
             raise InvalidArgumentError(message, field="prior_output_tokens")
-        if request.stop.max_tokens <= request.prior_output_tokens:
-            raise InvalidArgumentError(
-                f"max_tokens must exceed the {request.prior_output_tokens} tokens that were output already",
-                field="max_tokens",
-            )
+        if request.stop.max_tokens <= prior:
+            message = f"max_tokens must exceed the {prior} tokens that were output already"
+            raise InvalidArgumentError(message, field="max_tokens")
         if len(tokens) >= self.context_tokens:
-            raise InvalidArgumentError(
-                f"the prompt has {len(tokens)} tokens; the context of {self.context_tokens} tokens must hold"
-                " it and one output token",
-                field="prompt",
-            )
+            needed = "tokens must hold it and one output token"
+            message = f"the prompt has {len(tokens)} tokens; the context of {self.context_tokens} {needed}"
+            raise InvalidArgumentError(message, field="prompt")
         if len(tokens) > self.pool_tokens:
             message = f"the prompt has {len(tokens)} tokens, the KV pool holds {self.pool_tokens}"
             raise ResourceExhaustedError(message, reason="KV_POOL_TOO_SMALL")

@@ -25,6 +25,7 @@ from splitserve.config.engine import EngineConfig
 from splitserve.errors import (
     BrokenInvariantError,
     ConfigError,
+    FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -32,6 +33,8 @@ from splitserve.errors import (
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.models.tokenizer import Tokenizer
 from splitserve.queues import LazyHeap
+
+NO_PREFIX_FETCH = "prefix_only: engine vllm neither reads nor fills its prefix cache for peers"
 
 
 class VllmEngine(Engine):
@@ -101,6 +104,10 @@ class VllmEngine(Engine):
         released = self._rows.release_held(request_id)
         self._changed |= released
         return released
+
+    def hold_prefix(self, request: EngineRequest, held: Callable[[list[int]], None]) -> None:
+        """See `Engine`. Raises FailedPreconditionError: vLLM does not say where a cached prefix lies."""
+        raise FailedPreconditionError(NO_PREFIX_FETCH, reason="NO_PREFIX_FETCH", field="prefix_only")
 
     def reserve(self, request: EngineRequest, reservation: int) -> ReservedBlocks | None:
         """See `Engine`."""
@@ -262,6 +269,8 @@ class VllmEngine(Engine):
                 reason="DUPLICATE_REQUEST",
                 field="request_id",
             )
+        if request.prefix_only:
+            raise FailedPreconditionError(NO_PREFIX_FETCH, reason="NO_PREFIX_FETCH", field="prefix_only")
         self._limits.check(request)
 
     def _enter(self, request: EngineRequest, *, awaits_kv: bool) -> VllmRow:

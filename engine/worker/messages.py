@@ -82,6 +82,7 @@ def engine_request(
         prefill_only=prefill_only,
         trace=TraceContext.from_proto(message.trace) if message.HasField("trace") else None,
         targets=_targets(message, now),
+        prefix_only=message.prefix_only,
     )
 
 

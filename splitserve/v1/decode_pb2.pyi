@@ -42,6 +42,7 @@ class ReserveRequest(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
+    PREFIX_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
@@ -58,6 +59,10 @@ class ReserveRequest(_message.Message):
     """
     attachment: _builtins.int
     """The coordinator's output stream that will carry the output, as in StreamOutputsRequest. Default 0: any that is open."""
+    prefix_only: _builtins.bool
+    """Decode nothing: once the KV of token_ids, whole blocks of this worker, has arrived it stays in the prefix cache, and the
+    request ends without a token. Default false. Failure: FAILED_PRECONDITION NO_PREFIX_FETCH (the engine cannot).
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, then tokens that earlier attempts already emitted. Required, at least one."""
@@ -110,10 +115,11 @@ class ReserveRequest(_message.Message):
         trace: _generation_pb2.TraceContext | None = ...,
         adapter: _generation_pb2.AdapterRef | None = ...,
         targets: _generation_pb2.ServiceTargets | None = ...,
+        prefix_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prefix_only", b"prefix_only", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

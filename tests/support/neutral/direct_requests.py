@@ -51,7 +51,14 @@ class DirectWorker:
         await asyncio.wait_for(asyncio.shield(self._opened), PATIENCE_S)
 
     async def reserve(
-        self, name: str, prompt: Sequence[int], writer: str = "", local: int = 0, **stop: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        writer: str = "",
+        local: int = 0,
+        *,
+        prefix_only: bool = False,
+        **stop: Any,
     ) -> kv_transfer_pb2.KvTicket | None:
         """The ticket; None: the prompt is computed here. Raises SplitserveError."""
         request = decode_pb2.ReserveRequest(
@@ -62,6 +69,7 @@ class DirectWorker:
             stop=generation_pb2.StopParams(**({"max_tokens": MAX_TOKENS, "ignore_eos": True} | stop)),
             writer_agent_id=writer,
             local_prefill_tokens=local,
+            prefix_only=prefix_only,
         )
         request.timeout.FromSeconds(300)
         try:
@@ -71,13 +79,20 @@ class DirectWorker:
         return response.ticket if response.HasField("ticket") else None
 
     async def compute(
-        self, name: str, prompt: Sequence[int], ticket: kv_transfer_pb2.KvTicket | None, **stop: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        ticket: kv_transfer_pb2.KvTicket | None,
+        *,
+        prefix_only: bool = False,
+        **stop: Any,
     ) -> list[int]:
         """Computes a prompt and hands it off; its first token. Raises SplitserveError."""
         request = prefill_pb2.PrefillRequest(
             request_id=name,
             token_ids=prompt,
             ticket=ticket,
+            prefix_only=prefix_only,
             sampling=generation_pb2.SamplingParams(temperature=0.0),
             stop=generation_pb2.StopParams(**({"max_tokens": MAX_TOKENS, "ignore_eos": True} | stop)),
         )
@@ -131,6 +146,20 @@ async def hand_off(
         if isinstance(outcome, BaseException):
             raise outcome
     return [*first, *rest]
+
+
+async def hand_prefix(holder: DirectWorker, taker: DirectWorker, name: str, prefix: Sequence[int]) -> int:
+    """Brings a prefix from the one's cache into the other's; the blocks that travelled. Raises SplitserveError."""
+    ticket = await taker.reserve(name, prefix, holder.agent_id, prefix_only=True)
+    assert ticket is not None
+    sent, ended = await asyncio.gather(
+        holder.compute(name, prefix, ticket, prefix_only=True), taker.rest(name), return_exceptions=True
+    )
+    for outcome in (sent, ended):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome == [], "no tokens come of it"
+    return len(ticket.block_indices)
 
 
 @asynccontextmanager

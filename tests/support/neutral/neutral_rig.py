@@ -85,8 +85,10 @@ class NeutralNode:
         self.connector.consumer.reserve(self.core, entry)
         return answers
 
-    def start(self, name: str, prompt: list[int], ticket: KvTicket | None, number: int = 1) -> None:
-        asked = self._request(engine_id(name, number), prompt, prefill_only=True)
+    def start(
+        self, name: str, prompt: list[int], ticket: KvTicket | None, number: int = 1, **fields: Any
+    ) -> None:
+        asked = self._request(engine_id(name, number), prompt, prefill_only=True, **fields)
         self.connector.producer.start(self.core, asked, ticket, self.clock.now)
 
     def _request(self, name: str, prompt: list[int], *, prefill_only: bool, **fields: Any) -> EngineRequest:

@@ -1,0 +1,64 @@
+"""Prefixes from one worker's cache to another's over NIXL: the answer after it is the one without it, and faults cost
+nothing but the fetch."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from splitserve.errors import FailedPreconditionError, SplitserveError
+from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.text import sentences
+from tests.support.cluster.streams import tokens
+from tests.support.engine.reference import Reference
+from tests.support.neutral.direct_requests import MAX_TOKENS, direct_workers, hand_off, hand_prefix
+from tests.support.neutral.neutral_processes import neutral_processes
+from tests.support.waiting import LEAST_TIMEOUT_S
+
+pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
+BLOCK = 16
+
+
+async def test_float32_answers_after_a_fetch_are_those_of_transformers(smollm2: str, log_dir: Path) -> None:
+    tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
+    prefix = tokenizer.encode(sentences(40, seed=1))[: 6 * BLOCK]
+    prompts = [[*prefix, *tokenizer.encode(sentences(3, seed=n))[: 5 + n]] for n in range(3)]
+    expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
+    options = ["--dtype", "float32", "--block-size", str(BLOCK), "--num-blocks", "96", "--verify-kv", "all"]
+    async with neutral_processes(log_dir, smollm2, *options) as workers:
+        async with direct_workers(workers.registry, "a", "b") as (a, b):
+            whole = {"ignore_eos": False}
+            assert await b.local("warm", prompts[0], **whole) == expected[0]
+            assert await hand_prefix(b, a, "fetch", prefix) == 6
+            assert await hand_prefix(b, a, "again", prefix) == 0, "it is there"
+            answers = [await a.local(f"a{n}", prompt, **whole) for n, prompt in enumerate(prompts)]
+            assert answers == expected
+            # And on from there: what was fetched is handed off like what was computed.
+            assert await hand_off(a, b, "ab", prompts[2], **whole) == expected[2]
+        await workers.registry.assert_no_leaks()
+
+
+async def test_a_holder_that_lacks_it_or_dies_costs_the_fetch_alone(log_dir: Path) -> None:
+    options = ["--simulated-prefill-token-s", "0.0005", "--num-blocks", "256"]
+    async with neutral_processes(log_dir, "simulated", *options) as workers:
+        registry = workers.registry
+        async with direct_workers(registry, "a", "b") as (a, b):
+            prefix = tokens(6 * BLOCK, 1)
+            with pytest.raises(FailedPreconditionError) as gone:
+                await hand_prefix(b, a, "gone", prefix)
+            assert gone.value.reason == "PREFIX_GONE"
+            prompt = [*prefix, 7]
+            assert await b.local("warm", prompt) == expected_tokens(prompt, MAX_TOKENS)
+            ticket = await a.reserve("fetch", prefix, b.agent_id, prefix_only=True)
+            assert ticket is not None
+            workers.members["b"].kill()
+            registry.lost("b")
+            failed = await asyncio.gather(
+                b.compute("fetch", prefix, ticket, prefix_only=True), a.rest("fetch"), return_exceptions=True
+            )
+            assert all(isinstance(error, SplitserveError) for error in failed)
+            assert await a.local("computed", prompt) == expected_tokens(prompt, MAX_TOKENS)
+        await registry.assert_no_leaks()
