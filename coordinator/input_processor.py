@@ -75,7 +75,8 @@ class InputProcessor:
         check_request(request, model)
         targets, slo_ttft_s = self._targets(request, caller)
         await self._grammars.check(request.sampling)
-        block_sizes = model.block_sizes if self._config.routing == "prefix" else ()
+        keyed = self._config.routing == "prefix" or self._config.peer_fetch == "on"
+        block_sizes = model.block_sizes if keyed else ()
         prompt_field = f"prompt.{request.WhichOneof('prompt')}"
         try:
             prompt = await self._tokenizers.encode_named(

@@ -14,6 +14,7 @@ from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.input_processor import InputProcessor
 from coordinator.metrics.recorder import StatsRecorder
 from coordinator.metrics.stats import RequestStats
+from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.traffic import TrafficRecorder
 from coordinator.request.caller import Caller
@@ -56,12 +57,13 @@ class RequestFlow:
         breakers: CircuitBreakerRegistry,
         records: RecordKeeper,
         traffic: TrafficRecorder,
+        fetcher: PrefixFetcher,
         capacity_plugins: Sequence[AdmissionPlugin] = (),
         quota_plugins: Sequence[QuotaPlugin] = (),
     ) -> None:
         self._config = config
         self._inputs = inputs
-        self._clients = clients
+        self._clients, self._fetcher = clients, fetcher
         self._background = background
         self._stats = stats
         self._estimates = estimates
@@ -166,9 +168,16 @@ class RequestFlow:
         pair = await self._pairs.select(events.state)
         prefill = self._clients.client_for(pair.prefill)
         decode = self._clients.client_for(pair.decode) if pair.decode else None
-        cached_tokens, now = pair.cost.cached_tokens, time.monotonic()
-        events.routed(pair.prefill, pair.decode, cached_tokens, now, pair.candidates)
-        local_tokens = self._pairs.local_prefill_tokens(events.state, pair)
+        fetch = self._fetcher.plan(events.state, pair)
+        cached_tokens = pair.cost.cached_tokens if fetch is None else fetch.tokens
+        events.routed(pair.prefill, pair.decode, cached_tokens, time.monotonic(), pair.candidates)
+        if fetch is not None:
+            try:
+                await self._fetcher.fetch(fetch, events)  # if it fails, the prompt is computed
+            except BaseException:
+                events.attempt_ended()
+                raise
+        local_tokens, now = self._pairs.local_prefill_tokens(events.state, pair), time.monotonic()
         targets = targets_of(events.state, now) if events.state.request.targets is not None else None
         return Attempt(events, prefill, decode, self._background, local_tokens, targets, direct)
 

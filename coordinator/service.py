@@ -33,6 +33,7 @@ from coordinator.metrics.tenant_metrics import tenant_metrics
 from coordinator.models.model_routes import configured_routes
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
+from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.quality.watch import QualityWatch, quality_watch
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
@@ -107,6 +108,7 @@ class Coordinator:
             coalescer,
             self.loops,
         )
+        self.fetcher = PrefixFetcher(config, self.registry, self.clients, self.background)
         self.quality = self._quality_watch()
         self.admission = self._capacity_admission()
         self.parser = ParserThread()
@@ -118,13 +120,9 @@ class Coordinator:
             limit_of=self.limits.limit_of,
             max_connections=config.max_connections,
         )
+        ended = self.failure_detector.report_ended
         self.scaling = ScalingService(
-            self.registry,
-            self.stats,
-            self.estimates,
-            self.coordinator_id,
-            self.access,
-            self.failure_detector.report_ended,
+            self.registry, self.stats, self.estimates, self.coordinator_id, self.access, ended
         )
         self.explainer = Explainer(self.records, self.registry, config.routing)
         self.page = self._page_endpoints()
@@ -166,6 +164,7 @@ class Coordinator:
             self.breakers,
             self.records,
             self.traffic.recorder,
+            self.fetcher,
             quota_plugins=self.access.quota_plugins,
             capacity_plugins=[] if self.admission is None else [self.admission],
         )
@@ -230,7 +229,8 @@ class Coordinator:
             "splitserve_prefix_index_blocks", "KV blocks known by their holders", len(self.registry.prefixes)
         )
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
-        return [*requests, *queue, blocks, *process, *tenants, *costs, *self.quality.metrics()]
+        fetches = self.fetcher.metrics()
+        return [*requests, *queue, blocks, *fetches, *process, *tenants, *costs, *self.quality.metrics()]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from coordinator.records.request_record import AttemptFacts, RequestRecord
-from coordinator.request.candidates import Candidate, PairCost
+from coordinator.request.candidates import Candidate, FetchedPrefix, PairCost
 from coordinator.workers.snapshot import PoolName
 
 LEAST_MS = 0.05
@@ -52,12 +52,22 @@ def decisions_of(record: RequestRecord, routing: str) -> list[Decision]:
         found.append(_choice("prefill", attempt.prefill_worker, attempt, prompt, routing))
         if attempt.decode_worker:
             found.append(_choice("decode", attempt.decode_worker, attempt, prompt, routing))
+        if attempt.fetched is not None:
+            held, reason = attempt.fetched, _why_fetched(attempt.fetched)
+            found.append(Decision("prefix_fetch", held.holder, (), reason, attempt.number))
         if attempt.is_local:
             reason = "computing the prompt there was expected to be sooner than a handoff, or in time as well"
             if attempt.prefill_worker == attempt.decode_worker:
                 reason = "the worker that computes it keeps the answer, without a handoff"
             found.append(Decision("local_prefill", attempt.decode_worker, (), reason, attempt.number))
     return found
+
+
+def _why_fetched(fetched: FetchedPrefix) -> str:
+    predicted, computing = fetched.predicted_s * 1e3, fetched.compute_s * 1e3
+    text = f"{fetched.taker} lacked {fetched.tokens} tokens that it holds: predicted {predicted:.1f} ms"
+    text += f", {computing:.1f} ms to compute them; took {fetched.took_s * 1e3:.1f} ms"
+    return f"{text}, and failed: {fetched.failure}" if fetched.failure else text
 
 
 def _admission(record: RequestRecord) -> Decision:

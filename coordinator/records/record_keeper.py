@@ -234,6 +234,7 @@ def _facts(attempt: AttemptRecord, received_s: float, now: float) -> AttemptFact
         failed_worker=attempt.suspect[0] if attempt.failure else "",
         failure=attempt.failure,
         trace=attempt.trace,
+        fetched=attempt.fetched,
     )
 
 

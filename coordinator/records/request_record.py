@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.request.candidates import Candidate
+from coordinator.request.candidates import Candidate, FetchedPrefix
 from coordinator.request.request_trace import RequestTrace
 from coordinator.request.state import NO_WAITS, AttemptReport, Waits
 from splitserve.generation.kv_blocks import blocks_for
@@ -43,6 +43,7 @@ class AttemptFacts:
     """Reason and message; empty unless it failed."""
     trace: TraceContext | None = None
     """Its span."""
+    fetched: FetchedPrefix | None = None
 
     @property
     def decoding_ms(self) -> float | None:

@@ -40,3 +40,20 @@ class Candidate:
     cost: PairCost
     is_home: bool = False
     """Whether it is the home of the request's session, which is preferred a little."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedPrefix:
+    """What was fetched from another worker's cache before an attempt. Times in seconds."""
+
+    holder: str
+    """Ids of the two workers."""
+    taker: str
+    tokens: int
+    """Prompt tokens that the taker lacked."""
+    predicted_s: float
+    compute_s: float
+    """What computing them was predicted to take."""
+    took_s: float
+    failure: str = ""
+    """Reason and message; empty unless it failed, and they were computed."""

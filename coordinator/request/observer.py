@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, Self
 
 from coordinator.request.caller import Caller
-from coordinator.request.candidates import Candidate
+from coordinator.request.candidates import Candidate, FetchedPrefix
 from coordinator.request.state import RequestState, Waits
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import InvalidArgumentError, SplitserveError
@@ -144,6 +144,10 @@ class RequestEvents:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
         self.state.begin_attempt(prefill, decode, cached_tokens, now, candidates)
         self.emit(RequestObserver.routed)
+
+    def prefix_fetched(self, fetched: FetchedPrefix) -> None:
+        """Records a fetch before the attempt. Emits nothing."""
+        self.state.attempt.fetched = fetched
 
     def reserving(self, now: float) -> None:
         """See RequestObserver."""

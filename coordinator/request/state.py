@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from coordinator.request.candidates import Candidate
+from coordinator.request.candidates import Candidate, FetchedPrefix
 from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.workers.prefix_index.hits import PrefixHits
@@ -121,6 +121,7 @@ class AttemptRecord:
     """See `Pair.candidates`."""
     trace: TraceContext | None = None
     """What its workers' spans are part of."""
+    fetched: FetchedPrefix | None = None
     is_local: bool = False
     """Whether the decode worker computes the prompt itself."""
     reserving_s: float | None = None

@@ -219,7 +219,7 @@ class PromptPlacement:
     def _prompt_fit(self, worker: Worker) -> PromptFit | None:
         load = self._loads.prefill.get(worker.key) or self._loads.decode[worker.key]
         report = load.report
-        return _fit_of(report.prompt_fit) if report.HasField("prompt_fit") else None
+        return prompt_fit_of(report.prompt_fit) if report.HasField("prompt_fit") else None
 
 
 def _kept(pair: Pair) -> Pair:
@@ -228,7 +228,8 @@ def _kept(pair: Pair) -> Pair:
     return replace(pair, decode=pair.prefill, cost=cost, local_tokens=NO_LIMIT)
 
 
-def _fit_of(told: registry_pb2.PromptFit) -> PromptFit:
+def prompt_fit_of(told: registry_pb2.PromptFit) -> PromptFit:
+    """A worker's fit, as its load report has it."""
     return PromptFit(told.base_ms / 1e3, told.token_ms / 1e3, told.pair_ms / 1e3, told.mixing_ms / 1e3)
 
 

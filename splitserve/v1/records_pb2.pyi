@@ -344,7 +344,9 @@ class RequestDecision(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """"model", "admission", "prefill" or "decode" (a worker of that pool was chosen), "local_prefill" or "resume"."""
+    """"model", "admission", "prefill" or "decode" (a worker of that pool was chosen), "prefix_fetch" (the worker that had the
+    prefix), "local_prefill" or "resume".
+    """
     chosen: _builtins.str
     """Worker id, served model, or a word: "at once", "queued" or "refused"."""
     reason: _builtins.str

@@ -129,8 +129,8 @@ class PrefixIndex:
         if bits:
             self._expected.add(keys, bits, now)
 
-    def hits(self, keys: Sequence[int], now: float) -> PrefixHits:
-        """How many of a prompt's leading blocks each worker holds.
+    def hits(self, keys: Sequence[int], now: float, *, confirmed_only: bool = False) -> PrefixHits:
+        """How many of a prompt's leading blocks each worker holds; `confirmed_only`: without those that are expected.
 
         A worker that holds a block holds all blocks before it, because caches evict a prefix from its end. So the walk
         takes growing strides until no worker is left, then bisects each stride in which some worker drops out:
@@ -166,13 +166,14 @@ class PrefixIndex:
             levels.append((depth, holding))
         if self._crowded and levels:
             self._found.append((keys, levels[-1][0]))
-        if expected := self._expected.levels(keys):
+        if not confirmed_only and (expected := self._expected.levels(keys)):
             levels = deepest(levels + expected, self._live)
         return limited(levels) if levels else NO_HITS
 
-    def hits_of(self, keys: BlockKeys, now: float) -> PrefixHits:
+    def hits_of(self, keys: BlockKeys, now: float, *, confirmed_only: bool = False) -> PrefixHits:
         """As `hits`, by a prompt's keys for each block size; each worker's in blocks of its own size."""
-        return joined([self.hits(of_size, now) for of_size in keys.values()]) if keys else NO_HITS
+        found = [self.hits(of_size, now, confirmed_only=confirmed_only) for of_size in keys.values()]
+        return joined(found) if found else NO_HITS
 
     def sweep(self, shards: int) -> None:
         """Clears the entries of removed workers from the next shards; cheap when there is nothing to clear."""

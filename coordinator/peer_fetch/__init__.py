@@ -1,0 +1,1 @@
+"""Prefixes from one worker's cache to another's. Read `policy.py` first."""

@@ -1,0 +1,78 @@
+"""Prefixes are fetched from the worker that holds them: sooner, never with another answer, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from splitserve.client import AsyncClient
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import tokens
+from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
+
+pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
+PREFIX, ANSWER = 320, 4
+TOKEN_S, HEARTBEAT_S = 0.002, 0.1
+WORKERS = ["--simulated-prefill-token-s", str(TOKEN_S), "--block-size", "16", "--heartbeat", str(HEARTBEAT_S)]
+COORDINATOR = ["--routing", "round-robin", "--peer-fetch", "on", "--leanings", "fixed", "--hybrid", "off"]
+
+
+def fetches(cluster: Cluster) -> list[dict[str, Any]]:
+    return [e for e in cluster.members["coordinator"].events() if e["event"] == "prefix.fetched"]
+
+
+async def ask(client: AsyncClient, prompt: list[int]) -> tuple[str, int]:
+    """The worker that computed it, and how many tokens it had."""
+    answer = await client.generate(prompt, max_tokens=ANSWER, temperature=0.0)
+    assert list(answer.token_ids) == expected_tokens(prompt, ANSWER)
+    return answer.served_by.prefill_worker, answer.usage.cached_prompt_tokens
+
+
+async def fetched(cluster: Cluster, client: AsyncClient) -> tuple[list[int], dict[str, Any]]:
+    """A prefix that one worker has computed and another one fetched, and the fetch."""
+    for seed in range(20):
+        prefix = tokens(PREFIX, seed)
+        first, cached = await ask(client, [*prefix, 1])
+        assert cached == 0
+        await asyncio.sleep(
+            3 * HEARTBEAT_S
+        )  # the holder reports its blocks; if it is late, with the next prefix
+        where, cached = await ask(client, [*prefix, 2, 3])
+        if found := fetches(cluster):
+            assert found[-1]["failure"] == ""
+            assert (found[-1]["holder"], found[-1]["taker"], found[-1]["tokens"]) == (first, where, PREFIX)
+            assert cached == PREFIX
+            return prefix, found[-1]
+    raise AssertionError("no prefix is ever fetched")
+
+
+async def test_a_prefix_is_fetched_once_a_worker_and_answers_stay_the_same(log_dir: Path) -> None:
+    setup = Cluster(log_dir, neutral=3, worker_options=WORKERS, coordinator_options=COORDINATOR)
+    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        prefix, fetch = await fetched(cluster, client)
+        assert fetch["took_ms"] < fetch["compute_ms"], "sooner than computing"
+        count = len(fetches(cluster))
+        for number in range(4):
+            assert (await ask(client, [*prefix, 4, number]))[1] == PREFIX
+        assert len(fetches(cluster)) == count, "both have it now"
+        await cluster.assert_no_leaks()
+
+
+async def test_a_holder_that_has_died_costs_time_alone(log_dir: Path) -> None:
+    setup = Cluster(log_dir, neutral=3, worker_options=WORKERS, coordinator_options=COORDINATOR)
+    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        await fetched(cluster, client)
+        prefix = tokens(PREFIX, 200)
+        holder, _ = await ask(client, [*prefix, 1])
+        await asyncio.sleep(3 * HEARTBEAT_S)
+        cluster.members[holder].kill()
+        # It is in the index for a moment still: whoever is chosen, the answers are right.
+        await asyncio.gather(*(ask(client, [*prefix, 7, number]) for number in range(4)))
+        cluster.members[holder].start()
+        await cluster.wait_ready()
+        await asyncio.gather(*(ask(client, [*prefix, 8, number]) for number in range(4)))
+        await cluster.assert_no_leaks()

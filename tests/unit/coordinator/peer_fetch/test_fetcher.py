@@ -1,0 +1,188 @@
+"""One fetch against scripted workers: whatever happens, both are told what they must know, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+
+from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch.fetcher import Prefix, PrefixFetcher
+from coordinator.workers.client import WorkerClients
+from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    SplitserveError,
+    UnavailableError,
+)
+from splitserve.generation.kv_blocks import Adapter
+from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
+from tests.support.cluster.registrations import registration
+from tests.support.journal import settled
+
+pytestmark = pytest.mark.timeout(10)
+PREFIX = Prefix("words", (1, 2, 3, 4), b"salt", Adapter("a", "f" * 64))
+WRITTEN = prefill_pb2.HandoffDone(written_bytes=8)
+ADMITTED = decode_pb2.SequenceOutput(request_id="r", admitted=True)
+ENDED = decode_pb2.SequenceOutput(
+    request_id="r", delta=generation_pb2.OutputDelta(finish_reason=generation_pb2.FINISH_REASON_LENGTH)
+)
+FAILED = decode_pb2.SequenceOutput(
+    request_id="r",
+    delta=generation_pb2.OutputDelta(finish_reason=generation_pb2.FINISH_REASON_ABORT),
+    failure=decode_pb2.Failure(reason="TRANSFER_FAILED", message="the writer gave up"),
+)
+
+
+class ScriptedWorker:
+    """A WorkerClient; what it answers is the test's."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.collector: OutputCollector | None = None
+        self.blocks = 2
+        self.refusal: SplitserveError | None = None
+        self.reserved: list[decode_pb2.ReserveRequest] = []
+        self.pushed: list[prefill_pb2.PrefillRequest] = []
+        self.aborts: list[bool] = []
+        self.on_push: Callable[[OutputCollector], object] = lambda collector: None
+
+    @contextmanager
+    def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
+        self.collector = collector
+        yield
+        self.collector = None
+
+    async def reserve(self, request: Any, timeout_s: float) -> decode_pb2.ReserveResponse:
+        self.reserved.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        ticket = kv_transfer_pb2.KvTicket(reservation=7, block_indices=range(self.blocks))
+        return decode_pb2.ReserveResponse(ticket=ticket)
+
+    async def prefill(self, request: Any, timeout_s: float, collector: OutputCollector) -> None:
+        self.pushed.append(request)
+        self.on_push(collector)
+        await asyncio.Event().wait()
+
+    async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
+        self.aborts.append(no_writer)
+
+
+class Rig:
+    def __init__(self) -> None:
+        registry = Registry(1.0)
+        made = [
+            registry.register(registration(n, registry_pb2.POOL_DECODE), 0.0) for n in ("holder", "taker")
+        ]
+        self.holder, self.taker = (ScriptedWorker(worker) for worker in made)
+        self.background = BackgroundTasks()
+        clients = {one.worker.key: one for one in (self.holder, self.taker)}
+
+        class Clients:
+            def client_for(self, worker: Worker) -> ScriptedWorker:
+                return clients[worker.key]
+
+        self.fetcher = PrefixFetcher(
+            CoordinatorConfig(peer_fetch="on"), registry, cast("WorkerClients", Clients()), self.background
+        )
+
+    async def bring(self, limit_s: float = 5.0) -> int:
+        return await self.fetcher.bring(self.holder.worker, self.taker.worker, PREFIX, limit_s)
+
+    def says(self, *events: WorkerEvent) -> None:
+        """What both put into the collector once the holder is called."""
+
+        def say(collector: OutputCollector) -> None:
+            for event in events:
+                collector.put(event)
+
+        self.holder.on_push = say
+
+    async def over(self, *aborts: bool) -> None:
+        await settled(lambda: self.background.count == 0)
+        assert self.taker.aborts == list(aborts)
+        assert self.holder.aborts == []
+        assert self.holder.collector is self.taker.collector is None
+
+
+@pytest.mark.parametrize("order", [(WRITTEN, ADMITTED, ENDED), (ADMITTED, ENDED, WRITTEN), (ENDED,)])
+async def test_the_blocks_are_there_when_the_taker_says_so(order: tuple[WorkerEvent, ...]) -> None:
+    rig = Rig()
+    rig.says(*order)
+    assert await rig.bring() == 2
+    (reserve,), (push,) = rig.taker.reserved, rig.holder.pushed
+    for call in (reserve, push):
+        assert call.prefix_only
+        assert list(call.token_ids) == [1, 2, 3, 4]
+        assert call.cache_salt == b"salt", "a tenant's blocks stay its own"
+        assert call.adapter.name == "a"
+        assert call.stop.max_tokens == 1
+        assert 0 < call.timeout.ToNanoseconds() <= 5e9
+    assert reserve.writer_agent_id == rig.holder.worker.agent_id
+    assert push.ticket.reservation == 7
+    assert reserve.request_id == push.request_id
+    await rig.over()
+
+
+async def test_nothing_is_pushed_where_the_taker_has_all() -> None:
+    rig = Rig()
+    rig.taker.blocks = 0
+    assert await rig.bring() == 0
+    assert rig.holder.pushed == []
+    await rig.over(True)
+
+
+@pytest.mark.parametrize(
+    ("events", "reason", "aborts"),
+    [
+        ([FAILED], "TRANSFER_FAILED", []),
+        ([WorkerFailed(("holder", 1), FailedPreconditionError("gone", reason="PREFIX_GONE"))], "PREFIX_GONE", [False]),
+        ([WRITTEN, WorkerFailed(("taker", 1), UnavailableError("away"))], "UNAVAILABLE", [True]),
+    ],
+)  # fmt: skip
+async def test_a_failure_of_either_is_raised_and_the_taker_told(
+    events: list[WorkerEvent], reason: str, aborts: list[bool]
+) -> None:
+    rig = Rig()
+    rig.says(*events)
+    with pytest.raises(SplitserveError) as failed:
+        await rig.bring()
+    assert failed.value.reason == reason
+    await rig.over(*aborts)
+
+
+async def test_a_taker_that_refuses() -> None:
+    rig = Rig()
+    rig.taker.refusal = ResourceExhaustedError("full", reason="QUEUE_FULL")
+    with pytest.raises(ResourceExhaustedError):
+        await rig.bring()
+    assert rig.holder.pushed == []
+    await rig.over(True)
+
+
+async def test_a_fetch_that_takes_as_long_as_computing_is_given_up() -> None:
+    rig = Rig()
+    rig.says(ADMITTED)
+    with pytest.raises(DeadlineExceededError) as late:
+        await rig.bring(limit_s=0.05)
+    assert late.value.reason == "FETCH_TOO_SLOW"
+    await rig.over(False)
+
+
+async def test_a_client_that_leaves_during_a_fetch() -> None:
+    rig = Rig()
+    task = asyncio.create_task(rig.bring())
+    await settled(lambda: bool(rig.holder.pushed))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await rig.over(False)

@@ -1,0 +1,171 @@
+"""When a prefix is fetched, from whom, and what is predicted for it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from coordinator.peer_fetch.policy import MARGIN, FetchMeter, FetchPlan, compute_seconds, plan_fetch
+from coordinator.records.decisions import decisions_of
+from coordinator.records.request_record import AttemptFacts, RequestRecord
+from coordinator.request.candidates import FetchedPrefix
+from coordinator.request.state import AttemptReport
+from coordinator.workers.prefix_index.hits import PrefixHits
+from coordinator.workers.snapshot import Isolation, Model, PoolSnapshot, Worker
+from splitserve.v1 import registry_pb2
+
+MODEL = Model("m", "m", 100_000, 100)
+BLOCK, BLOCK_BYTES = 16, 10**6
+PROMPT = 641
+"""Forty blocks and a token."""
+
+
+def worker(number: int, **fields: Any) -> Worker:
+    lanes = tuple(
+        registry_pb2.LaneReport(agent_id=f"agent-{peer}", gb_per_second=1.0, latency_ms=1.0)
+        for peer in range(4)
+        if peer != number
+    )
+    made = Worker(
+        worker_id=f"w{number}",
+        epoch=1,
+        pool="prefill",
+        address="h:1",
+        model=MODEL,
+        agent_id=f"agent-{number}",
+        transport="memory",
+        block_size_tokens=BLOCK,
+        block_bytes=BLOCK_BYTES,
+        max_running_requests=64,
+        load=registry_pb2.WorkerLoad(prefill_tokens_per_second=1000.0),
+        reported=True,
+        output_open=True,
+        neutral=True,
+        prefix_slot=number,
+        connected_agents=frozenset(lane.agent_id for lane in lanes),
+        lanes=lanes,
+    )
+    return replace(made, **fields)
+
+
+def plan(
+    *workers: Worker, hits: dict[int, int], confirmed: dict[int, int] | None = None, prompt: int = PROMPT
+) -> FetchPlan | None:
+    """For the first worker."""
+    known = PrefixHits.of(hits)
+    sure = known if confirmed is None else PrefixHits.of(confirmed)
+    return plan_fetch(PoolSnapshot(workers), workers[0], prompt, known, sure, FetchMeter(), "m")
+
+
+def test_a_prefix_is_fetched_where_that_is_sooner() -> None:
+    found = plan(worker(0), worker(1), hits={0: 8, 1: 40})
+    assert found is not None
+    assert (found.holder.worker_id, found.taker.worker_id) == ("w1", "w0")
+    assert (found.tokens, found.held_tokens) == (640, 128)
+    assert found.compute_s == pytest.approx(0.512)
+    assert found.lane_s == pytest.approx(0.001 + 32 * BLOCK_BYTES / 1e9)
+    assert found.lane_s < found.fetch_s <= MARGIN * found.compute_s
+
+
+def test_the_last_token_is_always_computed() -> None:
+    found = plan(worker(0), worker(1), hits={1: 40}, prompt=640)
+    assert found is not None
+    assert found.tokens == 640 - BLOCK
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lanes": ()},
+        {"lanes": (registry_pb2.LaneReport(agent_id="agent-0", gb_per_second=0.05),)},
+        {"lanes": (registry_pb2.LaneReport(agent_id="agent-0", gb_per_second=9, refused=True),)},
+        {"connected_agents": frozenset()},
+        {"draining": True},
+        {"reported": False},
+        {"isolation": Isolation(worker=True)},
+        {"neutral": False, "pool": "decode"},
+        {"model": Model("other", "m", 1, 1)},
+    ],
+)
+def test_no_fetch_from_a_worker_that_cannot_or_is_too_slow(changed: dict[str, Any]) -> None:
+    assert plan(worker(0), worker(1, **changed), hits={1: 40}) is None
+
+
+def test_no_fetch_by_a_worker_that_gives_no_tickets_or_where_nothing_is_measured() -> None:
+    assert plan(worker(0, neutral=False), worker(1), hits={1: 40}) is None
+    new = registry_pb2.WorkerLoad()
+    assert plan(worker(0, load=new), worker(1, load=new), hits={1: 40}) is None
+    assert plan(worker(0, load=new), worker(1), hits={1: 40}), "as fast as the holder"
+
+
+def test_no_fetch_of_what_the_taker_has_or_computes_or_the_holder_only_expects() -> None:
+    assert plan(worker(0), worker(1), hits={0: 40, 1: 40}) is None
+    assert plan(worker(0), worker(1), hits={1: 40}, confirmed={}) is None
+    assert plan(worker(0), worker(1), hits={0: 40, 1: 40}, confirmed={1: 40}) is None
+
+
+def test_of_several_holders_the_one_that_spares_most() -> None:
+    busy = registry_pb2.WorkerLoad(
+        prefill_tokens_per_second=1000, waiting_tokens=100, running_requests=1, decode_step_ms=20
+    )
+    found = plan(worker(0), worker(1, load=busy), worker(2), worker(3), hits={1: 40, 2: 40, 3: 10})
+    assert found is not None
+    assert found.holder.worker_id == "w2"
+    busy_only = plan(worker(0), worker(1, load=busy), hits={1: 40})
+    assert busy_only is not None
+    assert busy_only.wait_s == pytest.approx(0.06)
+
+
+def test_whole_blocks_of_both_sizes() -> None:
+    found = plan(worker(0, block_size_tokens=64, block_bytes=4 * BLOCK_BYTES), worker(1), hits={1: 39})
+    assert found is not None
+    assert found.tokens == 576
+
+
+def test_computing_is_predicted_by_the_worker_s_own_fit() -> None:
+    fit = registry_pb2.PromptFit(base_ms=10, token_ms=1, pair_ms=0.001)
+    one = worker(0, load=registry_pb2.WorkerLoad(prompt_fit=fit), max_step_tokens=100)
+    assert compute_seconds(one, 200, 0) == pytest.approx(0.02 + 0.2 + 0.02)
+    assert compute_seconds(one, 50, 1000) == pytest.approx(0.05 + 51.25e-3)
+
+
+def test_predictions_follow_what_is_measured() -> None:
+    """Whatever overhead and speed the real lane has: after thirty fetches of all sizes within 25%."""
+    pick = random.Random(5)
+    for overhead_s, slope in ((0.002, 1.0), (0.05, 1.4), (0.02, 5.0), (0.005, 0.5)):
+        meter = FetchMeter()
+        for _ in range(60):
+            lane_s = pick.uniform(0.001, 0.2)
+            meter.record(lane_s, overhead_s + slope * lane_s * pick.uniform(0.95, 1.05))
+        for lane_s in (0.01, 0.05, 0.2):
+            assert meter.predicted_s(lane_s) == pytest.approx(overhead_s + slope * lane_s, rel=0.25)
+
+
+def test_one_stopped_fetch_does_not_end_all_others() -> None:
+    meter = FetchMeter()
+    for _ in range(50):
+        meter.record(0.02, 0.03)
+    meter.record(0.02, 60.0)
+    assert meter.predicted_s(0.02) < 0.04
+
+
+def test_the_record_says_what_was_fetched_and_why() -> None:
+    fetched = FetchedPrefix("w1", "w0", 320, 0.012, 0.64, 0.0111)
+    attempt = AttemptFacts(
+        1, "w0", "w2", False, (), AttemptReport(""), 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 0, "", "", fetched=fetched
+    )
+    record = RequestRecord("r", "t", "m", "completed", 0.0, 5.0, served_model="m", attempts=[attempt])
+    (said,) = [one for one in decisions_of(record, "prefix") if one.stage == "prefix_fetch"]
+    assert (said.chosen, said.attempt) == ("w1", 1)
+    text = "w0 lacked 320 tokens that it holds: predicted 12.0 ms, 640.0 ms to compute them; took 11.1 ms"
+    assert said.reason == text
+    attempt = replace(attempt, fetched=replace(fetched, failure="PREFIX_GONE: a block"))
+    (said,) = [
+        one
+        for one in decisions_of(replace(record, attempts=[attempt]), "prefix")
+        if one.stage == "prefix_fetch"
+    ]
+    assert said.reason == f"{text}, and failed: PREFIX_GONE: a block"
