@@ -34,6 +34,7 @@ from coordinator.models.model_routes import configured_routes
 from coordinator.models.routes_service import RoutesService
 from coordinator.models.tokenizers import PromptTokenizers
 from coordinator.peer_fetch.fetcher import PrefixFetcher
+from coordinator.peer_fetch.seeder import Seeder
 from coordinator.quality.watch import QualityWatch, quality_watch
 from coordinator.records.explanation import Explainer
 from coordinator.records.record_keeper import RecordKeeper
@@ -109,6 +110,7 @@ class Coordinator:
             self.loops,
         )
         self.fetcher = PrefixFetcher(config, self.registry, self.clients, self.background)
+        self.seeder = Seeder(self.registry, self.fetcher, self.background)
         self.quality = self._quality_watch()
         self.admission = self._capacity_admission()
         self.parser = ParserThread()
@@ -204,6 +206,7 @@ class Coordinator:
             "files": self.files.follow,
             "loop_lag": self.loop_lag.watch,
             **({"page": self.page.sample} if self.page is not None else {}),
+            **({"seeding": self.seeder.run} if self.config.peer_fetch == "on" else {}),
             **self.quality.loops,
         }
 

@@ -13,20 +13,22 @@ from typing import TypeVar
 from prometheus_client.core import Metric
 
 from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
 from coordinator.peer_fetch.policy import FetchMeter, FetchPlan, plan_fetch
 from coordinator.request.candidates import FetchedPrefix
 from coordinator.request.ids import random_hex
+from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestState
 from coordinator.routing.local_prefill import NO_LIMIT
 from coordinator.routing.router import Pair
 from coordinator.workers.client import WorkerClient, WorkerClients
 from coordinator.workers.output_collector import OutputCollector, WorkerFailed
+from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError
-from splitserve.generation.kv_blocks import Adapter
 from splitserve.logs import log_event
 from splitserve.metrics import counter, counters
 from splitserve.rpc.status import failure_error
@@ -39,16 +41,6 @@ OUTCOMES = ("completed", "failed")
 AnyCall = TypeVar("AnyCall", decode_pb2.ReserveRequest, prefill_pb2.PrefillRequest)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Tokens from the beginning of a prompt, and whose they are."""
-
-    model: str
-    token_ids: Sequence[int]
-    cache_salt: bytes = b""
-    adapter: Adapter | None = None
-
-
 @dataclass(slots=True)
 class FetchCounts:
     """Sums over all fetches that were chosen for a request. Seconds of the completed ones."""
@@ -58,6 +50,8 @@ class FetchCounts:
     took_s: float = 0.0
     predicted_s: float = 0.0
     compute_s: float = 0.0
+    seeded_tokens: int = 0
+    """Of fetches that no request asked for."""
 
 
 class PrefixFetcher:
@@ -70,7 +64,7 @@ class PrefixFetcher:
         clients: WorkerClients,
         background: BackgroundTasks,
     ) -> None:
-        self.counts = FetchCounts()
+        self.counts, self.hot = FetchCounts(), HotPrefixes()
         self._enabled, self._always_local = config.peer_fetch == "on", config.local_prefill == "always"
         self._registry, self._clients, self._background = registry, clients, background
         self._meter = FetchMeter()
@@ -85,6 +79,8 @@ class PrefixFetcher:
         confirmed = prefixes.hits_of(request.block_keys, now, confirmed_only=True)
         if not confirmed:
             return None
+        if not state.attempts:
+            self._learn(request, confirmed, now)
         return plan_fetch(
             self._registry.snapshot(),
             self._computing(pair, prompt_tokens),
@@ -99,7 +95,7 @@ class PrefixFetcher:
         """Carries out a request's fetch, and records it. Raises nothing but CancelledError."""
         request, began_s, failure = events.state.request, time.monotonic(), ""
         tokens = (*request.prompt, *events.state.token_ids)[: plan.tokens]
-        prefix = Prefix(request.model.name, tokens, request.caller.cache_salt, request.model.adapter)
+        prefix = _prefix_of(request, tokens)
         limit_s = min(max(plan.compute_s, LEAST_TIMEOUT_S), max(1e-3, request.deadline_s - began_s))
         try:
             await self.bring(plan.holder, plan.taker, prefix, limit_s)
@@ -146,6 +142,7 @@ class PrefixFetcher:
                 counts.outcomes,
             ),
             counter("splitserve_prefix_fetch_tokens", "Prompt tokens of completed fetches", counts.tokens),
+            counter("splitserve_prefix_seeded_tokens", "Tokens seeded into workers", counts.seeded_tokens),
             counter("splitserve_prefix_fetch_seconds", "Time of completed fetches", counts.took_s),
             counter(
                 "splitserve_prefix_fetch_predicted_seconds", "Time predicted for them", counts.predicted_s
@@ -154,6 +151,13 @@ class PrefixFetcher:
                 "splitserve_prefix_fetch_compute_seconds", "Time predicted to compute them", counts.compute_s
             ),
         ]
+
+    def _learn(self, request: InferenceRequest, hits: PrefixHits, now: float) -> None:
+        """Counts what of a new prompt any cache has. Depths in blocks of several sizes cannot be told apart here."""
+        if len(request.block_keys) == 1:
+            ((size, keys),) = request.block_keys.items()
+            depth = min(hits.levels[-1][0], len(keys))
+            self.hot.found(keys[depth - 1], _prefix_of(request, request.prompt), depth * size, now)
 
     def _computing(self, pair: Pair, prompt_tokens: int) -> Worker:
         """The worker of a pair that is expected to compute the prompt."""
@@ -262,3 +266,7 @@ class _Fetch:
 
     def _left_s(self) -> float:
         return max(1e-3, self._deadline_s - time.monotonic())
+
+
+def _prefix_of(request: InferenceRequest, token_ids: Sequence[int]) -> Prefix:
+    return Prefix(request.model.name, token_ids, request.caller.cache_salt, request.model.adapter)

@@ -25,6 +25,8 @@ MARGIN = 0.75
 _GB = 1e9
 _FIRST_OVERHEAD_S = 0.01
 _PRIOR_LANE_S = (0.0, 0.1)
+_PRIOR_WEIGHT = 0.2
+"""Of each of the two made-up fetches, in measured ones."""
 _DECAY = 0.95
 _OUTLIER = 3.0
 """A fetch counts as at most so many times as long as predicted."""
@@ -40,7 +42,7 @@ class FetchMeter:
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         for lane_s in _PRIOR_LANE_S:
-            self._add(lane_s, _FIRST_OVERHEAD_S + lane_s)
+            self._add(lane_s, _FIRST_OVERHEAD_S + lane_s, _PRIOR_WEIGHT)
 
     def predicted_s(self, lane_s: float) -> float:
         """Seconds of a fetch that the lane alone carries in `lane_s`, without waits for steps."""
@@ -57,9 +59,9 @@ class FetchMeter:
         self._xx, self._xy = self._xx * _DECAY, self._xy * _DECAY
         self._add(lane_s, took_s)
 
-    def _add(self, x: float, y: float) -> None:
-        self._n, self._x, self._y = self._n + 1, self._x + x, self._y + y
-        self._xx, self._xy = self._xx + x * x, self._xy + x * y
+    def _add(self, x: float, y: float, weight: float = 1.0) -> None:
+        self._n, self._x, self._y = self._n + weight, self._x + weight * x, self._y + weight * y
+        self._xx, self._xy = self._xx + weight * x * x, self._xy + weight * x * y
 
 
 @dataclass(frozen=True, slots=True)

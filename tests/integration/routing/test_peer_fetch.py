@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens
+from tests.support.journal import settled
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
@@ -21,8 +23,12 @@ WORKERS = ["--simulated-prefill-token-s", str(TOKEN_S), "--block-size", "16", "-
 COORDINATOR = ["--routing", "round-robin", "--peer-fetch", "on", "--leanings", "fixed", "--hybrid", "off"]
 
 
+def events(cluster: Cluster, name: str) -> list[dict[str, Any]]:
+    return [event for event in cluster.members["coordinator"].events() if event["event"] == name]
+
+
 def fetches(cluster: Cluster) -> list[dict[str, Any]]:
-    return [e for e in cluster.members["coordinator"].events() if e["event"] == "prefix.fetched"]
+    return events(cluster, "prefix.fetched")
 
 
 async def ask(client: AsyncClient, prompt: list[int]) -> tuple[str, int]:
@@ -75,4 +81,31 @@ async def test_a_holder_that_has_died_costs_time_alone(log_dir: Path) -> None:
         cluster.members[holder].start()
         await cluster.wait_ready()
         await asyncio.gather(*(ask(client, [*prefix, 8, number]) for number in range(4)))
+        await cluster.assert_no_leaks()
+
+
+async def test_a_new_worker_is_seeded_with_what_is_hot_within_ten_seconds(log_dir: Path) -> None:
+    """Its first prompts then find what those of the others find."""
+    prefixes = [tokens(PREFIX, 300 + number) for number in range(4)]
+    setup = Cluster(log_dir, neutral=2, worker_options=WORKERS, coordinator_options=COORDINATOR)
+    async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        for turn in range(4):
+            await asyncio.gather(*(ask(client, [*prefix, turn]) for prefix in prefixes))
+            await asyncio.sleep(3 * HEARTBEAT_S)
+        began_s = time.monotonic()
+        cluster.add_worker("neutral", "worker-new", "--leaning", "prefill").wait_event("worker.ready")
+        await settled(lambda: bool(events(cluster, "worker.seeded")))
+        assert time.monotonic() - began_s < 10.0
+        seeded = events(cluster, "worker.seeded")
+        assert seeded[-1]["worker_id"] == "worker-new"
+        assert seeded[-1]["blocks"] == 4 * PREFIX // 16
+        before = len(fetches(cluster))
+        served: dict[str, int] = {}
+        for turn in range(3):
+            for prefix in prefixes:
+                where, cached = await ask(client, [*prefix, 50 + turn])
+                assert cached == PREFIX
+                served[where] = served.get(where, 0) + 1
+        assert served["worker-new"] >= 4
+        assert len(fetches(cluster)) == before
         await cluster.assert_no_leaks()

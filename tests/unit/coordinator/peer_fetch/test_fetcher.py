@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from coordinator.background_tasks import BackgroundTasks
-from coordinator.peer_fetch.fetcher import Prefix, PrefixFetcher
+from coordinator.peer_fetch.fetcher import PrefixFetcher
+from coordinator.peer_fetch.hot_prefixes import Prefix
 from coordinator.workers.client import WorkerClients
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry

@@ -1,0 +1,126 @@
+"""Seeds new workers: the hottest prefixes go to their caches before or while they take traffic.
+
+Once for each boot, as soon as a lane to it is measured, and once more when a standby comes into rotation. A worker is
+seeded within bounds of time and of its own memory, one prefix after the other, from whoever holds most of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch.fetcher import PrefixFetcher
+from coordinator.peer_fetch.hot_prefixes import Prefix
+from coordinator.peer_fetch.policy import holders, lane_seconds, whole_tokens
+from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import Worker, WorkerKey
+from splitserve.errors import SplitserveError
+from splitserve.generation.kv_blocks import block_keys, chain_salt
+from splitserve.logs import log_event
+
+SEED_S = 10.0
+"""Most time for one worker."""
+MAX_PREFIXES = 256
+MAX_FAILURES = 3
+"""Fetches in a row that may fail before a worker is left to fill its cache by itself."""
+POOL_SHARE = 2
+"""At most one block in so many of the worker's is filled."""
+_LOOK_S = 1.0
+"""Lanes come with reports, which change no membership: how often to look while a worker has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a prefix is to come from, and how many tokens of it."""
+
+    holder: Worker
+    tokens: int
+    lane_s: float
+    keys: Sequence[int]
+    """Of the taker's blocks, in the prefix index."""
+
+
+class Seeder:
+    """Starts a background task for each worker that comes. Call `run` where peer fetch is on."""
+
+    def __init__(self, registry: Registry, fetcher: PrefixFetcher, background: BackgroundTasks) -> None:
+        self._registry, self._fetcher, self._background = registry, fetcher, background
+        self._seeded: set[tuple[WorkerKey, bool]] = set()
+
+    async def run(self) -> None:
+        """Watches the registry until cancelled."""
+        version = -1
+        while True:
+            workers = self._registry.snapshot().workers
+            present = {worker.key for worker in workers}
+            self._seeded = {seeded for seeded in self._seeded if seeded[0] in present}
+            for worker in workers:
+                if self._is_due(worker):
+                    self._seeded.add((worker.key, worker.in_rotation))
+                    self._background.start(self.seed(worker))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    version = await self._registry.wait_change(version)
+
+    def _is_due(self, worker: Worker) -> bool:
+        if (worker.key, worker.in_rotation) in self._seeded or not (worker.neutral and worker.usable):
+            return False
+        near = holders(self._registry.snapshot(), worker, worker.model.name)
+        return any(lane_seconds(holder, worker, 0) is not None for holder in near)
+
+    async def seed(self, worker: Worker) -> None:
+        """Seeds one worker."""
+        began_s, size = time.monotonic(), worker.block_size_tokens
+        left = worker.load.total_blocks // POOL_SHARE
+        prefixes = self._fetcher.hot.hottest((worker.model.name, *worker.adapters), MAX_PREFIXES, began_s)
+        seeded = blocks = failures = 0
+        for prefix in prefixes:
+            left_s = began_s + SEED_S - time.monotonic()
+            if left_s <= 0 or failures >= MAX_FAILURES:
+                break
+            source = self._source_of(prefix, worker)
+            if source is None or source.tokens // size > left:
+                continue
+            part = replace(prefix, token_ids=prefix.token_ids[: source.tokens])
+            try:
+                moved = await self._fetcher.bring(source.holder, worker, part, left_s)
+            except SplitserveError as error:
+                failures += 1
+                log_event("worker.seed_failed", worker_id=worker.worker_id, reason=error.reason)
+                continue
+            # Until it reports them itself.
+            self._registry.prefixes.expect([worker.key], source.keys, time.monotonic())
+            failures, seeded, blocks, left = 0, seeded + 1, blocks + moved, left - moved
+            self._fetcher.counts.seeded_tokens += moved * size
+        if prefixes:
+            took_s = round(time.monotonic() - began_s, 3)
+            log_event(
+                "worker.seeded", worker_id=worker.worker_id, prefixes=seeded, blocks=blocks, took_s=took_s
+            )
+
+    def _source_of(self, prefix: Prefix, taker: Worker) -> _Source | None:
+        """Who holds most of a prefix, by the fastest lane; None if the taker has as much."""
+        salt = chain_salt(prefix.cache_salt, prefix.adapter)
+        near = list(holders(self._registry.snapshot(), taker, prefix.model))
+        own_size = taker.block_size_tokens
+        keys = {
+            size: block_keys(prefix.token_ids, size, salt, len(prefix.token_ids) // size)
+            for size in {own_size, *(holder.block_size_tokens for holder in near)}
+        }
+        hits = self._registry.prefixes.hits_of(keys, time.monotonic(), confirmed_only=True)
+        best: _Source | None = None
+        for holder in near:
+            has = hits.blocks(holder.prefix_slot) * holder.block_size_tokens
+            tokens = whole_tokens(has, holder, taker)
+            lane_s = lane_seconds(holder, taker, tokens)
+            if not tokens or lane_s is None:
+                continue
+            if best is None or (tokens, -lane_s) > (best.tokens, -best.lane_s):
+                best = _Source(holder, tokens, lane_s, keys[own_size][: tokens // own_size])
+        if best is None or hits.blocks(taker.prefix_slot) * own_size >= best.tokens:
+            return None
+        return best
