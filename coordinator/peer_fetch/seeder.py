@@ -111,7 +111,8 @@ class Seeder:
             size: block_keys(prefix.token_ids, size, salt, len(prefix.token_ids) // size)
             for size in {own_size, *(holder.block_size_tokens for holder in near)}
         }
-        hits = self._registry.prefixes.hits_of(keys, time.monotonic(), confirmed_only=True)
+        prefixes, now = self._registry.prefixes, time.monotonic()
+        hits = prefixes.hits_of(keys, now, confirmed_only=True)
         best: _Source | None = None
         for holder in near:
             has = hits.blocks(holder.prefix_slot) * holder.block_size_tokens
@@ -121,6 +122,5 @@ class Seeder:
                 continue
             if best is None or (tokens, -lane_s) > (best.tokens, -best.lane_s):
                 best = _Source(holder, tokens, lane_s, keys[own_size][: tokens // own_size])
-        if best is None or hits.blocks(taker.prefix_slot) * own_size >= best.tokens:
-            return None
-        return best
+        owned = prefixes.hits_of(keys, now).blocks(taker.prefix_slot) * own_size
+        return best if best is not None and best.tokens > owned else None

@@ -217,6 +217,7 @@ SHORT: Mapping[str, str] = {
         "python -m bench.goodput --quick --systems default --requests 4 --runs goodput-runs.jsonl --json"
     ),
     "python -m bench.kv_tiers": "python -m bench.kv_tiers --quick --json",
+    "python -m bench.kv_tiers.peer_fetch": "python -m bench.kv_tiers.peer_fetch --tokens 128 --turns 1 --json",
     "python -m bench.handoff": "python -m bench.handoff --repeats 1 --lengths 16 --json",
     "python -m bench.handoff.narrow_kv": "python -m bench.handoff.narrow_kv --prompts 1 --repeats 0 --json",
     "python -m bench.engine.quantization": "python -m bench.engine.quantization --prompts 1 --threads --json",

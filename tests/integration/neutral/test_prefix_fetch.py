@@ -25,7 +25,7 @@ BLOCK = 16
 async def test_float32_answers_after_a_fetch_are_those_of_transformers(smollm2: str, log_dir: Path) -> None:
     tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
     prefix = tokenizer.encode(sentences(40, seed=1))[: 6 * BLOCK]
-    prompts = [[*prefix, *tokenizer.encode(sentences(3, seed=n))[: 5 + n]] for n in range(3)]
+    prompts = [[*prefix, *tokenizer.encode(sentences(3, seed=n))[: 5 + n]] for n in range(2)]
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
     options = ["--dtype", "float32", "--block-size", str(BLOCK), "--num-blocks", "96", "--verify-kv", "all"]
     async with neutral_processes(log_dir, smollm2, *options) as workers:
@@ -37,7 +37,7 @@ async def test_float32_answers_after_a_fetch_are_those_of_transformers(smollm2: 
             answers = [await a.local(f"a{n}", prompt, **whole) for n, prompt in enumerate(prompts)]
             assert answers == expected
             # And on from there: what was fetched is handed off like what was computed.
-            assert await hand_off(a, b, "ab", prompts[2], **whole) == expected[2]
+            assert await hand_off(a, b, "ab", prompts[1], **whole) == expected[1]
         await workers.registry.assert_no_leaks()
 
 

@@ -1,0 +1,133 @@
+"""What a fetch from a peer's cache is worth: `python -m bench.kv_tiers.peer_fetch`.
+
+Three neutral workers behind a coordinator that takes turns, so that a prompt comes to a worker that lacks what the
+other one has just computed. Each turn has a new prefix: the first prompt is computed; of the second, with another tail,
+the prefix is fetched, as far as the coordinator chooses to. Reported are times to the first token, and of the fetches
+what was predicted and what they took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from bench.asking import ask, random_prompt
+from bench.cluster import running_cluster
+from bench.machine import report, this_machine
+from splitserve.client import AsyncClient
+from splitserve.cluster.child_process import Event
+from splitserve.config.cluster import ClusterConfig
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.config.engine import EngineConfig
+
+MODEL = "smollm2-135m-instruct"
+FRONT = "front"
+TAIL_TOKENS = 16
+REPORTED_S = 1.5
+"""Within this a worker's new blocks are in the coordinator's index."""
+SETTINGS = CoordinatorConfig(peer_fetch="on", routing="round-robin", leanings="fixed", hybrid="off")
+
+
+@dataclass(frozen=True)
+class FetchRow:
+    """Medians over the turns with prefixes of `tokens`. Times in milliseconds."""
+
+    tokens: int
+    turns: int
+    fetches: int
+    computed_ttft_ms: float
+    """Of prompts that were computed."""
+    fetched_ttft_ms: float
+    """Of prompts whose prefix was fetched before."""
+    took_ms: float
+    predicted_ms: float
+    predicted_compute_ms: float
+    within_quarter: int
+    """Fetches that took from 0.75 to 1.25 of what was predicted."""
+    sooner: int
+    """Fetches that took less than computing the same tokens took in the same turn."""
+
+
+async def rows_of(model: str, lengths: Sequence[int], turns: int) -> list[FetchRow]:
+    """A row for each length."""
+    fetches: list[Event] = []
+
+    def on_event(event: Event) -> None:
+        if event["event"] == "prefix.fetched":
+            fetches.append(event)
+
+    engine = EngineConfig(num_blocks=64 + (2 * turns + 2) * max(lengths) // 16, threads=1)
+    config = ClusterConfig(model=model, engine=engine, workers=3)
+    async with running_cluster(config, {FRONT: SETTINGS}, on_event) as cluster:
+        client, dice = cluster.clients[FRONT], random.Random(7)
+        for _ in range(4):  # every worker has computed, and measured it
+            await ask(client, random_prompt(dice, min(lengths)), 1)
+        return [await _row(client, dice, length, turns, fetches) for length in lengths]
+
+
+async def _row(
+    client: AsyncClient, dice: random.Random, tokens: int, turns: int, fetches: list[Event]
+) -> FetchRow:
+    computed, fetched, chosen = [], [], []
+    for _ in range(turns):
+        prefix, before = random_prompt(dice, tokens), len(fetches)
+        first = await ask(client, [*prefix, *random_prompt(dice, TAIL_TOKENS)], 1)
+        await asyncio.sleep(REPORTED_S)
+        second = await ask(client, [*prefix, *random_prompt(dice, TAIL_TOKENS)], 1)
+        await asyncio.sleep(REPORTED_S)  # and its log event is here
+        computed.append(first.token_s[0])
+        if len(fetches) > before and not fetches[-1]["failure"]:
+            fetched.append(second.token_s[0])
+            chosen.append((fetches[-1], first.token_s[0]))
+    took = [(event["took_ms"], event["predicted_ms"]) for event, _ in chosen]
+    return FetchRow(
+        tokens,
+        turns,
+        len(chosen),
+        _median_ms(computed),
+        _median_ms(fetched),
+        round(median([t for t, _ in took] or [0.0]), 1),
+        round(median([p for _, p in took] or [0.0]), 1),
+        round(median([event["compute_ms"] for event, _ in chosen] or [0.0]), 1),
+        sum(0.75 <= t / p <= 1.25 for t, p in took),
+        sum(event["took_ms"] / 1e3 < computed_s for event, computed_s in chosen),
+    )
+
+
+def _median_ms(seconds: Sequence[float]) -> float:
+    return round(1e3 * median(seconds), 1) if seconds else 0.0
+
+
+def main() -> int:
+    """Runs the benchmark and prints its rows."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    options = parser.parse_args()
+    machine = this_machine()
+    rows: list[dict[str, Any]] = [
+        asdict(row) for row in asyncio.run(rows_of(options.model, options.tokens, options.turns))
+    ]
+    if options.json:
+        command = shlex.join(["python", "-m", "bench.kv_tiers.peer_fetch", *sys.argv[1:]])
+        print(json.dumps(report("peer_fetch", command, machine, model=options.model, rows=rows)))
+        return 0
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
