@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from engine.core.engine import Engine
 from engine.core.types import ChunkProgress, EngineRequest, RequestOutput, StepResult
@@ -84,8 +85,7 @@ class KvProducer(KvConnector):
             self._pusher.start(request.request_id, ticket, self._target(ticket), now, prefill.writes)
         try:
             if request.prefix_only:
-                held = self._prefixes
-                core.hold_prefix(request, lambda blocks: held.append((request.request_id, blocks)))
+                core.hold_prefix(request, partial(self._on_held, request.request_id))
             else:
                 core.add_request(request)
         except BaseException:
@@ -204,6 +204,9 @@ class KvProducer(KvConnector):
             first_token=first_token,
             now=now,
         )
+
+    def _on_held(self, request_id: str, blocks: list[int]) -> None:
+        self._prefixes.append((request_id, blocks))
 
     def _push_prefixes(self, core: Engine, now: float) -> None:
         """Writes the prefixes that are held now, and fails those of which a block is gone."""

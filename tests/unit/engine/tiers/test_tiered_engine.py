@@ -219,3 +219,32 @@ def test_many_prompts_at_once() -> None:
             assert rig.outputs[f"{round_}-{number}"].token_ids == expected_tokens(prompt(number), 3)
     rig.assert_clean()
     assert rig.hits()["host"] > 0
+
+
+def test_a_prefix_is_held_for_a_peer_once_a_tier_has_brought_it() -> None:
+    rig = rig_of()
+    ask(rig, *range(5))
+    hashes = hashes_of_prompt(0, 10)
+    assert rig.core.pool.lookup(hashes[0]) is None, "the pool has others by now"
+    held: list[list[int]] = []
+    wanted = request("fetch", prompt(0), max_tokens=1, prefill_only=True, prefix_only=True)
+    rig.core.hold_prefix(wanted, held.append)
+    assert held == []
+    rig.settle()
+    assert held == [[rig.core.pool.lookup(block_hash) for block_hash in hashes]]
+    assert rig.core.load().referenced_blocks == 10
+    assert rig.core.release_held("fetch")
+    rig.assert_clean()
+
+
+def test_a_prefix_that_is_aborted_on_its_way_up_is_held_for_nobody() -> None:
+    rig = rig_of()
+    ask(rig, *range(5))
+    held: list[list[int]] = []
+    wanted = request("fetch", prompt(0), max_tokens=1, prefill_only=True, prefix_only=True)
+    rig.core.hold_prefix(wanted, held.append)
+    assert rig.core.abort("fetch")
+    rig.core.release_held("fetch")
+    rig.settle()
+    assert held == []
+    rig.assert_clean()
