@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator, counted, where_they_lean
+from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
@@ -30,7 +31,6 @@ from autoscaler.reconcile import (
     Rest,
     Start,
     members,
-    reconcile,
 )
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
@@ -140,7 +140,8 @@ class ControlLoop:
         plan, self._memory = self.decide(self._memory, snapshot)
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
-        actions = reconcile(plan, pools, self.settings.bounds, [pool for pool in POOLS if pauses[pool] > 0])
+        paused = [pool for pool in POOLS if pauses[pool] > 0]
+        actions = reconcile_classes(plan, pools, self.settings.bounds, paused)
         if not snapshot.complete:
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
         for pool in POOLS:
@@ -276,9 +277,10 @@ class ControlLoop:
     async def _act(self, actuator: Actuator, plan: ScalingPlan, action: Action) -> None:
         try:
             match action:
-                case Start(pool, count):
+                case Start(pool, count, kind, gpus):
                     each, neutral = self.settings.gpus_each[pool], self.settings.neutral
-                    ordered = actuator.start(pool, count, each, neutral=neutral)
+                    each = each if gpus is None else gpus
+                    ordered = actuator.start(pool, count, each, neutral=neutral, replica_class=kind)
                     await within(self.settings.act_s, ordered, "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)

@@ -1,4 +1,5 @@
-"""Makes a `Decide` function of a policy file: each pool's recommendation, `behavior`, then the joint plan. Pure."""
+"""Makes a `Decide` function of a policy file: each pool's recommendation, `behavior`, the joint plan, then the
+classes of replicas. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from autoscaler.plan import Cause, Decide, Memory, PoolPlan, Proposal, ScalingPlan, joint_plan
+from autoscaler.classes.class_plan import in_units, with_classes
+from autoscaler.plan import Cause, Decide, Memory, PoolPlan, Proposal, Proposals, ScalingPlan, joint_plan
 from autoscaler.policies.behavior import BehaviorMemory, Limits, follow, record_change
 from autoscaler.policies.custom import custom_policy, loaded_functions
 from autoscaler.policies.policy_file import (
@@ -61,9 +63,11 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
     def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         before = memory if isinstance(memory, PlanMemory) else PlanMemory()
         zero, zero_memory = zero_state(policy, before.zero, snapshot)
-        prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, snapshot, zero)
-        decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, snapshot, zero)
-        plan = joint_plan(policy, snapshot, prefill, decode, before.lending)
+        units = in_units(policy, snapshot)
+        prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, units, zero)
+        decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, units, zero)
+        plan = joint_plan(policy, units, prefill, decode, before.lending)
+        plan = with_classes(policy, snapshot, units, plan, Proposals(prefill, decode))
         return plan, PlanMemory(
             _recorded(policy.prefill, "prefill", after_p, plan.prefill, prefill.current, snapshot),
             _recorded(policy.decode, "decode", after_d, plan.decode, decode.current, snapshot),
@@ -186,9 +190,9 @@ def _recorded(
 ) -> PoolState:
     limits = limits_of(pool, name, snapshot)
     # A plan that is not carried out changes nothing that rates of change could be limited by.
-    added = plan.desired - current if snapshot.acting else 0
+    added = plan.capacity - current if snapshot.acting else 0
     behavior = record_change(limits, memory.behavior, snapshot.now_s, added)
-    return PoolState(plan.desired if snapshot.acting else None, behavior, memory.policy)
+    return PoolState(plan.capacity if snapshot.acting else None, behavior, memory.policy)
 
 
 def limits_of(pool: AnyPool, name: PoolName, snapshot: Snapshot) -> Limits:

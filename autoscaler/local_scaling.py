@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from autoscaler.snapshot import PoolName
 from splitserve.cluster.child_process import ChildSpec
 from splitserve.cluster.placement import Inventory, Place
 from splitserve.cluster.process_specs import (
+    ClassSpecMaker,
     CommandFactory,
     WorkerSpecMaker,
     check_workers,
@@ -59,6 +61,9 @@ class LocalScaling:
             config = config.model_copy(update=neutral)
             check_workers(config)
             return cls(config, file, security)
+        for pool, rules in (("prefill", policy.prefill), ("decode", policy.decode)):
+            if rules.classes:  # counts are units
+                least[pool] = math.ceil(least[pool] / rules.classes[0].speed)
         first = {pool: count for pool, count in least.items() if pool not in config.model_fields_set}
         first |= {
             "prefill_gpus": policy.prefill.gpus_per_replica,
@@ -80,10 +85,17 @@ class LocalScaling:
             worker_count(self.config),
         )
 
-    def worker_spec(self, command: CommandFactory, pool: PoolName, name: str, place: Place) -> ChildSpec:
-        """One worker's process, with its pool's drain deadline."""
-        drain_s = (self.policy.prefill if pool == "prefill" else self.policy.decode).drain_s
-        return worker_spec(self.config, command, pool, name, place, drain_s=drain_s)
+    def worker_spec(
+        self, command: CommandFactory, pool: PoolName, name: str, place: Place, replica_class: str = ""
+    ) -> ChildSpec:
+        """One worker's process, with its pool's drain deadline and the options of its class."""
+        rules = self.policy.prefill if pool == "prefill" else self.policy.decode
+        spec = worker_spec(self.config, command, pool, name, place, drain_s=rules.drain_s)
+        if not rules.classes:
+            return spec
+        kind = rules.class_named(replica_class)
+        options = ("--replica-class", kind.name, *kind.worker_options)
+        return replace(spec, command=(*spec.command, *options), replica_class=kind.name)
 
     def neutral_spec(self, command: CommandFactory, leaning: PoolName, name: str, place: Place) -> ChildSpec:
         """One neutral worker's process. It drains for as long as that pool may which may longer: it serves both."""
@@ -94,7 +106,7 @@ class LocalScaling:
         self,
         cluster: LocalCluster,
         inventory: Inventory,
-        make: WorkerSpecMaker,
+        make: ClassSpecMaker,
         make_neutral: WorkerSpecMaker,
     ) -> None:
         """Runs the cluster until it is stopped, and scales it once it is ready. `make_neutral`: see ProcessActuator."""

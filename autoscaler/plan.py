@@ -22,13 +22,30 @@ Cause = Literal[
     "ratio",
     "link",
     "gpu_budget",
+    "money_budget",
     "from_zero",
     "to_zero",
     "one_neutral",
 ]
 """What decided a count last: the pool's policy, its schedule, a coordinator that does not answer, the pool's bounds and
-`behavior`, the bounds on the ratio, the shared link, the GPU budget, requests that wait for the first workers,
-idleness, one neutral worker that serves both pools."""
+`behavior`, the bounds on the ratio, the shared link, the GPU budget, the budget in money, requests that wait for the
+first workers, idleness, one neutral worker that serves both pools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassShare:
+    """One class of a pool's replicas in a plan."""
+
+    name: str
+    count: int
+    """Replicas of our own that it shall have."""
+    speed: float = 1.0
+    """Units of one replica; a unit is a replica of speed 1."""
+    price_per_hour: float = 0.0
+    gpus: int = 1
+    """GPUs of one replica."""
+    most: int = 10_000
+    """Replicas at most; 0 where it must not be used now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +59,23 @@ class PoolPlan:
     error: str = ""
     """What the pool's policy failed with."""
     cause: Cause = "policy"
+    units: float | None = None
+    """With classes: the capacity that is wanted of `mix`, in replicas of speed 1; `desired` then counts the replicas of
+    `mix` and those that others have. None: all replicas are alike."""
+    others_units: float = 0.0
+    """The same of replicas that others have."""
+    mix: tuple[ClassShare, ...] = ()
+    """All classes of the pool; empty: all replicas are alike."""
+
+    @property
+    def capacity(self) -> int:
+        """What its policy and `behavior` go on from: replicas, or units where there are classes."""
+        return self.desired if self.units is None else round(self.units + self.others_units)
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of `mix`; None without classes."""
+        return sum(one.count * one.price_per_hour for one in self.mix) if self.mix else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +86,8 @@ class ScalingPlan:
     decode: PoolPlan
     lend_decode_to_prefill: bool = False
     """Decode workers compute prompts themselves, where that is faster, while prefill replicas start."""
+    budget_per_hour: float | None = None
+    """What all replicas of pools with classes may cost, those that start or drain included."""
 
     def pool(self, name: PoolName) -> PoolPlan:
         """The plan of one pool."""
@@ -65,7 +101,7 @@ class ScalingPlan:
     @property
     def numbers(self) -> tuple[object, ...]:
         """What it decides, without the reasons."""
-        wanted = [(pool.desired, pool.standby) for pool in (self.prefill, self.decode)]
+        wanted = [(pool.desired, pool.standby, pool.mix) for pool in (self.prefill, self.decode)]
         return *wanted, self.lend_decode_to_prefill
 
 
@@ -187,6 +223,8 @@ def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
     """GPUs for both pools: the policy's, else the actuator's inventory and what workers of others have beside it."""
     if policy.gpu_budget is not None or snapshot.gpu_inventory is None:
         return policy.gpu_budget
+    if policy.prefill.classes or policy.decode.classes:
+        return None  # units are no GPUs: `max_replicas` of each class says how many there are
     return snapshot.gpu_inventory + sum(
         pool.gpus_per_replica * sum(not r.ours and r.state is not ReplicaState.DRAINING for r in replicas)
         for pool, replicas in (

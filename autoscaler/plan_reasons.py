@@ -41,8 +41,8 @@ def _decision(
 def action_texts(action: Action) -> list[str]:
     """An action for people: "start 2", "drain decode-3"; one text a replica."""
     match action:
-        case Start(count=count):
-            return [f"start {count}"]
+        case Start(count=count, replica_class=kind):
+            return [f"start {count} {kind}".rstrip()]
         case Drain(names=names):
             return [f"drain {name}" for name in names]
         case Activate(name=name):

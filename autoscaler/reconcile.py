@@ -29,6 +29,10 @@ class Start:
 
     pool: PoolName
     count: int
+    replica_class: str = ""
+    """Of which class; empty: the pool has none."""
+    gpus_each: int | None = None
+    """GPUs of one replica; None: as many as the pool's replicas have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class ReplicaView:
     """Whether the actuator has it. Others are capacity; nothing is done to them, but that neutral ones may lean
     elsewhere."""
     neutral: bool = False
+    replica_class: str = ""
+    """Empty: the default one."""
 
 
 def members(
@@ -93,7 +99,7 @@ def members(
     alone.
     """
     found = [
-        ReplicaView(other.name, other.state, other.load, 0.0, ours=False, neutral=other.neutral)
+        ReplicaView(other.name, other.state, other.load, 0.0, False, other.neutral, other.replica_class)
         for other in others
     ]
     for replica in actual:
@@ -105,7 +111,9 @@ def members(
             state = ReplicaState.DRAINING
         load = known.load if known is not None else 0.0
         neutral = known is not None and known.neutral
-        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s, neutral=neutral))
+        # The actuator knows it from the start; what it adopted may say so only itself.
+        kind = replica.replica_class or (known.replica_class if known is not None else "")
+        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s, True, neutral, kind))
     return tuple(found)
 
 

@@ -48,6 +48,8 @@ class Replica:
     """Whether the actuator made or adopted it. Others are capacity, but are never started, moved or ended."""
     neutral: bool = False
     """Whether it serves both pools; it is counted in the one that it leans to."""
+    replica_class: str = ""
+    """Its class as reported, or as the actuator knows it; empty: the default one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,20 @@ class ReplicaStart:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassSignals:
+    """Mean figures of the replicas of one class that have measured them."""
+
+    replicas: int
+    """How many of it serve."""
+    tokens_per_s: float | None = None
+    """Prefill: prompt tokens per second of one busy replica."""
+    kv_capacity_tokens: int | None = None
+    """Decode: KV capacity of one replica."""
+    max_running_requests: int | None = None
+    step: StepTimeModel | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillSignals:
     """The prefill pool. `latency` is queue + compute of a prompt, without cold samples; `ttft` as clients saw it."""
 
@@ -110,6 +126,8 @@ class PrefillSignals:
     """Measured time from the order of a replica until it was ready, seconds."""
     start: ReplicaStart | None = None
     """The part of it that present replicas have measured themselves."""
+    classes: Mapping[str, ClassSignals] = field(default_factory=dict)
+    """The same by class, as replicas report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +150,8 @@ class DecodeSignals:
     """Wait for KV blocks on decode. It delays the first token, but only this pool can shorten it."""
     cold_start_s: float | None = None
     start: ReplicaStart | None = None
+    classes: Mapping[str, ClassSignals] = field(default_factory=dict)
+    """Figures by class, as replicas report it."""
 
 
 def lead_s(signals: PrefillSignals | DecodeSignals, given_s: float) -> float:

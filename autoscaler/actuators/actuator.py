@@ -38,6 +38,8 @@ class ActualReplica:
     """Ordered and not made yet: it will vanish, and another name stand in its place."""
     host: str = ""
     """The host that it runs on, where there are several."""
+    replica_class: str = ""
+    """The class that it was started as; empty: the default one, or its worker says."""
     presence: Presence = Presence.HERE
 
 
@@ -78,9 +80,17 @@ class Actuator(ABC):
         return {}
 
     @abstractmethod
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+    async def start(
+        self,
+        pool: PoolName,
+        count: int,
+        gpus_each: int = 1,
+        *,
+        neutral: bool = False,
+        replica_class: str = "",
+    ) -> None:
         """Creates replicas; returns once they are ordered. `neutral`: workers that serve both pools and lean to this
-        one at first.
+        one at first. `replica_class`: of that class; empty where the pool has none.
 
         Raises ResourceExhaustedError (NO_GPU) when the inventory has not `gpus_each` GPUs for the next one; those
         before it stay ordered. Raises FailedPreconditionError (WORKER_KIND) where the platform's pattern for this pool

@@ -4,7 +4,7 @@ A pool's containers carry the label `splitserve.pool`. All state, drains and the
 Engine every time: a restarted autoscaler continues where the last one stopped, and containers that compose started
 count like those of the autoscaler. A new replica is a copy of the pool's newest container.
 
-The last container of a pool is kept after it has ended, as the template for the next one.
+The last container of a pool, and of each class in it, is kept after it has ended, as the template for the next one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autoscaler.actuators.docker_gpus import gpus_of
 from autoscaler.actuators.docker_room import free_room, readiness
 from autoscaler.actuators.docker_seats import HostNetwork, Seat, choose_seat, has_host_network, ports_of
 from autoscaler.actuators.docker_template import (
+    CLASS_LABEL,
     MODEL_LABEL,
     POOL_LABEL,
     PROJECT_LABEL,
@@ -38,7 +39,7 @@ from autoscaler.actuators.docker_template import (
 )
 from autoscaler.actuators.room import Room, RoomActuator
 from autoscaler.actuators.worker_kind import check_kind
-from autoscaler.snapshot import POOLS, PoolName
+from autoscaler.snapshot import PoolName
 from splitserve.errors import FailedPreconditionError
 from splitserve.gpus.engine_command import check_command, environment_of
 from splitserve.gpus.inventory import GpuInventory
@@ -113,20 +114,31 @@ class DockerActuator(RoomActuator):
         """See Actuator. Without the GPUs that replicas of other models have."""
         return max(0, self._gpus.capacity - self._taken_by_others) if self._gpus.gpus else None
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+    async def start(
+        self,
+        pool: PoolName,
+        count: int,
+        gpus_each: int = 1,
+        *,
+        neutral: bool = False,
+        replica_class: str = "",
+    ) -> None:
         """See Actuator. Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container, ConfigError
         (field `gpus_per_replica`) for more GPUs than the worker's engine computes on."""
         await self._engine.call(
-            f"start {pool}", lambda client: self._start(client, pool, count, gpus_each, neutral)
+            f"start {pool}",
+            lambda client: self._start(client, pool, count, gpus_each, neutral, replica_class),
         )
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator."""
         await self._engine.call(f"stop {pool}", lambda client: self._stop(client, pool, names, drain_s))
 
-    async def room(self, pool: PoolName, gpus_each: int) -> Room:
+    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room:
         """See RoomActuator."""
-        return await self._engine.call(f"room for {pool}", lambda client: self._room(client, pool, gpus_each))
+        return await self._engine.call(
+            f"room for {pool}", lambda client: self._room(client, pool, gpus_each, replica_class)
+        )
 
     async def pull(self, image: str) -> None:
         """See RoomActuator."""
@@ -151,8 +163,9 @@ class DockerActuator(RoomActuator):
         for container in self._tidied(client, self._ours(everything)):
             if (facts := self._facts_of(client, container)) is not None:
                 stopping, gpu = container.drain_until_s is not None, ",".join(facts.gpus) or None
+                made_s, kind = container.created_wall_s, container.replica_class
                 living.append(
-                    ActualReplica(facts.name, container.pool, stopping, container.created_wall_s, gpu)
+                    ActualReplica(facts.name, container.pool, stopping, made_s, gpu, replica_class=kind)
                 )
         return tuple(sorted(living, key=lambda replica: replica.name))
 
@@ -168,8 +181,9 @@ class DockerActuator(RoomActuator):
     def _tidied(self, client: APIClient, containers: Sequence[Container]) -> list[Container]:
         """Running containers. Removes ended ones and kills those past their drain deadline."""
         living = []
-        for pool in POOLS:
-            members = [container for container in containers if container.pool == pool]
+        kinds = sorted({(one.pool, one.replica_class) for one in containers})
+        for pool, kind in kinds:
+            members = [one for one in containers if (one.pool, one.replica_class) == (pool, kind)]
             gone = [container for container in members if container.gone]
             template = max(gone, key=_age) if len(gone) == len(members) and gone else None
             for container in members:
@@ -210,12 +224,20 @@ class DockerActuator(RoomActuator):
                 log=log,
             )
 
-    def _start(self, client: APIClient, pool: PoolName, count: int, gpus_each: int, neutral: bool) -> None:
+    def _patterns(self, containers: Sequence[Container], pool: PoolName, kind: str) -> list[Container]:
+        """Containers of a pool, with a class of this class only, of which a new one may be a copy."""
+        there = [one for one in self._ours(containers) if one.pool == pool]
+        return [one for one in there if one.replica_class == kind] if kind else there
+
+    def _start(
+        self, client: APIClient, pool: PoolName, count: int, gpus_each: int, neutral: bool, kind: str
+    ) -> None:
         for _ in range(count):
             containers = self._containers(client)
-            members = [container for container in self._ours(containers) if container.pool == pool]
+            members = self._patterns(containers, pool, kind)
             if not members:
                 labels = f"{POOL_LABEL}={pool}" + (f" and {MODEL_LABEL}={self._model}" if self._model else "")
+                labels += f" and {CLASS_LABEL}={kind}" if kind else ""
                 message = (
                     f"project {self._project} has no container with the label {labels} to copy; "
                     "`docker compose up` makes the first one"
@@ -235,9 +257,9 @@ class DockerActuator(RoomActuator):
             self._create(client, name, inspected, replica_body(inspected, number, gpus, seat))
             log_event("replica.ordered", container=name, pool=pool, gpu=",".join(gpus) or None)
 
-    def _room(self, client: APIClient, pool: PoolName, gpus_each: int) -> Room:
+    def _room(self, client: APIClient, pool: PoolName, gpus_each: int, kind: str) -> Room:
         containers = self._containers(client)
-        members = [container for container in self._ours(containers) if container.pool == pool]
+        members = self._patterns(containers, pool, kind)
         template = client.inspect_container(max(members, key=_age).id) if members else None
         uses = self._uses(client, containers)
         most = self._limits.max_replicas if self._limits is not None else None

@@ -16,6 +16,8 @@ from autoscaler.snapshot import POOLS, PoolName
 POOL_LABEL = "splitserve.pool"
 MODEL_LABEL = "splitserve.model"
 """The served model, where several models share a project."""
+CLASS_LABEL = "splitserve.class"
+"""The class of replicas, where a pool has several."""
 ORDERED_LABEL = "splitserve.ordered-by"
 """On containers that the autoscaler made."""
 PROJECT_LABEL = "com.docker.compose.project"
@@ -44,6 +46,8 @@ class Container:
     """Seconds since the epoch; None while it does not drain."""
     model: str = ""
     """By its label; empty without one."""
+    replica_class: str = ""
+    """By its label; empty without one."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Self | None:
@@ -65,6 +69,7 @@ class Container:
             ordered=ORDERED_LABEL in labels,
             drain_until_s=float(draining["until"]) if draining else None,
             model=labels.get(MODEL_LABEL, ""),
+            replica_class=labels.get(CLASS_LABEL, ""),
         )
 
     @property

@@ -54,12 +54,24 @@ class KubernetesActuator(Actuator):
             ]
         return tuple(sorted(found, key=lambda replica: replica.name))
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+    async def start(
+        self,
+        pool: PoolName,
+        count: int,
+        gpus_each: int = 1,
+        *,
+        neutral: bool = False,
+        replica_class: str = "",
+    ) -> None:
         """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue.
 
-        Raises FailedPreconditionError (GPUS_PER_REPLICA) where the pods of the pool are limited to another number of
-        GPUs than `gpus_each`, ConfigError where their engine cannot use so many.
+        Raises FailedPreconditionError (REPLICA_CLASSES) for a class of several, since a pool is one Deployment whose
+        pods are alike, and (GPUS_PER_REPLICA) where the pods of the pool are limited to another number of GPUs than
+        `gpus_each`, ConfigError where their engine cannot use so many.
         """
+        if replica_class:
+            message = f"{pool}.classes: on Kubernetes a pool is one workload of equal pods; give one class, not several"
+            raise FailedPreconditionError(message, reason="REPLICA_CLASSES", field="classes")
         scale = await self._api.scale(self._workloads[pool])
         if pods := await self._api.pods(scale.selector):
             newest = max(pods, key=lambda pod: pod.created_wall_s)

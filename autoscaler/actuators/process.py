@@ -9,7 +9,7 @@ from autoscaler.actuators.actuator import ActualReplica, Actuator
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cluster.child_process import ChildSpec
 from splitserve.cluster.placement import Inventory
-from splitserve.cluster.process_specs import Kind, WorkerSpecMaker
+from splitserve.cluster.process_specs import ClassSpecMaker, Kind, WorkerSpecMaker
 from splitserve.cluster.supervisor import LocalCluster
 
 
@@ -26,10 +26,11 @@ class ProcessActuator(Actuator):
         self,
         cluster: LocalCluster,
         inventory: Inventory,
-        make_spec: WorkerSpecMaker,
+        make_spec: ClassSpecMaker,
         make_neutral: WorkerSpecMaker,
     ) -> None:
-        """`make_neutral`: makes the spec of a neutral worker that leans to the given pool at first."""
+        """`make_spec`: makes the spec of a worker of a pool and a class. `make_neutral`: makes the spec of a neutral
+        worker that leans to the given pool at first."""
         self._cluster = cluster
         self._inventory = inventory
         self._make_spec, self._make_neutral = make_spec, make_neutral
@@ -49,7 +50,12 @@ class ProcessActuator(Actuator):
             place = self._inventory.place_of(member.name)
             gpu = ",".join(place.gpus or ()) if place else None
             leaving = member.leaving.is_set()
-            found.append(ActualReplica(member.name, pool, leaving, member.started_wall_s, gpu or None))
+            kind = member.child.spec.replica_class
+            found.append(
+                ActualReplica(
+                    member.name, pool, leaving, member.started_wall_s, gpu or None, replica_class=kind
+                )
+            )
         return tuple(sorted(found, key=lambda replica: replica.name))
 
     @property
@@ -57,16 +63,27 @@ class ProcessActuator(Actuator):
         """See Actuator."""
         return self._inventory.gpus.capacity or None
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+    async def start(
+        self,
+        pool: PoolName,
+        count: int,
+        gpus_each: int = 1,
+        *,
+        neutral: bool = False,
+        replica_class: str = "",
+    ) -> None:
         """See Actuator. Raises UnavailableError when no process can be started."""
         self._inventory.release_except({member.name for member in self._cluster.processes})
         kind: Kind = "worker" if neutral else pool
-        make = self._make_neutral if neutral else self._make_spec
         for _ in range(count):
             name = self._new_name(kind)
             place = self._inventory.take(name, kind, gpus_each)
             try:
-                await self._cluster.add(make(pool, name, place))
+                if neutral:
+                    spec = self._make_neutral(pool, name, place)
+                else:
+                    spec = self._make_spec(pool, name, place, replica_class)
+                await self._cluster.add(spec)
             except BaseException:
                 self._inventory.release(name)
                 raise

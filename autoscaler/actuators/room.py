@@ -28,8 +28,9 @@ class RoomActuator(Actuator):
     """An actuator of one host among several."""
 
     @abstractmethod
-    async def room(self, pool: PoolName, gpus_each: int) -> Room:
-        """Room for replicas of this pool. Raises SplitserveError where the host does not answer."""
+    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room:
+        """Room for replicas of this pool, and of this class where it has several. Raises SplitserveError where the
+        host does not answer."""
 
     @abstractmethod
     async def pull(self, image: str) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from autoscaler.classes.class_plan import expected_shares, in_units
 from autoscaler.decisions.decision import AchievedShare, ExpectedShare
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
-from autoscaler.policies.slo_decode import decode_shares
-from autoscaler.policies.slo_prefill import prefill_shares
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
 
 
@@ -28,11 +27,11 @@ class AttainmentModel:
         return pool.target_ms / 1e3 if isinstance(pool, SloPool) else None
 
     def expected(self, name: PoolName, snapshot: Snapshot, counts: Sequence[int]) -> list[ExpectedShare]:
-        """One entry a count of ready replicas."""
+        """One entry a count of ready replicas, or of units where the pool has classes."""
         pool = self._pool(name)
         shares: Sequence[float | None] | None = None
-        if isinstance(pool, SloPool):
-            shares = (prefill_shares if name == "prefill" else decode_shares)(pool, snapshot, counts)
+        if pool is not None and self.rules is not None:
+            shares = expected_shares(name, pool, in_units(self.rules, snapshot), counts)
         shares = [None] * len(counts) if shares is None else shares
         return [ExpectedShare(count, share) for count, share in zip(counts, shares, strict=True)]
 

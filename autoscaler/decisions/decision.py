@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autoscaler.classes.class_bill import PoolBill
 from autoscaler.plan import Cause
 from autoscaler.snapshot import PoolName
 
@@ -56,6 +57,8 @@ class PoolOutcome:
     more: ExpectedShare
     achieved: AchievedShare | None = None
     """None until its window is over, or where nobody looked then."""
+    bill: PoolBill | None = None
+    """None where replicas have no price. `planned`, `fewer` and `more` then count units: replicas of speed 1."""
 
 
 @dataclass(frozen=True, slots=True)

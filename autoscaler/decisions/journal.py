@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoscaler.classes.class_bill import pool_bill
 from autoscaler.decisions.attainment import AttainmentModel, achieved, inputs_of
 from autoscaler.decisions.decision import PoolOutcome, ScalingDecision
 from autoscaler.plan import ScalingPlan
@@ -60,7 +61,7 @@ class DecisionJournal:
         actions: Sequence[Action],
     ) -> PoolOutcome:
         wanted = plan.pool(name)
-        counts = [wanted.desired - 1, wanted.desired, wanted.desired + 1]
+        counts = [wanted.capacity - 1, wanted.capacity, wanted.capacity + 1]
         fewer, planned, more = self.attainment.expected(name, snapshot, counts)
         return PoolOutcome(
             desired=wanted.desired,
@@ -75,6 +76,7 @@ class DecisionJournal:
             planned=planned,
             fewer=fewer if fewer.replicas > 0 else None,
             more=more,
+            bill=pool_bill(wanted, there),
         )
 
 

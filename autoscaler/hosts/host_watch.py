@@ -40,7 +40,8 @@ class HostWatch:
         self.reachable = True
         """Whether the last question was answered in time. A new host is given the benefit of the doubt."""
         self.replicas: tuple[ActualReplica, ...] = ()
-        self._unsure: Counter[PoolName] = Counter()
+        self._unsure: Counter[tuple[PoolName, str]] = Counter()
+        """By pool and class."""
         self._asked: asyncio.Task[tuple[ActualReplica, ...]] | None = None
         self._pull: asyncio.Task[None] | None = None
         self._preparation: asyncio.Task[None] | None = None
@@ -82,34 +83,35 @@ class HostWatch:
         presence = Presence.GIVEN_UP if silent_s > unknown_s else Presence.UNKNOWN
         ordered = [
             ActualReplica(
-                f"{pool}-{self.link.name}-unsure-{number}",
+                "-".join(word for word in (pool, kind, self.link.name, "unsure", str(number)) if word),
                 pool,
                 False,
                 0.0,
                 placeholder=True,
                 host=self.link.name,
+                replica_class=kind,
             )
-            for pool in POOLS
-            for number in range(self._unsure[pool])
+            for (pool, kind), count in sorted(self._unsure.items())
+            for number in range(count)
         ]
         return [replace(replica, presence=presence) for replica in (*self.replicas, *ordered)]
 
-    async def start(self, pool: PoolName, gpus_each: int, neutral: bool) -> None:
+    async def start(self, pool: PoolName, gpus_each: int, neutral: bool, replica_class: str = "") -> None:
         """Orders one replica. Where that is not certain to have failed, it counts until the host has said."""
-        self._unsure[pool] += 1
+        self._unsure[pool, replica_class] += 1
         try:
-            await self.link.actuator.start(pool, 1, gpus_each, neutral=neutral)
+            await self.link.actuator.start(pool, 1, gpus_each, neutral=neutral, replica_class=replica_class)
         except SplitserveError as error:
             if _is_unheard(error):
                 self._lost(error.message)
             else:
-                self._unsure[pool] -= 1
+                self._unsure[pool, replica_class] -= 1
             raise
 
-    async def room(self, pool: PoolName, gpus_each: int) -> Room | None:
+    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room | None:
         """None where it does not answer."""
         try:
-            return await self.link.actuator.room(pool, gpus_each)
+            return await self.link.actuator.room(pool, gpus_each, replica_class)
         except SplitserveError as error:
             self._lost(error.message)
             return None

@@ -13,6 +13,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+
+def broken_rule(message: str) -> PydanticCustomError:
+    """Error of a rule over several fields. The message begins with the name of the field to change."""
+    return PydanticCustomError("rule", "{message}", {"message": message})
 
 
 class PolicyModel(BaseModel):

@@ -7,25 +7,28 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
 
-from autoscaler.policies.behavior import HPA_DOWN, HPA_UP, Behavior, Limits, PolicyModel, Rules, ScalingRule
+from autoscaler.classes.class_rules import check_classes
+from autoscaler.classes.replica_class import BudgetedPolicy, ClassedPool
+from autoscaler.policies.behavior import (
+    HPA_DOWN,
+    HPA_UP,
+    Behavior,
+    Limits,
+    PolicyModel,
+    Rules,
+    ScalingRule,
+    broken_rule,
+)
 from autoscaler.policies.schedule import ScheduleWindow
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 
-
-def broken_rule(message: str) -> PydanticCustomError:
-    """Error of a rule over several fields. The message begins with the name of the field to change."""
-    return PydanticCustomError("rule", "{message}", {"message": message})
-
-
 Percentile = Annotated[float, Field(gt=0, lt=100)]
-
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
-class PoolPolicy(PolicyModel):
+class PoolPolicy(ClassedPool):
     """Settings of every kind of policy."""
 
     min_replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
@@ -231,7 +234,7 @@ class Ratio(PolicyModel):
         return self
 
 
-class ScalingPolicy(PolicyModel):
+class ScalingPolicy(BudgetedPolicy):
     """The whole file."""
 
     workers: Literal["pinned", "neutral"] = "pinned"
@@ -264,15 +267,14 @@ class ScalingPolicy(PolicyModel):
                 raise broken_rule(f"{name}.signal must be {signal}: no other pool can improve it")
         sizes = self.prefill.gpus_per_replica, self.decode.gpus_per_replica
         if self.workers == "neutral" and sizes[0] != sizes[1]:
-            raise broken_rule(
-                f"workers (neutral) must have one size: gpus_per_replica is {sizes[0]} for prefill and {sizes[1]} for "
-                "decode"
-            )
+            both = f"{sizes[0]} for prefill and {sizes[1]} for decode"
+            raise broken_rule(f"workers (neutral) must have one size: gpus_per_replica is {both}")
         if self.gpu_budget is not None and self.least_gpus > self.gpu_budget:
             raise broken_rule(
                 f"gpu_budget ({self.gpu_budget}) must hold min_replicas and warm_standby of both pools: "
                 f"{self.least_gpus}"
             )
+        check_classes(self)
         return self
 
     @property
@@ -333,14 +335,11 @@ def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
         raise ConfigError(message, field=field) from None
 
 
+_KINDS = ("slo", "target", "schedule", "predictive", "custom")
+
+
 def _is_tag(location: tuple[int | str, ...]) -> bool:
-    return location[0] in ("prefill", "decode") and location[1] in (
-        "slo",
-        "target",
-        "schedule",
-        "predictive",
-        "custom",
-    )
+    return location[0] in ("prefill", "decode") and location[1] in _KINDS
 
 
 def _named_in(block: str, message: str) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from autoscaler.signals.ended_replicas import EndedReplicas
 from autoscaler.signals.totals import CoordinatorTrack, Totals, totals_of
 from autoscaler.signals.worker_view import (
     Sighting,
+    by_class,
     context_tokens,
     kv_bytes_per_token,
     kv_capacity_tokens,
@@ -205,6 +206,7 @@ class Observer:
             ttft=_phase(totals, scaling_pb2.PHASE_TTFT),
             cold_start_s=self._cold_starts.of("prefill"),
             start=start_phases(workers),
+            classes=by_class(workers),
         )
 
     def _decode(
@@ -233,6 +235,7 @@ class Observer:
             reserve_wait=_phase(totals, scaling_pb2.PHASE_RESERVE),
             cold_start_s=self._cold_starts.of("decode"),
             start=start_phases(workers),
+            classes=by_class(workers),
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.snapshot import PoolName, Replica, ReplicaState, StepTimeModel
+from autoscaler.snapshot import ClassSignals, PoolName, Replica, ReplicaState, StepTimeModel
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 _STATES: Mapping[int, ReplicaState] = {
@@ -90,7 +90,10 @@ def replicas(
             state = ReplicaState.DRAINING
         registered = worker is not None and worker.pool == pool
         neutral = worker is not None and worker.signals.neutral
-        found.append(Replica(name, state, since_s, load, registered, replica is not None, neutral))
+        kind = (worker.signals.replica_class if worker is not None else "") or (
+            replica.replica_class if replica is not None else ""
+        )
+        found.append(Replica(name, state, since_s, load, registered, replica is not None, neutral, kind))
     return tuple(found)
 
 
@@ -102,6 +105,23 @@ def of_pool(pool: PoolName, seen: Mapping[str, Sighting]) -> list[scaling_pb2.Wo
 def serving(pool: PoolName, seen: Mapping[str, Sighting]) -> list[scaling_pb2.WorkerSignals]:
     """The workers of one pool; where there is none, the neutral ones of the other, which stand in."""
     return of_pool(pool, seen) or [one.signals for one in seen.values() if one.signals.neutral]
+
+
+def by_class(workers: Sequence[scaling_pb2.WorkerSignals]) -> dict[str, ClassSignals]:
+    """The figures of each class that these workers report."""
+    classes: dict[str, list[scaling_pb2.WorkerSignals]] = {}
+    for worker in workers:
+        classes.setdefault(worker.replica_class, []).append(worker)
+    return {
+        name: ClassSignals(
+            len(members),
+            prefill_tokens_per_s(members),
+            kv_capacity_tokens(members),
+            max_running_requests(members),
+            step_fit(members),
+        )
+        for name, members in sorted(classes.items())
+    }
 
 
 def prefill_tokens_per_s(workers: Sequence[scaling_pb2.WorkerSignals]) -> float | None:

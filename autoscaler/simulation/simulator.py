@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.plan import Decide, Memory, ScalingPlan
-from autoscaler.reconcile import Bounds, Drain, ReplicaView, reconcile
+from autoscaler.reconcile import Bounds, Drain, ReplicaView
 from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
@@ -215,7 +216,7 @@ class Simulation:
         snapshot, paused = self._watched(observer.snapshot(now_s), observer)
         self._plan, self._memory = plan, _ = self.decide(self._memory, snapshot)
         self._moments.append(moment_of(snapshot, plan))
-        for action in reconcile(plan, _members(cluster, snapshot), self.bounds, paused):
+        for action in reconcile_classes(plan, _members(cluster, snapshot), self.bounds, paused):
             if isinstance(action, Drain):
                 self._watch.told_to_end(action.names)
             word = type(action).__name__.lower()

@@ -178,6 +178,7 @@ class ScalingService(ScalingServiceServicer):
             max_step_tokens=worker.max_step_tokens,
             neutral=worker.neutral,
             start=worker.start,
+            replica_class=worker.replica_class,
         )
 
 

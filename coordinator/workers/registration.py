@@ -15,6 +15,7 @@ from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.security.tls import PeerIdentity
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
+REPLICA_CLASS = re.compile(r"[a-z0-9-]{0,32}\Z")
 WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 AGENT_ID = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\Z")
 FINGERPRINT = re.compile(r"[0-9a-f]{64}\Z")
@@ -48,6 +49,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
     _check_endpoint(request.endpoint)
     _between("max_step_tokens", request.max_step_tokens, 1, 2**20)
     _between("max_running_requests", request.max_running_requests, 1, 65536)
+    _matches("replica_class", request.replica_class, REPLICA_CLASS, "0..32 characters of [a-z0-9-]")
     return Worker(
         worker_id=request.worker_id,
         epoch=request.epoch,
@@ -68,6 +70,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         neutral=request.neutral,
         registered_pool=_POOLS[request.pool],
         paces_prompts=request.paces_prompts,
+        replica_class=request.replica_class,
         adapters=_checked_adapters(request.model),
         start=_checked_start(request),
     )
@@ -331,12 +334,9 @@ def may_join(worker: Worker, others: Iterable[Worker], waited_s: float) -> bool:
 
     `others` are all workers; `waited_s` is how long this one has been usable.
     """
-    peers = (
-        w
-        for w in others
-        if w.joined and w.usable and w.model.name == worker.model.name and w.worker_id != worker.worker_id
-    )
-    return waited_s >= JOIN_WAIT_S or all(_is_settled(worker, peer) for peer in peers)
+    same = (w for w in others if w.joined and w.usable and w.model.name == worker.model.name)
+    settled = (_is_settled(worker, peer) for peer in same if peer.worker_id != worker.worker_id)
+    return waited_s >= JOIN_WAIT_S or all(settled)
 
 
 def _is_settled(worker: Worker, peer: Worker) -> bool:

@@ -119,6 +119,8 @@ class Worker:
     """The pool that it registered with; None: `pool`."""
     paces_prompts: bool = False
     """Whether its engine computes prompts only as far as the targets of its streams leave time."""
+    replica_class: str = ""
+    """The class of replicas that it registered as, for the autoscaler."""
     circuit: CircuitStatus = CLOSED_CIRCUIT
     isolation: Isolation = NOT_ISOLATED
     prefix_slot: int = -1

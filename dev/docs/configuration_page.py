@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import Behavior, ScalingRule, ScalingRules
 from autoscaler.policies.policy_file import (
     CustomPool,
@@ -117,6 +118,7 @@ SECTIONS = [
     Section("Policy file: a pool, `kind: schedule`", SchedulePool),
     Section("Policy file: a pool, `kind: predictive`", PredictivePool),
     Section("Policy file: a pool, `kind: custom`", CustomPool),
+    Section("Policy file: an entry of `classes` of a pool", ReplicaClass),
     Section("Policy file: a window of `schedule`", ScheduleWindow),
     Section("Policy file: section `behavior` of a pool", Behavior),
     Section("Policy file: `scaleUp` and `scaleDown`", ScalingRules),

@@ -256,6 +256,7 @@ class WorkerProcess(Generic[C]):
             paces_prompts=self.parts.core.paces_prompts,
             neutral=self._role.neutral,
             start=self.parts.start.to_proto() if self.parts.start is not None else None,
+            replica_class=self.config.replica_class,
         )
 
     def _report(self) -> registry_pb2.ReportRequest:

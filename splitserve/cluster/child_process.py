@@ -34,6 +34,8 @@ class ChildSpec:
     layout: str = ""
     leaning: Literal["prefill", "decode"] | None = None
     """Where a neutral worker leans at first; None for other processes."""
+    replica_class: str = ""
+    """The class of replicas that a worker was started as; empty where its pool has none."""
 
 
 OnLine = Callable[[ChildSpec, str, Event | None], None]

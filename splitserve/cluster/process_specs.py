@@ -33,6 +33,8 @@ CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
 """Builds the command line of a role from its options."""
 WorkerSpecMaker = Callable[[Pool, str, Place], ChildSpec]
 """Builds the spec of a worker from its pool, for a neutral one where it leans at first, its name and its place."""
+ClassSpecMaker = Callable[[Pool, str, Place, str], ChildSpec]
+"""The same of a pinned worker, with the class of replicas that it is of; empty: the default one."""
 
 SERVING_STATES = frozenset({"ready", "slow-lane"})
 """A worker with a slow lane serves, with a warning."""

@@ -65,6 +65,9 @@ class WorkerConfig(SecuritySettings):
     Blocks of a writer that was stopped, or lost with its machine, become free 10 s after that."""
     leaning: Literal["prefill", "decode"] = "prefill"
     """Neutral workers: the pool to lean to at first. Coordinators may change it while the worker runs."""
+    replica_class: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?)?$")] = ""
+    """Class of replicas, as the autoscaler's policy names it, 32 characters at most; see docs/autoscaling.md.
+    Default: the policy's first one."""
     standby: bool = False
     """Stay out of rotation, loaded and connected, until an autoscaler's plan activates the worker."""
     drain_s: Annotated[float, Field(ge=0, le=3600)] = 30.0

@@ -459,6 +459,7 @@ class WorkerSignals(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
+    REPLICA_CLASS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     epoch: _builtins.int
@@ -483,6 +484,8 @@ class WorkerSignals(_message.Message):
     """Tokens of one step at most."""
     neutral: _builtins.bool
     """Whether it serves both pools; `pool` is then the one that it leans to now."""
+    replica_class: _builtins.str
+    """The class of replicas that it registered as. Empty: none was given."""
     @_builtins.property
     def load(self) -> _registry_pb2.WorkerLoad:
         """Its last report. Blocks, sequences and rates; 0 in a rate means not measured yet."""
@@ -508,10 +511,11 @@ class WorkerSignals(_message.Message):
         max_step_tokens: _builtins.int = ...,
         neutral: _builtins.bool = ...,
         start: _registry_pb2.StartPhases | None = ...,
+        replica_class: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "replica_class", b"replica_class", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lane_gb_per_second: _TypeAlias = _typing.Literal["lane_gb_per_second"]  # noqa: Y015
     _WhichOneofArgType__lane_gb_per_second: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second"]  # noqa: Y015

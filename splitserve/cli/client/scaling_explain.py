@@ -122,11 +122,13 @@ def _pool_lines(name: str, pool: Mapping[str, Any], window_s: float) -> Iterator
     yield f"    inputs: {inputs}"
     if pool["actions"]:
         yield f"    actions: {', '.join(pool['actions'])}"
+    units = " units" if pool.get("bill") else ""
+    yield from _bill_lines(pool.get("bill"))
     if pool["target_s"] is None:
         yield "    no latency target: nothing to predict"
         return
     shares = [pool["fewer"], pool["planned"], pool["more"]]
-    told = ", ".join(f"{_share(one['attainment'])} with {one['replicas']}" for one in shares if one)
+    told = ", ".join(f"{_share(one['attainment'])} with {one['replicas']}{units}" for one in shares if one)
     yield f"    predicted within {pool['target_s'] * 1e3:g} ms: {told}"
     came = pool["achieved"]
     if came is None:
@@ -134,6 +136,20 @@ def _pool_lines(name: str, pool: Mapping[str, Any], window_s: float) -> Iterator
     else:
         about = f"{came['samples']} samples, {came['ready']} ready, {came['after_s']:.0f} s after it"
         yield f"    achieved: {_share(came['attainment'])} ({about})"
+
+
+def _bill_lines(bill: Mapping[str, Any] | None) -> Iterator[str]:
+    """Money for an hour; a unit is a replica of speed 1. An autoscaler of an earlier version says nothing of it."""
+    if not bill:
+        return
+    parts = [
+        f"{one['wanted']} {one['name']} at {one['price_per_hour']:g} (of {one['there']})"
+        for one in bill["classes"]
+    ]
+    yield f"    bill: {bill['wanted_per_hour']:.4g} an hour: {' + '.join(parts)}; now {bill['there_per_hour']:.4g}"
+    less = bill["wanted_per_hour"] - bill["fewer_per_hour"]
+    more = bill["more_per_hour"] - bill["wanted_per_hour"]
+    yield f"    one unit more costs {more:.4g} an hour, one less saves {less:.4g}"
 
 
 def _replay_lines(replays: list[Mapping[str, Any]]) -> Iterator[str]:

@@ -52,7 +52,15 @@ class ClusterActuator(Actuator):
             for name, (pool, _, since_s) in sorted(alive.items())
         )
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+    async def start(
+        self,
+        pool: PoolName,
+        count: int,
+        gpus_each: int = 1,
+        *,
+        neutral: bool = False,
+        replica_class: str = "",
+    ) -> None:
         for _ in range(count):
             name = f"{pool}-made-{self.started[pool]}"
             self.started[pool] += 1

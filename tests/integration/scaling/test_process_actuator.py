@@ -98,7 +98,7 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
     """The cluster gives a crashing worker up; the loop does not order the next one at once, for ever."""
     rig_make = rig.actuator._make_spec  # type: ignore[attr-defined]
 
-    def make(pool: PoolName, name: str, place: Place) -> ChildSpec:
+    def make(pool: PoolName, name: str, place: Place, replica_class: str = "") -> ChildSpec:
         return ChildSpec(name, pool, DEAD) if pool == "prefill" else rig_make(pool, name, place)
 
     actuator = ProcessActuator(rig.cluster, make_inventory([0], 4, pin_cores=False), make, make)

@@ -96,8 +96,8 @@ class ProcessRig(Rig):
     def make_stubborn(self, name: str) -> None:
         (self._folder / f"{name}.stubborn").touch()
 
-    def _make(self, pool: PoolName, name: str, place: Place) -> ChildSpec:
-        return ChildSpec(name, pool, self._command(name))
+    def _make(self, pool: PoolName, name: str, place: Place, replica_class: str = "") -> ChildSpec:
+        return ChildSpec(name, pool, self._command(name), replica_class=replica_class)
 
     def _make_neutral(self, leaning: PoolName, name: str, place: Place) -> ChildSpec:
         return ChildSpec(name, "worker", self._command(name), leaning=leaning)

@@ -27,7 +27,15 @@ class FakeActuator(Actuator):
         self._fail()
         return tuple(self.there[name] for name in sorted(self.there))
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+    async def start(
+        self,
+        pool: PoolName,
+        count: int,
+        gpus_each: int = 1,
+        *,
+        neutral: bool = False,
+        replica_class: str = "",
+    ) -> None:
         self._fail()
         self.calls.append(("start", pool, count))
         self.neutral.append(neutral)
@@ -36,7 +44,9 @@ class FakeActuator(Actuator):
                 raise ResourceExhaustedError("no GPU is free", reason="NO_GPU")
             name = f"{pool}-{self._number}"
             self._number += 1
-            self.there[name] = ActualReplica(name, pool, False, float(self._number))
+            self.there[name] = ActualReplica(
+                name, pool, False, float(self._number), replica_class=replica_class
+            )
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         self._fail()

@@ -60,7 +60,7 @@ class MemoryHost(RoomActuator):
     def gpu_inventory(self) -> int | None:
         return self._inventory.capacity or None
 
-    async def room(self, pool: PoolName, gpus_each: int) -> Room:
+    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room:
         await self._answer()
         return self.lacks or free_room(self._inventory, self._uses(), pool, gpus_each, self._most)
 
@@ -69,12 +69,22 @@ class MemoryHost(RoomActuator):
         self.pulled.append(image)
         self.lacks = None
 
-    async def start(self, pool: PoolName, count: int, gpus_each: int = 1, *, neutral: bool = False) -> None:
+    async def start(
+        self,
+        pool: PoolName,
+        count: int,
+        gpus_each: int = 1,
+        *,
+        neutral: bool = False,
+        replica_class: str = "",
+    ) -> None:
         await self._answer()
         for _ in range(count):
             gpus = choose_gpus(self._inventory, self._uses(), pool, gpus_each) if self._inventory.gpus else ()
             name = f"{'worker' if neutral else pool}-{self.name}-{next(self._numbers)}"
-            self.there[name] = ActualReplica(name, pool, False, time.time(), ",".join(gpus) or None)
+            self.there[name] = ActualReplica(
+                name, pool, False, time.time(), ",".join(gpus) or None, replica_class=replica_class
+            )
             self.started += 1
             if self.unheard:
                 self.failure = LOST

@@ -224,3 +224,33 @@ async def test_a_host_asked_for_its_gpus_is_no_place_without_any() -> None:
     await scaled.replicas()
     assert (await scaled.room("decode", 1)).reason == "NO_GPU"
     assert (await scaled.room("decode", 0)).replicas > 0
+
+
+async def test_a_class_is_copied_from_a_container_of_that_class() -> None:
+    docker = FakeDocker()
+    docker.runs("prefill-small", "prefill", {"splitserve.class": "small"})
+    docker.runs("prefill-big", "prefill", {"splitserve.class": "big"})
+    scaled = actuator(docker)
+    await scaled.start("prefill", 2, replica_class="small")
+    kinds = sorted(replica.replica_class for replica in await scaled.replicas())
+    assert kinds == ["big", "small", "small", "small"]
+    with pytest.raises(
+        FailedPreconditionError, match=r"splitserve.pool=prefill and splitserve.class=huge"
+    ) as no:
+        await scaled.start("prefill", 1, replica_class="huge")
+    assert no.value.reason == "NO_TEMPLATE"
+    room = await scaled.room("prefill", 0, "huge")
+    assert (room.replicas, room.reason) == (0, "NO_TEMPLATE")
+
+
+async def test_the_last_container_of_each_class_is_kept_as_its_pattern() -> None:
+    docker = FakeDocker()
+    for name, kind in (("a", "small"), ("b", "small"), ("c", "big")):
+        docker.runs(f"prefill-{name}", "prefill", {"splitserve.class": kind})
+    for made in docker.there.values():
+        made["State"] = "exited"
+    assert await actuator(docker).replicas() == ()
+    assert sorted(made["Config"]["Labels"]["splitserve.class"] for made in docker.there.values()) == [
+        "big",
+        "small",
+    ]

@@ -199,3 +199,12 @@ async def test_pods_and_policy_agree_on_gpus(
             await actuator.start("decode", 1, gpus_each)
         assert caught.value.field == "gpus_per_replica"
     assert workload.replicas == (4 if words is None else 3)
+
+
+async def test_several_classes_are_refused(actuator: KubernetesActuator, kubernetes: FakeKubernetes) -> None:
+    """A pool is one workload of equal pods."""
+    before = kubernetes.workloads["deployment", "decode"].replicas
+    with pytest.raises(FailedPreconditionError, match=r"decode\.classes: on Kubernetes") as refused:
+        await actuator.start("decode", 1, replica_class="big")
+    assert refused.value.reason == "REPLICA_CLASSES"
+    assert kubernetes.workloads["deployment", "decode"].replicas == before

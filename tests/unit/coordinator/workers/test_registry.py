@@ -232,6 +232,8 @@ def _set(path: str, value: object) -> Damage:
         ("start.process_seconds", float("nan")),
         ("start.weights_seconds", -1.0),
         ("start.warm_up_seconds", 1e7),
+        ("replica_class", "Big"),
+        ("replica_class", "b" * 33),
     ],
 )
 def test_every_field_has_its_bound(field: str, value: object) -> None:

@@ -13,8 +13,10 @@ from prometheus_client import CollectorRegistry
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_document
 from autoscaler.decisions.journal import DecisionJournal
-from autoscaler.plan import PoolPlan, ScalingPlan
+from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
+from autoscaler.reconcile import ReplicaView
+from autoscaler.snapshot import ReplicaState
 from splitserve.cli.client.scaling_explain import PATH
 from splitserve.cli.main import main
 from splitserve.metrics_server import MetricsServer
@@ -37,6 +39,34 @@ def page() -> dict[str, Any]:
     for now_s in (1800.0, 1861.0):
         journal.enter(snapshot(now_s), PLAN, {"prefill": (), "decode": ()}, (), acted=now_s > 1800)
     return decisions_document(journal.decisions)
+
+
+def test_the_bill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = {"name": "slow", "price_per_hour": 1.25}
+    classes = [slow, {"name": "fast", "price_per_hour": 4, "speed": 4}]
+    rules = parse_policy({pool: {"target_ms": 500, "classes": classes} for pool in ("prefill", "decode")})
+    journal = DecisionJournal(AttainmentModel(rules))
+    mix = (ClassShare("slow", 2, 1, 1.25), ClassShare("fast", 0, 4, 4))
+    plan = ScalingPlan(PoolPlan(2, units=2, mix=mix), PoolPlan(1))
+    there = ReplicaView("p0", ReplicaState.READY, 0, 0, replica_class="slow")
+    journal.enter(snapshot(), plan, {"prefill": (there,), "decode": ()}, (), acted=True)
+    server = MetricsServer(
+        "127.0.0.1",
+        0,
+        CollectorRegistry(),
+        None,
+        {DECISIONS_PATH: lambda: decisions_document(journal.decisions)},
+        None,
+    )
+    try:
+        assert explain(server) == 0
+    finally:
+        server.close()
+    text = capsys.readouterr().out
+    assert "    bill: 2.5 an hour: 2 slow at 1.25 (of 1) + 0 fast at 4 (of 0); now 1.25\n" in text
+    assert "    one unit more costs 1.25 an hour, one less saves 1.25\n" in text
+    assert "with 3 units" in text
+    assert text.count("bill:") == 1, "decode has no prices"
 
 
 @pytest.fixture

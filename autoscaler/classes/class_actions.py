@@ -1,0 +1,137 @@
+"""Actions that bring pools of several classes to their mixes, beside `reconcile` for all others. Pure, level-triggered.
+
+A replica that is too much ends only once those in rotation carry without it what is wanted. Nothing is started for
+which the budget has no room beside all that exists, what drains included: where old and new together are too dear,
+the old one ends first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
+from autoscaler.reconcile import Action, Activate, Bounds, Drain, ReplicaView, Start, reconcile
+from autoscaler.snapshot import POOLS, PoolName, ReplicaState
+
+_LIVE = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING, ReplicaState.OVERDUE)
+
+
+def reconcile_classes(
+    plan: ScalingPlan,
+    pools: Mapping[PoolName, Sequence[ReplicaView]],
+    bounds: Mapping[PoolName, Bounds],
+    paused: Collection[PoolName] = (),
+) -> tuple[Action, ...]:
+    """As `reconcile`, for pools with and without classes."""
+    classed = [pool for pool in POOLS if plan.pool(pool).mix]
+    if not classed:
+        return reconcile(plan, pools, bounds, paused)
+    others: Mapping[PoolName, Sequence[ReplicaView]] = {
+        pool: () if pool in classed else pools[pool] for pool in POOLS
+    }
+    nothing = Bounds(0, 0)
+    actions = list(
+        reconcile(plan, others, {p: nothing if p in classed else bounds[p] for p in POOLS}, paused)
+    )
+    room = math.inf
+    if plan.budget_per_hour is not None:
+        room = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
+    for pool in classed:
+        found = _Classed(pool, plan.pool(pool), [one for one in pools[pool] if one.ours]).actions(
+            pool in paused, room
+        )
+        room -= sum(_price(plan.pool(pool), one) for one in found if isinstance(one, Start))
+        actions += found
+    return tuple(actions)
+
+
+def price_per_hour(plan: PoolPlan, there: Sequence[ReplicaView]) -> float:
+    """What all replicas of ours cost that exist, in whatever state."""
+    return sum(share_of(plan, one.replica_class).price_per_hour for one in there if one.ours)
+
+
+def share_of(plan: PoolPlan, name: str) -> ClassShare:
+    """The class of a replica; one that is not known counts as the default."""
+    return next((share for share in plan.mix if share.name == name), plan.mix[0])
+
+
+def _price(plan: PoolPlan, start: Start) -> float:
+    return start.count * share_of(plan, start.replica_class).price_per_hour
+
+
+@dataclass(frozen=True, slots=True)
+class _Classed:
+    """One pool."""
+
+    pool: PoolName
+    plan: PoolPlan
+    ours: Sequence[ReplicaView]
+
+    def actions(self, paused: bool, room: float) -> list[Action]:
+        """`room`: money for an hour that may be spent on more."""
+        actions: list[Action] = []
+        blocked = False
+        for share in self.plan.mix:
+            there = self._of(share)
+            resting = sorted(_in(there, ReplicaState.STANDBY), key=_youngest_last)
+            lacking = share.count - len(_in(there, ReplicaState.READY))
+            actions += [Activate(self.pool, one.name) for one in resting[: max(0, lacking)]]
+            count = 0 if paused else max(0, share.count - sum(one.state in _LIVE for one in there))
+            affordable = _affordable(count, share.price_per_hour, room)
+            blocked |= affordable < count
+            if affordable:
+                # Where all are alike nobody has to choose.
+                name = share.name if len(self.plan.mix) > 1 else ""
+                actions.append(Start(self.pool, affordable, name, share.gpus))
+                room -= affordable * share.price_per_hour
+        if not _in(self.ours, ReplicaState.DRAINING):
+            name = self._overdue(paused) or self._superfluous(blocked)
+            actions += [Drain(self.pool, (name,))] if name else []
+        return actions
+
+    def _of(self, share: ClassShare) -> list[ReplicaView]:
+        return [one for one in self.ours if share_of(self.plan, one.replica_class) is share]
+
+    def _overdue(self, paused: bool) -> str:
+        """It holds the place of its replacement, which comes once it is gone."""
+        for share in self.plan.mix:
+            there = self._of(share)
+            overdue = sorted(_in(there, ReplicaState.OVERDUE), key=_youngest_last)
+            if overdue and (not paused or len(there) > share.count):
+                return overdue[0].name
+        return ""
+
+    def _superfluous(self, blocked: bool) -> str:
+        """The one to drain next; empty: none, or none yet."""
+        ready = _in(self.ours, ReplicaState.READY)
+        if not ready and not _in(self.ours, ReplicaState.STANDBY):
+            return ""  # the coordinators may have just restarted
+        carried = sum(share_of(self.plan, one.replica_class).speed for one in ready)
+        wanted = min(self.plan.units or 0.0, sum(one.count * one.speed for one in self.plan.mix))
+        for state in (ReplicaState.STARTING, ReplicaState.STANDBY, ReplicaState.READY):
+            for share in self.plan.mix:
+                there = [one for one in self._of(share) if one.state in _LIVE]
+                able = sorted(_in(there, state), key=_least_loaded)
+                if len(there) <= share.count or not able:
+                    continue
+                if state is not ReplicaState.READY or blocked or carried - share.speed >= wanted - 1e-9:
+                    return able[0].name
+        return ""
+
+
+def _affordable(count: int, price: float, room: float) -> int:
+    return count if price <= 0 or math.isinf(room) else max(0, min(count, math.floor((room + 1e-9) / price)))
+
+
+def _in(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
+    return [one for one in there if one.state is state]
+
+
+def _least_loaded(one: ReplicaView) -> tuple[float, float, str]:
+    return one.load, -one.created_wall_s, one.name
+
+
+def _youngest_last(one: ReplicaView) -> tuple[float, str]:
+    return one.created_wall_s, one.name

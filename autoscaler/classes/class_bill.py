@@ -1,0 +1,65 @@
+"""What a pool of several classes costs: as it is, as it is wanted, and with a unit less or more. Pure, plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoscaler.classes.class_actions import price_per_hour, share_of
+from autoscaler.classes.mix import ClassOffer, cheapest_mix
+from autoscaler.plan import PoolPlan
+from autoscaler.reconcile import ReplicaView
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLine:
+    """One class on the bill."""
+
+    name: str
+    there: int
+    """Replicas of ours that exist, in whatever state."""
+    wanted: int
+    speed: float
+    price_per_hour: float
+    """Of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolBill:
+    """Money for an hour, in the currency of the policy file."""
+
+    classes: tuple[ClassLine, ...]
+    there_per_hour: float
+    """What all that exists costs, replicas that start or drain included."""
+    wanted_per_hour: float
+    fewer_per_hour: float
+    """What one unit of capacity less would cost; a unit is a replica of speed 1."""
+    more_per_hour: float
+    """What one unit more would cost; as much as now where the mix has one to spare, or there are no more."""
+
+
+def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
+    """The bill of one pool; None without classes."""
+    if not plan.mix or plan.units is None:
+        return None
+    ours = [one for one in there if one.ours]
+    offers = [ClassOffer(s.name, s.speed, s.price_per_hour, s.most, s.count) for s in plan.mix]
+    fewer, more = (
+        cheapest_mix(offers, max(0.0, units)).price_per_hour for units in (plan.units - 1, plan.units + 1)
+    )
+    return PoolBill(
+        classes=tuple(
+            ClassLine(
+                share.name,
+                sum(share_of(plan, one.replica_class) is share for one in ours),
+                share.count,
+                share.speed,
+                share.price_per_hour,
+            )
+            for share in plan.mix
+        ),
+        there_per_hour=price_per_hour(plan, ours),
+        wanted_per_hour=plan.price_per_hour or 0.0,
+        fewer_per_hour=fewer,
+        more_per_hour=more,
+    )

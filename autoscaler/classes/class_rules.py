@@ -1,0 +1,71 @@
+"""What a policy with replica classes must keep over several of its fields. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from autoscaler.classes.mix import cheapest_mix, offers_of
+from autoscaler.classes.replica_class import ReplicaClass
+from autoscaler.policies.behavior import broken_rule
+
+
+class _Pool(Protocol):
+    @property
+    def classes(self) -> tuple[ReplicaClass, ...]: ...
+    @property
+    def warm_standby(self) -> int: ...
+
+
+class _Policy(Protocol):
+    @property
+    def workers(self) -> str: ...
+    @property
+    def prefill(self) -> _Pool: ...
+    @property
+    def decode(self) -> _Pool: ...
+    @property
+    def gpu_budget(self) -> int | None: ...
+    @property
+    def budget_per_hour(self) -> float | None: ...
+    @property
+    def least_awake(self) -> tuple[int, int]: ...
+
+
+def check_classes(policy: _Policy) -> None:
+    """Raises the error of the first rule that is broken."""
+    pools = {"prefill": policy.prefill, "decode": policy.decode}
+    for name, pool in pools.items():
+        if not pool.classes:
+            continue
+        if policy.workers == "neutral":
+            raise broken_rule(
+                f"{name}.classes need pinned workers: a neutral one serves pools of two price lists"
+            )
+        if pool.warm_standby:
+            raise broken_rule(f"{name}.warm_standby ({pool.warm_standby}) must be 0 with classes")
+        if policy.gpu_budget is not None:
+            raise broken_rule(
+                f"gpu_budget ({policy.gpu_budget}) counts GPUs of one kind: with {name}.classes give each "
+                "class its max_replicas"
+            )
+    if policy.budget_per_hour is None:
+        return
+    for name, pool in pools.items():
+        if not pool.classes:
+            raise broken_rule(
+                f"budget_per_hour ({policy.budget_per_hour:g}) needs {name}.classes with their prices"
+            )
+    least = least_price_per_hour(list(pools.values()), policy.least_awake)
+    if least > policy.budget_per_hour:
+        raise broken_rule(
+            f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas of both pools: {least:g}"
+        )
+
+
+def least_price_per_hour(pools: Sequence[_Pool], least: Sequence[int]) -> float:
+    """What the cheapest replicas for these capacities cost for an hour."""
+    return sum(
+        cheapest_mix(offers_of(pool.classes), units).price_per_hour
+        for pool, units in zip(pools, least, strict=True)
+    )

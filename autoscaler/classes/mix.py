@@ -1,0 +1,161 @@
+"""The cheapest mix of replica classes for a capacity. Pure.
+
+Capacity is counted in units: replicas of speed 1. A mix costs its price for the time in which a change must pay, and
+the starts that it takes: a replica costs money while it starts, and the one in whose place it comes runs on
+meanwhile. So a class that is a little cheaper replaces nothing that runs, and one that is much cheaper does.
+
+Search: depth first over the classes, the cheapest per unit first, the last class in one step, with the bounds of the
+fractional problem (branch and bound). It is exact unless it ends at `MAX_NODES`, beyond some hundred replicas of
+several classes; the first mix that it finds is then that of the cheapest class per unit, and what it has is as good or
+better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoscaler.classes.replica_class import ReplicaClass
+
+MAX_NODES = 20_000
+_TINY = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class ClassOffer:
+    """A class as it can be had."""
+
+    name: str
+    speed: float
+    """Units of one replica."""
+    price_per_hour: float
+    most: int
+    """Replicas at most; 0 for a class that must not be used."""
+    running: int = 0
+    """Replicas that are there or start."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeCost:
+    """What a change of the mix is weighed against. Times in seconds."""
+
+    payback_s: float = 1800.0
+    cold_start_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClassMix:
+    """So many replicas of each class, in the order of the offers."""
+
+    counts: tuple[int, ...]
+    units: float
+    price_per_hour: float
+
+
+def offers_of(classes: Sequence[ReplicaClass], running: Mapping[str, int] | None = None) -> list[ClassOffer]:
+    """All of these classes, by how many run."""
+    there = running or {}
+    return [
+        ClassOffer(one.name, one.speed, one.price_per_hour, one.max_replicas, there.get(one.name, 0))
+        for one in classes
+    ]
+
+
+def cheapest_mix(
+    offers: Sequence[ClassOffer],
+    units: float,
+    budget_per_hour: float | None = None,
+    change: ChangeCost = ChangeCost(),
+) -> ClassMix:
+    """The mix of at least `units` that costs least, with what it takes to come there. Where the classes or the budget
+    do not reach so far: the one that is short of the least, and of those the cheapest."""
+    order = sorted(range(len(offers)), key=lambda index: (_per_unit(offers[index]), index))
+    search = _Search([offers[index] for index in order], change)
+    search.visit(0, max(0.0, units), math.inf if budget_per_hour is None else budget_per_hour, 0.0, ())
+    counts = [0] * len(offers)
+    for place, index in enumerate(order):
+        counts[index] = search.best[place] if place < len(search.best) else 0
+    return mix_of(offers, counts)
+
+
+def mix_of(offers: Sequence[ClassOffer], counts: Sequence[int]) -> ClassMix:
+    """These counts as a mix."""
+    pairs = list(zip(offers, counts, strict=True))
+    return ClassMix(
+        tuple(counts),
+        sum(one.speed * count for one, count in pairs),
+        sum(one.price_per_hour * count for one, count in pairs),
+    )
+
+
+def money_of(offer: ClassOffer, count: int, change: ChangeCost) -> float:
+    """What `count` replicas of a class cost in the time in which a change must pay, starts included."""
+    starts = max(0, count - offer.running)
+    return offer.price_per_hour * (count * change.payback_s + starts * change.cold_start_s) / 3600
+
+
+def _per_unit(offer: ClassOffer) -> float:
+    return offer.price_per_hour / offer.speed
+
+
+@dataclass(slots=True)
+class _Search:
+    offers: Sequence[ClassOffer]
+    change: ChangeCost
+    best: tuple[int, ...] = ()
+    _short: float = math.inf
+    """Units that the best mix lacks."""
+    _money: float = math.inf
+    _replicas: int = 0
+    _nodes: int = 0
+
+    def visit(self, place: int, left: float, budget: float, money: float, counts: tuple[int, ...]) -> None:
+        """Tries all counts of the class at `place`. `left`: units that are lacking; `budget`: money for an hour."""
+        if place == len(self.offers):
+            self._take(max(0.0, left), money, counts)
+            return
+        self._nodes += 1
+        offer = self.offers[place]
+        most = _most(offer, left, budget)
+        is_last = place == len(self.offers) - 1
+        for count in (most,) if is_last else range(most, -1, -1):
+            spent = money + money_of(offer, count, self.change)
+            rest, money_left = left - count * offer.speed, budget - count * offer.price_per_hour
+            if self._nodes > MAX_NODES and self.best:
+                return
+            if self._may_be_better(place + 1, rest, money_left, spent):
+                self.visit(place + 1, rest, money_left, spent, (*counts, count))
+
+    def _may_be_better(self, place: int, left: float, budget: float, money: float) -> bool:
+        """By the fractional problem: classes come in order of their price per unit."""
+        add = 0.0
+        for offer in self.offers[place:]:
+            if left <= _TINY:
+                break
+            count = min(float(offer.most), left / offer.speed, _affordable(offer, budget))
+            left -= count * offer.speed
+            budget -= count * offer.price_per_hour
+            add += count * offer.price_per_hour * self.change.payback_s / 3600
+        if max(0.0, left) > self._short + _TINY:
+            return False
+        return left < self._short - _TINY or money + add < self._money - _TINY
+
+    def _take(self, short: float, money: float, counts: tuple[int, ...]) -> None:
+        found, known = (short, money, sum(counts)), (self._short, self._money, self._replicas)
+        for new, old in zip(found, known, strict=True):
+            if new > old + _TINY:
+                return
+            if new < old - _TINY:
+                self.best, self._short, self._money, self._replicas = counts, short, money, sum(counts)
+                return
+
+
+def _affordable(offer: ClassOffer, budget: float) -> float:
+    return math.inf if not offer.price_per_hour else max(0.0, budget + _TINY) / offer.price_per_hour
+
+
+def _most(offer: ClassOffer, left: float, budget: float) -> int:
+    """More of this class alone are too many, or too dear."""
+    enough = max(0, math.ceil(left / offer.speed - _TINY))
+    return int(min(offer.most, enough, _affordable(offer, budget)))

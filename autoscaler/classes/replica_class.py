@@ -1,0 +1,76 @@
+"""Replica classes in the policy file: their fields and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from autoscaler.policies.behavior import PolicyModel, broken_rule
+
+MAX_CLASSES = 6
+
+
+class ReplicaClass(PolicyModel):
+    """One class of replicas of a pool."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+    """Its name: 1 to 32 of a-z, 0-9 and inner dashes. Workers report it (`replica_class`); Docker finds the container
+    to copy by its label `splitserve.class`."""
+    gpu: Annotated[str, Field(max_length=64)] = ""
+    """What it runs on, for people: "H100", "MIG 3g.40gb"."""
+    gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None
+    """GPUs of one replica. Default: the pool's `gpus_per_replica`."""
+    price_per_hour: Annotated[float, Field(ge=0, le=1e6)]
+    """Money that one replica costs for an hour, with all its GPUs, in the currency of `budget_per_hour`."""
+    speed: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """How many replicas of the slowest class, which has 1, do its work: by prompt tokens a second in prefill, in
+    decode by output tokens a second with which each stream keeps `target_ms`."""
+    max_replicas: Annotated[int, Field(ge=1, le=1000)] = 8
+    """Never more of this class."""
+    worker_options: tuple[Annotated[str, Field(max_length=256)], ...] = ()
+    """Under `splitserve up`: options that its workers are started with beside those of the cluster, such as
+    `[--engine.threads, "2"]`."""
+
+
+class ClassedPool(PolicyModel):
+    """The part of a pool's settings that is about classes."""
+
+    classes: Annotated[tuple[ReplicaClass, ...], Field(max_length=MAX_CLASSES)] = ()
+    """Classes of replicas, the default one first: workers that report no class, or one that is not listed, count as
+    that. The cheapest mix of them is started. Counts of the pool (`min_replicas`, `max_replicas`, `schedule`) are
+    then replicas of speed 1. Default: all replicas are alike, and have no price."""
+    payback_s: Annotated[float, Field(gt=0, le=31 * 86_400)] = 1800.0
+    """A replica is replaced by one of another class only where that saves more in this time than the start costs."""
+    longest_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """Prefill: a class that computes a prompt of this length, uncached, for longer than `target_ms` is not used.
+    Default: the longest mean prompt of the recorded arrivals."""
+
+    @model_validator(mode="after")
+    def _classes_fit(self) -> ClassedPool:
+        names = [one.name for one in self.classes]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise broken_rule(f"classes must have different names: {twice[0]} is there twice")
+        if names and min(one.speed for one in self.classes) != 1:
+            raise broken_rule(
+                "classes must have one of speed 1, the slowest: the pool's counts are replicas of it"
+            )
+        return self
+
+    @property
+    def speeds(self) -> Mapping[str, float]:
+        """By name of the class."""
+        return {one.name: one.speed for one in self.classes}
+
+    def class_named(self, name: str) -> ReplicaClass:
+        """The class that a worker is of which reports this name; the pool must have classes."""
+        return next((one for one in self.classes if one.name == name), self.classes[0])
+
+
+class BudgetedPolicy(PolicyModel):
+    """The part of a policy that is about money."""
+
+    budget_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Money for an hour that both pools may cost together, replicas that start or drain included. It needs `classes` in
+    both. Default: no bound."""

@@ -1,0 +1,258 @@
+"""Decisions for pools with classes, and that their budget is never exceeded on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoscaler.classes.class_actions import price_per_hour, reconcile_classes
+from autoscaler.classes.class_bill import pool_bill
+from autoscaler.decide import make_decide
+from autoscaler.plan import PoolPlan, ScalingPlan
+from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
+from autoscaler.reconcile import Activate, Bounds, Drain, ReplicaView, Start
+from autoscaler.snapshot import POOLS, ClassSignals, PoolName, Replica, ReplicaState, Snapshot
+from splitserve.errors import ConfigError
+from tests.support.scaling.snapshots import Load, snapshot
+
+READY, STARTING, DRAINING = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.DRAINING
+SLOW = {"name": "slow", "price_per_hour": 1, "max_replicas": 20}
+FAST = {"name": "fast", "price_per_hour": 3, "speed": 4, "max_replicas": 20}
+BOUNDS: dict[PoolName, Bounds] = {"prefill": Bounds(1, 20), "decode": Bounds(1, 20)}
+
+
+def policy(
+    prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **more: Any
+) -> ScalingPolicy:
+    both = {"min_replicas": 1, "max_replicas": 40, "classes": [SLOW, FAST]}
+    return parse_policy(
+        {
+            "prefill": {"target_ms": 1000, **both, **(prefill or {})},
+            "decode": {"target_ms": 60, **both, **(decode or {})},
+            **more,
+        }
+    )
+
+
+def classed(given: Snapshot, prefill: str = "slow", decode: str = "slow") -> Snapshot:
+    """The snapshot with all replicas of these classes, as fast as `Snapshot` says for a slow one."""
+
+    def named(replicas: tuple[Replica, ...], kind: str) -> tuple[Replica, ...]:
+        return tuple(replace(one, replica_class=kind) for one in replicas)
+
+    p, d = given.prefill, given.decode
+    return replace(
+        given,
+        prefill=replace(
+            p, replicas=named(p.replicas, prefill), classes={"slow": ClassSignals(1, p.tokens_per_s)}
+        ),
+        decode=replace(
+            d,
+            replicas=named(d.replicas, decode),
+            classes={"slow": ClassSignals(1, None, d.kv_capacity_tokens, d.max_running_requests, d.step)},
+        ),
+    )
+
+
+def decided(rules: ScalingPolicy, given: Snapshot) -> ScalingPlan:
+    return make_decide(rules)(None, given)[0]
+
+
+def counts(plan: ScalingPlan, pool: PoolName = "prefill") -> dict[str, int]:
+    return {share.name: share.count for share in plan.pool(pool).mix}
+
+
+def test_one_class_changes_no_count() -> None:
+    given = snapshot(load=Load(20.0))
+    plain = parse_policy({"prefill": {"target_ms": 1000}, "decode": {"target_ms": 60}})
+    one = [{"name": "only", "price_per_hour": 2, "max_replicas": 100}]
+    priced = parse_policy(
+        {"prefill": {"target_ms": 1000, "classes": one}, "decode": {"target_ms": 60, "classes": one}}
+    )
+    before, after = decided(plain, given), decided(priced, classed(given, "only", "only"))
+    for pool in POOLS:
+        assert after.pool(pool).desired == before.pool(pool).desired
+        assert after.pool(pool).price_per_hour == 2 * before.pool(pool).desired
+    assert before.prefill.mix == ()
+    assert before.prefill.price_per_hour is None
+
+
+def test_the_cheapest_mix_is_wanted_with_its_price() -> None:
+    plan = decided(policy(), classed(snapshot(load=Load(30.0), prefill=1)))
+    units = plan.prefill.capacity
+    assert units > 5, "30,000 tokens a second, 5000 a unit"
+    mix = counts(plan)
+    assert mix["fast"] >= units // 4
+    assert plan.prefill.desired == sum(mix.values())
+    assert f"{mix['fast']} fast" in plan.prefill.reason
+    assert plan.prefill.price_per_hour == mix["slow"] + 3 * mix["fast"]
+
+
+def test_a_class_that_misses_the_target_is_left_out_of_prefill() -> None:
+    rules = policy({"longest_prompt_tokens": 6000})
+    plan = decided(rules, classed(snapshot(load=Load(4.0), prefill=1)))
+    assert counts(plan) == {"slow": 0, "fast": 1}
+    assert "slow computes 6000 tokens in 1.20 s, beyond 1.00 s" in plan.prefill.reason
+
+
+def test_replicas_of_others_count_and_are_not_paid() -> None:
+    given = classed(snapshot(load=Load(12.0), prefill=4))
+    alone = decided(policy(), given)
+    replicas = tuple(replace(one, ours=False) for one in given.prefill.replicas)
+    plan = decided(policy(), replace(given, prefill=replace(given.prefill, replicas=replicas)))
+    assert plan.prefill.capacity == alone.prefill.capacity
+    assert (plan.prefill.price_per_hour or 0) < (alone.prefill.price_per_hour or 0)
+
+
+def test_a_budget_goes_where_it_saves_most() -> None:
+    given = classed(snapshot(load=Load(30.0)))
+    free = decided(policy(), given)
+    wanted = sum(free.pool(pool).price_per_hour or 0 for pool in POOLS)
+    tight = decided(policy(budget_per_hour=wanted - 2), given)
+    spent = sum(tight.pool(pool).price_per_hour or 0 for pool in POOLS)
+    assert spent <= wanted - 2
+    assert "money_budget" in {tight.prefill.cause, tight.decode.cause}
+    assert tight.budget_per_hour == wanted - 2
+    rich = decided(policy(budget_per_hour=wanted), given)
+    assert [counts(rich, pool) for pool in POOLS] == [counts(free, pool) for pool in POOLS]
+
+
+@pytest.mark.parametrize(
+    ("prefill", "more", "error"),
+    [
+        ({"classes": [SLOW, SLOW]}, {}, "prefill.classes must have different names: slow is there twice"),
+        ({"classes": [FAST]}, {}, "prefill.classes must have one of speed 1"),
+        ({"classes": [{**SLOW, "speed": 0.5}]}, {}, r"prefill.classes.0.speed: .* \(given: 0.5\)"),
+        ({"classes": [{**SLOW, "name": "a b"}]}, {}, "prefill.classes.0.name"),
+        ({"warm_standby": 1}, {}, r"prefill.warm_standby \(1\) must be 0 with classes"),
+        ({}, {"gpu_budget": 8}, r"gpu_budget \(8\) counts GPUs of one kind"),
+        ({"classes": []}, {"budget_per_hour": 3}, r"budget_per_hour \(3\) needs prefill.classes"),
+        ({"min_replicas": 3}, {"budget_per_hour": 3}, r"budget_per_hour \(3\) must hold min_replicas .*: 4"),
+        ({}, {"workers": "neutral"}, "prefill.classes need pinned workers"),
+    ],
+)
+def test_what_a_policy_must_keep(prefill: dict[str, Any], more: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        policy(prefill, **more)
+
+
+def view(name: str, kind: str, state: ReplicaState = READY, load: float = 0.0) -> ReplicaView:
+    return ReplicaView(name, state, load, 0.0, replica_class=kind)
+
+
+def actions(plan: ScalingPlan, prefill: list[ReplicaView], **more: Any) -> list[Any]:
+    found = reconcile_classes(plan, {"prefill": prefill, "decode": []}, BOUNDS, **more)
+    return [one for one in found if one.pool == "prefill"]
+
+
+def fast_for_four_slow(**more: Any) -> ScalingPlan:
+    """One fast one shall take the place of four slow ones."""
+    given = classed(snapshot(load=Load(8.0), prefill=4))
+    plan = decided(policy({"payback_s": 86_400.0}, **more), given)
+    assert counts(plan) == {"slow": 0, "fast": 1}
+    return plan
+
+
+def test_the_new_one_is_ready_before_the_old_ones_go() -> None:
+    plan, old = fast_for_four_slow(), [view(f"s{n}", "slow", load=n) for n in range(4)]
+    assert actions(plan, old) == [Start("prefill", 1, "fast", 1)]
+    assert actions(plan, [*old, view("f", "fast", STARTING)]) == []
+    assert actions(plan, [*old, view("f", "fast")]) == [Drain("prefill", ("s0",))]
+    assert actions(plan, [*old[1:], view("s0", "slow", DRAINING), view("f", "fast")]) == []
+    assert actions(plan, [view("f", "fast")]) == []
+
+
+def test_while_nothing_can_be_started_the_old_ones_stay() -> None:
+    old = [view(f"s{n}", "slow") for n in range(4)]
+    assert actions(fast_for_four_slow(), old, paused=["prefill"]) == []
+
+
+def test_without_room_for_both_the_old_ones_go_first() -> None:
+    plan, old = fast_for_four_slow(budget_per_hour=5.0), [view(f"s{n}", "slow") for n in range(4)]
+    assert actions(plan, old) == [Drain("prefill", ("s0",))]
+    assert actions(plan, old[2:]) == [Start("prefill", 1, "fast", 1)]
+
+
+def test_standbys_of_a_class_join_and_overdue_ones_are_replaced() -> None:
+    plan = fast_for_four_slow()
+    assert actions(plan, [view("f", "fast", ReplicaState.STANDBY)]) == [Activate("prefill", "f")]
+    overdue = [view("f", "fast", ReplicaState.OVERDUE), view("s", "slow")]
+    assert actions(plan, overdue) == [Drain("prefill", ("f",))]
+    assert actions(plan, overdue, paused=["prefill"]) == []
+
+
+class Clusters:
+    """Replicas that start and drain for random times, under decisions of a policy."""
+
+    def __init__(self) -> None:
+        self.pools: dict[PoolName, list[ReplicaView]] = {"prefill": [], "decode": []}
+        self.number = 0
+
+    def seen(self, load: float, now_s: float) -> Snapshot:
+        base = snapshot(now_s, load=Load(load))
+        parts: dict[str, Any] = {}
+        for pool in POOLS:
+            there = tuple(
+                Replica(one.name, one.state, 0.0, replica_class=one.replica_class) for one in self.pools[pool]
+            )
+            parts[pool] = replace(base.pool(pool), replicas=there)
+        rated = classed(base)
+        return replace(
+            base,
+            prefill=replace(parts["prefill"], classes=rated.prefill.classes),
+            decode=replace(parts["decode"], classes=rated.decode.classes),
+        )
+
+    def act(self, found: tuple[Any, ...]) -> None:
+        for action in found:
+            there = self.pools[action.pool]
+            match action:
+                case Start(pool, count, kind):
+                    for _ in range(count):
+                        self.number += 1
+                        there.append(view(f"{pool}-{self.number}", kind, STARTING))
+                case Drain(_, names):
+                    for place, one in enumerate(there):
+                        if one.name in names:
+                            there[place] = replace(one, state=DRAINING)
+
+    def pass_time(self, chances: st.DataObject) -> None:
+        for pool in POOLS:
+            after = []
+            for one in self.pools[pool]:
+                state = one.state
+                if state is STARTING and chances.draw(st.booleans()):
+                    after.append(replace(one, state=READY))
+                elif not (state is DRAINING and chances.draw(st.booleans())):
+                    after.append(one)
+            self.pools[pool] = after
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.data(), st.sampled_from([3.0, 7.5, 12.0, 30.0]), st.lists(st.floats(0.5, 60), min_size=4, max_size=12)
+)
+def test_no_moment_costs_more_than_the_budget(data: st.DataObject, budget: float, loads: list[float]) -> None:
+    decide, memory, there = make_decide(policy(budget_per_hour=budget)), None, Clusters()
+    for tick, load in enumerate(loads):
+        plan, memory = decide(memory, there.seen(load, 2000.0 + 60 * tick))
+        wanted = sum(plan.pool(pool).price_per_hour or 0 for pool in POOLS)
+        assert wanted <= budget + 1e-6
+        there.act(reconcile_classes(plan, there.pools, BOUNDS))
+        assert sum(price_per_hour(plan.pool(pool), there.pools[pool]) for pool in POOLS) <= budget + 1e-6
+        there.pass_time(data)
+
+
+def test_the_bill_says_what_is_paid_and_what_a_unit_more_or_less_would_cost() -> None:
+    plan = decided(policy(), classed(snapshot(load=Load(8.0), prefill=4)))
+    bill = pool_bill(plan.prefill, [view("s0", "slow"), view("s1", "slow", DRAINING), view("x", "gone")])
+    assert bill is not None
+    assert [(one.name, one.there) for one in bill.classes] == [("slow", 3), ("fast", 0)]
+    assert (bill.there_per_hour, bill.wanted_per_hour) == (3, plan.prefill.price_per_hour)
+    assert bill.fewer_per_hour <= bill.wanted_per_hour <= bill.more_per_hour
+    assert bill.more_per_hour - bill.wanted_per_hour <= 1
+    assert pool_bill(PoolPlan(3), []) is None
