@@ -320,8 +320,8 @@ class ControlLoop:
     def _acted(self, plan: ScalingPlan, action: Action) -> None:
         self.status.actions[_word(action)] += 1
         match action:
-            case Start(count=count):
-                what: dict[str, Any] = {"count": count}
+            case Start(count=count, replica_class=kind):
+                what: dict[str, Any] = {"count": count} | ({"replica_class": kind} if kind else {})
             case Drain(names=names):
                 what = {"names": list(names)}
             case Activate(name=name) | Rest(name=name) | Lean(name=name):

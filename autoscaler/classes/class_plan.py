@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, cheapest_mix, offers_of
 from autoscaler.classes.money_budget import Claim, Rung, share_budget
-from autoscaler.classes.units import decode_in_units, prefill_in_units
+from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.classes.usable import too_slow
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposal, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
@@ -27,10 +27,14 @@ def in_units(policy: ScalingPolicy, snapshot: Snapshot) -> Snapshot:
     """The snapshot with both pools in units; pools without classes as they are."""
     if not policy.prefill.classes and not policy.decode.classes:
         return snapshot
+    link, speed = snapshot.link, mean_speed(policy.prefill, snapshot.prefill)
+    if link.gb_per_s is not None:
+        link = replace(link, gb_per_s=link.gb_per_s / speed)
     return replace(
         snapshot,
         prefill=prefill_in_units(policy.prefill, snapshot.prefill),
         decode=decode_in_units(policy.decode, snapshot.decode),
+        link=link,
     )
 
 

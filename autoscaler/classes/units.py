@@ -72,6 +72,13 @@ def unit_replicas(pool: ClassedPool, replicas: Sequence[Replica]) -> tuple[Repli
     return tuple(units)
 
 
+def mean_speed(pool: ClassedPool, signals: PrefillSignals) -> float:
+    """Units of a replica that serves, on average: so many share its lane."""
+    speeds = _measured(pool, signals.classes) if pool.classes else []
+    replicas = sum(count for _, count, _ in speeds)
+    return sum(speed * count for speed, count, _ in speeds) / replicas if replicas else 1.0
+
+
 def _measured(
     pool: ClassedPool, classes: Mapping[str, ClassSignals]
 ) -> list[tuple[float, int, ClassSignals]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autoscaler.snapshot import PoolName
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
 
@@ -63,6 +64,27 @@ class EngineModel:
             kv_capacity_tokens=blocks * config.block_size_tokens,
             context_tokens=config.context_tokens or DEFAULT_CONTEXT_TOKENS,
             separate_steps=True,
+        )
+
+    def at_speed(self, pool: PoolName, speed: float) -> EngineModel:
+        """A replica of a class that does the work of `speed` such replicas, as the policy file has it: prompts in so
+        much less time, or so many times the batch in steps as long."""
+        if speed == 1:
+            return self
+        if pool == "prefill":
+            return replace(
+                self,
+                prefill_token_s=self.prefill_token_s / speed,
+                prefill_token2_s=self.prefill_token2_s / speed,
+                prefill_step_s=self.prefill_base_s / speed,
+                link_gb_per_s=self.link_gb_per_s * speed,
+            )
+        return replace(
+            self,
+            sequence_s=self.sequence_s / speed,
+            context_token_s=self.context_token_s / speed,
+            max_running_requests=round(self.max_running_requests * speed),
+            kv_capacity_tokens=round(self.kv_capacity_tokens * speed),
         )
 
     def prefill_s(self, start: int, end: int) -> float:

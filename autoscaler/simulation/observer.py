@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable, Sequence
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.cold_starts import ColdStarts
 from autoscaler.simulation.cluster.cluster import Cluster
-from autoscaler.simulation.cluster.replica import SimulatedRequest
+from autoscaler.simulation.cluster.replica import PrefillReplica, SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.snapshot import (
     POOLS,
     ArrivalBucket,
+    ClassSignals,
     DecodeSignals,
     LinkSignals,
     PoolName,
@@ -55,6 +57,26 @@ class _Window:
         return Histogram(LATENCY_BOUNDS_S, sums)
 
 
+class _Rate:
+    """Tokens per busy second over the window; the last measurement while nothing is computed."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, float, float]] = deque()
+        self.tokens_per_s: float | None = None
+
+    def look(self, now_s: float, replicas: Iterable[PrefillReplica]) -> None:
+        tokens = busy_s = 0.0
+        for one in replicas:
+            tokens, busy_s = tokens + one.computed_tokens, busy_s + one.busy_s
+        self._seen.append((now_s, tokens, busy_s))
+        while len(self._seen) > 2 and self._seen[1][0] <= now_s - self._window_s:
+            self._seen.popleft()
+        _, tokens_before, busy_before_s = self._seen[0]
+        if busy_s > busy_before_s:
+            self.tokens_per_s = (tokens - tokens_before) / (busy_s - busy_before_s)
+
+
 class SimulatedObserver:
     """Collects request events and makes snapshots. There are no cold samples: new replicas have full speed."""
 
@@ -69,8 +91,7 @@ class SimulatedObserver:
         self._mean_output = _FIRST_GUESS_TOKENS
         self._answers = 0.0
         self._uncached_share = 1.0
-        self._rates: deque[tuple[float, float, float]] = deque()
-        self._tokens_per_s: float | None = None
+        self._rate, self._class_rates = _Rate(window_s), dict[str, _Rate]()
         self._decoded = False
         self._in_progress = 0
         self._cold_starts = ColdStarts()
@@ -122,7 +143,7 @@ class SimulatedObserver:
             now_s=now_s,
             prefill=self._prefill_signals(now_s),
             decode=DecodeSignals(
-                replicas=tuple(Replica(r.name, r.state, r.since_s, float(r.load)) for r in cluster.decode),
+                replicas=_seen(cluster.decode),
                 running_requests=sum(r.running for r in cluster.decode),
                 waiting_reservations=sum(r.waiting_reservations for r in cluster.decode)
                 + self._held("decode").requests,
@@ -135,6 +156,7 @@ class SimulatedObserver:
                 tpot=self._tpot.read(now_s),
                 reserve_wait=self._reserve.read(now_s),
                 cold_start_s=self._cold_starts.of("decode"),
+                classes=self._decode_classes(),
             ),
             link=link,
             arrivals=self._arrivals(now_s),
@@ -147,22 +169,29 @@ class SimulatedObserver:
     def actual(self) -> list[ActualReplica]:
         """The replicas that exist, as an actuator lists them."""
         return [
-            ActualReplica(one.name, pool, one.state is ReplicaState.DRAINING, one.ordered_s)
+            ActualReplica(
+                one.name,
+                pool,
+                one.state is ReplicaState.DRAINING,
+                one.ordered_s,
+                replica_class=one.replica_class,
+            )
             for pool in POOLS
             for one in self._cluster.pool(pool)
         ]
 
     def _prefill_signals(self, now_s: float) -> PrefillSignals:
         replicas, held = self._cluster.prefill, self._held("prefill")
-        self._measure_rate(now_s)
+        classes = self._measure_rates(now_s)
         return PrefillSignals(
-            replicas=tuple(Replica(r.name, r.state, r.since_s, float(r.load)) for r in replicas),
+            replicas=_seen(replicas),
             waiting_requests=sum(r.waiting for r in replicas) + held.requests,
             backlog_tokens=sum(r.queued_tokens for r in replicas) + round(held.uncached_tokens),
-            tokens_per_s=self._tokens_per_s,
+            tokens_per_s=self._rate.tokens_per_s,
             latency=self._prefill.read(now_s),
             ttft=self._ttft.read(now_s),
             cold_start_s=self._cold_starts.of("prefill"),
+            classes=classes,
         )
 
     def _held(self, cause: PoolName) -> Held:
@@ -170,18 +199,34 @@ class SimulatedObserver:
         held = self._cluster.held
         return held if held.cause == cause else NOTHING_HELD
 
-    def _measure_rate(self, now_s: float) -> None:
-        """Tokens per busy second over the window; keeps the last measurement while nothing is computed."""
-        ended = [r for r in self._cluster.ended if r.name.startswith("prefill")]
-        replicas = [*self._cluster.prefill, *ended]
-        tokens = sum(r.computed_tokens for r in replicas)  # type: ignore[attr-defined]
-        busy_s = sum(r.busy_s for r in replicas)  # type: ignore[attr-defined]
-        self._rates.append((now_s, tokens, busy_s))
-        while len(self._rates) > 2 and self._rates[1][0] <= now_s - self._window_s:
-            self._rates.popleft()
-        _, tokens_before, busy_before_s = self._rates[0]
-        if busy_s > busy_before_s:
-            self._tokens_per_s = (tokens - tokens_before) / (busy_s - busy_before_s)
+    def _measure_rates(self, now_s: float) -> dict[str, ClassSignals]:
+        """Measures all together, and each class."""
+        ended = [one for one in self._cluster.ended if isinstance(one, PrefillReplica)]
+        everything = [*self._cluster.prefill, *ended]
+        self._rate.look(now_s, everything)
+        found = {}
+        for kind in sorted({one.replica_class for one in everything}):
+            rate = self._class_rates.setdefault(kind, _Rate(self._window_s))
+            rate.look(now_s, [one for one in everything if one.replica_class == kind])
+            serving = _serving(self._cluster.prefill, kind)
+            if serving:
+                found[kind] = ClassSignals(len(serving), rate.tokens_per_s)
+        return found
+
+    def _decode_classes(self) -> dict[str, ClassSignals]:
+        found = {}
+        for kind in sorted({one.replica_class for one in self._cluster.decode}):
+            if serving := _serving(self._cluster.decode, kind):
+                engine = self._engine.at_speed("decode", serving[0].speed)
+                step = StepTimeModel(engine.step_s, engine.sequence_s, engine.context_token_s)
+                found[kind] = ClassSignals(
+                    len(serving),
+                    None,
+                    engine.kv_capacity_tokens,
+                    engine.max_running_requests,
+                    step if self._decoded else None,
+                )
+        return found
 
     def _arrivals(self, now_s: float) -> tuple[ArrivalBucket, ...]:
         last = int(now_s // BUCKET_S)
@@ -197,3 +242,13 @@ class SimulatedObserver:
             for i, (n, prompt, uncached, out) in enumerate(self._buckets)
             if (self._first_bucket + i) * BUCKET_S < now_s
         )
+
+
+def _seen(replicas: Sequence[SimulatedReplica]) -> tuple[Replica, ...]:
+    return tuple(
+        Replica(r.name, r.state, r.since_s, float(r.load), replica_class=r.replica_class) for r in replicas
+    )
+
+
+def _serving(replicas: Sequence[SimulatedReplica], kind: str) -> list[SimulatedReplica]:
+    return [r for r in replicas if r.replica_class == kind and r.state is ReplicaState.READY]

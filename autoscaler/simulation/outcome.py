@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,13 +73,13 @@ def _by_state(replicas: Iterable[Replica]) -> dict[str, int]:
     return counts
 
 
-def replica_hours(cluster: Cluster, pool: PoolName, end_s: float) -> float:
-    """Hours from the order to start each replica until it ended, or until `end_s`."""
-    lives = [*cluster.pool(pool), *(r for r in cluster.ended if r.name.startswith(pool))]
-    total: float = sum(
-        max(0.0, min(end_s, end_s if r.ended_s is None else r.ended_s) - r.ordered_s) for r in lives
-    )
-    return total / 3600
+def replica_hours(cluster: Cluster, pool: PoolName, end_s: float) -> dict[str, float]:
+    """Hours from the order to start each replica until it ended, or until `end_s`, by class."""
+    hours: dict[str, float] = {}
+    for one in [*cluster.pool(pool), *(r for r in cluster.ended if r.name.startswith(pool))]:
+        life_s = max(0.0, min(end_s, end_s if one.ended_s is None else one.ended_s) - one.ordered_s)
+        hours[one.replica_class] = hours.get(one.replica_class, 0.0) + life_s / 3600
+    return hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,8 @@ class Outcome:
     replica_hours: Mapping[PoolName, float]
     duration_s: float
     cpu_s: float
+    class_hours: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
+    """Replica-hours by pool and class; the class is empty where replicas are alike."""
 
     @property
     def total_replica_hours(self) -> float:

@@ -59,6 +59,8 @@ class Scenario:
     """Whether the coordinator's pair policy says who computes a prompt, as its setting `hybrid`; with `steps` only."""
     lent_cores: bool = False
     """Whether replicas lend each other cores, as workers on one cpu host do; with `steps` only."""
+    speeds: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
+    """See `ClusterSettings`. `initial` counts units."""
     neutral: bool = False
     """Whether the first replicas are neutral ones, as many as lean where at first; see `ClusterSettings`."""
 
@@ -87,6 +89,7 @@ class Scenario:
             hybrid=self.hybrid,
             lent_cores=self.lent_cores,
             neutral=self.neutral,
+            speeds=self.speeds,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
             start_times=self.start_times,
         )
@@ -166,7 +169,8 @@ class Simulation:
         observer = SimulatedObserver(cluster, scenario.engine, scenario.window_s)
         cluster.on_waiting = lambda now_s: self._wake(now_s, cluster, observer)
         for pool, count in scenario.first_replicas().items():
-            cluster.order(pool, count, 0.0, cold_start_s=0.0)
+            speed = next(iter(scenario.speeds.get(pool, {}).values()), 1.0)
+            cluster.order(pool, math.ceil(count / speed), 0.0, cold_start_s=0.0)
         end_s = self._horizon_s()
         self._decide_at(0.0, end_s, events, cluster, observer)
         stride = max(1, len(self._requests) // _PROGRESS_STEPS)
@@ -189,7 +193,8 @@ class Simulation:
             moments=self._moments,
             actions=self._actions,
             action_times=self._action_times,
-            replica_hours={pool: replica_hours(cluster, pool, end_s) for pool in POOLS},
+            replica_hours={pool: sum(replica_hours(cluster, pool, end_s).values()) for pool in POOLS},
+            class_hours={pool: replica_hours(cluster, pool, end_s) for pool in POOLS},
             duration_s=end_s,
             cpu_s=time.process_time() - began,
         )

@@ -192,6 +192,9 @@ SHORT: Mapping[str, str] = {
     "python -m bench.autoscaling.simulated_goodput": (
         "python -m bench.autoscaling.simulated_goodput --machines cpu --mixes bursty --seeds 1 --requests 10"
     ),
+    "python -m bench.autoscaling.class_costs": (
+        "python -m bench.autoscaling.class_costs --trace azure_2023_conv.csv --minutes 1 --peak 1 --json"
+    ),
     "python -m bench.autoscaling.from_zero": (
         "python -m bench.autoscaling.from_zero --model simulated --rounds 1 --interval 1 --json > zero.json"
         " || grep -q '\"ratio\"' zero.json"

@@ -45,7 +45,8 @@ def simulation_table(found: Comparison, scenario: Scenario) -> str:
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     with console.capture() as captured:
         console.print(table)
-    return captured.get()
+    bill = "".join(f"{line}\n" for line in found.cost.lines()) if found.cost else ""
+    return captured.get() + bill
 
 
 def _row(outcome: Outcome, least: float | None) -> list[str]:

@@ -6,8 +6,8 @@ written, the first token is sent as soon as prefill has it, and decode continues
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
@@ -61,6 +61,8 @@ class ClusterSettings:
     """Whether replicas are on one host and lend each other cores for chunks of prompts; step by step only."""
     start_times: StartTimes | None = None
     """None: every start takes `cold_start_s`, and none fails."""
+    speeds: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
+    """Of the classes of replicas, by name; the first one of a pool is that of the replicas at the start."""
     neutral: bool = False
     """Whether replicas are neutral, lean at first to the pool that they are ordered for, and stay; `hybrid` only."""
 
@@ -102,13 +104,23 @@ class Cluster:
 
     def members(self, name: PoolName) -> tuple[ReplicaView, ...]:
         """A pool as `autoscaler.reconcile` sees it."""
-        return tuple(ReplicaView(r.name, r.state, float(r.load), r.ordered_s) for r in self.pool(name))
+        return tuple(
+            ReplicaView(r.name, r.state, float(r.load), r.ordered_s, replica_class=r.replica_class)
+            for r in self.pool(name)
+        )
 
-    def order(self, pool: PoolName, count: int, now_s: float, cold_start_s: float | None = None) -> None:
-        """Orders replicas; they are ready one cold start later (0: at once), or end then where the start fails."""
+    def order(
+        self, pool: PoolName, count: int, now_s: float, cold_start_s: float | None = None, kind: str = ""
+    ) -> None:
+        """Orders replicas; they are ready one cold start later (0: at once), or end then where the start fails. `kind`:
+        their class; empty: the first one."""
+        speeds = self._settings.speeds.get(pool) or {"": 1.0}
+        kind = kind if kind in speeds else next(iter(speeds))
         for _ in range(count):
             self._numbers[pool] += 1
-            replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s)
+            engine = self._settings.engine.at_speed(pool, speeds[kind])
+            replica = self._make(pool, f"{pool}-{self._numbers[pool]}", now_s, engine)
+            replica.replica_class, replica.speed = kind, speeds[kind]
             start = self._start_times.of(replica.name)
             begins = self._ends if start.fails and cold_start_s is None else self._becomes_ready
             if (took_s := start.took_s if cold_start_s is None else cold_start_s) > 0:
@@ -119,8 +131,8 @@ class Cluster:
     def act(self, action: Action, now_s: float) -> None:
         """Applies an action of `autoscaler.reconcile`."""
         match action:
-            case Start(pool, count):
-                self.order(pool, count, now_s)
+            case Start(pool, count, kind):
+                self.order(pool, count, now_s, kind=kind)
             case Activate(pool, name):
                 self._named(pool, name).enter(ReplicaState.READY, now_s)
             case Rest(pool, name):
@@ -241,32 +253,23 @@ class Cluster:
             self._admitted.ended(request, now_s)
         self._on_end(request, now_s)
 
-    def _make(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
+    def _make(self, pool: PoolName, name: str, now_s: float, engine: EngineModel) -> SimulatedReplica:
         if self._settings.neutral:
             return self._make_neutral(pool, name, now_s)
         if pool == "prefill":
-            prefill = self._make_prefill(name, now_s)
+            prefill = self._make_prefill(name, now_s, engine)
             self.prefill.append(prefill)
             return prefill
-        decode = self._make_decode(name, now_s)
+        decode = self._make_decode(name, now_s, engine)
         self.decode.append(decode)
         return decode
 
     def _make_neutral(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
         """A neutral replica, which counts in the pool that it leans to at first."""
-        settings = self._settings
-        made = neutral_replica(
-            name,
-            now_s,
-            settings.engine,
-            self._events,
-            settings.targets,
-            settings.prefix_cache == "worker",
-            self._computed,
-            self._reserved,
-            self._decoded,
-            self._cores,
-        )
+        settings, own = self._settings, self._settings.prefix_cache == "worker"
+        calls = self._computed, self._reserved, self._decoded
+        parts = settings.engine, self._events, settings.targets, own, *calls, self._cores
+        made = neutral_replica(name, now_s, *parts)
         self._neutral.append(made)
         if pool == "prefill":
             self.prefill.append(made.prefill)
@@ -274,26 +277,23 @@ class Cluster:
         self.decode.append(made.decode)
         return made.decode
 
-    def _make_prefill(self, name: str, now_s: float) -> PrefillReplica:
+    def _make_prefill(self, name: str, now_s: float, engine: EngineModel) -> PrefillReplica:
         settings, events = self._settings, self._events
         own = settings.prefix_cache == "worker"
         if settings.steps:
             targets, computed, cores = settings.targets, self._computed, self._cores
-            return SteppedPrefill(name, now_s, settings.engine, events, targets, own, computed, cores=cores)
+            return SteppedPrefill(name, now_s, engine, events, targets, own, computed, cores=cores)
         cache = self._new_cache(own) if own else self._shared_cache
-        return ChunkedPrefill(name, now_s, settings.engine, events, cache, self._computed)
+        return ChunkedPrefill(name, now_s, engine, events, cache, self._computed)
 
-    def _make_decode(self, name: str, now_s: float) -> DecodeReplica:
+    def _make_decode(self, name: str, now_s: float, engine: EngineModel) -> DecodeReplica:
         settings, events = self._settings, self._events
         has_cache = settings.colocated and settings.prefix_cache == "worker"
         if settings.steps:
-            targets, reserved, decoded = settings.targets, self._reserved, self._decoded
-            engine, cores = settings.engine, self._cores
-            return SteppedDecode(
-                name, now_s, engine, events, targets, has_cache, reserved, decoded, cores=cores
-            )
+            parts = settings.targets, has_cache, self._reserved, self._decoded
+            return SteppedDecode(name, now_s, engine, events, *parts, cores=self._cores)
         cache = self._new_cache(own=False) if has_cache else None
-        return ClosedFormDecode(name, now_s, settings.engine, events, self._reserved, self._decoded, cache)
+        return ClosedFormDecode(name, now_s, engine, events, self._reserved, self._decoded, cache)
 
     def _new_cache(self, own: bool) -> PrefixCache:
         tokens = self._settings.cache_tokens or self._settings.engine.kv_capacity_tokens

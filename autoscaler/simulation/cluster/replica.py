@@ -51,6 +51,8 @@ class SimulatedReplica(ABC):
         self.since_s = ordered_s
         self.ordered_s = ordered_s
         self.ended_s: float | None = None
+        self.replica_class, self.speed = "", 1.0
+        """Its class, and how many replicas of speed 1 do its work."""
         self.assigned = 0
         """Requests routed to it that have not ended."""
 

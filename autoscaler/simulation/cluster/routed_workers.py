@@ -271,7 +271,7 @@ class RoutedWorkers:
             agent_id=replica.name,
             transport="simulated",
             block_size_tokens=BLOCK_TOKENS,
-            max_running_requests=self._engine.max_running_requests,
+            max_running_requests=round(self._engine.max_running_requests * replica.speed),
             reported=True,
             output_open=True,
             block_bytes=BLOCK_TOKENS * self._engine.kv_bytes_per_token,
@@ -330,7 +330,7 @@ def _add_prompts(load: registry_pb2.WorkerLoad, replica: PrefillReplica) -> None
 
 def _decode_load(replica: DecodeReplica, engine: EngineModel, step_s: float) -> registry_pb2.WorkerLoad:
     used = int(replica.context_tokens) // BLOCK_TOKENS
-    total = engine.kv_capacity_tokens // BLOCK_TOKENS
+    total = int(engine.kv_capacity_tokens * replica.speed) // BLOCK_TOKENS
     return registry_pb2.WorkerLoad(
         total_blocks=total,
         free_blocks=max(0, total - used),

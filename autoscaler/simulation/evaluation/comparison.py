@@ -25,6 +25,7 @@ from autoscaler.simulation.evaluation.baselines import (
     static_replicas,
 )
 from autoscaler.simulation.evaluation.clairvoyant import GRID_S, Bound, clairvoyant_bound, needs
+from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of
 from autoscaler.simulation.evaluation.static_search import best_static
 from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.simulator import Scenario, Simulation
@@ -47,6 +48,8 @@ class Comparison:
     policy: Outcome
     others: Sequence[Outcome] = ()
     bound: Bound | None = None
+    cost: RunCost | None = None
+    """Of the policy's run, where its replicas have classes."""
 
     def to_json(self) -> dict[str, Any]:
         """The policy's run as JSON, with those of the baselines and of the bound."""
@@ -57,6 +60,7 @@ class Comparison:
             "replica_hours_over_bound": round(self.policy.total_replica_hours / hours, 4) if hours else None,
             "bound": self.bound.outcome.to_json() if self.bound else None,
             "opponents": {other.name: other.to_json() for other in self.others},
+            **({"cost": self.cost.to_json()} if self.cost else {}),
         }
 
 
@@ -72,13 +76,14 @@ def compare(
     bounds, share = bounds_of(policy), DEFAULT_SHARE if bound_share is None else bound_share
     others = [run_baseline(scenario, name, bounds, None, share, on_progress) for name in names]
     bound = clairvoyant_bound(scenario, bound_share, on_progress) if bound_share is not None else None
-    return Comparison(run, others, bound)
+    return Comparison(run, others, bound, cost_of(run, policy))
 
 
 def run_policy(
     scenario: Scenario, policy: ScalingPolicy, on_progress: Callable[[float], None] = lambda _: None
 ) -> Outcome:
-    """Runs the policy under the control loop's watch over starts."""
+    """Runs the policy under the control loop's watch over starts, with the classes of replicas that it has."""
+    scenario = replace(scenario, speeds=speeds_of(policy))
     bounds, decide, starts = bounds_of(policy), make_decide(policy), start_limits(policy)
     return Simulation(
         scenario, decide, policy.interval_s, bounds, POLICY_NAME, on_progress, starts=starts

@@ -1,0 +1,83 @@
+"""What a run under a policy with replica classes costs: replica-hours of each class, from order to end, at its
+price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.simulation.outcome import Outcome
+from autoscaler.snapshot import POOLS, PoolName
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCost:
+    """One class of one pool over a run."""
+
+    pool: PoolName
+    name: str
+    replica_hours: float
+    price_per_hour: float
+
+    @property
+    def money(self) -> float:
+        """In the currency of the policy file."""
+        return self.replica_hours * self.price_per_hour
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """All classes; pools without any are not in it."""
+
+    classes: tuple[ClassCost, ...]
+    hours: float
+    """Length of the run."""
+
+    @property
+    def money(self) -> float:
+        """Of the whole run."""
+        return sum(one.money for one in self.classes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "money": round(self.money, 4),
+            "money_per_hour": round(self.money / self.hours, 4) if self.hours else None,
+            "classes": [
+                {
+                    "pool": one.pool,
+                    "class": one.name,
+                    "replica_hours": round(one.replica_hours, 4),
+                    "price_per_hour": one.price_per_hour,
+                    "money": round(one.money, 4),
+                }
+                for one in self.classes
+            ],
+        }
+
+    def lines(self) -> list[str]:
+        """For people."""
+        parts = [
+            f"{one.pool}: {one.replica_hours:.2f} h of {one.name} at {one.price_per_hour:g} = {one.money:.2f}"
+            for one in self.classes
+        ]
+        return [f"bill: {self.money:.2f}, {self.money / max(self.hours, 1e-9):.2f} an hour", *parts]
+
+
+def speeds_of(policy: ScalingPolicy) -> Mapping[PoolName, Mapping[str, float]]:
+    """Speeds by pool and class, the default class first."""
+    pools = {"prefill": policy.prefill, "decode": policy.decode}
+    return {name: pools[name].speeds for name in POOLS if pools[name].classes}
+
+
+def cost_of(outcome: Outcome, policy: ScalingPolicy) -> RunCost | None:
+    """The cost of a run of this policy; None where it has no classes."""
+    pools = {"prefill": policy.prefill, "decode": policy.decode}
+    classes = tuple(
+        ClassCost(name, one.name, outcome.class_hours[name].get(one.name, 0.0), one.price_per_hour)
+        for name in POOLS
+        for one in pools[name].classes
+    )
+    return RunCost(classes, outcome.duration_s / 3600) if classes else None
