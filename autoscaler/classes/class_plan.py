@@ -18,7 +18,7 @@ from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposal, Proposals, Sc
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
 from autoscaler.policies.slo_decode import decode_shares
 from autoscaler.policies.slo_prefill import prefill_shares
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
+from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 _HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)
 
@@ -76,7 +76,7 @@ class ClassedDemand:
             name,
             pool,
             tuple(offers),
-            ChangeCost(pool.payback_s, signals.cold_start_s or pool.cold_start_s),
+            ChangeCost(pool.payback_s, lead_s(signals, pool.cold_start_s)),
             max(0.0, plan.desired - others_units),
             max(0.0, min(least, plan.desired) - others_units),
             len(others),
