@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from autoscaler.actuators.actuator import ActualReplica, Actuator, counted, where_they_lean
 from autoscaler.classes.class_actions import reconcile_classes
+from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
@@ -109,6 +110,7 @@ class ControlLoop:
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     _starts: StartWatch = field(default_factory=StartWatch)
+    _refused: RefusedClasses = field(default_factory=RefusedClasses)
     _own_names: frozenset[str] = frozenset()
     """Names that the actuator has listed, and that are still registered."""
     _started_for: Mapping[str, PoolName] = field(default_factory=dict)
@@ -190,7 +192,8 @@ class ControlLoop:
         """The snapshot with what only the loop knows."""
         self.status.holds_lease = self.lease is None or self.lease.held
         inventory = None if self.actuator is None else self.actuator.gpu_inventory
-        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory)
+        refused = self._refused.at(snapshot.now_s)
+        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, refused=refused)
 
     async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
         if self.actuator is None:
@@ -292,6 +295,7 @@ class ControlLoop:
                     return
         except SplitserveError as error:
             self._failed(_word(action), error, pool=action.pool)
+            self._refused.note(action, error)
             return
         self._acted(plan, action)
 

@@ -199,6 +199,8 @@ class Snapshot:
     """False before any coordinator knows the model: none has had a worker of it, or was told of it."""
     foreign: frozenset[str] = frozenset()
     """Registered workers of other models. Nothing else in the snapshot says anything about them."""
+    refused: frozenset[tuple[PoolName, str]] = frozenset()
+    """Classes of replicas that could not be started a moment ago, with their pools."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, cheapest_mix, offers_of
 from autoscaler.classes.money_budget import Claim, Rung, share_budget
+from autoscaler.classes.refused_classes import without_refused
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.classes.usable import too_slow
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposal, Proposals, ScalingPlan
@@ -52,7 +53,7 @@ class ClassedDemand:
     others: int
     others_units: float
     unusable: tuple[str, ...] = ()
-    """Why classes are not used, for people."""
+    """Why classes are not used, or no more of them, for people."""
 
     @classmethod
     def of(
@@ -69,8 +70,12 @@ class ClassedDemand:
                 running[pool.class_named(one.replica_class).name] += 1
         target_s = pool.target_ms / 1e3 if isinstance(pool, SloPool) else None
         slow = too_slow(pool, name, target_s, snapshot)
+        able = {one for one in pool.speeds if one not in slow}
+        refused = without_refused(able, {kind for where, kind in snapshot.refused if where == name})
+        most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in refused}
         offers = [
-            replace(one, most=0) if one.name in slow else one for one in offers_of(pool.classes, running)
+            replace(one, most=min(one.most, most.get(one.name, one.most)))
+            for one in offers_of(pool.classes, running)
         ]
         return cls(
             name,
@@ -81,7 +86,7 @@ class ClassedDemand:
             max(0.0, min(least, plan.desired) - others_units),
             len(others),
             others_units,
-            tuple(slow.values()),
+            (*slow.values(), *(f"no more of {kind} for now: it was refused" for kind in sorted(refused))),
         )
 
     def steady(self, units: float) -> ClassMix:

@@ -16,7 +16,7 @@ from autoscaler.actuators.actuator import Presence
 from autoscaler.control_loop import ControlLoop, LoopSettings
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
-from autoscaler.plan import Memory, PoolPlan, ScalingPlan
+from autoscaler.plan import ClassShare, Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.snapshot import (
@@ -552,3 +552,17 @@ async def test_at_zero_a_request_that_waits_ends_the_pause() -> None:
     assert len(world.rounds) == 2
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_class_without_a_place_is_named_to_the_policy_and_others_are_started() -> None:
+    world = World()
+    world.actuator._gpus = 1
+    mix = (ClassShare("slow", 1), ClassShare("fast", 1, 4.0))
+    world.plan = ScalingPlan(PoolPlan(2, units=5, mix=mix), PoolPlan(0))
+    world.loop.settings = replace(
+        world.loop.settings, bounds={"prefill": Bounds(1, 8), "decode": Bounds(0, 8)}
+    )
+    assert await world.tick() == ["prefill-0"]
+    assert world.actuator.there["prefill-0"].replica_class == "slow"
+    await world.tick()
+    assert [seen.refused for seen in world.snapshots] == [frozenset(), {("prefill", "fast")}]

@@ -11,12 +11,18 @@ from hypothesis import strategies as st
 
 from autoscaler.classes.class_actions import price_per_hour, reconcile_classes
 from autoscaler.classes.class_bill import pool_bill
+from autoscaler.classes.refused_classes import REFUSED_S, RefusedClasses
 from autoscaler.decide import make_decide
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import Activate, Bounds, Drain, ReplicaView, Start
 from autoscaler.snapshot import POOLS, ClassSignals, PoolName, Replica, ReplicaState, Snapshot
-from splitserve.errors import ConfigError
+from splitserve.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from tests.support.scaling.snapshots import Load, snapshot
 
 READY, STARTING, DRAINING = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.DRAINING
@@ -256,3 +262,27 @@ def test_the_bill_says_what_is_paid_and_what_a_unit_more_or_less_would_cost() ->
     assert bill.fewer_per_hour <= bill.wanted_per_hour <= bill.more_per_hour
     assert bill.more_per_hour - bill.wanted_per_hour <= 1
     assert pool_bill(PoolPlan(3), []) is None
+
+
+def test_a_class_that_was_refused_is_left_out_for_a_while() -> None:
+    """Others are started meanwhile, and what runs of it stays."""
+    given = classed(snapshot(load=Load(30.0), prefill=1))
+    rules = policy()
+    assert counts(decided(rules, given))["fast"] > 0
+    without = decided(rules, replace(given, refused=frozenset({("prefill", "fast")})))
+    assert counts(without)["fast"] == 0
+    assert sum(counts(without).values()) >= without.prefill.capacity
+    assert "no more of fast for now: it was refused" in without.prefill.reason
+    there = replace(given, refused=frozenset({("prefill", "slow"), ("prefill", "fast")}))
+    assert counts(decided(rules, there)) == counts(decided(rules, given)), "all were: all are tried again"
+
+
+def test_what_is_remembered_as_refused() -> None:
+    memory, start = RefusedClasses(), Start("prefill", 1, "fast", 1)
+    assert memory.at(100.0) == frozenset()
+    memory.note(start, ResourceExhaustedError("no GPU is free", reason="NO_GPU"))
+    memory.note(Start("prefill", 1, "slow"), UnavailableError("no answer"))
+    memory.note(Start("prefill", 1), ResourceExhaustedError("no GPU is free", reason="NO_GPU"))
+    memory.note(Drain("prefill", ("x",)), FailedPreconditionError("no"))
+    assert memory.at(101.0) == {("prefill", "fast")}
+    assert memory.at(100.0 + REFUSED_S) == frozenset()

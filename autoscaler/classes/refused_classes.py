@@ -1,0 +1,41 @@
+"""Which classes could not be started a moment ago, for want of GPUs, places or a pattern: others are started
+meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from autoscaler.reconcile import Action, Start
+from autoscaler.snapshot import PoolName
+from splitserve.errors import FailedPreconditionError, ResourceExhaustedError, SplitserveError
+
+REFUSED_S = 120.0
+"""How long a class is left alone; then it is tried again."""
+
+
+@dataclass(slots=True)
+class RefusedClasses:
+    """Memory of the control loop. Bounded by the classes of a policy."""
+
+    _until_s: dict[tuple[PoolName, str], float] = field(default_factory=dict)
+    _now_s: float = 0.0
+
+    def at(self, now_s: float) -> frozenset[tuple[PoolName, str]]:
+        """Pool and name of each."""
+        self._now_s = now_s
+        self._until_s = {known: until for known, until in self._until_s.items() if until > now_s}
+        return frozenset(self._until_s)
+
+    def note(self, action: Action, error: SplitserveError) -> None:
+        """An action has failed. One that may have been carried out, or never reached its host, says nothing."""
+        if not isinstance(action, Start) or not action.replica_class:
+            return
+        if isinstance(error, ResourceExhaustedError | FailedPreconditionError):
+            self._until_s[action.pool, action.replica_class] = self._now_s + REFUSED_S
+
+
+def without_refused(names: Collection[str], refused: Collection[str]) -> set[str]:
+    """The classes of which none is to be started now. If all were refused, all may be tried again."""
+    found = set(names) & set(refused)
+    return set() if found == set(names) else found
