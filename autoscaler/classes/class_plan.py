@@ -24,6 +24,12 @@ from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 _HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)
 
 
+def gpus_of(pool: AnyPool, replica_class: str) -> int:
+    """GPUs of a replica of this class; of any where the pool has none."""
+    own = pool.class_named(replica_class).gpus_per_replica if pool.classes else None
+    return pool.gpus_per_replica if own is None else own
+
+
 def in_units(policy: ScalingPolicy, snapshot: Snapshot) -> Snapshot:
     """The snapshot with both pools in units; pools without classes as they are."""
     if not policy.prefill.classes and not policy.decode.classes:
@@ -177,7 +183,7 @@ def _planned(
             count,
             known.speed,
             known.price_per_hour,
-            one.pool.gpus_per_replica if known.gpus_per_replica is None else known.gpus_per_replica,
+            gpus_of(one.pool, known.name),
             offer.most,
         )
         for known, offer, count in zip(one.pool.classes, one.offers, mix.counts, strict=True)

@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from autoscaler.classes.class_plan import gpus_of
 from autoscaler.counterfactuals.recorded_window import RecordedWindow
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import load_policy
+from autoscaler.simulation.evaluation.class_costs import speeds_of
 from autoscaler.simulation.evaluation.comparison import bounds_of
 from autoscaler.simulation.simulator import Simulation
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
@@ -43,12 +45,14 @@ class ReplayScore:
 def replayed(window: RecordedWindow, policy: Path) -> ReplayScore:
     """Replays the window. Raises ConfigError for the file, and whatever the policy's own code raises."""
     rules = load_policy(policy)
-    run = Simulation(
-        window.scenario(), make_decide(rules), rules.interval_s, bounds_of(rules), policy.stem
-    ).run()
-    hours = run.replica_hours
-    gpus = {"prefill": rules.prefill.gpus_per_replica, "decode": rules.decode.gpus_per_replica}
-    gpu_hours = sum(hours[pool] * gpus[pool] for pool in hours)
+    scenario = replace(window.scenario(), speeds=speeds_of(rules))
+    run = Simulation(scenario, make_decide(rules), rules.interval_s, bounds_of(rules), policy.stem).run()
+    pools = {"prefill": rules.prefill, "decode": rules.decode}
+    gpu_hours = sum(
+        hours * gpus_of(pools[name], kind)
+        for name, by_class in run.class_hours.items()
+        for kind, hours in by_class.items()
+    )
     return ReplayScore(len(run.requests), run.attainment, run.total_replica_hours, gpu_hours)
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from autoscaler.classes.class_plan import in_units
 from autoscaler.counterfactuals.recorded_window import RecordedWindow, recorded_window
 from autoscaler.counterfactuals.replay import ReplayScore, replay_apart
 from autoscaler.decisions.decision import ScalingDecision
@@ -88,6 +89,8 @@ class ShadowScoring:
         if snapshot is None or not decisions or not self.policies:
             return None
         initial = _ready_at(decisions, snapshot.now_s - self.length_s)
+        if self.journal.attainment.rules is not None:
+            snapshot = in_units(self.journal.attainment.rules, snapshot)
         return recorded_window(snapshot, self.length_s, self._slo(), initial, _cold_start_s(snapshot))
 
     def _slo(self) -> Slo:
@@ -97,9 +100,14 @@ class ShadowScoring:
 
 
 def _ready_at(decisions: Sequence[ScalingDecision], at_s: float) -> dict[PoolName, int]:
-    """Replicas in rotation at the first decision from then on."""
+    """Replicas in rotation at the first decision from then on; with classes the units that were there."""
     first = next((one for one in decisions if one.at_s >= at_s), decisions[-1])
-    return {pool: first.pools[pool].ready for pool in POOLS}
+    found: dict[PoolName, int] = {}
+    for name in POOLS:
+        pool = first.pools[name]
+        there = pool.bill.classes if pool.bill is not None else ()
+        found[name] = round(sum(one.there * one.speed for one in there)) or pool.ready
+    return found
 
 
 def _cold_start_s(snapshot: Snapshot) -> float:

@@ -26,6 +26,8 @@ class Bill:
     decode_gpus: int
     gpu_hours_per_million_tokens: float
     cost_per_hour: float | None
+    replica_cost_per_hour: float | None
+    """What one replica more costs, or one less saves."""
     cost_per_million_tokens: float | None
     cost_per_million_output_tokens: float | None
     prefill_busy: float
@@ -58,6 +60,7 @@ def bill_of(found: Prediction, scenario: Scenario, gpus_per_replica: int, price:
         decode_gpus=shape.decode * gpus_per_replica,
         gpu_hours_per_million_tokens=hours / tokens * 1e6,
         cost_per_hour=None if price is None else gpus * price.amount,
+        replica_cost_per_hour=None if price is None else gpus_per_replica * price.amount,
         cost_per_million_tokens=None if money is None else money / tokens * 1e6,
         cost_per_million_output_tokens=None if money is None else money / outputs * 1e6,
         prefill_busy=prefill_busy,

@@ -64,6 +64,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     else:
         why = f"{others[0]['name']} takes as many, and is no better"
     yield f"Take {best['name']}: {best['gpus']} GPUs; {why}."
+    if best["replica_cost_per_hour"] is not None:
+        yield f"One replica more costs {best['replica_cost_per_hour']:.2f} an hour, one less saves as much."
     yield f"Apply: {best['apply']}"
     replica = found["replica"]
     gpus = f"{replica['gpus']} x {replica['gpu'] or 'GPU'}"

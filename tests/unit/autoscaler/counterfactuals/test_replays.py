@@ -179,3 +179,17 @@ async def test_nothing_is_replayed_without_shadows_or_traffic() -> None:
         scoring = ShadowScoring(kept, policies, 600.0, replay)
         await scoring.score()
         assert not scoring.scores
+
+
+def test_a_policy_with_classes_is_replayed_with_them(tmp_path: Path) -> None:
+    """Two units in each pool: a large replica, for which four GPUs are counted."""
+    path = tmp_path / "classes.yaml"
+    large = "{name: large, price_per_hour: 1, speed: 2, gpus_per_replica: 4}"
+    classes = f"[{large}, {{name: small, price_per_hour: 1}}]"
+    pool = f"{{kind: schedule, min_replicas: 2, max_replicas: 2, classes: {classes}}}"
+    path.write_text(f"prefill: {pool}\ndecode: {pool}\n")
+    at = snapshot(load=Load(2.0))
+    found = replayed(recorded_window(at, 60.0, Slo(), {"prefill": 2, "decode": 2}, 60.0), path)
+    assert found.attainment > 0.9
+    assert found.gpu_hours == pytest.approx(4 * found.replica_hours)
+    assert found.replica_hours == pytest.approx(2 * 60 / 3600, rel=0.3)

@@ -100,6 +100,7 @@ def test_the_bill() -> None:
     one = predicted(ClusterShape("split", 2, 3), replay(ClusterShape("split", 2, 3), case))
     bill = bill_of(one, case, 4, GpuPrice(2.5, "EUR"))
     assert (bill.prefill_gpus, bill.decode_gpus, bill.gpus, bill.cost_per_hour) == (8, 12, 20, 50.0)
+    assert bill.replica_cost_per_hour == 10.0
     tokens_per_hour = 101 * 1000 / 100 * 3600
     assert bill.cost_per_million_tokens == pytest.approx(50 / tokens_per_hour * 1e6)
     assert bill.cost_per_million_output_tokens == pytest.approx(500 / tokens_per_hour * 1e6)
