@@ -39,7 +39,7 @@ class PricedRun:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"classes": self.name, "attainment": round(self.outcome.attainment, 5), **self.cost.to_json()}
+        return {"run": self.name, "attainment": round(self.outcome.attainment, 5), **self.cost.to_json()}
 
 
 def policy_of(classes: Sequence[dict[str, Any]], most: int) -> ScalingPolicy:
