@@ -14,6 +14,8 @@ from autoscaler.policies.schedule import ScheduleWindow
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 
+_KINDS = ("slo", "target", "schedule", "predictive", "custom")
+
 
 def broken_rule(message: str) -> PydanticCustomError:
     """Error of a rule over several fields. The message begins with the name of the field to change."""
@@ -21,7 +23,6 @@ def broken_rule(message: str) -> PydanticCustomError:
 
 
 Percentile = Annotated[float, Field(gt=0, lt=100)]
-
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 
 
@@ -78,6 +79,9 @@ class SloTuning(PolicyModel):
     miss_share: Annotated[float, Field(gt=0, le=4)] = 2.0
     """Requests for which the head-room may be too small, as a multiple of those that `percentile` lets miss their
     target. Many of them still meet it. Lower: safer and more expensive."""
+    drift: Annotated[float, Field(ge=0, le=10)] = 0.08
+    """Standard deviation of the demand's change in a minute, as a share of it, that counts as one more forecast error;
+    it grows with the square root of the cold start. It matters where few errors are known, or only quiet ones."""
     slow_window_s: Seconds = 60.0
     """The current demand is the mean over this window; growth is measured against the window before it."""
     fast_window_s: Seconds = 10.0
@@ -87,7 +91,7 @@ class SloTuning(PolicyModel):
     growth_limit: Annotated[float, Field(ge=0, le=10)] = 0.5
     """Largest share by which growth is extrapolated."""
     drain_backlog_s: Seconds = 30.0
-    """Time in which new replicas, once ready, clear a backlog."""
+    """Time in which new replicas, once ready, clear a backlog; half a cold start where that is longer."""
     hysteresis: Annotated[float, Field(ge=0, le=10)] = 3.0
     """Before one of N replicas is removed, N - 1 must carry the demand plus this many standard errors of its mean."""
     settle_s: Annotated[float, Field(ge=0, le=86_400)] = 300.0
@@ -334,13 +338,7 @@ def parse_policy(values: dict[str, Any]) -> ScalingPolicy:
 
 
 def _is_tag(location: tuple[int | str, ...]) -> bool:
-    return location[0] in ("prefill", "decode") and location[1] in (
-        "slo",
-        "target",
-        "schedule",
-        "predictive",
-        "custom",
-    )
+    return location[0] in ("prefill", "decode") and location[1] in _KINDS
 
 
 def _named_in(block: str, message: str) -> tuple[str, str]:
