@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ MAX_BUCKETS = 100_000
 MAX_COLD_STARTS = 5
 SAVE_S = 5.0
 """Between two writes, seconds: what a process that is killed loses at most."""
+LAST_WAIT_S = 1.0
+"""How long the write at the end waits for one under way, which cannot be cancelled."""
 CLOCK_ERROR_S = 60.0
 """A file that is further in the future was written by another clock."""
 
@@ -68,6 +71,7 @@ class HistoryFile:
         self._path, self._save_s, self._wall_clock = path, save_s, wall_clock
         self._observer: Remembering | None = None
         self._problem = ""
+        self._writing = threading.Lock()
 
     def restore(self, observer: Remembering, history_s: float) -> None:
         """Gives the file's content to the observer, whose history is written from now on; arrivals count for
@@ -100,7 +104,15 @@ class HistoryFile:
             self.save(self._observer.history())
 
     def save(self, history: ForecastHistory) -> None:
-        """Replaces the file. What goes wrong is logged once, until it goes well again."""
+        """Replaces the file, unless it is being written. What goes wrong is logged once, until it goes well again."""
+        if not self._writing.acquire(timeout=LAST_WAIT_S):
+            return
+        try:
+            self._replace(history)
+        finally:
+            self._writing.release()
+
+    def _replace(self, history: ForecastHistory) -> None:
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
         try:
             beside.write_text(history.model_dump_json(), encoding="utf-8")
