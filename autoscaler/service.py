@@ -23,6 +23,7 @@ from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, sha
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.signals.demand_watch import DemandWatch
+from autoscaler.signals.history_file import HistoryFile
 from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import PoolName
 from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
@@ -61,9 +62,11 @@ async def control_loop(
     security: ClusterCredentials = UNSECURED,
     api_key: str | None = None,
     shadows: Shadows | None = None,
+    history: HistoryFile | None = None,
 ) -> AsyncIterator[ControlLoop]:
     """A connected control loop; the caller runs it. The actuator is not closed here. With `lease_s` it acts only while
-    it holds the coordinators' lease, which it gives up at the end."""
+    it holds the coordinators' lease, which it gives up at the end. Forecasts go on from `history`, which the caller
+    runs."""
     shadows = shadows or Shadows()
     async with AsyncExitStack() as stack:
         made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
@@ -81,6 +84,8 @@ async def control_loop(
             policy, observer, LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run), shadows
         )
         first = in_force.first()
+        if history is not None:
+            history.restore(observer, in_force.history_s)
         lease = None
         if lease_s is not None and actuator is not None and not dry_run:
             lasts_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
@@ -125,6 +130,7 @@ async def serve(config: AutoscalerConfig) -> None:
     certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
     reloaded = [policy.files, *certificates.files]
     stop = stop_signal()
+    history = None if config.history_file is None else HistoryFile(config.history_file)
     actuator = make_actuator(config)
     try:
         async with control_loop(
@@ -139,6 +145,7 @@ async def serve(config: AutoscalerConfig) -> None:
             security=security,
             api_key=read_key(config.api_key_file),
             shadows=shadows,
+            history=history,
         ) as loop:
             scoring = _scoring(config, loop)
             with serving_metrics(
@@ -156,9 +163,10 @@ async def serve(config: AutoscalerConfig) -> None:
                 security.token,
             ):
                 log_event("autoscaler.ready", actuator=config.actuator, interval_s=loop.settings.interval_s)
-                await _run_until(
-                    {"scaling": loop.run, "scoring": scoring.run, "files": certificates.follow}, loops, stop
-                )
+                background = {"scaling": loop.run, "scoring": scoring.run, "files": certificates.follow}
+                if history is not None:
+                    background["history"] = history.run
+                await _run_until(background, loops, stop)
     finally:
         if actuator is not None:
             await actuator.close()

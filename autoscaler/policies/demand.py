@@ -10,16 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
 
-from autoscaler.policies.policy_file import SloTuning
+from autoscaler.policies.slo_tuning import SloTuning
 from autoscaler.snapshot import ArrivalBucket
 
 Amount = Callable[[ArrivalBucket], float]
 Floats = npt.NDArray[np.float64]
 _FEWEST_FORECASTS = 6
+_MINUTE_S = 60.0
+_DRIFTS: Floats = np.array([NormalDist().inv_cdf(0.5 + (number + 0.5) / 80) for number in range(40)])
+"""Sizes of drifts, in their standard deviation: those of a normal distribution, at even shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class DemandForecast:
     """Factor, at least 1, by which demand grows until one lead from now."""
     covered_s: float
     """Length of the record, seconds."""
+    drift: float
+    """Share by which demand may have changed after a minute, as far as the record does not say."""
 
     @property
     def idle(self) -> bool:
@@ -62,9 +68,9 @@ class DemandForecast:
         """The mean rate over `span_s` to be ready for in `lead_s` seconds: a forecast, and with head-room.
 
         The head-room is the `share` quantile, weighted by requests, of the backtested forecast errors: small for demand
-        that drifts, large for bursts. The forecast regresses the current rate (mean of `window_s`) towards the
-        record's mean, by linear regression of later rates on earlier ones. The slope is averaged with 1 ("stays as it
-        is"), because a short record underestimates it.
+        that drifts, large for bursts; and no less than `_conformal` makes of them. The forecast regresses the current
+        rate (mean of `window_s`) towards the record's mean, by linear regression of later rates on earlier ones. The
+        slope is averaged with 1 ("stays as it is"), because a short record underestimates it.
         """
         ends = np.cumsum(self.lengths_s)
         times, until = np.concatenate(([0.0], ends)), np.concatenate(([0.0], np.cumsum(self.amounts)))
@@ -84,7 +90,10 @@ class DemandForecast:
         mean_was, mean_came = (float(np.average(rates, weights=fading)) for rates in (was, came))
         short = came - (mean_came + slope * (was - mean_was))
         forecast = max(0.0, mean_came + slope * (present - mean_was))
-        return Covered(forecast, forecast + max(0.0, _quantile(short, weights, share)))
+        independent = float((fading * self.lengths_s[at]).sum()) / (lead_s + span_s)
+        drift = forecast * self.drift * math.sqrt(lead_s / _MINUTE_S)
+        seen, bound = _quantile(short, weights, share), _conformal(short, weights, share, independent, drift)
+        return Covered(forecast, forecast + max(0.0, seen, bound))
 
 
 def _slope(given: Floats, found: Floats, weights: Floats) -> float:
@@ -105,6 +114,25 @@ def _quantile(values: Floats, weights: Floats, share: float) -> float:
     order = np.argsort(values)
     reached = np.searchsorted(np.cumsum(weights[order]), share * total - 1e-9)
     return float(values[order][min(int(reached), values.size - 1)])
+
+
+def _conformal(values: Floats, weights: Floats, share: float, independent: float, drift: float) -> float:
+    """What the next error does not exceed in `share` of all cases, by weighted conformal prediction.
+
+    Errors over one lead overlap: only `independent` of them are. The next one counts as one more, of any size
+    (Tibshirani, Foygel Barber, Candès and Ramdas, "Conformal prediction under covariate shift", NeurIPS 2019). In place
+    of an infinite size it has those of a random walk with the standard deviation `drift`: few errors shall give a
+    bound, too. The longer the lead, the fewer errors are known and the further demand drifts. 0 without any weight.
+    """
+    total = float(weights.sum())
+    if total <= 0:
+        return 0.0
+    sizes = np.concatenate((values, drift * _DRIFTS))
+    return _quantile(
+        sizes,
+        np.concatenate((weights * (independent / total), np.full(_DRIFTS.size, 1 / _DRIFTS.size))),
+        share,
+    )
 
 
 def measure(
@@ -129,7 +157,16 @@ def measure(
         growth = 1 + min(tuning.growth_limit, rise / before * lead_s / tuning.slow_window_s)
     fading = np.exp(-ages / tuning.fade_s)
     return DemandForecast(
-        amounts, lengths, requests * fading, fading, slow, noise, fast, growth, now_s - kept[0].start_s
+        amounts,
+        lengths,
+        requests * fading,
+        fading,
+        slow,
+        noise,
+        fast,
+        growth,
+        now_s - kept[0].start_s,
+        tuning.drift,
     )
 
 

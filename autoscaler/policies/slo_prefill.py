@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoscaler.policies.demand import DemandForecast, measure
-from autoscaler.policies.policy_file import SloPool, SloTuning
+from autoscaler.policies.policy_file import SloPool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation, TrimMemory, measured, trim
+from autoscaler.policies.slo_tuning import SloTuning
 from autoscaler.snapshot import ArrivalBucket, ReplicaState, Snapshot, lead_s
 
 STARTING = ReplicaState.STARTING
@@ -109,7 +110,9 @@ def _backlog_replicas(
     """Replicas that clear a backlog beyond what ready replicas can; 0 while the target is not in danger.
 
     New replicas are ready one lead time from now. Until then the backlog grows by the fast rate, less what ready and
-    starting replicas compute; the rest shall be gone `drain_backlog_s` later, besides what keeps arriving.
+    starting replicas compute; the rest shall be gone `drain_backlog_s` later, or half a lead time where that is longer,
+    besides what keeps arriving. Who waits has waited for longer by then, and replicas for a shorter rush would be kept
+    without work for as long as it takes to tell that they are not needed.
     """
     waiting = snapshot.prefill.backlog_tokens
     if waiting <= status.ready * rate * pool.target_ms / 1e3:
@@ -123,9 +126,10 @@ def _backlog_replicas(
     left = waiting + (demand.fast - status.ready * rate) * lead_s - sum(rate * (lead_s - eta) for eta in soon)
     if left <= 0:
         return 0
-    # Bounded by what the fast rate brings in `drain_backlog_s`: anything beyond is taken for a passing burst.
-    left = min(left, waiting + demand.fast * pool.slo.drain_backlog_s)
-    return math.ceil((demand.fast + left / pool.slo.drain_backlog_s) / rate)
+    drain_s = max(pool.slo.drain_backlog_s, lead_s / 2)
+    # Bounded by what the fast rate brings in that time: anything beyond is taken for a passing burst.
+    left = min(left, waiting + demand.fast * drain_s)
+    return math.ceil((demand.fast + left / drain_s) / rate)
 
 
 def _mean_prompt_s(snapshot: Snapshot, rate: float, tuning: SloTuning) -> float:

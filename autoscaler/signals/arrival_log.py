@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoscaler.signals.totals import DemandCounts
@@ -36,6 +37,15 @@ class ArrivalLog:
         """Spreads demand evenly over the buckets in [`start_s`, `end_s`); what precedes the first one is dropped."""
         for bucket, share in self._shares(start_s, end_s):
             bucket.demand = bucket.demand.combined(demand, share)
+
+    def rows(self) -> list[tuple[float, float, DemandCounts]]:
+        """Start, end and demand of each bucket, oldest first, without what silent coordinators may have got."""
+        return [(bucket.start_s, bucket.end_s, bucket.demand) for bucket in self._buckets]
+
+    def restore(self, rows: Sequence[tuple[float, float, DemandCounts]]) -> None:
+        """Begins with these buckets, in order of time. Call before the first `look`; nothing is known of the time from
+        the last of them to that."""
+        self._buckets = deque(_Bucket(*row) for row in rows)
 
     def buckets(self, held: list[tuple[float, DemandCounts]]) -> tuple[ArrivalBucket, ...]:
         """All buckets, oldest first. `held`: (last answer, mean demand per second) of each coordinator."""

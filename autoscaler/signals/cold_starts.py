@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.signals.history_file import MAX_COLD_STARTS
 from autoscaler.snapshot import POOLS, PoolName, ReplicaStart, ReplicaState
 from splitserve.v1 import scaling_pb2
 
-REMEMBERED = 5
 _UP = (ReplicaState.READY, ReplicaState.STANDBY)
 
 
@@ -21,7 +21,7 @@ class ColdStarts:
         self._starting: set[str] = set()
         self._were_up: set[tuple[str, float]] = set()
         """Those that were up before, by name and creation: one whose host was cut off does not start again."""
-        self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=REMEMBERED) for pool in POOLS}
+        self._took_s: dict[PoolName, deque[float]] = {pool: deque(maxlen=MAX_COLD_STARTS) for pool in POOLS}
 
     def look(
         self, actual: Sequence[ActualReplica], up_since: Mapping[str, tuple[ReplicaState, float]]
@@ -39,6 +39,15 @@ class ColdStarts:
             if state in _UP and replica.name in self._starting:
                 self._took_s[replica.pool].append(max(0.0, since_s - replica.created_wall_s))
         self._starting, self._were_up = starting, were_up
+
+    def measured(self) -> dict[PoolName, tuple[float, ...]]:
+        """The latest cold starts of each pool, seconds, the newest last."""
+        return {pool: tuple(took_s) for pool, took_s in self._took_s.items()}
+
+    def remember(self, measured: Mapping[PoolName, Sequence[float]]) -> None:
+        """Goes on from these."""
+        for pool, took_s in measured.items():
+            self._took_s[pool].extend(took_s)
 
     def of(self, pool: PoolName) -> float | None:
         """Median of the latest cold starts, seconds; None before the first."""

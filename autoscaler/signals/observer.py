@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import astuple
 from typing import Protocol
 
 from autoscaler.actuators.actuator import ActualReplica, counted, where_they_lean
 from autoscaler.signals.arrival_log import ArrivalLog
 from autoscaler.signals.cold_starts import ColdStarts, start_phases
 from autoscaler.signals.ended_replicas import EndedReplicas
-from autoscaler.signals.totals import CoordinatorTrack, Totals, totals_of
+from autoscaler.signals.history_file import MAX_BUCKETS, ForecastHistory
+from autoscaler.signals.totals import CoordinatorTrack, DemandCounts, Totals, totals_of
 from autoscaler.signals.worker_view import (
     Sighting,
     by_class,
@@ -101,6 +103,24 @@ class Observer:
     def keep_history(self, history_s: float) -> None:
         """From now on keeps the arrivals of this many seconds."""
         self._log.history_s = max(history_s, self._window_s)
+
+    def history(self) -> ForecastHistory:
+        """See `Remembering`."""
+        ahead_s = self._wall_clock() - self._clock()
+        rows = [(start + ahead_s, end + ahead_s, demand) for start, end, demand in self._log.rows()]
+        return ForecastHistory(
+            model=self._model,
+            saved_wall_s=self._wall_clock(),
+            arrivals=tuple((start, end, *astuple(demand)) for start, end, demand in rows[-MAX_BUCKETS:]),
+            cold_starts_s=self._cold_starts.measured(),
+        )
+
+    def remember(self, history: ForecastHistory) -> None:
+        """See `Remembering`."""
+        ahead_s, now = self._wall_clock() - self._clock(), self._clock()
+        rows = [(row[0] - ahead_s, row[1] - ahead_s, DemandCounts(*row[2:])) for row in history.arrivals]
+        self._log.restore([(start, end, demand) for start, end, demand in rows if end <= now])
+        self._cold_starts.remember(history.cold_starts_s)
 
     async def observe(self) -> Snapshot:
         """Takes a snapshot. Raises UnavailableError (NO_COORDINATOR) when none answers, and what `replicas` raises."""

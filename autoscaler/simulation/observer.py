@@ -109,12 +109,14 @@ class SimulatedObserver:
         bucket[3] += self._mean_output
 
     def first_token(self, request: SimulatedRequest) -> None:
-        """Counts a computed prompt."""
+        """Counts a computed prompt. Admission waits count in the phase of the pool that lacked capacity, as in
+        `coordinator.metrics.recorder`."""
         if request.first_token_s is None or request.reserved_s is None:
             return
-        self._prefill.add(request.first_token_s - request.reserved_s)
+        held_prefill_s, held_decode_s = request.held_s
+        self._prefill.add(request.first_token_s - request.reserved_s + held_prefill_s)
         self._ttft.add(request.first_token_s - request.arrival_s)
-        self._reserve.add(request.reserved_s - request.admitted_s)
+        self._reserve.add(request.reserved_s - request.admitted_s + held_decode_s)
         share = 1 - request.cached / request.prompt_tokens
         # Weighted by length: the share of tokens, not of prompts.
         weight = min(1.0, request.prompt_tokens / (_OUTPUT_MEMORY * 1000))

@@ -18,10 +18,10 @@ from autoscaler.policies.policy_file import (
     ScalingPolicy,
     SchedulePool,
     SloPool,
-    SloTuning,
     TargetPool,
 )
 from autoscaler.policies.schedule import ScheduleWindow
+from autoscaler.policies.slo_tuning import SloTuning
 from coordinator.records.tenant_costs import PriceFile
 from coordinator.tenants.policy_file import TenantPolicy, TenantsFile
 from splitserve.cli.up import SHOWN

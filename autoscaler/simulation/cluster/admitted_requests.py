@@ -110,6 +110,7 @@ class AdmittedRequests:
 
     def _admit(self, request: SimulatedRequest, now_s: float) -> None:
         request.admitted_s = now_s
+        request.held_s = self._entries[request].marks
         self._begin(request, now_s)
 
     def _drop(self, entry: Entry, now_s: float) -> None:

@@ -85,6 +85,7 @@ class SimulatedRequest:
         "failed",
         "finished_s",
         "first_token_s",
+        "held_s",
         "joined_s",
         "output_tokens",
         "prefill",
@@ -97,6 +98,8 @@ class SimulatedRequest:
         self.arrival_s = request.arrival_s
         self.admitted_s = request.arrival_s
         """When admission let it through; its arrival where there is none."""
+        self.held_s: tuple[float, float] = (0.0, 0.0)
+        """How long admission held it for want of capacity: of prefill, and of decode."""
         self.prompt_tokens = request.prompt_tokens
         self.output_tokens = request.output_tokens
         self.block_ids = request.block_ids

@@ -18,6 +18,8 @@ from autoscaler.simulation.cluster.replica import (
     SimulatedReplica,
     SimulatedRequest,
 )
+from autoscaler.simulation.cluster.virtual_engine import KV_BLOCK_TOKENS
+from autoscaler.simulation.cluster.worker_reports import add_prompts, decode_load
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
@@ -33,7 +35,6 @@ from coordinator.workers.prefix_index.hits import NO_HITS
 from coordinator.workers.prefix_index.index import PrefixIndex
 from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker, WorkerKey
 from engine.pacing.token_clock import ServiceTargets
-from engine.worker.messages import prompt_fit_message, step_fit_message
 from splitserve.v1 import registry_pb2
 
 REPORT_S = 0.5
@@ -51,7 +52,8 @@ Replicas = tuple[PrefillReplica | None, DecodeReplica | None]
 class RoutedWorkers:
     """Presents the replicas in rotation as workers to the coordinator's router, load ledger and prefix index.
 
-    KV blocks are those of the trace, 512 tokens each.
+    KV blocks of workers with a prefix index are those of the trace, 512 tokens each; others' are an engine's. For each
+    sequence admission counts a partly filled block and one to grow: 1,024 tokens would double a chat's context.
     """
 
     def __init__(
@@ -270,11 +272,11 @@ class RoutedWorkers:
             model=MODEL,
             agent_id=replica.name,
             transport="simulated",
-            block_size_tokens=BLOCK_TOKENS,
+            block_size_tokens=self._block_tokens(replica.name),
             max_running_requests=round(self._engine.max_running_requests * replica.speed),
             reported=True,
             output_open=True,
-            block_bytes=BLOCK_TOKENS * self._engine.kv_bytes_per_token,
+            block_bytes=self._block_tokens(replica.name) * self._engine.kv_bytes_per_token,
             paces_prompts=True,
             neutral=replica.name in self.leanings.first,
         )
@@ -284,15 +286,19 @@ class RoutedWorkers:
             worker = dataclasses.replace(worker, prefix_slot=self._index.slot_of(worker.key))
         self._workers[replica.name] = worker
 
+    def _block_tokens(self, name: str) -> int:
+        """Tokens of a worker's KV block."""
+        return BLOCK_TOKENS if name in self._prefill else KV_BLOCK_TOKENS
+
     def _report(self, replica: PrefillReplica | DecodeReplica, now_s: float) -> None:
         worker, load = self._workers[replica.name], registry_pb2.WorkerLoad()
         prefill, decode = self._prefill.get(replica.name), self._decode.get(replica.name)
         if decode is not None:
             step_s = decode.step_s or self.loads.decode[worker.key].measured_step_s
-            load.CopyFrom(_decode_load(decode, self._engine, step_s))
+            load.CopyFrom(decode_load(decode, self._engine, step_s, worker.block_size_tokens))
         if prefill is not None:
             self._tell_cache(prefill, worker)
-            _add_prompts(load, prefill)
+            add_prompts(load, prefill)
         self.loads.on_report(worker.key, load)
         if replica.name not in self._reported_s:
             # Staggers the reports of replicas that started together.
@@ -316,33 +322,6 @@ class RoutedWorkers:
 
 def _name_of(request: SimulatedRequest) -> str:
     return str(id(request))
-
-
-def _add_prompts(load: registry_pb2.WorkerLoad, replica: PrefillReplica) -> None:
-    """Adds what a replica computes for others."""
-    load.waiting_requests += replica.waiting
-    load.running_requests += replica.load - replica.waiting
-    load.waiting_tokens += replica.queued_tokens
-    load.prefill_tokens_per_second = replica.prefill_tokens_per_s
-    if (fit := prompt_fit_message(replica.prompt_fit)) is not None:
-        load.prompt_fit.CopyFrom(fit)
-
-
-def _decode_load(replica: DecodeReplica, engine: EngineModel, step_s: float) -> registry_pb2.WorkerLoad:
-    used = int(replica.context_tokens) // BLOCK_TOKENS
-    total = int(engine.kv_capacity_tokens * replica.speed) // BLOCK_TOKENS
-    return registry_pb2.WorkerLoad(
-        total_blocks=total,
-        free_blocks=max(0, total - used),
-        referenced_blocks=used,
-        running_requests=replica.running,
-        streams=replica.running,
-        waiting_reservations=replica.waiting_reservations,
-        waiting_tokens=replica.local_tokens,
-        decode_step_ms=step_s * 1e3,
-        prompt_fit=prompt_fit_message(replica.prompt_fit),
-        step_fit=step_fit_message(replica.step_fit),
-    )
 
 
 def _names(blocks: Sequence[int]) -> bytes:

@@ -11,8 +11,9 @@ import pytest
 from autoscaler.decide import make_decide
 from autoscaler.plan import Decide, ScalingPlan
 from autoscaler.policies.demand import Covered, measure
-from autoscaler.policies.policy_file import SloTuning, parse_policy
+from autoscaler.policies.policy_file import parse_policy
 from autoscaler.policies.slo_prefill import erlang_c, replicas_for_wait, wait_exceeds
+from autoscaler.policies.slo_tuning import SloTuning
 from autoscaler.snapshot import ArrivalBucket, LinkSignals, Snapshot
 from splitserve.histograms import Histogram
 from tests.support.scaling.snapshots import STEP, Load, arrivals, replicas, snapshot
@@ -223,7 +224,7 @@ def test_growth_beyond_noise_is_carried_over_the_cold_start() -> None:
 
 
 def test_headroom_follows_what_forecasts_fell_short_by() -> None:
-    tuning = SloTuning()
+    tuning = SloTuning(drift=0.0)
 
     def covered(tokens: Callable[[int], int]) -> Covered:
         record = tuple(ArrivalBucket(float(i), 1.0, 1, 0, tokens(i), 0.0) for i in range(1200))
@@ -240,6 +241,32 @@ def test_headroom_follows_what_forecasts_fell_short_by() -> None:
     # A steady rise is short by what it rises in a lead and half a window.
     rising = covered(lambda second: 1000 + second)
     assert rising.with_headroom == pytest.approx(2200 + 60, abs=80)
+
+
+def test_headroom_grows_with_the_cold_start_where_the_record_is_quiet() -> None:
+    def headroom(record_s: int, lead_s: float, drift: float = 0.08) -> float:
+        record = tuple(ArrivalBucket(float(i), 1.0, 1, 0, 1000, 0.0) for i in range(record_s))
+        tuning = SloTuning(drift=drift)
+        demand = measure(record, lambda b: float(b.uncached_tokens), float(record_s), lead_s, tuning)
+        assert demand is not None
+        found = demand.covered_rate(40.0, lead_s, 0.9, 60.0)
+        return found.with_headroom / found.expected - 1
+
+    quick, slow, slowest = (headroom(1800, lead_s) for lead_s in (20.0, 180.0, 600.0))
+    assert quick == pytest.approx(0.0)
+    assert 0.02 < slow < 0.2 < slowest
+    assert headroom(500, 180.0) > slow, "fewer errors are known"
+    assert headroom(1800, 600.0, drift=0.0) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("lead_s", "wanted"), [(20.0, 4), (240.0, 3)])
+def test_a_backlog_may_take_half_a_cold_start_to_clear(lead_s: float, wanted: int) -> None:
+    # 10,000 tokens/s are what two replicas compute; 300,000 wait: 10,000/s more in 30 s, 2,500/s more in two minutes.
+    seen = snapshot(prefill=2)
+    waiting = replace(seen.prefill, backlog_tokens=300_000, cold_start_s=lead_s)
+    plan = one(replace(seen, prefill=waiting))
+    assert plan.prefill.desired == wanted
+    assert ("catch up" in plan.prefill.reason) == (lead_s < 60)
 
 
 def test_erlang_c_against_a_table() -> None:

@@ -12,7 +12,7 @@ from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
-from autoscaler.snapshot import Snapshot
+from autoscaler.snapshot import PoolName, Snapshot
 from splitserve.config.coordinator import AdmissionConfig
 
 ENGINE = EngineModel(prefill_token_s=1e-3, step_s=0.01, sequence_s=1e-3, max_step_tokens=512)
@@ -75,3 +75,28 @@ def test_who_waits_for_kv_blocks_shows_as_demand_for_decode() -> None:
     outcome, seen = run(burst(30, 1000, 200), engine)
     assert not outcome.failed_requests
     assert max(snapshot.decode.waiting_reservations for snapshot in seen) > 10
+
+
+def test_chats_find_the_room_that_decode_has() -> None:
+    """A prompt of 200 tokens takes 13 blocks of 16, not one of 512, and admission sends as many as fit."""
+    engine = replace(ENGINE, kv_capacity_tokens=20_000, prefill_token_s=1e-5, sequence_s=1e-5)
+    admitted, seen = run(burst(60, 200, 60), engine)
+    assert not any(snapshot.decode.waiting_reservations for snapshot in seen)
+    assert all(request.admitted_s - request.arrival_s < 0.1 for request in admitted.requests)
+
+
+def worst_s(seen: list[Snapshot], pool: PoolName) -> float:
+    """The highest 90th percentile of the time for which that pool answers."""
+    found = [one.prefill.latency if pool == "prefill" else one.decode.reserve_wait for one in seen]
+    return max((one.percentile(90) or 0.0 for one in found if one is not None), default=0.0)
+
+
+def test_a_wait_at_the_coordinator_counts_for_the_pool_that_lacked_capacity() -> None:
+    last = [TraceRequest(60.0, 10, 1)]  # decisions stop with it
+    _, crowd = run(Trace("crowd", [*burst(40, 400, 4).requests, *last]))
+    assert worst_s(crowd, "prefill") > 5.0
+    assert worst_s(crowd, "decode") < 0.1
+    engine = replace(ENGINE, kv_capacity_tokens=8_192, prefill_token_s=1e-5)
+    _, full = run(Trace("full", [*burst(30, 1000, 200).requests, *last]), engine)
+    assert worst_s(full, "decode") > 5.0
+    assert worst_s(full, "prefill") < 1.0

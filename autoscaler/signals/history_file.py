@@ -1,0 +1,155 @@
+"""What forecasts are made from, in a small file, so that a restart does not forget it: arrivals and cold starts.
+
+Forecast errors are not in it: the policy measures them on the arrivals, at each decision. Times in the file are seconds
+since the epoch, because no other clock outlives a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoscaler.snapshot import PoolName
+from splitserve.logs import log_event
+
+VERSION: Final = 1
+MAX_BYTES = 16 * 2**20
+MAX_BUCKETS = 100_000
+MAX_COLD_STARTS = 5
+SAVE_S = 5.0
+"""Between two writes, seconds: what a process that is killed loses at most."""
+LAST_WAIT_S = 1.0
+"""How long the write at the end waits for one under way, which cannot be cancelled."""
+CLOCK_ERROR_S = 60.0
+"""A file that is further in the future was written by another clock."""
+
+Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Row = tuple[Amount, Amount, Amount, Amount, Amount, Amount]
+"""A bucket: start and end, requests, prompt tokens, uncached tokens, output tokens."""
+
+
+class ForecastHistory(BaseModel):
+    """The content of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = VERSION
+    model: Annotated[str, Field(max_length=512)] = ""
+    """Whose traffic it is; empty: that of all models."""
+    saved_wall_s: Amount
+    arrivals: Annotated[tuple[Row, ...], Field(max_length=MAX_BUCKETS)] = ()
+    """In order of time, none over another."""
+    cold_starts_s: dict[PoolName, Annotated[tuple[Amount, ...], Field(max_length=MAX_COLD_STARTS)]] = Field(
+        default_factory=dict
+    )
+    """The latest of each pool, the newest last."""
+
+
+class Remembering(Protocol):
+    """What has a history; `Observer` does."""
+
+    def history(self) -> ForecastHistory:
+        """What is known now."""
+
+    def remember(self, history: ForecastHistory) -> None:
+        """Goes on from what was known, before the first look."""
+
+
+class HistoryFile:
+    """Reads the file once, at the start, and then replaces it each `save_s` seconds."""
+
+    def __init__(
+        self, path: Path, save_s: float = SAVE_S, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path, self._save_s, self._wall_clock = path, save_s, wall_clock
+        self._observer: Remembering | None = None
+        self._problem = ""
+        self._writing = threading.Lock()
+
+    def restore(self, observer: Remembering, history_s: float) -> None:
+        """Gives the file's content to the observer, whose history is written from now on; arrivals count for
+        `history_s` seconds. What cannot be used is left out with one line in the log."""
+        self._observer = observer
+        try:
+            history = self._read(observer.history().model, history_s)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log_event("history.ignored", file=str(self._path), error=_said(error))
+            return
+        observer.remember(history)
+        log_event(
+            "history.restored",
+            file=str(self._path),
+            buckets=len(history.arrivals),
+            age_s=round(self._wall_clock() - history.saved_wall_s, 3),
+        )
+
+    async def run(self) -> None:
+        """Writes until cancelled, and once more then. Call after `restore`."""
+        assert self._observer is not None
+        try:
+            while True:
+                await asyncio.sleep(self._save_s)
+                # On a thread: a disk that does not answer holds nothing else up.
+                await asyncio.to_thread(self.save, self._observer.history())
+        finally:
+            self.save(self._observer.history())
+
+    def save(self, history: ForecastHistory) -> None:
+        """Replaces the file, unless it is being written. What goes wrong is logged once, until it goes well again."""
+        if not self._writing.acquire(timeout=LAST_WAIT_S):
+            return
+        try:
+            self._replace(history)
+        finally:
+            self._writing.release()
+
+    def _replace(self, history: ForecastHistory) -> None:
+        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        try:
+            beside.write_text(history.model_dump_json(), encoding="utf-8")
+            beside.replace(self._path)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            if str(error) != self._problem:
+                log_event("history.not_saved", file=str(self._path), error=str(error))
+            self._problem = str(error)
+            return
+        self._problem = ""
+
+    def _read(self, model: str, history_s: float) -> ForecastHistory:
+        """The content. Raises OSError, and ValueError for one that is no history of this traffic and time."""
+        with self._path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"longer than {MAX_BYTES} bytes")
+        history = ForecastHistory.model_validate_json(content)
+        age_s = self._wall_clock() - history.saved_wall_s
+        if history.model != model:
+            raise ValueError(f"model: {history.model!r} in the file, {model!r} here")
+        if age_s < -CLOCK_ERROR_S:
+            raise ValueError(f"saved_wall_s: {-age_s:.0f} s in the future")
+        if age_s > history_s:
+            raise ValueError(f"saved_wall_s: {age_s:.0f} s old, forecasts look back {history_s:.0f} s")
+        ends = 0.0
+        for number, (start, end, *_) in enumerate(history.arrivals):
+            if start < ends or end <= start or end > history.saved_wall_s + CLOCK_ERROR_S:
+                raise ValueError(f"arrivals.{number}: not in order of time, or after saved_wall_s")
+            ends = end
+        return history
+
+
+def _said(error: Exception) -> str:
+    """In one line."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
+    return str(error)
