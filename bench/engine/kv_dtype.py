@@ -7,7 +7,8 @@ first `--text FILE` instead):
 likeliest after the same text, and the Kullback-Leibler divergence of the whole distribution, in nats;
 * answers (`bench.handoff.narrow_kv` tells what its figures are): prompts are computed and continued greedily.
 
-Speed. Two engine processes are measured in turns; the median time of a decode step and of a whole prompt.
+Speed. Two engines in one process are measured in turns: a whole decode step, of sequences whose blocks lie in random
+order, and a whole prompt, both with sampling. `speedup` is the median of the turns' own ratios.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -29,9 +29,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench.engine.processes.engine_process import engine_command, engine_process
-from bench.engine.rows import OWN, EngineCase
-from bench.engine.throughput import SETTLE_S
 from bench.handoff.narrow_kv import BLOCK_TOKENS, Decoded, Parity, Prompt, compare, decode, prefill, texts
 from bench.machine import report, this_machine
 from engine.backends.select import make_forward
@@ -53,12 +50,21 @@ TEXT_PROMPTS = 8
 ROWS = 32
 """Positions of a text that are read at a time, each as a decode row."""
 CASES = ("decode:8x1024", "decode:8x4096", "prefill:1x2048")
-STEPS = {"decode": 12, "prefill": 2}
-TURNS = 4
-KV_BYTES = 2**30
-"""Two engines are up at once."""
+STEPS = 5
+TURNS = 8
+CHUNK = 512
+GREEDY = SamplingParams(temperature=0.0)
 AUTO = "auto"
 CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time. `context_tokens`: the prompt's length, or the tokens of each sequence that decodes."""
+
+    phase: str
+    batch: int
+    context_tokens: int
 
 
 @dataclass(frozen=True)
@@ -161,46 +167,91 @@ def answers(model: str, prompts: Sequence[Prompt]) -> Parity:
     return compare("int8 KV", base, free, forced)
 
 
+class TimedEngine:
+    """A runner whose blocks hold the KV of a prompt, again and again."""
+
+    def __init__(self, model: str, kv: str, threads: int, tokens: int) -> None:
+        blocks = -(-tokens // BLOCK_TOKENS)
+        values = {"num_blocks": blocks, "block_size_tokens": BLOCK_TOKENS, "kv_cache_dtype": kv}
+        values |= {"dtype": "bfloat16", "device": "cpu", "threads": threads}
+        self.runner = build_torch_runner(
+            EngineConfig.model_validate(values), resolve_model(model), lambda _: None
+        )
+        self._order = random.Random(0).sample(range(blocks), blocks)  # as after hours of service
+        self.prefill(CHUNK)
+        held = self.runner.read_blocks(self._order)
+        prompt = CHUNK // BLOCK_TOKENS
+        for number, block in enumerate(held[prompt:]):
+            block[:] = held[number % prompt]
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds that a prompt of these many tokens takes, in chunks."""
+        ids = [100 + place % 1000 for place in range(tokens)]
+        began = time.perf_counter()
+        for begin in range(0, tokens, CHUNK):
+            new = min(CHUNK, tokens - begin)
+            self.runner.execute([self._row("0", ids, begin, new, self._order, begin + new == tokens)])
+        return time.perf_counter() - began
+
+    def decode(self, batch: int, context: int) -> float:
+        """Seconds of a step with the last of `context` tokens in each of `batch` sequences: median of several."""
+        columns = -(-context // BLOCK_TOKENS)
+        ids = [100] * context
+        tables = [self._order[row * columns : (row + 1) * columns] for row in range(batch)]
+        rows = [self._row(str(row), ids, context - 1, 1, table, True) for row, table in enumerate(tables)]
+        taken = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            self.runner.execute(rows)
+            taken.append(time.perf_counter() - began)
+        return median(taken)
+
+    @staticmethod
+    def _row(
+        name: str, ids: list[int], computed: int, new: int, blocks: list[int], sample: bool
+    ) -> ScheduledSequence:
+        return ScheduledSequence(name, ids, len(ids), computed, new, blocks, sample, GREEDY)
+
+
 def speeds(
-    model: str, threads: int, cases: Sequence[EngineCase], logs: Path, tell: Console
+    model: str, threads: int, cases: Sequence[Case], turns: int, tell: Console
 ) -> list[dict[str, Any]]:
-    """Times each case with both, alternating."""
-    folder, rows = str(resolve_model(model).path), []
-    with ExitStack() as stack:
-        engines = {}
-        for name in (AUTO, INT8):
-            own = ("--kv-cache-dtype", name, "--kv-bytes", str(KV_BYTES))
-            command = engine_command(OWN, folder, threads, own)
-            engines[name] = stack.enter_context(engine_process(command, logs / f"{name}-{threads}.log"))
-        for case in cases:
-            turns: dict[str, list[float]] = {name: [] for name in engines}
-            for turn in range(TURNS):
-                for name in engines if turn % 2 else reversed(engines):
-                    turns[name].append(median(engines[name].ask(case.question)["step_s"]) * 1e3)
-                    time.sleep(SETTLE_S)
-            ratios = [a / b for a, b in zip(turns[AUTO], turns[INT8], strict=True)]
-            rows.append(
-                {
-                    "threads": threads,
-                    "phase": case.phase,
-                    "batch": case.batch,
-                    "context_tokens": case.context,
-                    "bfloat16_ms": round(median(turns[AUTO]), 2),
-                    "int8_ms": round(median(turns[INT8]), 2),
-                    "speedup": round(median(ratios), 2),
-                    "speedups": [round(ratio, 2) for ratio in ratios],
-                }
-            )
-            tell.print(rows[-1])
+    """Times each case with both, alternating, after one turn of each."""
+    tokens = max(case.batch * (case.context_tokens + BLOCK_TOKENS) for case in cases)
+    engines = {name: TimedEngine(model, name, threads, tokens) for name in (AUTO, INT8)}
+    rows = []
+    for case in cases:
+        taken: dict[str, list[float]] = {name: [] for name in engines}
+        for turn in range(turns + 1):
+            for name in engines if turn % 2 else reversed(engines):
+                engine = engines[name]
+                if case.phase == "decode":
+                    taken[name].append(engine.decode(case.batch, case.context_tokens) * 1e3)
+                else:
+                    taken[name].append(engine.prefill(case.context_tokens) * 1e3)
+        wide, narrow = taken[AUTO][1:], taken[INT8][1:]
+        ratios = sorted(a / b for a, b in zip(wide, narrow, strict=True))
+        rows.append(
+            {
+                "threads": threads,
+                **asdict(case),
+                "bfloat16_ms": round(median(wide), 2),
+                "int8_ms": round(median(narrow), 2),
+                "speedup": round(median(ratios), 2),
+                "speedup_least": round(ratios[0], 2),
+                "speedup_most": round(ratios[-1], 2),
+            }
+        )
+        tell.print(rows[-1])
+    for engine in engines.values():
+        engine.runner.close()
     return rows
 
 
-def _case(text: str) -> EngineCase:
+def _case(text: str) -> Case:
     phase, _, size = text.partition(":")
     batch, _, context = size.partition("x")
-    if phase == "decode":
-        return EngineCase("decode", int(batch), int(context), STEPS[phase])
-    return EngineCase("prefill", int(batch), int(context), STEPS[phase])
+    return Case(phase, int(batch), int(context))
 
 
 def main() -> int:
@@ -213,6 +264,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"default: {PROMPTS}; 0 asks for none")
     parser.add_argument("--text", type=Path, help="read this file instead of the prompts")
     parser.add_argument("--case", nargs="+", type=_case, default=[_case(case) for case in CASES])
+    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument(
         "--threads", type=int, nargs="*", default=[len(available_cores()), 1], help="none: no speeds"
     )
@@ -228,9 +280,8 @@ def main() -> int:
             passages = [tuple(tokenizer.encode(options.text.read_text(encoding="utf-8")))]
         content["text"] = asdict(closeness(source, passages, len(available_cores())))
         content["answers"] = asdict(answers(options.model, prompts))
-    with tempfile.TemporaryDirectory() as logs:
-        for threads in options.threads:
-            content["speeds"] += speeds(options.model, threads, options.case, Path(logs), tell)
+    for threads in options.threads:
+        content["speeds"] += speeds(options.model, threads, options.case, options.turns, tell)
     if options.json:
         command = shlex.join(["python", "-m", "bench.engine.kv_dtype", *sys.argv[1:]])
         print(json.dumps(report("kv_dtype", command, machine, **content), indent=2))

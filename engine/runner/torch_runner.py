@@ -25,7 +25,7 @@ from engine.core.model_runner import (
 )
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
 from engine.kv_cache.axis_orders import BlockConverter
-from engine.kv_cache.kv_dtype import kv_dtype, refuse_int8_kv
+from engine.kv_cache.kv_dtype import kv_dtype
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.model.loaded_model import LoadedModel, resolve_dtype
 from engine.runner.device import choose_device
@@ -232,8 +232,7 @@ def build_torch_runner(
     check_wire_dtype(wire_dtype, kv_dtype(config, dtype))
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.device)
-    if choose_backend(config.attention_backend, device) == "triton":
-        refuse_int8_kv(config, "attention_backend triton")
+    choose_backend(config.attention_backend, device)
     if device.type == "cuda":
         prepare_device(device)
     check_quantization(config, dtype, device)

@@ -73,8 +73,8 @@ class EngineConfig(Settings):
     docs/quantization.md."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     """Type of KV blocks, equal on all workers of a model. `auto`: as `dtype`. `int8`: about half the bytes in memory
-    and in handoffs, faster decoding of long contexts, slightly different answers; needs `dtype` bfloat16, and cpu or
-    `attention_backend` torch. See docs/quantization.md."""
+    and in handoffs, faster decoding of long contexts, slightly different answers; needs `dtype` bfloat16.
+    Engine vllm takes none. See docs/quantization.md."""
     device: Annotated[
         str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Option(metavar="auto|cpu|cuda[:N]")
     ] = "auto"

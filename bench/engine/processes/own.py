@@ -71,7 +71,6 @@ class OwnEngine:
         random_weights: bool,
         quantization: str = "none",
         kv_bytes: int = KV_BYTES,
-        kv_cache_dtype: str = "auto",
     ) -> None:
         on_cpu = device == "cpu"
         # The GPU's limits first, while its memory is free.
@@ -79,7 +78,6 @@ class OwnEngine:
         config = EngineConfig(
             dtype="bfloat16",
             quantization="int8" if quantization == "int8" else "none",
-            kv_cache_dtype="int8" if kv_cache_dtype == "int8" else "auto",
             device=device,
             threads=threads,
             kv_memory_bytes=kv_bytes if on_cpu else None,
@@ -148,7 +146,6 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--kv-bytes", type=int, default=KV_BYTES, help="of the pool on cpu")
     asked = parser.parse_args()
     serve(
@@ -160,7 +157,6 @@ if __name__ == "__main__":
                 asked.random_weights,
                 asked.quantization,
                 asked.kv_bytes,
-                asked.kv_cache_dtype,
             ).answer
         )
     )

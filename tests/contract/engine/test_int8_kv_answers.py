@@ -21,7 +21,6 @@ from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError, NotFoundError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import ModelSource, resolve_model
-from tests.support.engine.triton_interpreter import triton_interpreter
 
 TEXT = Path(__file__).parents[2] / "data" / "pride_and_prejudice.txt"
 """The first chapter, in the public domain."""
@@ -135,9 +134,6 @@ def test_refused_where_it_cannot_work(smollm2: ModelSource) -> None:
         ConfigError, match="wire_dtype: fp8_e4m3 is for KV in bfloat16; this engine's is int8"
     ):
         build_torch_runner(EngineConfig.model_validate(NARROW), nowhere, lambda _: None, "fp8_e4m3")
-    triton = EngineConfig.model_validate(NARROW | {"attention_backend": "triton"})
-    with triton_interpreter(), pytest.raises(ConfigError, match="attention_backend triton has no KV in int8"):
-        build_torch_runner(triton, nowhere, lambda _: None)
     for kind in ("simulated", "vllm"):
         engine = EngineConfig.model_validate({"kind": kind, "kv_cache_dtype": INT8})
         with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype: ") as caught:
