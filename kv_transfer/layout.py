@@ -26,14 +26,16 @@ that workers with different block sizes may hand KV to each other."""
 _BETWEEN_ORDERS = "; blocks in another axis_order are taken where all else is equal"
 ENGINE_VERSION = "1"
 """Stands for the meaning of KV (rotary order, scaling) in all engines whose `axis_order` is in `CONVERTED_ORDERS`."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+INT8 = "int8"
+"""KV dtype with a scale for each vector; see `engine.kv_cache.int8_kv`."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, INT8: 1}
 SAME, FP8_E4M3 = "same", "fp8_e4m3"
 WIRE_DTYPES = (SAME, FP8_E4M3)
 NO_QUANTIZATION = "none"
 QUANTIZATIONS = (NO_QUANTIZATION, "int8")
 """Weight quantizations. Workers with different ones compute different KV and must not exchange it."""
 SCALE_BYTES = 2
-"""Size of the bfloat16 scale that precedes each fp8 vector on the wire."""
+"""Size of the bfloat16 scale of each fp8 vector on the wire, and of each int8 vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class KvLayout:
     A block is a contiguous `[num_layers, 2, num_kv_heads, block_size_tokens, head_dim]` array of `dtype`, so that
     one descriptor moves all layers. With `wire_dtype` "fp8_e4m3" a block on the wire is instead all vectors' scales
     (bfloat16, one for each `head_dim` elements), then one byte per element, both in axis order; see
-    `engine.runner.fp8_wire`.
+    `engine.runner.fp8_wire`. With `dtype` "int8" each layer's piece is its `[2, num_kv_heads, block_size_tokens,
+    head_dim]` codes, then their scales, bfloat16 `[2, num_kv_heads, block_size_tokens]`.
     """
 
     model_fingerprint: str
@@ -68,11 +71,12 @@ class KvLayout:
         """Bytes of one block on the wire: all layers, keys and values, and scales if any."""
         if self.wire_dtype == FP8_E4M3:
             return self.block_vectors * (SCALE_BYTES + self.head_dim)
-        return self.block_vectors * self.head_dim * DTYPE_BYTES[self.dtype]
+        scale_bytes = SCALE_BYTES if self.dtype == INT8 else 0
+        return self.block_vectors * (self.token_bytes + scale_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's key, or value, of one head in one layer."""
+        """Bytes of one token's key, or value, of one head in one layer, without its scale if it has one."""
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
@@ -101,6 +105,12 @@ class KvLayout:
             if name not in free:
                 why = _BETWEEN_ORDERS if "axis_order" in free else ""
                 self._require_equal(name, other, who, why)
+        if "axis_order" in free and self.dtype == INT8:
+            raise FailedPreconditionError(
+                f"KV layout: blocks of dtype {INT8!r} are not put into another axis_order, and {who} has one",
+                reason="LAYOUT_MISMATCH",
+                field="axis_order",
+            )
         if "axis_order" in free and (self.tensor_parallel_size != 1 or self.wire_dtype != SAME):
             field = "tensor_parallel_size" if self.tensor_parallel_size != 1 else "wire_dtype"
             raise FailedPreconditionError(
@@ -125,6 +135,8 @@ class KvLayout:
             why = f"; blocks of axis_order {self.axis_order!r} cannot be divided by tokens"
         elif self.wire_dtype != SAME:
             why = f"; blocks of wire_dtype {self.wire_dtype!r} cannot be divided by tokens"
+        elif self.dtype == INT8:
+            why = f"; blocks of dtype {self.dtype!r} cannot be divided by tokens"
         else:
             return
         self._require_equal("block_size_tokens", other, who, why)

@@ -6,7 +6,9 @@ same blocks, in the order of the block tables, and compute nothing. Of each case
 
 * attend_ms, read_ms: medians of a pass over all layers;
 * attend_gb_per_s, read_gb_per_s: bytes of KV over these times;
-* share: the median over the turns of read_ms / attend_ms of the same turn.
+* share: the median over the turns of read_ms / attend_ms of the same turn;
+* speedup: the median over the turns of bfloat16's attend_ms / attend_ms. With `--kv bfloat16 int8` both are in the same
+turns.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -28,8 +31,9 @@ from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Code, Ops, attend_op, read_op
 from engine.core.types import SamplingParams, ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
-from kv_transfer.layout import KvLayout
+from kv_transfer.layout import INT8, KvLayout
 
+BFLOAT16 = "bfloat16"
 CASES = ("8x1024", "32x1024", "8x4096")
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 30, 9, 3, 64, 16
 TURNS = 12
@@ -39,6 +43,7 @@ TURNS = 12
 class AttentionRow:
     """One case; see the module."""
 
+    kv: str
     batch: int
     context_tokens: int
     threads: int
@@ -47,18 +52,23 @@ class AttentionRow:
     attend_gb_per_s: float
     read_gb_per_s: float
     share: float
+    speedup: float | None
 
 
 class AttentionCase:
     """KV of `batch` sequences of `context` tokens in a pool of their own, and the operations of one step over it."""
 
-    def __init__(self, batch: int, context: int) -> None:
-        self.batch, self.context = batch, context
-        layout = KvLayout("model", "bfloat16", BLOCK, LAYERS, KV_HEADS, HEAD_DIM)
+    def __init__(self, batch: int, context: int, kv: str = BFLOAT16) -> None:
+        self.batch, self.context, self.kv = batch, context, kv
+        layout = KvLayout("model", kv, BLOCK, LAYERS, KV_HEADS, HEAD_DIM)
         columns = -(-context // BLOCK)
         num_blocks = batch * columns
         self.pool = KvCacheMemory(layout, num_blocks, torch.device("cpu"))
-        self.pool.tensor.view(torch.int16).random_(0x3C00, 0x3F80)  # 0.008 to 1.0
+        if self.pool.scales is None:
+            self.pool.tensor.view(torch.int16).random_(0x3C00, 0x3F80)  # 0.008 to 1.0
+        else:
+            self.pool.bytes.random_(0, 255)
+            self.pool.scales.fill_(1 / 127)
         blocks = random.Random(0).sample(range(num_blocks), num_blocks)
         self.table = torch.tensor(blocks, dtype=torch.int32)
         self.inputs = DecodeInputs(batch, context, BLOCK)
@@ -96,32 +106,54 @@ class AttentionCase:
             ]
         )
 
-    def row(self, kernels: CpuKernels, threads: int, turns: int) -> AttentionRow:
-        """Times both in turns, after one pass of each."""
-        ops = self.ops()
+    def reads(self, threads: int) -> Ops:
+        """One READ for each layer, of the same blocks."""
         pieces = self.pool.bytes.view(len(self.pool.bytes), LAYERS, -1).unbind(1)
-        seen = torch.zeros(threads, dtype=torch.int64)
-        reads = np.concatenate([read_op(piece, self.table, seen) for piece in pieces])
-        attend_s: list[float] = []
-        read_s: list[float] = []
-        for turn in range(turns + 1):
-            order = ((ops, attend_s), (reads, read_s))
-            for work, found in order if turn % 2 else reversed(order):
-                began = time.perf_counter()
-                kernels.run(work)
-                found.append(time.perf_counter() - began)
-        del attend_s[0], read_s[0]
-        attended, taken = median(attend_s), median(read_s)
-        return AttentionRow(
-            batch=self.batch,
-            context_tokens=self.context,
-            threads=threads,
-            attend_ms=round(attended * 1e3, 2),
-            read_ms=round(taken * 1e3, 2),
-            attend_gb_per_s=round(self.kv_bytes / attended / 1e9, 1),
-            read_gb_per_s=round(self.kv_bytes / taken / 1e9, 1),
-            share=round(median(r / a for r, a in zip(read_s, attend_s, strict=True)), 3),
-        )
+        self._seen = torch.zeros(threads, dtype=torch.int64)
+        # READ takes whole 256 bytes: a piece's last ones, some of the scales, are left out.
+        whole = pieces[0].shape[1] // 256 * 256
+        return np.concatenate([read_op(piece[:, :whole], self.table, self._seen) for piece in pieces])
+
+
+def time_cases(
+    cases: Sequence[AttentionCase], kernels: CpuKernels, threads: int, turns: int
+) -> list[AttentionRow]:
+    """Times attention and reading of all cases in turns, after one pass of each."""
+    works = [work for case in cases for work in (case.ops(), case.reads(threads))]
+    times: list[list[float]] = [[] for _ in works]
+    for turn in range(turns + 1):
+        for index in range(len(works)) if turn % 2 else reversed(range(len(works))):
+            began = time.perf_counter()
+            kernels.run(works[index])
+            times[index].append(time.perf_counter() - began)
+    times = [found[1:] for found in times]
+    base = next((times[2 * n] for n, case in enumerate(cases) if case.kv == BFLOAT16), None)
+    return [_row(case, threads, times[2 * n], times[2 * n + 1], base) for n, case in enumerate(cases)]
+
+
+def _row(
+    case: AttentionCase,
+    threads: int,
+    attend_s: Sequence[float],
+    read_s: Sequence[float],
+    base_s: Sequence[float] | None,
+) -> AttentionRow:
+    attended, taken = median(attend_s), median(read_s)
+    speedup = None
+    if base_s is not None and base_s is not attend_s:
+        speedup = round(median(b / a for b, a in zip(base_s, attend_s, strict=True)), 2)
+    return AttentionRow(
+        kv=case.kv,
+        batch=case.batch,
+        context_tokens=case.context,
+        threads=threads,
+        attend_ms=round(attended * 1e3, 2),
+        read_ms=round(taken * 1e3, 2),
+        attend_gb_per_s=round(case.kv_bytes / attended / 1e9, 1),
+        read_gb_per_s=round(case.kv_bytes / taken / 1e9, 1),
+        share=round(median(r / a for r, a in zip(read_s, attend_s, strict=True)), 3),
+        speedup=speedup,
+    )
 
 
 def main() -> int:
@@ -130,6 +162,7 @@ def main() -> int:
         prog="python -m bench.engine.attention", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--case", nargs="+", default=CASES, metavar="BATCHxCONTEXT")
+    parser.add_argument("--kv", nargs="+", default=(BFLOAT16,), choices=(BFLOAT16, INT8))
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--json", action="store_true")
@@ -139,8 +172,11 @@ def main() -> int:
     kernels = {threads: CpuKernels(threads) for threads in options.threads}
     rows = []
     for name in options.case:
-        case = AttentionCase(*map(int, name.split("x")))
-        rows += [asdict(case.row(kernels[threads], threads, options.turns)) for threads in options.threads]
+        batch, context = map(int, name.split("x"))
+        cases = [AttentionCase(batch, context, kv) for kv in options.kv]
+        for threads in options.threads:
+            found = time_cases(cases, kernels[threads], threads, options.turns)
+            rows += [asdict(row) for row in found]
     show("attention", sys.argv[1:], machine, rows, as_json=options.json, turns=options.turns)
     return 0
 

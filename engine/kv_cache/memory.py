@@ -10,12 +10,13 @@ from contextlib import suppress
 import torch
 
 from kv_transfer.lane_probe import probe_blocks
-from kv_transfer.layout import KvLayout
+from kv_transfer.layout import INT8, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Of weights, and of KV that is kept as it is computed."""
 DEFAULT_BYTES = 1 << 30
 PIECE_BYTES = 2**21
 """KV converted at a time, so that intermediate results stay in the caches."""
@@ -65,17 +66,32 @@ class BlockMemory:
 
 
 class KvCacheMemory(BlockMemory):
-    """One tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`."""
+    """`tensor`: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` of the layout's dtype.
+
+    `scales`: for int8, bfloat16 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, strided, in the same blocks;
+    else None.
+    """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
         super().__init__(layout, num_blocks, device)
-        heads = (layout.num_layers, 2, layout.num_kv_heads)
-        shape = (num_blocks, *heads, layout.block_size_tokens, layout.head_dim)
+        heads = (2, layout.num_kv_heads, layout.block_size_tokens)
+        self.scales: torch.Tensor | None = None
+        if layout.dtype == INT8:
+            pieces = self.bytes.view(num_blocks, layout.num_layers, -1)
+            codes = layout.block_vectors // layout.num_layers * layout.head_dim
+            self.tensor = pieces[..., :codes].view(torch.int8).unflatten(2, (*heads, layout.head_dim))
+            self.scales = pieces[..., codes:].view(torch.bfloat16).unflatten(2, heads)
+            return
+        shape = (num_blocks, layout.num_layers, *heads, layout.head_dim)
         self.tensor = self.bytes.view(DTYPES[layout.dtype]).view(shape)
 
     def view(self, layer: int) -> torch.Tensor:
         """One layer's KV, `[2, num_kv_heads, num_blocks, block_size, head_dim]`, strided, no copy."""
         return self.tensor[:, layer].permute(1, 2, 0, 3, 4)
+
+    def scales_view(self, layer: int) -> torch.Tensor | None:
+        """One layer's scales, `[2, num_kv_heads, num_blocks, block_size]`, strided, no copy; None without scales."""
+        return None if self.scales is None else self.scales[:, layer].permute(1, 2, 0, 3)
 
 
 def block_pieces(

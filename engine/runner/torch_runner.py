@@ -25,6 +25,7 @@ from engine.core.model_runner import (
 )
 from engine.core.types import ModelFacts, RowsFailedError, SampledToken, ScheduledSequence
 from engine.kv_cache.axis_orders import BlockConverter
+from engine.kv_cache.kv_dtype import kv_dtype
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.model.loaded_model import LoadedModel, resolve_dtype
 from engine.runner.device import choose_device
@@ -58,7 +59,7 @@ class TorchRunner(ModelRunner):
         self.facts = _facts(model.facts, config)
         self.layout = KvLayout(
             model_fingerprint=model.fingerprint,
-            dtype=model.dtype,
+            dtype=kv_dtype(config, model.dtype),
             block_size_tokens=config.block_size_tokens,
             num_layers=model.attention.num_layers,
             num_kv_heads=model.attention.num_kv_heads,
@@ -66,6 +67,9 @@ class TorchRunner(ModelRunner):
             quantization=config.quantization,
         )
         self.work = model.work
+        if self.work is not None:
+            kv_token_bytes = self.layout.block_bytes // self.layout.block_size_tokens
+            self.work = replace(self.work, kv_token_bytes=kv_token_bytes)
         self._device = model.device
         self._context = model.context
         self._samples_on_host = config.device_sampling == "off"
@@ -98,6 +102,8 @@ class TorchRunner(ModelRunner):
         return self._wire
 
     def _plain_wire(self) -> KvWire:
+        if self._pool.scales is not None:
+            return PlainWire(self.pool_memory, self.read_blocks)
         pieces = self._pool.tensor.flatten(2)
         layers = [pieces[:, layer] for layer in range(self.layout.num_layers)]
         return PlainWire(self.pool_memory, self.read_blocks, BlockConverter(self.layout, layers))
@@ -220,10 +226,10 @@ def build_torch_runner(
     `loaded` is called between the two.
 
     Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
-    `check_wire_dtype`, `choose_backend` and `check_quantization`; the last three before anything is loaded.
+    `kv_dtype`, `check_wire_dtype`, `choose_backend` and `check_quantization`; the last four before anything is loaded.
     """
     dtype = resolve_dtype(config.dtype)
-    check_wire_dtype(wire_dtype, dtype)
+    check_wire_dtype(wire_dtype, kv_dtype(config, dtype))
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     device = choose_device(config.device)
     choose_backend(config.attention_backend, device)

@@ -11,6 +11,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, warm_up
 from engine.core.step_stats import StepMeter, StepWork
 from engine.core.types import ModelFacts
+from engine.kv_cache.kv_dtype import refuse_int8_kv
 from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
@@ -143,6 +144,7 @@ def _with_faults(transport: Transport, config: WorkerConfig) -> Transport:
 
 
 def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ServedAs]:
+    refuse_int8_kv(config.engine, "engine simulated")
     clock.imported()
     runner = SimulatedRunner(config.engine)
     check_wire_dtype(config.wire_dtype, runner.layout.dtype)
@@ -179,6 +181,7 @@ def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:
     if config.engine.quantization != NO_QUANTIZATION:
         message = "engine.quantization: with engine vllm the checkpoint says how it is quantized"
         raise ConfigError(message, field="engine.quantization")
+    refuse_int8_kv(config.engine, "engine vllm")
     source = localize_model(resolve_model(config.model))
     if source.gguf_file:
         raise UnsupportedModelError(f"model {config.model}: engine vllm reads no GGUF files")

@@ -65,6 +65,7 @@ SHOWN = (
     "engine.adapters",
     "engine.dtype",
     "engine.quantization",
+    "engine.kv_cache_dtype",
     "engine.device",
     "engine.block_size_tokens",
     "engine.num_blocks",

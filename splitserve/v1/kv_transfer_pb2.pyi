@@ -47,10 +47,12 @@ class KvLayout(_message.Message):
     a sample of their bytes. Required. Failure: FAILED_PRECONDITION LAYOUT_MISMATCH.
     """
     dtype: _builtins.str
-    """Element type of KV in the engine: "float32" or "bfloat16" (simulated engines: "uint8"). Required."""
+    """Element type of KV in the engine: "float32", "bfloat16", or "int8", with one bfloat16 scale a vector of head_dim
+    elements after each layer's elements of a block (simulated engines: "uint8"). Required.
+    """
     block_size_tokens: _builtins.int
     """Tokens in one block. Range 1..1024. Required. May differ between workers where one size divides the other,
-    axis_order ends with ",token,dim", wire_dtype is "same" and the transport is not "ucx": the writer then writes parts of
+    axis_order ends with ",token,dim", wire_dtype is "same", dtype is not "int8" and the transport is not "ucx": the writer then writes parts of
     blocks, of as many tokens as the smaller size.
     """
     axis_order: _builtins.str

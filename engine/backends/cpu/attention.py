@@ -14,7 +14,7 @@ from engine.backends.cpu.ops import Code, attend_op
 from engine.core.types import ScheduledSequence
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import LayerState
-from kv_transfer.layout import KvLayout
+from kv_transfer.layout import INT8, KvLayout
 from splitserve.generation.kv_blocks import blocks_for
 
 _HEAD_DIM_STEP = 32
@@ -108,7 +108,7 @@ def chunk_parts(batch: Sequence[ScheduledSequence], first_row: int, block_size: 
 
 def attends(layout: KvLayout) -> bool:
     """Whether the kernels support KV of this layout."""
-    return layout.dtype == "bfloat16" and layout.head_dim % _HEAD_DIM_STEP == 0
+    return layout.dtype in ("bfloat16", INT8) and layout.head_dim % _HEAD_DIM_STEP == 0
 
 
 class CpuAttention:

@@ -167,6 +167,7 @@ def attend_op(
 
     All tensors are bfloat16: query `[heads, tokens, head_dim]`, key and value `[kv_heads, tokens, head_dim]`,
     y `[tokens, heads, head_dim]` contiguous, pool `[2, kv_heads, num_blocks, block_size, head_dim]`, one layer's view.
+    The pool may be int8 instead, with scales in its blocks as `KvCacheMemory` has them.
     step: see `DecodeInputs` and `ChunkInputs`. `window` counts positions, the token's own included.
     """
     op = _op(code)
@@ -178,6 +179,8 @@ def attend_op(
     both, head, block = pool.stride()[:3]
     group, block_size = query.shape[0] // kv_heads, pool.shape[3]
     op["number"][0, :9] = tokens, kv_heads, group, head_dim, block_size, window or 0, both, block, head
+    if pool.dtype is torch.int8:
+        op["number"][0, 9] = 2 * kv_heads * block_size * head_dim  # the scales follow the codes
     op["real"][0] = scale, softcap or 0.0
     return op
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.backends.cuda.attention_tile import LAUNCH, HeadShape, attend_range, product_dtype
+from engine.backends.cuda.attention_tile import LAUNCH, HeadShape, KvViews, attend_range, product_dtype
 from engine.backends.cuda.staging import StepInputs
 
 
@@ -24,9 +24,14 @@ class _Tile(NamedTuple):
     warps: int
 
 
-def _tile(dtype: torch.dtype, padded_dim: int) -> _Tile:
-    """The largest tile for registers and 99 KiB of shared memory, which all GPUs since compute capability 8.0 have."""
+def _tile(dtype: torch.dtype, padded_dim: int, *, scaled: bool = False) -> _Tile:
+    """The largest tile for registers and 99 KiB of shared memory, which all GPUs since compute capability 8.0 have.
+
+    `scaled`: KV has scales, which take registers.
+    """
     if dtype is torch.bfloat16:
+        if scaled and padded_dim > 64:
+            return _Tile(64, 64, 8) if padded_dim == 128 else _Tile(32, 16, 4)
         if padded_dim <= 128:
             return _Tile(128, 64, 8)
         return _Tile(64, 32, 8) if padded_dim <= 256 else _Tile(32, 16, 4)
@@ -49,6 +54,10 @@ def _prefill(  # type: ignore[no-untyped-def]
     query_token_stride,
     kv_head_stride,
     block_stride,
+    key_scales,
+    value_scales,
+    scale_head_stride,
+    scale_block_stride,
     output_token_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -95,9 +104,12 @@ def _prefill(  # type: ignore[no-untyped-def]
             end,
             keys + head * kv_head_stride,
             values + head * kv_head_stride,
+            key_scales + head * scale_head_stride,
+            value_scales + head * scale_head_stride,
             tables + tl.load(table_starts + sequence),
             scale,
             block_stride,
+            scale_block_stride,
             BLOCK_SIZE,
             HEAD_DIM,
             WINDOW,
@@ -115,8 +127,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 
 def prefill_attention(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: KvViews,
     output: torch.Tensor,
     inputs: StepInputs,
     shape: HeadShape,
@@ -126,10 +137,11 @@ def prefill_attention(
 ) -> None:
     """Writes the rows of `output` `[tokens, heads, head_dim]` that belong to prompt chunks.
 
-    `query` `[heads, tokens, head_dim]`; `keys`, `values` `[kv_heads, blocks, block_size, head_dim]`: one layer of the
-    pool, which already has the new tokens' KV. All have the model's dtype, and contiguous last dimensions.
+    `query` `[heads, tokens, head_dim]`; `kv`: one layer of the pool, which already has the new tokens' KV. All have the
+    model's dtype, but `kv` may be int8, and contiguous last dimensions.
     """
-    tile = _tile(query.dtype, shape.padded_dim)
+    keys, values = kv.keys, kv.values
+    tile = _tile(query.dtype, shape.padded_dim, scaled=keys.dtype is torch.int8)
     queries = max(1, tile.rows // shape.padded_group)
     grid = (triton.cdiv(inputs.longest_chunk, queries), keys.shape[0], inputs.num_prefill)
     _prefill[grid](
@@ -147,6 +159,10 @@ def prefill_attention(
         query.stride(1),
         keys.stride(0),
         keys.stride(1),
+        kv.key_scales,
+        kv.value_scales,
+        kv.key_scales.stride(0),
+        kv.key_scales.stride(1),
         output.stride(0),
         BLOCK_SIZE=keys.shape[2],
         HEAD_DIM=shape.head_dim,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.backends.cuda.attention_tile import HeadShape
+from engine.backends.cuda.attention_tile import HeadShape, KvViews
 from engine.backends.cuda.decode_attention import decode_attention, split_count
 from engine.backends.cuda.kv_write import contiguous_rows, write_kv
 from engine.backends.cuda.prefill_attention import prefill_attention
@@ -21,7 +21,7 @@ class TritonAttention:
 
     def __init__(self, pool: KvCacheMemory) -> None:
         self.inputs: StepInputs | None = None
-        self._views = [pool.view(layer).unbind(0) for layer in range(pool.layout.num_layers)]
+        self._views = [KvViews.of(pool, layer) for layer in range(pool.layout.num_layers)]
         on_gpu = pool.device.type == "cuda"
         self._processors = (
             torch.cuda.get_device_properties(pool.device).multi_processor_count
@@ -41,15 +41,15 @@ class TritonAttention:
         """See `AttentionBackend.attend`."""
         inputs = self.inputs
         assert inputs is not None, "a forward pass outside of a step"
-        keys, values = self._views[layer.index]
+        kv = self._views[layer.index]
         query, key, value = (contiguous_rows(tensor) for tensor in (query, key, value))
-        write_kv(key, value, keys, values, inputs.slots)
+        write_kv(key, value, kv, inputs.slots)
         heads, tokens, head_dim = query.shape
-        shape = HeadShape.of(heads, keys.shape[0], head_dim)
+        shape = HeadShape.of(heads, len(kv.keys), head_dim)
         output = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
-        arguments = (query, keys, values, output, inputs, shape, scale, layer.window, softcap)
+        arguments = (query, kv, output, inputs, shape, scale, layer.window, softcap)
         if inputs.num_decode:
-            splits = split_count(inputs.num_decode, keys.shape[0], self._processors)
+            splits = split_count(inputs.num_decode, len(kv.keys), self._processors)
             decode_attention(*arguments, splits)
         if inputs.num_prefill:
             prefill_attention(*arguments)

@@ -23,6 +23,7 @@ from engine.backends.torch_native.batch import (
 )
 from engine.backends.torch_native.contiguous_kv import ContiguousKv
 from engine.core.types import ScheduledSequence
+from engine.kv_cache.int8_kv import dequantize, quantize
 from engine.kv_cache.memory import DTYPES, KvCacheMemory
 from engine.model.attention_interface import LayerState
 from engine.model.loaded_model import LoadedModel
@@ -36,18 +37,21 @@ FUSED_POSITIONS = 1536
 class TorchNativeAttention:
     """Attention over a KV pool. `batch` is the current step's, set before each forward pass.
 
-    `contiguous_kv_bytes`: memory for `ContiguousKv`, used on cpu only.
+    `contiguous_kv_bytes`: memory for `ContiguousKv`, used on cpu only. KV in int8 has none: it is gathered and widened
+    in every step. New tokens see their own KV as it was rounded.
     """
 
     def __init__(self, pool: KvCacheMemory, contiguous_kv_bytes: int = 0) -> None:
         self.batch: StepBatch | None = None
         self._views = [pool.view(layer) for layer in range(pool.layout.num_layers)]
+        self._scales = [pool.scales_view(layer) for layer in range(pool.layout.num_layers)]
         one = self._views[0][:, :, :1]
         self._scratch = one.new_empty(0)
         on_cpu = one.device.type == "cpu"
-        self.group_blocks = GATHERED_BYTES // (one.numel() * one.itemsize) if on_cpu else None
+        itemsize = max(one.itemsize, torch.bfloat16.itemsize)  # int8 is widened when it is gathered
+        self.group_blocks = GATHERED_BYTES // (one.numel() * itemsize) if on_cpu else None
         """Maximum number of blocks of a decode group; see `build_step_batch`."""
-        use_contiguous = on_cpu and contiguous_kv_bytes > 0
+        use_contiguous = on_cpu and contiguous_kv_bytes > 0 and pool.scales is None
         self.contiguous_kv = ContiguousKv(pool.tensor, contiguous_kv_bytes) if use_contiguous else None
         """Contiguous copies of decoding sequences' KV; see `build_step_batch`."""
 
@@ -63,23 +67,30 @@ class TorchNativeAttention:
         """See `AttentionBackend.attend`."""
         batch = self.batch
         assert batch is not None, "a forward pass outside of a step"
-        pool = self._views[layer.index]
+        pool, scales = self._views[layer.index], self._scales[layer.index]
         new = torch.stack((key, value))
-        pool[:, :, batch.slot_blocks, batch.slot_offsets] = new
+        if scales is None:
+            pool[:, :, batch.slot_blocks, batch.slot_offsets] = new
+        else:
+            codes, new_scales = quantize(new)
+            pool[:, :, batch.slot_blocks, batch.slot_offsets] = codes
+            scales[:, :, batch.slot_blocks, batch.slot_offsets] = new_scales
+            key, value = dequantize(codes, new_scales)
         plan = batch.plan(layer.window)
         parts = [_contiguous(group, layer.index, query, new, scale, softcap) for group in plan.contiguous]
-        parts += [self._decode(group, query, pool, scale, softcap) for group in plan.decode]
+        parts += [self._decode(group, query, layer.index, scale, softcap) for group in plan.decode]
         for chunk in plan.prefill:
             begin, end = chunk.rows
             if chunk.blocks is None:
                 keys, values = key[:, begin:end], value[:, begin:end]
             else:
-                keys, values = self._gather(pool, chunk.blocks)
+                keys, values = self._gather(layer.index, chunk.blocks)
             parts.append(_prefill(chunk, query[:, begin:end], keys, values, scale, softcap))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _gather(self, pool: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    def _gather(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """Keys and values of blocks, `[2, kv_heads, len(blocks) * block_size, head_dim]`; valid until the next call."""
+        pool, scales = self._views[layer], self._scales[layer]
         _, kv_heads, _, block_size, head_dim = pool.shape
         shape = (2, kv_heads, len(blocks), block_size, head_dim)
         size = 2 * kv_heads * len(blocks) * block_size * head_dim
@@ -87,21 +98,23 @@ class TorchNativeAttention:
             self._scratch = pool.new_empty(size)
         gathered = self._scratch[:size].view(shape)
         torch.index_select(pool, 2, blocks, out=gathered)
+        if scales is not None:
+            gathered = dequantize(gathered, scales.index_select(2, blocks))
         return gathered.view(2, kv_heads, -1, head_dim)
 
     def _decode(
         self,
         group: DecodeGroup,
         query: torch.Tensor,
-        pool: torch.Tensor,
+        layer: int,
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
         """One new token per sequence, all rows of a group at once. Returns `[rows, heads, head_dim]`."""
         begin, end = group.rows
         heads, _, head_dim = query.shape
-        count, kv_heads = end - begin, pool.shape[1]
-        gathered = self._gather(pool, group.blocks)
+        gathered = self._gather(layer, group.blocks)
+        count, kv_heads = end - begin, gathered.shape[1]
         if group.stale is not None:
             gathered.index_fill_(2, group.stale, 0.0)
         keys, values = gathered.view(2, kv_heads, count, -1, head_dim)

@@ -12,6 +12,7 @@ from engine.backends.cuda.forward import PagedAttention
 from engine.backends.cuda.staging import Staging
 from engine.backends.interface import flatten
 from engine.core.types import SamplingParams, ScheduledSequence
+from engine.kv_cache.int8_kv import quantize
 from engine.kv_cache.memory import DTYPES, KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState
 from engine.model.probe import AttentionKind
@@ -30,16 +31,22 @@ TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2}
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What kernels are compiled for besides the kind of layer. `dtype`: "float32" or "bfloat16"."""
+    """What kernels are compiled for besides the kind of layer.
+
+    `dtype`: "float32" or "bfloat16". `kv_dtype`: that of the pool, or "int8".
+    """
 
     kv_heads: int
     head_dim: int
     block_size: int
     dtype: str
+    kv_dtype: str = ""
+    """"": as `dtype`."""
 
     def pool(self, num_blocks: int, device: torch.device) -> KvCacheMemory:
         """A small pool of blocks of this shape."""
-        layout = KvLayout("self-test", self.dtype, self.block_size, LAYERS, self.kv_heads, self.head_dim)
+        dtype = self.kv_dtype or self.dtype
+        layout = KvLayout("self-test", dtype, self.block_size, LAYERS, self.kv_heads, self.head_dim)
         return KvCacheMemory(layout, num_blocks, device)
 
 
@@ -78,7 +85,10 @@ class _Sample:
         steps = [(size - 1, 1), (size, 1), (long_context, 1), (0, size + 1), (3, size + 3)]
         counts = [blocks_for(computed + new, size) for computed, new in steps]
         pool = shape.pool(sum(counts) + 1, self._device)
-        pool.tensor.fill_(float("nan"))
+        if pool.scales is None:
+            pool.tensor.fill_(float("nan"))
+        else:
+            pool.scales.fill_(float("nan"))
         free = torch.randperm(sum(counts) + 1, generator=self._numbers).tolist()
         batch, expected, new_rows = [], [], []
         for (computed, new), count in zip(steps, counts, strict=True):
@@ -88,7 +98,7 @@ class _Sample:
             query = self._random(kind.heads, new, shape.head_dim)
             _write(pool, blocks, kv[:, :, :computed])
             batch.append(ScheduledSequence("", [0] * total, 1, computed, new, blocks, True, SamplingParams()))
-            expected.append(reference(query, kv, kind))
+            expected.append(reference(query, kv if pool.scales is None else _rounded(kv), kind))
             new_rows.append((query, kv[:, :, computed:]))
         query, key, value = (
             # As a model passes them: heads beside each other in a token's row.
@@ -112,7 +122,17 @@ def _write(pool: KvCacheMemory, blocks: Sequence[int], kv: torch.Tensor) -> None
     size = pool.layout.block_size_tokens
     for number in range(blocks_for(kv.shape[2], size)):
         part = kv[:, :, number * size : (number + 1) * size]
-        pool.tensor[blocks[number], 1, :, :, : part.shape[2]] = part.to(pool.device)
+        place = blocks[number], 1, slice(None), slice(None), slice(part.shape[2])
+        if pool.scales is None:
+            pool.tensor[place] = part.to(pool.device)
+        else:
+            pool.tensor[place], pool.scales[place] = quantize(part.to(pool.device))
+
+
+def _rounded(kv: torch.Tensor) -> torch.Tensor:
+    """In float64: what is left of bfloat16 KV in int8."""
+    codes, scales = quantize(kv)
+    return codes.double() * scales.double().unsqueeze(-1)
 
 
 def reference(query: torch.Tensor, kv: torch.Tensor, kind: AttentionKind) -> torch.Tensor:

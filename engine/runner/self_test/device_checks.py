@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from engine.backends.select import choose_backend, paged_attention
+from engine.kv_cache.kv_dtype import kv_dtype
 from engine.model.loaded_model import LoadedModel
 from engine.model.probe import AttentionKind
 from engine.runner.self_test.attention_check import KvShape, check_attention
@@ -46,7 +47,13 @@ def self_tested(
     nothing any more.
     """
     attention, device = model.attention, model.device
-    shape = KvShape(attention.num_kv_heads, attention.head_dim, config.block_size_tokens, model.dtype)
+    shape = KvShape(
+        attention.num_kv_heads,
+        attention.head_dim,
+        config.block_size_tokens,
+        model.dtype,
+        kv_dtype(config, model.dtype),
+    )
     kinds = sorted(attention.kinds, key=str)
     checks = engine_checks(config, shape, kinds, model.facts.vocabulary_size, device)
     with torch.inference_mode():

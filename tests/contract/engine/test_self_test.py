@@ -44,25 +44,36 @@ def capture() -> Capture:
     return CudaDecodeGraphs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_kernels_pass(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_the_kernels_pass(dtype: str, kv_dtype: str) -> None:
     kinds = [AttentionKind(6), AttentionKind(4, 20), AttentionKind(2, 12, 3.0)]
-    check_attention(triton_kernels(), KvShape(2, 16, 8, dtype), kinds, DEVICE, long_context=CONTEXT)
+    check_attention(triton_kernels(), KvShape(2, 16, 8, dtype, kv_dtype), kinds, DEVICE, long_context=CONTEXT)
+
+
+def test_kernels_that_forget_the_scales_do_not() -> None:
+    class Unscaled(triton_kernels()):  # type: ignore[misc]
+        def __init__(self, pool: KvCacheMemory) -> None:
+            super().__init__(pool)
+            self._views = [kv._replace(value_scales=kv.key_scales) for kv in self._views]
+
+    shape = KvShape(2, 16, 8, "bfloat16", "int8")
+    with pytest.raises(WrongResultError, match="off by"):
+        check_attention(Unscaled, shape, [AttentionKind(4)], DEVICE, long_context=30)
 
 
 def test_kernels_that_miss_a_key_do_not() -> None:
     class Short(triton_kernels()):  # type: ignore[misc]
         def __init__(self, pool: KvCacheMemory) -> None:
             super().__init__(pool)
-            self._views = [(keys.roll(1, 2), values) for keys, values in self._views]
+            self._views = [kv._replace(keys=kv.keys.roll(1, 2)) for kv in self._views]
 
     with pytest.raises(WrongResultError, match="off by"):
         check_attention(Short, KvShape(2, 16, 8, "float32"), [AttentionKind(4)], DEVICE, long_context=30)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replayed_steps_pass(dtype: str) -> None:
-    check_graphs(capture(), triton_kernels(), KvShape(2, 16, 8, dtype), AttentionKind(4, 9), DEVICE)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_replayed_steps_pass(dtype: str, kv_dtype: str) -> None:
+    check_graphs(capture(), triton_kernels(), KvShape(2, 16, 8, dtype, kv_dtype), AttentionKind(4, 9), DEVICE)
 
 
 @pytest.mark.parametrize("kind", ["nixl", "ucx"])

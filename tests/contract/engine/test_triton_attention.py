@@ -81,7 +81,7 @@ def test_chunks_of_several_tiles(window: int | None) -> None:
 @pytest.mark.parametrize("splits", [8, 16])
 def test_split_contexts(splits: int, window: int | None) -> None:
     """Contexts that need all parts, some, one, and none."""
-    from engine.backends.cuda.attention_tile import HeadShape
+    from engine.backends.cuda.attention_tile import HeadShape, KvViews
     from engine.backends.cuda.decode_attention import KEYS, decode_attention
     from engine.backends.cuda.kv_write import write_kv
     from engine.backends.cuda.staging import Staging
@@ -90,15 +90,15 @@ def test_split_contexts(splits: int, window: int | None) -> None:
     inputs = Staging(8, DEVICE).stage(placed(rig).padded(6))
     padding = torch.full((2, 2, 16), float("nan"), device=DEVICE)
     rig.key, rig.value = (torch.cat([part, padding], 1) for part in (rig.key, rig.value))
-    keys, values = rig.pool.view(1).unbind(0)
+    kv = KvViews.of(rig.pool, 1)
     before = rig.pool.tensor.clone()
-    write_kv(rig.key, rig.value, keys, values, inputs.slots)
+    write_kv(rig.key, rig.value, kv, inputs.slots)
     changed = ~((before == rig.pool.tensor) | (before.isnan() & rig.pool.tensor.isnan()))
     assert changed[:, 1].sum() == changed.sum() == 4 * 2 * 2 * 16, "padded rows are written nowhere"
     query = torch.cat([rig.query, torch.zeros(4, 2, 16, device=DEVICE)], 1)
     output = torch.full((6, 4, 16), float("nan"), device=DEVICE)
     shape = HeadShape.of(4, 2, 16)
-    decode_attention(query, keys, values, output, inputs, shape, 0.25, window, None, splits, min_tokens=KEYS)
+    decode_attention(query, kv, output, inputs, shape, 0.25, window, None, splits, min_tokens=KEYS)
     torch.testing.assert_close(output[:4].double(), rig.expected(window=window), rtol=2e-6, atol=2e-6)
     assert not output[4:].any(), "a row that sees nothing is zero"
 

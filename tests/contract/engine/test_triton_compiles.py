@@ -19,13 +19,14 @@ MODEL_TENSORS = ("query", "key", "value", "keys", "values", "output")
 """In the model's dtype."""
 POINTERS = {
     **dict.fromkeys(("parts", "highests", "totals"), "*fp32"),
+    **dict.fromkeys(("key_scales", "value_scales"), "*bf16"),
     **dict.fromkeys(("contexts", "query_starts", "table_starts", "tables", "slots"), "*i64"),
     "scale": "fp32",
 }
 
 
 def compiled(
-    kernel: Any, capability: int, constants: dict[str, Any], warps: int, dtype: str = "bfloat16"
+    kernel: Any, capability: int, constants: dict[str, Any], warps: int, dtype: str = "bfloat16", kv: str = ""
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -35,6 +36,8 @@ def compiled(
 
     names = kernel.arg_names
     pointers = POINTERS | dict.fromkeys(MODEL_TENSORS, "*bf16" if dtype == "bfloat16" else "*fp32")
+    if kv == "int8":
+        pointers |= {"keys": "*i8", "values": "*i8"}
     signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -59,10 +62,10 @@ def spilled_bytes(cubin: bytes, folder: Path) -> int:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "kv"), [("bfloat16", ""), ("float32", ""), ("bfloat16", "int8")])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_attention_fits(
-    capability: int, dtype: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: int, dtype: str, kv: str, head_dim: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into shared memory and registers, for what models mostly have: no window, no soft cap."""
     import torch
@@ -75,15 +78,15 @@ def test_attention_fits(
     shape, numbers = HeadShape.of(32, 8, head_dim), getattr(torch, dtype)
     heads = HEADS | {"HEAD_DIM": head_dim, "DIM": shape.padded_dim, "WINDOW": 0, "SOFTCAP": 0.0}
     heads |= {"DTYPE": getattr(tl, dtype)}
-    tile = prefill_attention._tile(numbers, shape.padded_dim)
+    tile = prefill_attention._tile(numbers, shape.padded_dim, scaled=kv == "int8")
     queries = {"PADDED_GROUP": 4, "QUERIES": tile.rows // 4, "KEYS": tile.keys}
-    keys = decode_attention.tile_keys(numbers, shape.padded_dim)
+    keys = decode_attention.tile_keys(numbers, shape.padded_dim, scaled=kv == "int8")
     parts = {"ROWS": 16, "SPLITS": 32, "MIN_SIZE": decode_attention.MIN_TOKENS, "KEYS": keys}
     for kernel, constants, warps in (
         (prefill_attention._prefill, heads | queries, tile.warps),
         (decode_attention._decode, heads | parts, 4),
     ):
-        program = compiled(kernel, capability, constants, warps, dtype)
+        program = compiled(kernel, capability, constants, warps, dtype, kv)
         assert program.metadata.shared <= SHARED_BYTES
         assert not spilled_bytes(program.asm["cubin"], tmp_path), kernel
 
@@ -110,6 +113,7 @@ def test_kernels_compile(capability: int, tmp_path: Path, monkeypatch: pytest.Mo
         (decode_attention._join, join, 4),
         (kv_write._write, write, 4),
     ):
-        program = compiled(kernel, capability, constants, warps)
-        assert program.asm["cubin"]
-        assert program.metadata.shared <= SHARED_BYTES
+        for kv in ("", "int8"):
+            program = compiled(kernel, capability, constants, warps, kv=kv)
+            assert program.asm["cubin"]
+            assert program.metadata.shared <= SHARED_BYTES

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.core.types import SamplingParams, ScheduledSequence
+from engine.kv_cache.int8_kv import quantize
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.attention_interface import AttentionContext, LayerState
 from kv_transfer.layout import KvLayout
@@ -16,6 +17,30 @@ from kv_transfer.layout import KvLayout
 BLOCK = 8
 NUM_BLOCKS = 48
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def fill_with_nan(pool: KvCacheMemory) -> None:
+    """Every block: what others left there must not get through."""
+    if pool.scales is None:
+        pool.tensor.fill_(float("nan"))
+    else:
+        pool.tensor.fill_(-128)
+        pool.scales.fill_(float("nan"))
+
+
+def put(pool: KvCacheMemory, block: int, offset: int, kv: torch.Tensor) -> None:
+    """Writes `[..., 2, kv_heads, head_dim]` of one position: of all layers, or of what `kv` broadcasts to."""
+    if pool.scales is None:
+        pool.tensor[block, ..., offset, :] = kv
+        return
+    pool.tensor[block, ..., offset, :], pool.scales[block, ..., offset] = quantize(kv)
+
+
+def values_of(pool: KvCacheMemory, blocks: Sequence[int]) -> torch.Tensor:
+    """float64 `[blocks, layers, 2, kv_heads, block_size, head_dim]`: what the pool's bytes stand for."""
+    index = list(blocks)
+    values = pool.tensor[index].double()
+    return values if pool.scales is None else values * pool.scales[index].double().unsqueeze(-1)
 
 
 @dataclass
@@ -46,12 +71,13 @@ class Rig:
         device: torch.device | None = None,
         block: int = BLOCK,
         num_blocks: int = NUM_BLOCKS,
+        kv_dtype: str = "",
     ) -> Rig:
-        """`steps`: computed before, and now, of each sequence."""
+        """`steps`: computed before, and now, of each sequence. `kv_dtype`: that of the pool; "": `dtype`."""
         device = device or torch.device("cpu")
-        layout = KvLayout("model", str(dtype).removeprefix("torch."), block, 2, kv_heads, head_dim)
-        pool = KvCacheMemory(layout, num_blocks, device)
-        pool.tensor.fill_(float("nan"))
+        kv_dtype = kv_dtype or str(dtype).removeprefix("torch.")
+        pool = KvCacheMemory(KvLayout("model", kv_dtype, block, 2, kv_heads, head_dim), num_blocks, device)
+        fill_with_nan(pool)
         numbers = torch.Generator().manual_seed(7)
         free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -62,8 +88,8 @@ class Rig:
         for index, (computed, new) in enumerate(steps):
             blocks = [free.pop() for _ in range(-(-(computed + new) // block))]
             for position in range(computed):
-                place = pool.tensor[blocks[position // block], ..., position % block, :]
-                place.copy_(random(2, 2, kv_heads, head_dim))
+                block_id, offset = blocks[position // block], position % block
+                put(pool, block_id, offset, random(2, 2, kv_heads, head_dim))
             tokens = [0] * (computed + new)
             batch.append(
                 ScheduledSequence(str(index), tokens, 1, computed, new, blocks, True, SamplingParams())
@@ -90,7 +116,7 @@ class Rig:
         group = self.query.shape[0] // self.key.shape[0]
         rows: list[torch.Tensor] = []
         for sequence in self.order():
-            table = self.pool.tensor[list(sequence.block_ids), layer].double()
+            table = values_of(self.pool, list(sequence.block_ids))[:, layer]
             keys, values = table.permute(1, 2, 0, 3, 4).flatten(2, 3).repeat_interleave(group, 1)
             for position in range(sequence.num_computed, sequence.num_computed + sequence.num_new):
                 low = 0 if window is None else max(0, position + 1 - window)

@@ -11,6 +11,7 @@ from kv_transfer.layout import (
     CONVERTED_ORDERS,
     FP8_E4M3,
     HEADS_OUTERMOST,
+    INT8,
     KEYS_BY_DIM,
     MAX_NAME,
     KvLayout,
@@ -63,6 +64,20 @@ def test_nothing_but_the_order_may_differ_with_it(changes: dict[str, object]) ->
         assert error.field == field
         assert str(value) in error.message
         assert "another axis_order" in error.message
+
+
+def test_int8_blocks_hold_a_scale_for_each_vector_and_fit_only_their_like() -> None:
+    narrow = replace(OURS, dtype=INT8)
+    assert narrow.block_bytes == 2 * 2 * 4 * 32 * (8 + 2)
+    assert narrow.block_bytes == OURS.block_bytes // 2 + narrow.block_vectors * 2
+    for mine, theirs in ((OURS, narrow), (narrow, OURS)):
+        assert refusal(mine, theirs).field == "dtype"
+    smaller = refusal(narrow, replace(narrow, block_size_tokens=16))
+    assert smaller.field == "block_size_tokens"
+    assert "dtype 'int8' cannot be divided by tokens" in smaller.message
+    assert refusal(narrow, replace(narrow, axis_order=KEYS_BY_DIM)).field == "axis_order"
+    narrow.require_fits(narrow, who=WHO)
+    assert KvLayout.from_proto(narrow.to_proto()) == narrow
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"wire_dtype": FP8_E4M3}])

@@ -12,6 +12,7 @@
 
 #include "attention.hpp"
 #include "elementwise.hpp"
+#include "int8_kv.hpp"
 #include "linear.hpp"
 #include "linear_int8.hpp"
 #include "op.hpp"
@@ -23,11 +24,12 @@
 namespace {
 
 void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
+  const bool scaled_kv = op.number[9];
   switch (op.code) {
     case LINEAR: return linear(op, thread, threads);
     case RMS_NORM: return rms_norm(op, thread, threads);
-    case ATTEND: return attend(op, thread, threads);
-    case PREFILL: return prefill(op, thread, threads, shared);
+    case ATTEND: return (scaled_kv ? attend<int8_t> : attend<bf16>)(op, thread, threads);
+    case PREFILL: return (scaled_kv ? prefill<int8_t> : prefill<bf16>)(op, thread, threads, shared);
     case READ: return read_pieces(op, thread, threads);
     case LINEAR_INT8: return linear_int8(op, thread, threads);
     default: return elementwise(op, thread, threads);

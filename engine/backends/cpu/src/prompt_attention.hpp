@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
+#include "int8_kv.hpp"
 #include "kv.hpp"
 #include "linear.hpp"
 #include "op.hpp"
@@ -20,8 +22,9 @@ namespace {
 constexpr int64_t KEYS = PANEL * 16;  // positions in a panel of keys
 constexpr int VALUES = 32;            // elements of head_dim in a panel of values
 
+template <typename T>
 struct Chunk {
-  PoolView kv;
+  PoolView<T> kv;
   const int32_t* table;
   int64_t total;  // positions with KV, the chunk's included
   int64_t panels() const { return (total + KEYS - 1) / KEYS; }
@@ -54,17 +57,18 @@ inline void transpose(__m512i v[16]) {
 }
 
 // Packs panel p of keys, in pairs of head_dim elements; positions beyond the sequence are 0.
-void pack_keys(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
+template <typename T>
+void pack_keys(const Chunk<T>& c, int64_t h, int64_t p, bf16* packed) {
   int64_t D = c.kv.head_dim;
   for (int64_t j = 0; j < KEYS; j += 16) {
-    const bf16* keys[16];
+    const T* keys[16];
     for (int64_t i = 0; i < 16; i++) {
       int64_t position = p * KEYS + j + i;
       keys[i] = position < c.total ? c.kv.key(c.table, h, position) : nullptr;
     }
     for (int64_t d = 0; d < D; d += 32) {
       __m512i v[16];
-      for (int i = 0; i < 16; i++) v[i] = keys[i] ? _mm512_loadu_si512(keys[i] + d) : _mm512_setzero_si512();
+      for (int i = 0; i < 16; i++) v[i] = keys[i] ? load32(keys[i] + d) : _mm512_setzero_si512();
       transpose(v);
       for (int i = 0; i < 16; i++) _mm512_storeu_si512(packed + p * KEYS * D + (d + 2 * i) * KEYS + j * 2, v[i]);
     }
@@ -72,11 +76,12 @@ void pack_keys(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
 }
 
 // Packs the values of the same positions, in pairs of positions.
-void pack_values(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
+template <typename T>
+void pack_values(const Chunk<T>& c, int64_t h, int64_t p, bf16* packed) {
   int64_t D = c.kv.head_dim, padded = c.padded();
   auto load = [&](int64_t position, int64_t d) {
     if (position >= c.total) return _mm512_setzero_si512();
-    return _mm512_loadu_si512(c.kv.at(c.kv.values, c.table, h, position) + d);
+    return load32(c.kv.at(c.kv.values, c.table, h, position) + d);
   };
   uint16_t order[32];  // 0, 32, 1, 33, ...
   for (int i = 0; i < 32; i++) order[i] = i / 2 + i % 2 * 32;
@@ -90,9 +95,18 @@ void pack_values(const Chunk& c, int64_t h, int64_t p, bf16* packed) {
     }
 }
 
+// Scales of the keys and of the values of a panel into `scales` [2, padded]; 0 beyond the sequence.
+inline void unpack_scales(const Chunk<int8_t>& c, int64_t h, int64_t p, float* scales) {
+  for (int64_t position = p * KEYS; position < (p + 1) * KEYS; position++) {
+    bool there = position < c.total;
+    scales[position] = there ? widen(*c.kv.scale(c.kv.keys, c.table, h, position)) : 0;
+    scales[c.padded() + position] = there ? widen(*c.kv.scale(c.kv.values, c.table, h, position)) : 0;
+  }
+}
+
 // Softmax of n scores without the division, rounded into `weights`; returns the sum before rounding. n is a multiple of
-// KEYS.
-inline float weigh_rounded(const float* s, int64_t n, bf16* weights) {
+// KEYS. `scales`: of the values, which the weights take with them; null for values without.
+inline float weigh_rounded(const float* s, int64_t n, bf16* weights, const float* scales) {
   const __m512 by = _mm512_set1_ps(1.44269504f);
   __m512 top[PANEL], sum[PANEL];
   for (int v = 0; v < PANEL; v++) top[v] = _mm512_set1_ps(-INFINITY), sum[v] = _mm512_setzero_ps();
@@ -104,20 +118,20 @@ inline float weigh_rounded(const float* s, int64_t n, bf16* weights) {
     for (int v = 0; v < PANEL; v++) {
       __m512 e = power_of_two16(_mm512_fmsub_ps(_mm512_loadu_ps(s + i + v * 16), by, off));
       sum[v] = _mm512_add_ps(sum[v], e);
-      narrow16(weights + i + v * 16, e);
+      narrow16(weights + i + v * 16, scales ? _mm512_mul_ps(e, _mm512_loadu_ps(scales + i + v * 16)) : e);
     }
   return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), sum[2]));
 }
 
 // Weights of a tile's scores [TILE, ld] over positions [low, high); row r sees positions [from[r], to[r]).
 inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t* to, int64_t low, int64_t high,
-                       float softcap, bf16* weights, float* sums) {
+                       float softcap, bf16* weights, const float* scales, float* sums) {
   for (int r = 0; r < TILE; r++) {
     float* row = s + r * ld;
     cap(row, high - low, softcap);
     std::fill(row, row + (from[r] - low), -INFINITY);
     std::fill(row + (to[r] - low), row + (high - low), -INFINITY);
-    sums[r] = weigh_rounded(row, high - low, weights + r * ld);
+    sums[r] = weigh_rounded(row, high - low, weights + r * ld, scales);
   }
 }
 
@@ -126,24 +140,27 @@ inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t*
 // Fields:
 // pointer: query [heads, rows, D], key, value [kv_heads, rows, D], out [rows, heads, D], pool of the layer, Step
 // (of one sequence; its new tokens may be fewer than rows, the rest is padding); other fields as for `attend`.
+template <typename T>
 void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   const Step& step = *(const Step*)op.pointer[5];
   int64_t rows = op.number[0], kv_heads = op.number[1], group = op.number[2], D = op.number[3], window = op.number[5];
   int64_t total = step.lengths[0], tokens = step.lengths[1], before = total - tokens;
-  bf16 *out = (bf16*)op.pointer[3], *pool = (bf16*)op.pointer[4];
+  bf16* out = (bf16*)op.pointer[3];
   if (thread == 0) std::memset(out + tokens * kv_heads * group * D, 0, (rows - tokens) * kv_heads * group * D * 2);
-  Chunk c{{pool, pool + op.number[6], op.number[7], op.number[8], op.number[4], D}, step.tables, total};
+  const Chunk<T> c{pool_of<T>(op), step.tables, total};
+  constexpr bool scaled = std::is_same_v<T, int8_t>;
   Share new_tokens = share(tokens, thread, threads);
   for (int64_t h = 0; h < kv_heads; h++)
     for (int64_t t = new_tokens.begin; t < new_tokens.end; t++) {
       const bf16* key = (const bf16*)op.pointer[1] + h * op.stride[1][0] + t * op.stride[1][1];
       const bf16* value = (const bf16*)op.pointer[2] + h * op.stride[2][0] + t * op.stride[2][1];
-      std::memcpy(c.kv.at(c.kv.keys, c.table, h, before + t), key, D * 2);
-      std::memcpy(c.kv.at(c.kv.values, c.table, h, before + t), value, D * 2);
+      write_kv(c.kv, c.table, h, before + t, key, value);
     }
-  if (thread == 0 && int64_t(shared.size()) < 2 * c.padded() * D) shared.resize(2 * c.padded() * D);
+  const int64_t room = 2 * c.padded() * D + (scaled ? 2 * c.padded() * 2 : 0);  // the scales are float32
+  if (thread == 0 && int64_t(shared.size()) < room) shared.resize(room);
 #pragma omp barrier
   bf16 *packed = shared.data(), *packed_values = packed + c.padded() * D;
+  float *key_scales = (float*)(packed_values + c.padded() * D), *value_scales = key_scales + c.padded();
   static thread_local std::vector<float> workspace;
   static thread_local std::vector<bf16> weights;
   int64_t ld = c.padded();
@@ -155,6 +172,7 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
     for (int64_t p = first_panel + thread; p < c.panels(); p += threads) {
       pack_keys(c, h, p, packed);
       pack_values(c, h, p, packed_values);
+      if constexpr (scaled) unpack_scales(c, h, p, key_scales);
     }
 #pragma omp barrier
     for (int64_t item = thread; item < group * tiles; item += threads) {
@@ -172,11 +190,13 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
       for (int64_t k = low; k < high; k += KEYS) {
         float* s = workspace.data() + (k - low);
         tile<TILE, PANEL, NOTHING>(queries.data(), D, packed + k * D, D, 0, [&](int m, int v, __m512 sum) {
-          _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, by));
+          __m512 scale = scaled ? _mm512_mul_ps(by, _mm512_loadu_ps(key_scales + k + v * 16)) : by;
+          _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, scale));
         });
       }
       float sums[TILE];
-      weigh_tile(workspace.data(), ld, from, to, low, high, float(op.real[1]), weights.data(), sums);
+      weigh_tile(workspace.data(), ld, from, to, low, high, float(op.real[1]), weights.data(),
+                 scaled ? value_scales + low : nullptr, sums);
       for (int64_t d = 0; d < D; d += VALUES) {
         const bf16* w = packed_values + d * c.padded() + low * VALUES;
         bf16* o = out + (token * kv_heads * group + head) * D + d;

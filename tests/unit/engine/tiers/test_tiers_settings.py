@@ -69,6 +69,7 @@ def test_every_part_of_a_layout_is_in_its_identity() -> None:
     others = [
         replace(LAYOUT, model_fingerprint="other"),
         replace(LAYOUT, dtype="float16"),
+        replace(LAYOUT, dtype="int8"),
         replace(LAYOUT, block_size_tokens=LAYOUT.block_size_tokens * 2),
         replace(LAYOUT, axis_order="other"),
         replace(LAYOUT, quantization="int8"),
