@@ -75,7 +75,16 @@ def cluster_start(tree: Path, options: Sequence[str]) -> TimedStart:
 
 def worker_start(tree: Path, options: Sequence[str]) -> TimedStart:
     """Starts a worker for which there is no coordinator, until its engine is ready."""
-    arguments = ["prefill-worker", "--coordinator", f"{HOST}:{claim_port(HOST, 0)}", "--port", "0", *options]
+    arguments = [
+        "prefill-worker",
+        "--coordinator",
+        f"{HOST}:{claim_port(HOST, 0)}",
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        *options,
+    ]
     began_s = time.monotonic()
     with running(tree, arguments) as process:
         event = json.loads(_wait(process.stdout, '"worker.ready"', process))

@@ -90,6 +90,10 @@ class ModelRunner(ABC):
         """How many times as much compute as this worker's own the last step had; 1 where nobody lends any."""
         return 1.0
 
+    def populate(self) -> None:
+        """Called once, when the engine is ready: what it only needs later may be prepared behind it."""
+        return
+
     def rest(self) -> None:
         """There is nothing to do until the next step. Ignored where nobody can use the device meanwhile."""
         return

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -25,8 +28,8 @@ PIECE_BYTES = 2**21
 class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
-    It never moves: transports register its address once. On cpu it is an anonymous mapping, page-aligned and populated
-    at once. Blocks for lane probes follow in the same memory.
+    It never moves: transports register its address once. On cpu it is an anonymous mapping, page-aligned; see
+    `populate`. Blocks for lane probes follow in the same memory.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
@@ -35,8 +38,10 @@ class BlockMemory:
         self.device = device
         self._probe_blocks = probe_blocks(layout.block_bytes)
         total = num_blocks + self._probe_blocks
+        self._pages: mmap.mmap | None = None
         if device.type == "cpu":
-            memory = torch.frombuffer(host_pages(total * layout.block_bytes), dtype=torch.uint8)
+            self._pages = _huge_pages(total * layout.block_bytes)
+            memory = torch.frombuffer(self._pages, dtype=torch.uint8)
         else:
             _refuse_expandable_segments()
             memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
@@ -44,6 +49,12 @@ class BlockMemory:
         # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
         blocks[num_blocks:].fill_(1)
         self.bytes = blocks[:num_blocks]
+
+    def populate(self) -> None:
+        """On cpu: has the kernel allocate all pages, on a thread; they may be in use meanwhile. Call it once, when the
+        worker is ready: a start does not wait for it then."""
+        if self._pages is not None:
+            threading.Thread(target=_populate, args=[self._pages], name="populate-kv", daemon=True).start()
 
     def memory(self) -> KvMemoryRegion:
         """All blocks, probe blocks included, as one region to register with a transport."""
@@ -149,6 +160,12 @@ _MADV_POPULATE_WRITE = 23
 """Since Linux 5.14. The mmap module has no name for it, and defines the other one on Linux only."""
 
 
+_PIECE = 2 << 20
+"""Bytes that are populated at a time behind the start. Other threads cannot map memory meanwhile."""
+_REST = 2.0
+"""Times as long as a piece has taken until the next one: at most a third of a core."""
+
+
 def host_pages(num_bytes: int) -> mmap.mmap:
     """Zeroed memory, in huge pages where available, populated at once.
 
@@ -156,8 +173,28 @@ def host_pages(num_bytes: int) -> mmap.mmap:
     virtual machine). Pinning small pages costs more than copying them (3.6 against 12 GB/s), and weights are read 5%
     faster from huge ones.
     """
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (_MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
-        with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
-            pages.madvise(advice)
+    pages = _huge_pages(num_bytes)
+    with suppress(OSError):  # an older kernel
+        pages.madvise(_MADV_POPULATE_WRITE)
     return pages
+
+
+def _huge_pages(num_bytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # an older kernel, or one without huge pages: slower, not wrong
+        pages.madvise(_MADV_HUGEPAGE)
+    return pages
+
+
+def _populate(pages: mmap.mmap) -> None:
+    """Populates pages that are in use already: their contents stay. Holds them until it is done."""
+    # Not `pages.madvise`, which keeps the interpreter's lock.
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    held = (ctypes.c_char * len(pages)).from_buffer(pages)
+    for begin in range(0, len(pages), _PIECE):
+        began_s = time.monotonic()
+        size = min(_PIECE, len(pages) - begin)
+        if advise(ctypes.addressof(held) + begin, size, _MADV_POPULATE_WRITE):
+            return
+        time.sleep(_REST * (time.monotonic() - began_s))

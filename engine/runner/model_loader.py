@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.backends.cpu.int8_linears import quantize_linears
 from engine.backends.cpu.kernels import CpuKernels
@@ -16,6 +15,7 @@ from engine.backends.cpu.linears import pack_linears, replace_norms
 from engine.core.types import ModelFacts
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
+from engine.model.lean_transformers import AutoConfig, AutoModelForCausalLM, no_init_weights
 from engine.model.loaded_model import (
     LoadedModel,
     eos_token_ids,
@@ -25,6 +25,7 @@ from engine.model.loaded_model import (
 )
 from engine.model.probe import probe_logits, probe_model
 from engine.model.sibling_linears import pack_siblings
+from engine.model.stand_ins import without_compiler
 from engine.model.support import context_limit, declared_windows, refuse_by_class, refuse_by_config
 from splitserve.errors import NotFoundError, UnsupportedModelError
 from splitserve.models.progress import report_progress
@@ -95,7 +96,7 @@ def _load_config(source: ModelSource) -> Any:
 def _skeleton(config: Any) -> Any:
     """The model without weights: its class and its modules, on the meta device."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), no_init_weights(), without_compiler():
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except (ValueError, ImportError, TypeError, RuntimeError) as error:
         reason = _first_line(error)
@@ -116,7 +117,7 @@ def _load_weights(
             "": device
         }  # loads tensors to the device one by one, without a whole copy on the host
     try:
-        with report_progress(progress, gguf=bool(source.gguf_file)):
+        with report_progress(progress, gguf=bool(source.gguf_file)), without_compiler():
             module, info = AutoModelForCausalLM.from_pretrained(
                 source.path,
                 dtype=dtype,

@@ -147,6 +147,10 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.speedup`."""
         return self._forward.speedup
 
+    def populate(self) -> None:
+        """See `ModelRunner.populate`."""
+        self._pool.populate()
+
     def rest(self) -> None:
         """See `ModelRunner.rest`."""
         self._forward.rest()

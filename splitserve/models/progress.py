@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from transformers import modeling_gguf_pytorch_utils as gguf_reading
 from transformers.utils import logging as transformers_logging
 
 Fraction = Callable[[float], None]
@@ -35,19 +34,30 @@ def report_progress(progress: Fraction, *, gguf: bool = False) -> Iterator[None]
     def gguf_bar(items: Any, **_: Any) -> Iterator[Any]:
         return _counted(list(items), 0.0, _GGUF_SHARE, progress)
 
-    with _lock:
+    with _lock, ExitStack() as stack:
+        if gguf:
+            stack.enter_context(_reading_with(gguf_bar))
         hook = transformers_logging.set_tqdm_hook(bar)
         verbosity = transformers_logging.get_verbosity()
         transformers_logging.set_verbosity_error()
-        # The GGUF reader uses tqdm directly, bypassing the hook.
-        reader_bar = gguf_reading.tqdm
-        gguf_reading.tqdm = gguf_bar
         try:
             yield
         finally:
-            gguf_reading.tqdm = reader_bar
             transformers_logging.set_verbosity(verbosity)
             transformers_logging.set_tqdm_hook(hook)
+
+
+@contextmanager
+def _reading_with(bar: Callable[..., Any]) -> Iterator[None]:
+    """The GGUF reader uses tqdm directly, bypassing the hook."""
+    # Imported here: it takes longer than most of the rest, and few models are GGUF files.
+    from transformers import modeling_gguf_pytorch_utils as gguf_reading
+
+    before, gguf_reading.tqdm = gguf_reading.tqdm, bar
+    try:
+        yield
+    finally:
+        gguf_reading.tqdm = before
 
 
 def _counted(items: list[Any], start: float, end: float, progress: Fraction) -> Iterator[Any]:

@@ -13,6 +13,7 @@ first graph on inputs other than those of the capture and compares.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.backends.cpu.graphs.memory_planner import Buffers, MemoryPlanner, assign_memory
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import Binary, Code, Ops, Unary, elementwise_op
+from engine.model.stand_ins import without_compiler
 
 _aten = torch.ops.aten
 _BINARY = {_aten.add.Tensor: Binary.ADD, _aten.sub.Tensor: Binary.SUB, _aten.mul.Tensor: Binary.MUL}
@@ -83,10 +85,13 @@ class GraphCapture(TorchDispatchMode):
         self._kernels = kernels
         self._entries: list[Ops | Call] = []
         self._buffers = Buffers()
+        self._stand_ins = ExitStack()
         self._constants: dict[int, torch.UntypedStorage] = {}
         """Storages that were read but are no operation's result, by address. Operations use them: kept alive."""
 
     def __enter__(self) -> GraphCapture:
+        # torch wants its compiler for `__torch_dispatch__`, only to say that it is not to be traced.
+        self._stand_ins.enter_context(without_compiler())
         self._kernels.recorder = self
         super().__enter__()
         return self
@@ -94,6 +99,7 @@ class GraphCapture(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         self._kernels.recorder = None
         super().__exit__(*error)
+        self._stand_ins.close()
 
     def record(self, op: Ops) -> None:
         """See `Recorder.record`."""

@@ -1,0 +1,73 @@
+"""What a worker must not import on its way to the first request: that was two thirds of its start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.waiting import PATIENCE_S
+
+HEAVY = (
+    "gguf",
+    "numba",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "statsmodels",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.onnx",
+    "torchvision",
+    "transformers.trainer",
+    "vllm",
+)
+SIMULATED_TOO = ("torch", "transformers")
+MODEL = "transformers.models.llama.modeling_llama"
+
+
+def loaded(program: str, names: tuple[str, ...]) -> list[str]:
+    """Which of these modules a new interpreter has imported after this program."""
+    ask = f"import sys\n{program}\nprint(*[name for name in {names} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", ["prefill", "decode", "neutral"])
+def test_a_simulated_worker_imports_no_model_library(kind: str) -> None:
+    assert loaded(f"import {kind}_worker.service", (*HEAVY, *SIMULATED_TOO)) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_imports_nothing_for_training_and_compiling() -> None:
+    program = f"import prefill_worker.service, engine.runner.torch_runner, {MODEL}"
+    assert loaded(program, HEAVY) == []
+
+
+START = """
+from engine.core.model_runner import warm_up
+from engine.runner.torch_runner import build_torch_runner
+from splitserve.config.engine import EngineConfig
+from splitserve.models.sources import resolve_model
+config = EngineConfig(kv_memory_bytes=20_000_000, device="cpu", threads=1)
+runner = build_torch_runner(config, resolve_model("smollm2-135m-instruct"), lambda fraction: None)
+assert warm_up(runner, None)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_nor_where_it_loads_weights_and_captures_its_first_steps() -> None:
+    assert loaded(START, HEAVY) == []
+
+
+@pytest.mark.timeout(120)
+def test_the_compiler_is_there_for_who_asks_for_it() -> None:
+    program = "import engine.runner.torch_runner, torch._dynamo\nassert torch._dynamo.optimize"
+    assert loaded(program, ("torch._dynamo",)) == ["torch._dynamo"]
