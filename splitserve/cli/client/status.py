@@ -85,6 +85,12 @@ def _start(worker: inference_pb2.WorkerInfo) -> str:
     return f"{'+'.join(f'{seconds:.1f}' for seconds in phases)} s"
 
 
+def _state(worker: inference_pb2.WorkerInfo) -> str:
+    if not worker.HasField("preempted_in_seconds"):
+        return worker.state
+    return f"{worker.state}, machine ends in {worker.preempted_in_seconds:.0f} s"
+
+
 def _table(
     target: str, info: inference_pb2.GetServerInfoResponse, models: list[inference_pb2.ModelInfo]
 ) -> str:
@@ -103,7 +109,7 @@ def _table(
         table.add_row(
             worker.worker_id,
             f"leans to {worker.pool}" if worker.neutral else worker.pool,
-            f"[{STATE_STYLES.get(worker.state, 'default')}]{worker.state}[/]",
+            f"[{STATE_STYLES.get(worker.state, 'default')}]{_state(worker)}[/]",
             worker.address,
             f"{worker.model} (experimental CUDA path)" if worker.experimental else worker.model,
             str(worker.running_requests),
