@@ -73,7 +73,9 @@ def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inferenc
 
 def _fields(message: Message) -> dict[str, Any]:
     # protobuf's JSON prints 64-bit numbers as strings.
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    fields = message.DESCRIPTOR.fields
+    unset = {one.name for one in fields if one.has_presence and not message.HasField(one.name)}
+    return {one.name: None if one.name in unset else getattr(message, one.name) for one in fields}
 
 
 def _start(worker: inference_pb2.WorkerInfo) -> str:
