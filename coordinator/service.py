@@ -132,9 +132,8 @@ class Coordinator:
         self._add_services()
 
     def _quality_watch(self) -> QualityWatch:
-        return quality_watch(
-            self.config.quality, self.registry, self.tokenizers, self.clients, self.background
-        )
+        parts = self.tokenizers, self.clients, self.background
+        return quality_watch(self.config.quality, self.registry, *parts)
 
     def _capacity_admission(self) -> CapacityAdmission | None:
         if self.config.admission.mode != "queue":
@@ -232,10 +231,9 @@ class Coordinator:
         queue = admission_metrics(self.admission.counts()) if self.admission is not None else []
         tenants = tenant_metrics(self.access.tenants) if self.access.tenants else []
         costs = self.costs.metrics() if self.costs else []
-        known = len(self.registry.prefixes)
-        blocks = gauge("splitserve_prefix_index_blocks", "KV blocks known by their holders", known)
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
         watches = [*self.fetcher.metrics(), *self.quality.metrics(), *self.spot.metrics()]
+        blocks = gauge("splitserve_prefix_index_blocks", "KV blocks known", len(self.registry.prefixes))
         return [*requests, *queue, blocks, *process, *tenants, *costs, *watches]
 
     async def listen(self) -> None:
