@@ -135,6 +135,9 @@ def status_of(pool: AnyPool, name: PoolName, desired: int | None, snapshot: Snap
     ready = count(replicas, ReplicaState.READY)
     starting, standby = count(replicas, ReplicaState.STARTING), count(replicas, ReplicaState.STANDBY)
     existing = max(ready, ready + starting + standby - pool.warm_standby)
+    if desired is None and snapshot.acting:
+        # Those whose machines are taken away were wanted until now, and are to be replaced.
+        existing += count(replicas, ReplicaState.PREEMPTED)
     if desired is None or not snapshot.acting:
         return PoolStatus(existing, ready, starting, existing)
     return PoolStatus(desired, ready, min(starting, max(0, desired - ready)), existing)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot
+from autoscaler.snapshot import LEAVING, PoolName, Snapshot
 
 Cause = Literal[
     "policy",
@@ -226,7 +226,7 @@ def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
     if policy.prefill.classes or policy.decode.classes:
         return None  # units are no GPUs: `max_replicas` of each class says how many there are
     return snapshot.gpu_inventory + sum(
-        pool.gpus_per_replica * sum(not r.ours and r.state is not ReplicaState.DRAINING for r in replicas)
+        pool.gpus_per_replica * sum(not r.ours and r.state not in LEAVING for r in replicas)
         for pool, replicas in (
             (policy.prefill, snapshot.prefill.replicas),
             (policy.decode, snapshot.decode.replicas),

@@ -125,6 +125,7 @@ def reconcile(
 ) -> tuple[Action, ...]:
     """Actions that bring both pools to the plan. Idempotent: once they have taken effect there are none.
 
+    Replicas that are preempted do not count, so they are replaced at once, whatever `behavior` says of the number.
     In `paused` pools nothing is ordered and no overdue replica replaced, because the last ones failed. Where one pool
     has more in rotation than it shall, and the other less, standby and starting ones counted, neutral workers change
     sides before anything is started or drained: that takes seconds and no cold start.
@@ -172,6 +173,7 @@ def _reconcile_pool(
     resting = sorted(_in_state(there, ReplicaState.STANDBY), key=_oldest)
     starting = sorted(_in_state(there, ReplicaState.STARTING), key=_oldest)
     overdue = sorted(_in_state(there, ReplicaState.OVERDUE), key=_oldest)
+    preempted = _in_state(there, ReplicaState.PREEMPTED)
     draining = _in_state(there, ReplicaState.DRAINING)
     # A standby serves at once; a starting replica replaces it later.
     while resting and len(ready) < desired:
@@ -189,6 +191,9 @@ def _reconcile_pool(
     # Where the coordinators see no replica at all they may have just restarted: nothing is drained.
     elif surplus > 0 and not draining and (ready or resting):
         actions.append(Drain(pool, (_superfluous(ready, resting, starting, standby).name,)))
+    # Once they have nothing left: a drain has a deadline of its own, which may be before their machines end.
+    if empty := tuple(member.name for member in preempted if not member.load):
+        actions.append(Drain(pool, empty))
     return actions
 
 

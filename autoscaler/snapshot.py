@@ -28,8 +28,14 @@ class ReplicaState(enum.Enum):
     """In rotation."""
     DRAINING = "draining"
     """Finishes its requests, takes no new ones."""
+    PREEMPTED = "preempted"
+    """As draining, and its machine is taken away: it is replaced now, not when it has gone."""
     OVERDUE = "overdue"
     """Starting for longer than its deadline: no capacity, to be replaced. See `start_watch.py`."""
+
+
+LEAVING = (ReplicaState.DRAINING, ReplicaState.PREEMPTED)
+"""What takes nothing new and will be gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class StartWatch:
             cold_s = self._cold_s(replica.pool, snapshot, limits)
             life = self._life(replica, failed)
             found = known[replica.pool].get(replica.name)
+            life.ending = life.ending or (found is not None and found.state is ReplicaState.PREEMPTED)
             if found is not None and found.state in _UP:
                 self._came_up(life, found, snapshot.now_s, cold_s)
             elif not life.ending and (found is None or found.state is ReplicaState.STARTING):

@@ -120,9 +120,14 @@ MAX_FRUITLESS_ATTEMPTS = 3
 progress in between; only its deadline bounds the attempts in sum."""
 
 
-def fruitless_attempts(before: int, tokens: int) -> int:
-    """Failed attempts in a row without a token, after `before` of them and one more that brought `tokens`."""
-    return 0 if tokens else before + 1
+MOVED = "WORKER_PREEMPTED"
+"""Reason with which an attempt fails that leaves a worker whose machine is taken away; see `coordinator.spot`."""
+
+
+def fruitless_attempts(before: int, tokens: int, reason: str = "") -> int:
+    """Failed attempts in a row without a token, after `before` of them and one more that brought `tokens` and failed
+    for `reason`. One that was moved did not fail by itself."""
+    return 0 if tokens else before + (reason != MOVED)
 
 
 def after(state: AttemptState, event: AttemptEvent) -> AttemptState:

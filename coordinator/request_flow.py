@@ -41,7 +41,7 @@ class RequestFlow:
     """Serves requests on the registered workers.
 
     `quota_plugins` are asked before a prompt is tokenized, and again before a request counts as demand;
-    `capacity_plugins` after it.
+    `capacity_plugins` after it. `observers` are told of every request, after its own.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class RequestFlow:
         fetcher: PrefixFetcher,
         capacity_plugins: Sequence[AdmissionPlugin] = (),
         quota_plugins: Sequence[QuotaPlugin] = (),
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         self._config = config
         self._inputs = inputs
@@ -73,7 +74,7 @@ class RequestFlow:
         self._pairs = PairSelector(config, registry, router, first_workers)
         self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, *kept)
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, *kept, *observers)
 
     async def generate(
         self,
@@ -191,7 +192,7 @@ class RequestFlow:
         suspect = state.attempt.suspect
         state.failed_workers.add(suspect)
         brought = len(state.token_ids) - state.attempt.first_position
-        state.fruitless_attempts = fruitless_attempts(state.fruitless_attempts, brought)
+        state.fruitless_attempts = fruitless_attempts(state.fruitless_attempts, brought, error.reason)
         if state.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
             message = f"{error.message} (attempt {state.attempts}, {state.fruitless_attempts} in a row without a token)"
             raise UnavailableError(message, reason=error.reason, retry_after_s=RETRY_AFTER_S)

@@ -44,6 +44,7 @@ from coordinator.request.estimates import Estimates
 from coordinator.request_flow import RequestFlow
 from coordinator.routing.pair_selector import make_router
 from coordinator.routing.router import Router
+from coordinator.spot.mover import SpotMover
 from coordinator.tenants.access_control import AccessControl
 from coordinator.workers.client import WorkerClients
 from coordinator.workers.output_collector import OutputCoalescer
@@ -111,7 +112,7 @@ class Coordinator:
         )
         self.fetcher = PrefixFetcher(config, self.registry, self.clients, self.background)
         self.seeder = Seeder(self.registry, self.fetcher, self.background)
-        self.quality = self._quality_watch()
+        self.spot, self.quality = SpotMover(config.spot, self.registry, self.clients), self._quality_watch()
         self.admission = self._capacity_admission()
         self.parser = ParserThread()
         self.limits = InputLimits(self.registry.known_models, config.max_message_bytes)
@@ -131,8 +132,8 @@ class Coordinator:
         self._add_services()
 
     def _quality_watch(self) -> QualityWatch:
-        parts = (self.registry, self.tokenizers, self.clients, self.background)
-        return quality_watch(self.config.quality, *parts)
+        parts = self.tokenizers, self.clients, self.background
+        return quality_watch(self.config.quality, self.registry, *parts)
 
     def _capacity_admission(self) -> CapacityAdmission | None:
         if self.config.admission.mode != "queue":
@@ -169,6 +170,7 @@ class Coordinator:
             self.fetcher,
             quota_plugins=self.access.quota_plugins,
             capacity_plugins=[] if self.admission is None else [self.admission],
+            observers=[self.spot],
         )
         return InferenceApi(
             flow,
@@ -207,6 +209,7 @@ class Coordinator:
             "loop_lag": self.loop_lag.watch,
             **({"page": self.page.sample} if self.page is not None else {}),
             **({"seeding": self.seeder.run} if self.config.peer_fetch == "on" else {}),
+            "spot": self.spot.run,
             **self.quality.loops,
         }
 
@@ -228,12 +231,10 @@ class Coordinator:
         queue = admission_metrics(self.admission.counts()) if self.admission is not None else []
         tenants = tenant_metrics(self.access.tenants) if self.access.tenants else []
         costs = self.costs.metrics() if self.costs else []
-        blocks = gauge(
-            "splitserve_prefix_index_blocks", "KV blocks known by their holders", len(self.registry.prefixes)
-        )
         process = [*self.loop_lag.metrics(), self.loops.metric(), *reload_metrics(self.files.files)]
-        fetches = self.fetcher.metrics()
-        return [*requests, *queue, blocks, *fetches, *process, *tenants, *costs, *self.quality.metrics()]
+        watches = [*self.fetcher.metrics(), *self.quality.metrics(), *self.spot.metrics()]
+        blocks = gauge("splitserve_prefix_index_blocks", "KV blocks known", len(self.registry.prefixes))
+        return [*requests, *queue, blocks, *process, *tenants, *costs, *watches]
 
     async def listen(self) -> None:
         """Binds and starts serving. With TLS, also listens on the cluster port, which requires client certificates."""

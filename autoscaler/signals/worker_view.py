@@ -46,8 +46,13 @@ class Sighting:
 
     @property
     def state(self) -> ReplicaState:
-        """Its state."""
-        return _STATES[self.signals.state]
+        """Its state. One with a spot notice is leaving, however a coordinator that has not heard of it sees it."""
+        return ReplicaState.PREEMPTED if self.is_preempted else _STATES[self.signals.state]
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether its machine is taken away."""
+        return self.signals.HasField("preempted_in_seconds")
 
     @property
     def load(self) -> float:

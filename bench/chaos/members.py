@@ -71,6 +71,11 @@ class Member:
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
 
+    def lose(self) -> None:
+        """Its machine ends: SIGKILL, and it is not started again."""
+        self._stopping = True
+        self.signal(signal.SIGKILL)
+
     def _line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
         self._log.write(f"{spec.name}: {line.rstrip()}\n")
 
@@ -117,8 +122,11 @@ class ChaosCluster:
 
 
 @asynccontextmanager
-async def running_cluster(model: str, log_path: Path) -> AsyncIterator[ChaosCluster]:
-    """Starts everything, and ends it with the block. The processes' output goes to `log_path`."""
+async def running_cluster(
+    model: str, log_path: Path, worker_options: Sequence[str] = ()
+) -> AsyncIterator[ChaosCluster]:
+    """Starts everything, and ends it with the block. The processes' output goes to `log_path`; `worker_options` are
+    beside those that all workers here have."""
     async with AsyncExitStack() as stack:
         log = stack.enter_context(log_path.open("w", encoding="utf-8"))
         members: list[Member] = []
@@ -140,7 +148,8 @@ async def running_cluster(model: str, log_path: Path) -> AsyncIterator[ChaosClus
         for role in ("prefill", "decode"):
             for n in range(COPIES):
                 name = f"{role}-{n}"
-                await member(name, role, ["--model", model, "--worker-id", name, *join, *WORKER_OPTIONS])
+                options = ["--model", model, "--worker-id", name, *join, *WORKER_OPTIONS, *worker_options]
+                await member(name, role, options)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one.run()) for one in members]
             try:

@@ -28,10 +28,11 @@ class Known:
 
     prompt: Sequence[int]
     answer: Sequence[int]
+    max_tokens: int = MAX_TOKENS
 
 
-def references(model: str, prompts: int, seed: int = 5) -> list[Known]:
-    """Greedy answers of `transformers` in float32 to so many prompts."""
+def references(model: str, prompts: int, seed: int = 5, max_tokens: int = MAX_TOKENS) -> list[Known]:
+    """Greedy answers of `transformers` in float32, of `max_tokens` at most, to so many prompts."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,11 +47,12 @@ def references(model: str, prompts: int, seed: int = 5) -> list[Known]:
             output = reference.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=MAX_TOKENS,
+                max_new_tokens=max_tokens,
                 do_sample=False,
                 pad_token_id=0,
             )
-        known.append(Known(ids[0].tolist(), [int(token) for token in output[0, ids.shape[1] :]]))
+        answer = [int(token) for token in output[0, ids.shape[1] :]]
+        known.append(Known(ids[0].tolist(), answer, max_tokens))
     return known
 
 
@@ -80,7 +82,7 @@ class StreamTally:
         got = 0
         try:
             async with aclosing(
-                client.stream(known.prompt, temperature=0.0, max_tokens=MAX_TOKENS, timeout_s=TIMEOUT_S)
+                client.stream(known.prompt, temperature=0.0, max_tokens=known.max_tokens, timeout_s=TIMEOUT_S)
             ) as items:
                 async for item in items:
                     if isinstance(item, Completion):

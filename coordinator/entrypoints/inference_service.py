@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,7 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         experimental=worker.experimental,
         neutral=worker.neutral,
         start=worker.start,
+        preempted_in_seconds=worker.preempted_in_s(time.monotonic()),
     )
 
 

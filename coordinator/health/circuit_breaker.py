@@ -35,7 +35,7 @@ PAIR_REASONS = frozenset(
     {"TRANSFER_FAILED", "PEER_LOST", "UNKNOWN_PEER", "COMPLETION_LOST", "CHECKSUM_MISMATCH"}
 )
 """KV did not get from one worker to the other; each may work fine with another peer."""
-NOT_COUNTED_REASONS = frozenset({"DRAINING", "LEASE_EXPIRED"})
+NOT_COUNTED_REASONS = frozenset({"DRAINING", "LEASE_EXPIRED", "WORKER_PREEMPTED"})
 NOT_COUNTED = (
     InvalidArgumentError,
     NotFoundError,

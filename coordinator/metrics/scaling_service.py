@@ -179,6 +179,7 @@ class ScalingService(ScalingServiceServicer):
             neutral=worker.neutral,
             start=worker.start,
             replica_class=worker.replica_class,
+            preempted_in_seconds=worker.preempted_in_s(now),
         )
 
 

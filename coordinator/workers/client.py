@@ -83,6 +83,9 @@ class WorkerClient:
             worker, self._decode, coordinator_id, self._metadata, self._decoded, attachments, coalescer
         )
         self._lost: UnavailableError | None = None
+        self._reserving: dict[str, grpc.aio.Call] = {}
+        self._failed: dict[str, SplitserveError] = {}
+        """Why reservations are given up. Both by attempt id."""
 
     @contextmanager
     def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
@@ -111,7 +114,18 @@ class WorkerClient:
             raise UnavailableError(message, reason="NO_OUTPUT_STREAM")
         request.coordinator_id = self._coordinator_id
         request.attachment = self.outputs.attachment
-        return await self._response(self._decode.Reserve(request, timeout=timeout_s, metadata=self._metadata))
+        call = self._decode.Reserve(request, timeout=timeout_s, metadata=self._metadata)
+        self._reserving[request.request_id] = call
+        try:
+            return await self._response(call)
+        except asyncio.CancelledError:
+            why, task = self._failed.get(request.request_id), asyncio.current_task()
+            if why is None or (task is not None and task.cancelling()):
+                raise
+            raise why from None
+        finally:
+            del self._reserving[request.request_id]
+            self._failed.pop(request.request_id, None)
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, timeout_s: float, collector: OutputCollector
@@ -175,6 +189,16 @@ class WorkerClient:
                     return
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+
+    def fail(self, attempt_id: str, error: SplitserveError) -> bool:
+        """Fails one attempt here, which then goes on elsewhere. False if it is not here any more."""
+        collector, call = self._collectors.get(attempt_id), self._reserving.get(attempt_id)
+        if call is not None:
+            self._failed[attempt_id] = error
+            call.cancel()
+        elif collector is not None:
+            collector.put(WorkerFailed(self.worker.key, error))
+        return collector is not None
 
     def connect(self) -> None:
         """Starts connecting, so that the first request does not have to wait for it."""

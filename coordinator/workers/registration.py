@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker, WorkerKey
+from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker
 from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.addresses import check_address
 from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
@@ -31,6 +31,7 @@ MAX_TOKENS_PER_S = 1e9
 MAX_MS = 1e9
 """Eleven days: the process may have been stopped for a weekend."""
 MAX_GB_PER_S = MAX_START_S = 1e6
+MAX_NOTICE_NS = 86_400 * 10**9
 
 POOLS: Mapping[PoolName, registry_pb2.Pool.ValueType] = {
     "prefill": registry_pb2.POOL_PREFILL,
@@ -102,6 +103,10 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         _between("load.prompt_fit.mixing_ms", prompt.mixing_ms, -prompt.base_ms, MAX_MS)
     if request.leaning:
         _require(request.leaning in _POOLS, "leaning", "POOL_PREFILL or POOL_DECODE")
+    if request.HasField("preemption"):
+        left, source = request.preemption.time_left, request.preemption.source
+        _between("preemption.time_left", left.seconds * 10**9 + left.nanos, 0, MAX_NOTICE_NS)
+        _between("preemption.source (characters)", len(source), 0, 32, field="preemption.source")
     for lane in request.lanes:
         _between("lanes.gb_per_second", lane.gb_per_second, 0, MAX_GB_PER_S)
         _between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)
@@ -290,60 +295,3 @@ def _matches(name: str, value: str, pattern: re.Pattern[str], bound: str) -> Non
 def _require(condition: bool, name: str, bound: str, field: str | None = None) -> None:
     if not condition:
         raise InvalidArgumentError(f"{name} must be {bound}", field=field or name.split(" ")[0])
-
-
-JOIN_WAIT_S = 10.0
-"""How long a worker waits for its lanes before it joins without them: a peer may be stuck."""
-
-
-class Joining:
-    """Workers that have not joined, and since when each of them is usable. Time is an argument, in seconds."""
-
-    def __init__(self) -> None:
-        self._waiting: set[str] = set()
-        self._usable_since_s: dict[WorkerKey, float] = {}
-        self._now = 0.0
-
-    def add(self, worker: Worker) -> None:
-        """A worker has registered."""
-        self._waiting.add(worker.worker_id)
-
-    def remove(self, worker: Worker) -> None:
-        """A worker is gone."""
-        self._waiting.discard(worker.worker_id)
-        self._usable_since_s.pop(worker.key, None)
-
-    def ready(self, workers: Mapping[str, Worker], now: float) -> list[Worker]:
-        """Those of all `workers` that join now, and wait no more. A time before the latest counts as that one."""
-        self._now = max(self._now, now)
-        if not self._waiting:
-            return []
-        joining = []
-        for worker in workers.values():
-            if worker.usable and not worker.joined:
-                since_s = self._usable_since_s.setdefault(worker.key, self._now)
-                if may_join(worker, workers.values(), self._now - since_s):
-                    joining.append(worker)
-        for worker in joining:
-            self.remove(worker)
-        return joining
-
-
-def may_join(worker: Worker, others: Iterable[Worker], waited_s: float) -> bool:
-    """Whether a usable worker may join: all its lanes are settled, or it has waited long enough.
-
-    `others` are all workers; `waited_s` is how long this one has been usable.
-    """
-    same = (w for w in others if w.joined and w.usable and w.model.name == worker.model.name)
-    settled = (_is_settled(worker, peer) for peer in same if peer.worker_id != worker.worker_id)
-    return waited_s >= JOIN_WAIT_S or all(settled)
-
-
-def _is_settled(worker: Worker, peer: Worker) -> bool:
-    """Whether the lanes between the two, in each direction that KV may take, are up or were refused as too slow."""
-    lanes = [(p, d) for p, d in ((worker, peer), (peer, worker)) if p.computes_prompts and d.decodes]
-    return all(
-        prefill.reaches(decode)
-        or any(lane.refused and lane.agent_id == decode.agent_id for lane in prefill.lanes)
-        for prefill, decode in lanes
-    )

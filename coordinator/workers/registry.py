@@ -14,8 +14,8 @@ from typing import TypeVar
 from coordinator.workers.catalog import ModelCatalog
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import Joining, check_fits, check_names, checked_worker, leaning_of
-from coordinator.workers.rotation import NO_PLAN, RotationPlan, after_plan
+from coordinator.workers.registration import check_fits, check_names, checked_worker, leaning_of
+from coordinator.workers.rotation import NO_PLAN, Joining, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
     COUNTED_REQUESTS,
@@ -139,21 +139,14 @@ class Registry:
         self._silent.discard(worker.key)
         if request.HasField("cache_events"):
             self.prefixes.apply(worker.key, request.cache_events)
-        reported = dataclasses.replace(
-            worker,
-            pool=pool,
-            prefix_slot=self.prefixes.slot_of(worker.key),
-            load=request.load,
-            reported=True,
-            connected_agents=frozenset(request.connected_agent_ids),
-            lanes=tuple(request.lanes),
-            draining=worker.draining or request.draining,
-            led_elsewhere=request.led_elsewhere,
-        )
+        reported = worker.reported_as(request, pool, self.prefixes.slot_of(worker.key), now)
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
         if pool != worker.pool:
             log_event("worker.leans", worker_id=worker.worker_id, pool=pool)
+        if worker.preempted_by_s is None and (left_s := reported.preempted_in_s(now)) is not None:
+            source = request.preemption.source
+            log_event("worker.preempted", worker_id=worker.worker_id, source=source, left_s=round(left_s, 3))
         if self._join(now) or _serving_state(reported) != _serving_state(worker):
             self._bump_version()
         reported = self._workers[worker.worker_id]

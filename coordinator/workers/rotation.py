@@ -1,4 +1,4 @@
-"""Rotation plans: which workers take requests. Pure; time is an argument.
+"""Which workers take requests: rotation plans, and workers that join. Pure; time is an argument.
 
 A plan replaces the previous one and expires, so that the cluster recovers if the autoscaler dies: workers that the
 plan took out of rotation come back, those that it put in stay, and lending ends.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.workers.registration import checked_model
-from coordinator.workers.snapshot import Model, PoolName, Worker
+from coordinator.workers.snapshot import Model, PoolName, Worker, WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import scaling_pb2
 
@@ -111,3 +111,60 @@ def _checked_leanings(request: scaling_pb2.ApplyPlanRequest) -> dict[str, PoolNa
     to_prefill: Iterable[tuple[str, PoolName]] = ((name, "prefill") for name in prefill)
     to_decode: Iterable[tuple[str, PoolName]] = ((name, "decode") for name in decode)
     return dict([*to_prefill, *to_decode])
+
+
+JOIN_WAIT_S = 10.0
+"""How long a worker waits for its lanes before it joins without them: a peer may be stuck."""
+
+
+class Joining:
+    """Workers that have not joined, and since when each of them is usable. Time is an argument, in seconds."""
+
+    def __init__(self) -> None:
+        self._waiting: set[str] = set()
+        self._usable_since_s: dict[WorkerKey, float] = {}
+        self._now = 0.0
+
+    def add(self, worker: Worker) -> None:
+        """A worker has registered."""
+        self._waiting.add(worker.worker_id)
+
+    def remove(self, worker: Worker) -> None:
+        """A worker is gone."""
+        self._waiting.discard(worker.worker_id)
+        self._usable_since_s.pop(worker.key, None)
+
+    def ready(self, workers: Mapping[str, Worker], now: float) -> list[Worker]:
+        """Those of all `workers` that join now, and wait no more. A time before the latest counts as that one."""
+        self._now = max(self._now, now)
+        if not self._waiting:
+            return []
+        joining = []
+        for worker in workers.values():
+            if worker.usable and not worker.joined:
+                since_s = self._usable_since_s.setdefault(worker.key, self._now)
+                if may_join(worker, workers.values(), self._now - since_s):
+                    joining.append(worker)
+        for worker in joining:
+            self.remove(worker)
+        return joining
+
+
+def may_join(worker: Worker, others: Iterable[Worker], waited_s: float) -> bool:
+    """Whether a usable worker may join: all its lanes are settled, or it has waited long enough.
+
+    `others` are all workers; `waited_s` is how long this one has been usable.
+    """
+    same = (w for w in others if w.joined and w.usable and w.model.name == worker.model.name)
+    settled = (_is_settled(worker, peer) for peer in same if peer.worker_id != worker.worker_id)
+    return waited_s >= JOIN_WAIT_S or all(settled)
+
+
+def _is_settled(worker: Worker, peer: Worker) -> bool:
+    """Whether the lanes between the two, in each direction that KV may take, are up or were refused as too slow."""
+    lanes = [(p, d) for p, d in ((worker, peer), (peer, worker)) if p.computes_prompts and d.decodes]
+    return all(
+        prefill.reaches(decode)
+        or any(lane.refused and lane.agent_id == decode.agent_id for lane in prefill.lanes)
+        for prefill, decode in lanes
+    )

@@ -105,7 +105,7 @@ class Worker:
     host_id: str = ""
     """The machine it runs on; empty if unknown."""
     joined: bool = True
-    """False until it is connected to its peers; see `coordinator.workers.registration`."""
+    """False until it is connected to its peers; see `coordinator.workers.rotation`."""
     in_rotation: bool = True
     """False for a standby: connected, but not sent requests."""
     registered_standby: bool = False
@@ -133,11 +133,39 @@ class Worker:
     """Adapters of its model that it has, by name."""
     start: registry_pb2.StartPhases | None = None
     """How long its boot took, as it says; must not be mutated. None: unknown."""
+    preempted_by_s: float | None = None
+    """When its machine is taken away, by a spot notice, on the coordinator's monotonic clock; None: no notice."""
 
     @property
     def key(self) -> WorkerKey:
         """Identity of this boot."""
         return self.worker_id, self.epoch
+
+    def reported_as(
+        self, report: registry_pb2.ReportRequest, pool: PoolName, prefix_slot: int, now: float
+    ) -> Worker:
+        """The worker after a report that came at `now` and has been checked; `pool` is where it leans by that."""
+        preempted_by_s = self.preempted_by_s
+        if report.HasField("preemption"):
+            # The earliest of all reports: the later ones say the same, some of them late.
+            by_s = now + report.preemption.time_left.ToNanoseconds() / 1e9
+            preempted_by_s = by_s if preempted_by_s is None else min(by_s, preempted_by_s)
+        return replace(
+            self,
+            pool=pool,
+            prefix_slot=prefix_slot,
+            load=report.load,
+            reported=True,
+            connected_agents=frozenset(report.connected_agent_ids),
+            lanes=tuple(report.lanes),
+            draining=self.draining or report.draining or preempted_by_s is not None,
+            led_elsewhere=report.led_elsewhere,
+            preempted_by_s=preempted_by_s,
+        )
+
+    def preempted_in_s(self, now: float) -> float | None:
+        """Seconds until its machine is taken away, at least 0; None without a notice."""
+        return None if self.preempted_by_s is None else max(0.0, self.preempted_by_s - now)
 
     @property
     def name(self) -> str:
@@ -210,6 +238,11 @@ class PoolSnapshot:
     workers: tuple[Worker, ...] = ()
     changes: ChangeLog | None = field(default=None, compare=False)
     """Lets readers that compare snapshots skip unchanged workers."""
+
+    @property
+    def preempted(self) -> list[Worker]:
+        """The workers whose machines are being taken away."""
+        return [worker for worker in self.workers if worker.preempted_by_s is not None]
 
     def accepting(self, model: str, pool: PoolName) -> list[Worker]:
         """The workers of one pool, those that lean to it among them, that take new requests."""

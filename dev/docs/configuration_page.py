@@ -35,12 +35,13 @@ from splitserve.config.coordinator import (
     CoordinatorConfig,
     QualityConfig,
     RecordsConfig,
+    SpotMovesConfig,
 )
 from splitserve.config.engine import EngineConfig
 from splitserve.config.faults import FaultPlan, Trigger
 from splitserve.config.security import CeilingConfig, TlsConfig
 from splitserve.config.tracing import RequestTracingConfig, TracingConfig
-from splitserve.config.worker import WorkerConfig
+from splitserve.config.worker import SpotNoticeConfig, WorkerConfig
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -92,9 +93,11 @@ SECTIONS = [
     Section(
         "Tracing (section `tracing` of the coordinator)", RequestTracingConfig, CoordinatorConfig, "tracing."
     ),
+    Section("Spot (section `spot` of the coordinator)", SpotMovesConfig, CoordinatorConfig, "spot."),
     Section("Circuit breaker (section `circuit_breaker` of the coordinator)", CircuitBreakerConfig),
     Section("Worker", WorkerConfig, WorkerConfig),
     Section("Tracing (section `tracing` of a worker)", TracingConfig, WorkerConfig, "tracing."),
+    Section("Spot (section `spot` of a worker)", SpotNoticeConfig, WorkerConfig, "spot."),
     Section("Engine (section `engine`)", EngineConfig, WorkerConfig, "engine."),
     Section("TLS (section `tls`)", TlsConfig, WorkerConfig, "tls."),
     Section("Ceilings (section `ceilings` of a worker)", CeilingConfig, WorkerConfig, "ceilings."),

@@ -183,6 +183,7 @@ SHORT: Mapping[str, str] = {
         " --json > bars.json || grep -q '\"bars\"' bars.json"
     ),
     "python -m bench.coldstart": "python -m bench.coldstart --engine simulated --rounds 1 --json",
+    "python -m bench.chaos.spot": "python -m bench.chaos.spot --notice 4 --before 2 --long-tokens 60 --json",
     "python -m bench.chaos": "python -m bench.chaos --minutes 0.2 --prompts 4 --json",
     "python -m bench.observability.observation_cost": (
         "python -m bench.observability.observation_cost --turns 1 --seconds 0.5 --json"

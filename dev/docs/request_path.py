@@ -70,12 +70,12 @@ def _traced_once(
 ) -> dict[str, dict[str, list[str]]]:
     outs = {name: folder / f"{name}.json" for name in SERVICES}
     for name, process in processes.items():
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGRTMIN)
         _wait_for(outs[name].with_suffix(".on"), process)
     act()
     found = {}
     for name, process in processes.items():
-        process.send_signal(signal.SIGUSR1)
+        process.send_signal(signal.SIGRTMIN)
         _wait_for(outs[name], process)
         found[name] = json.loads(outs[name].read_text(encoding="utf-8"))
         for written in (outs[name], outs[name].with_suffix(".on")):

@@ -1,7 +1,7 @@
 """Runs a service of splitserve and records which of its files a request enters: `python -m dev.docs.traced_service OUT
 COMMAND ...`.
 
-SIGUSR1 begins a recording, and `OUT.on` says that it has begun. The next SIGUSR1 ends it and writes OUT: a JSON
+SIGRTMIN begins a recording, and `OUT.on` says that it has begun. The next SIGRTMIN ends it and writes OUT: a JSON
 object of `files`, those whose functions were called, in order of the first call, and `handed_on`, those of them that
 were given the request or a part of it by another file. The first recording is of the idle process: the ways by which
 its timers call functions do not count in those that follow, however long these take.
@@ -118,7 +118,7 @@ def main() -> None:
             part.write_text(json.dumps(found), encoding="utf-8")
             part.rename(out)
 
-    signal.signal(signal.SIGUSR1, toggle)
+    signal.signal(signal.SIGRTMIN, toggle)
     threading.setprofile(recorder)
     sys.setprofile(recorder)
     sys.argv = ["splitserve", *sys.argv[2:]]

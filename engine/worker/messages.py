@@ -26,6 +26,7 @@ from splitserve.generation.bounds import (
     check_stop,
 )
 from splitserve.generation.kv_blocks import Adapter, chain_salt
+from splitserve.spot.source import SpotNotice
 from splitserve.tracing.context import TraceContext
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
 
@@ -227,3 +228,12 @@ def lane_report(judged: JudgedLane) -> registry_pb2.LaneReport:
         problem=judged.problem or "",
         refused=judged.refused,
     )
+
+
+def preemption_notice(notice: SpotNotice | None, now: float) -> registry_pb2.PreemptionNotice | None:
+    """A spot notice as reported at `now`, in monotonic seconds; None without one."""
+    if notice is None:
+        return None
+    message = registry_pb2.PreemptionNotice(source=notice.source)
+    message.time_left.FromNanoseconds(round(max(0.0, notice.ends_s - now) * 1e9))
+    return message

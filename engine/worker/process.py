@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,7 +20,7 @@ from engine.worker.build import EngineParts, build_engine
 from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
-from engine.worker.messages import lane_report, worker_load
+from engine.worker.messages import lane_report, preemption_notice, worker_load
 from engine.worker.metrics import (
     registration_metrics,
     start_metrics,
@@ -43,6 +44,8 @@ from splitserve.runtime.process import relax_collector, stop_signal
 from splitserve.runtime.reload import FileWatcher
 from splitserve.security.authorizer import ANY_SERVICE
 from splitserve.security.tls import Role
+from splitserve.spot.source import SpotNotice
+from splitserve.spot.watch import first_notice, notice_sources
 from splitserve.tracing.exporting import exporting_spans
 from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import generation_pb2, kv_transfer_pb2, registry_pb2
@@ -63,6 +66,8 @@ class WorkerProcess(Generic[C]):
         self.epoch = secrets.randbits(63) + 1
         self.open_rpcs = OpenRpcs()
         self.draining = False
+        self.notice: SpotNotice | None = None
+        """That the machine is taken away; None: no notice."""
         self.spans: SpanSink | None = None
         """Takes the spans of traced requests; None: they are not exported."""
         self.engine: EngineThread[C] = EngineThread(
@@ -197,6 +202,7 @@ class WorkerProcess(Generic[C]):
             )
             background.append(group.create_task(self._loops.run("hangs", hangs)))
             background.append(group.create_task(self._loops.run("files", self._files.follow)))
+            background.append(group.create_task(self._loops.run("spot", self._watch_spot)))
             await stop.wait()
             await self.drain()
             for task in background:
@@ -212,6 +218,16 @@ class WorkerProcess(Generic[C]):
         await server.set_serving(False)
         message = f"the engine has ended: {type(error).__name__}: {error}"
         raise UnavailableError(message, reason="ENGINE_DIED") from error
+
+    async def _watch_spot(self) -> None:
+        """At a spot notice the worker takes no new requests. It stays up: its coordinators move what cannot end in
+        time, and it ends as its machine does, or by SIGTERM."""
+        spot = self.config.spot
+        self.notice = await first_notice(spot, notice_sources(spot))
+        left_s = round(self.notice.ends_s - time.monotonic(), 3)
+        log_event("spot.notice", worker_id=self.config.worker_id, source=self.notice.source, left_s=left_s)
+        self.draining = True
+        self.report_now()
 
     async def _stop_engine(self) -> None:
         """Ends the engine thread. One that has died may hang where it lets go of a broken device."""
@@ -275,6 +291,7 @@ class WorkerProcess(Generic[C]):
             draining=self.draining,
             lanes=[lane_report(judged) for judged in status.lanes],
             leaning=self._role.pool if self._role.neutral else registry_pb2.POOL_UNSPECIFIED,
+            preemption=preemption_notice(self.notice, time.monotonic()),
         )
 
     def _metrics(self) -> list[Metric]:

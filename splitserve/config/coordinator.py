@@ -133,6 +133,15 @@ class AdmissionConfig(Settings):
     """Share of decode slots and KV that lower classes may not use within 30 s of a request of a higher class."""
 
 
+class SpotMovesConfig(Settings):
+    """How requests leave workers whose machines are taken away; see docs/operations.md."""
+
+    margin_s: Annotated[float, Field(ge=0, le=3600), Option(flag="spot-margin")] = 3.0
+    """How long before a machine is taken away all requests have left it."""
+    moves_at_once: Annotated[int, Field(ge=1, le=1000), Option(flag="spot-moves")] = 4
+    """Most requests of one such worker that are being resumed elsewhere at a time, unless time runs out."""
+
+
 class RecordsConfig(Settings):
     """Records of single requests, which `splitserve explain` shows; see docs/observability.md. Each takes a few KB of
     memory."""
@@ -267,6 +276,8 @@ class CoordinatorConfig(SecuritySettings):
     `model_routes`. Default: none."""
     direct_model_names: Literal["allow", "hide"] = "allow"
     """Whether clients may also name the served models behind a route."""
+    spot: Annotated[SpotMovesConfig, Option(panel="Spot")] = SpotMovesConfig()
+    """Section `spot`: how requests leave workers whose machines are taken away."""
     circuit_breaker: CircuitBreaker = CircuitBreakerConfig()
     """Section `circuit_breaker`: when a worker or a lane is ejected."""
     tenants: Path | None = None

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from splitserve.config.base import CoordinatorAddress, Option, Port
+from splitserve.addresses import check_address
+from splitserve.config.base import CoordinatorAddress, Option, Port, Settings
 from splitserve.config.engine import EngineConfig, EngineSection
 from splitserve.config.faults import Faults
 from splitserve.config.gpu_list import Gpus
 from splitserve.config.security import CeilingConfig, SecuritySettings
 from splitserve.config.tracing import TracingConfig
 from splitserve.core_list import Cores
+
+SpotProvider = Literal["aws", "gcp", "azure"]
+
+
+def _checked_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.path.strip("/") or parts.query or "@" in parts.netloc:
+        raise ValueError("it is written http://HOST:PORT")
+    host = parts.netloc if parts.port else f"{parts.netloc}:80"
+    check_address(host, "spot.metadata_url")
+    return f"http://{host}"
+
+
+class SpotNoticeConfig(Settings):
+    """Notices that the worker's machine is taken away; see docs/operations.md. SIGUSR1 is always one."""
+
+    provider: Annotated[SpotProvider | None, Option(flag="spot-provider")] = None
+    """The cloud whose metadata server is asked for notices. Default: none is asked."""
+    metadata_url: (
+        Annotated[str, AfterValidator(_checked_url), Option(flag="spot-metadata-url", metavar="URL")] | None
+    ) = None
+    """With `provider`: where its metadata server is. Default: where the cloud has it."""
+    file: Annotated[Path | None, Option(flag="spot-file")] = None
+    """File that is a notice once it exists. It is empty, or has the time as `2026-01-31T08:22:00Z`. Default: none."""
+    notice_s: Annotated[float, Field(gt=0, le=86400), Option(flag="spot-notice")] = 30.0
+    """Time from a notice that names none until the machine is taken away: SIGUSR1, an empty file, and GCP's."""
+    poll_s: Annotated[float, Field(ge=0.05, le=60), Option(flag="spot-poll")] = 2.0
+    """Time between two looks for a notice."""
 
 
 class WorkerConfig(SecuritySettings):
@@ -86,6 +117,8 @@ class WorkerConfig(SecuritySettings):
     by UCX_NET_DEVICES unless that is set. `any`: UCX chooses."""
     cpus: Annotated[Cores, Option(metavar="CORES")] = ()
     """Cores to run on, for example "0,1" or "0-3". Default: all that the process may use."""
+    spot: Annotated[SpotNoticeConfig, Option(panel="Spot")] = SpotNoticeConfig()
+    """Section `spot`."""
     ceilings: CeilingConfig = CeilingConfig()
     """Section `ceilings`."""
     tracing: Annotated[TracingConfig, Option(panel="Tracing")] = TracingConfig()

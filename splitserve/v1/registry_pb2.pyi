@@ -252,6 +252,7 @@ class ReportRequest(_message.Message):
     CACHE_EVENTS_FIELD_NUMBER: _builtins.int
     LEANING_FIELD_NUMBER: _builtins.int
     LED_ELSEWHERE_FIELD_NUMBER: _builtins.int
+    PREEMPTION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id, as registered. Required."""
     epoch: _builtins.int
@@ -280,6 +281,12 @@ class ReportRequest(_message.Message):
     def cache_events(self) -> Global___CacheEvents:
         """What has changed in this worker's prefix cache since the report before. Not set: nothing."""
 
+    @_builtins.property
+    def preemption(self) -> Global___PreemptionNotice:
+        """Its machine is being taken away: a spot notice. The worker drains, and what cannot end in time is moved to others.
+        Never withdrawn. Default: no notice.
+        """
+
     def __init__(
         self,
         *,
@@ -292,14 +299,43 @@ class ReportRequest(_message.Message):
         cache_events: Global___CacheEvents | None = ...,
         leaning: Global___Pool.ValueType = ...,
         led_elsewhere: _builtins.bool = ...,
+        preemption: Global___PreemptionNotice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "load", b"load", "preemption", b"preemption"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "led_elsewhere", b"led_elsewhere", "load", b"load", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "led_elsewhere", b"led_elsewhere", "load", b"load", "preemption", b"preemption", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class PreemptionNotice(_message.Message):
+    """A notice that a machine is taken away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_LEFT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Who gave the notice: "aws", "gcp", "azure", "file" or "signal"; for people to see. At most 32 characters."""
+    @_builtins.property
+    def time_left(self) -> _duration_pb2.Duration:
+        """Time until then. Range [0, 86400 s]; 0 once it has passed. Required. Failure: INVALID_ARGUMENT."""
+
+    def __init__(
+        self,
+        *,
+        time_left: _duration_pb2.Duration | None = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time_left", b"time_left"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "time_left", b"time_left"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreemptionNotice: _TypeAlias = PreemptionNotice  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):

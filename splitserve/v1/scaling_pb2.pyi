@@ -460,6 +460,7 @@ class WorkerSignals(_message.Message):
     NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     REPLICA_CLASS_FIELD_NUMBER: _builtins.int
+    PREEMPTED_IN_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     epoch: _builtins.int
@@ -486,6 +487,8 @@ class WorkerSignals(_message.Message):
     """Whether it serves both pools; `pool` is then the one that it leans to now."""
     replica_class: _builtins.str
     """The class of replicas that it registered as. Empty: none was given."""
+    preempted_in_seconds: _builtins.float
+    """Time until its machine is taken away, by a spot notice; 0 once it has passed. Not set: no notice. Seconds."""
     @_builtins.property
     def load(self) -> _registry_pb2.WorkerLoad:
         """Its last report. Blocks, sequences and rates; 0 in a rate means not measured yet."""
@@ -512,14 +515,20 @@ class WorkerSignals(_message.Message):
         neutral: _builtins.bool = ...,
         start: _registry_pb2.StartPhases | None = ...,
         replica_class: _builtins.str = ...,
+        preempted_in_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "replica_class", b"replica_class", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "preempted_in_seconds", b"preempted_in_seconds", "replica_class", b"replica_class", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lane_gb_per_second: _TypeAlias = _typing.Literal["lane_gb_per_second"]  # noqa: Y015
     _WhichOneofArgType__lane_gb_per_second: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second"]  # noqa: Y015
+    _WhichOneofReturnType__preempted_in_seconds: _TypeAlias = _typing.Literal["preempted_in_seconds"]  # noqa: Y015
+    _WhichOneofArgType__preempted_in_seconds: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lane_gb_per_second) -> _WhichOneofReturnType__lane_gb_per_second | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__preempted_in_seconds) -> _WhichOneofReturnType__preempted_in_seconds | None: ...
 
 Global___WorkerSignals: _TypeAlias = WorkerSignals  # noqa: Y015
 

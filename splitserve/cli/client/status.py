@@ -73,7 +73,9 @@ def _print_json(info: inference_pb2.GetServerInfoResponse, models: list[inferenc
 
 def _fields(message: Message) -> dict[str, Any]:
     # protobuf's JSON prints 64-bit numbers as strings.
-    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    fields = message.DESCRIPTOR.fields
+    unset = {one.name for one in fields if one.has_presence and not message.HasField(one.name)}
+    return {one.name: None if one.name in unset else getattr(message, one.name) for one in fields}
 
 
 def _start(worker: inference_pb2.WorkerInfo) -> str:
@@ -83,6 +85,12 @@ def _start(worker: inference_pb2.WorkerInfo) -> str:
     start = worker.start
     phases = start.process_seconds, start.weights_seconds, start.warm_up_seconds
     return f"{'+'.join(f'{seconds:.1f}' for seconds in phases)} s"
+
+
+def _state(worker: inference_pb2.WorkerInfo) -> str:
+    if not worker.HasField("preempted_in_seconds"):
+        return worker.state
+    return f"{worker.state}, machine ends in {worker.preempted_in_seconds:.0f} s"
 
 
 def _table(
@@ -103,7 +111,7 @@ def _table(
         table.add_row(
             worker.worker_id,
             f"leans to {worker.pool}" if worker.neutral else worker.pool,
-            f"[{STATE_STYLES.get(worker.state, 'default')}]{worker.state}[/]",
+            f"[{STATE_STYLES.get(worker.state, 'default')}]{_state(worker)}[/]",
             worker.address,
             f"{worker.model} (experimental CUDA path)" if worker.experimental else worker.model,
             str(worker.running_requests),

@@ -566,3 +566,21 @@ async def test_a_class_without_a_place_is_named_to_the_policy_and_others_are_sta
     assert world.actuator.there["prefill-0"].replica_class == "slow"
     await world.tick()
     assert [seen.refused for seen in world.snapshots] == [frozenset(), {("prefill", "fast")}]
+
+
+async def test_a_preempted_replica_is_replaced_at_the_notice_and_ends_before_its_machine() -> None:
+    world = World()
+    world.plan = ScalingPlan(PoolPlan(1), PoolPlan(2))
+    await world.loop.tick()
+    world.actuator.calls.clear()
+    taken = next(name for name, replica in world.actuator.there.items() if replica.pool == "decode")
+    world.states[taken] = ReplicaState.PREEMPTED
+    await world.loop.tick()
+    assert world.actuator.calls == [("start", "decode", 1), ("stop", "decode", (taken,), 9.0)]
+    assert taken not in world.applied[-1][1], "it is in rotation no more"
+    await world.loop.tick()
+    assert len(world.actuator.calls) == 2
+    world.actuator.end()
+    await world.loop.tick()
+    assert len(world.actuator.calls) == 2
+    assert world.loop.status.failed_starts["decode"] == 0

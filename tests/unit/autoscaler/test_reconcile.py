@@ -15,12 +15,13 @@ from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import Activate, Bounds, Drain, Lean, ReplicaView, Rest, Start, members, reconcile
 from autoscaler.snapshot import PoolName, Replica, ReplicaState
 
-READY, STANDBY, STARTING, DRAINING, OVERDUE = (
+READY, STANDBY, STARTING, DRAINING, OVERDUE, PREEMPTED = (
     ReplicaState.READY,
     ReplicaState.STANDBY,
     ReplicaState.STARTING,
     ReplicaState.DRAINING,
     ReplicaState.OVERDUE,
+    ReplicaState.PREEMPTED,
 )
 BOUNDS: Mapping[PoolName, Bounds] = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
 NUMBERS = itertools.count()
@@ -255,3 +256,14 @@ def test_changes_of_sides_keep_the_total_and_end_where_the_plan_is(
         there[action.pool].append(moved)
         assert there[other], "a side keeps one"
     assert not any(isinstance(action, Lean) for action in leans(desired, there["prefill"], there["decode"]))
+
+
+def test_a_preempted_replica_is_replaced_at_once_and_told_to_end_once_it_is_empty() -> None:
+    busy = of(READY, PREEMPTED)
+    assert actions(2, busy) == [Start("prefill", 1)]
+    assert actions(2, busy, paused=True) == []
+    empty = [replace(member, load=0.0) for member in busy]
+    assert actions(2, empty) == [Start("prefill", 1), Drain("prefill", ("prefill-1",))]
+    assert actions(1, empty) == [Drain("prefill", ("prefill-1",))]
+    theirs = [replace(member, ours=False) for member in empty]
+    assert actions(2, theirs) == [Start("prefill", 1)]

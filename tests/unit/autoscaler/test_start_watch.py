@@ -226,3 +226,15 @@ def test_a_replica_whose_host_does_not_answer_is_never_overdue() -> None:
     pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], presence=Presence.HERE)
     assert pools.after(25)["prefill-0"] is STARTING
     assert pools.after(10)["prefill-0"] is OVERDUE
+
+
+def test_one_whose_machine_is_taken_away_is_no_failed_start() -> None:
+    pools = Pools()
+    pools.has("prefill-0", READY)
+    pools.after(1)
+    pools.has("prefill-0", ReplicaState.PREEMPTED)
+    pools.after(1)
+    pools.loses("prefill-0")
+    pools.after(1)
+    assert pools.watch.failed_starts["prefill"] == 0
+    assert pools.pause_s == 0

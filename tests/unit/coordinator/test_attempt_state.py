@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 
-from coordinator.attempt_state import IN_FLIGHT, TRANSITIONS, AttemptEvent, AttemptState, after
+from coordinator.attempt_state import (
+    IN_FLIGHT,
+    MOVED,
+    TRANSITIONS,
+    AttemptEvent,
+    AttemptState,
+    after,
+    fruitless_attempts,
+)
 from splitserve.errors import SplitserveError
 
 S, E = AttemptState, AttemptEvent
@@ -87,3 +95,9 @@ def test_all_other_transitions_are_refused() -> None:
 def test_what_has_ended_stays_so() -> None:
     for state in (S.REFUSED, S.ENDED_AT_PREFILL, S.FINISHED, S.FAILED):
         assert not [event for event in E if (state, event) in TRANSITIONS]
+
+
+def test_moves_do_not_count_as_fruitless() -> None:
+    assert fruitless_attempts(2, 0, MOVED) == 2
+    assert fruitless_attempts(2, 0, "WORKER_LOST") == 3
+    assert fruitless_attempts(2, 1, MOVED) == 0

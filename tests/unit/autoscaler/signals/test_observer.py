@@ -323,3 +323,18 @@ async def test_a_neutral_worker_stands_in_where_a_pool_has_none() -> None:
     seen = await rig.look()
     assert (seen.prefill.tokens_per_s, seen.decode.running_requests) == (100.0, 2)
     assert seen.prefill.replicas == ()
+
+
+async def test_a_worker_with_a_spot_notice_is_preempted() -> None:
+    rig = Rig()
+    rig.one.workers = [
+        worker("p0"),
+        worker("d0", "draining", preempted_in_seconds=0.0),
+        worker("d1", "draining"),
+    ]
+    rig.two.workers = [worker("p0"), worker("d0"), worker("d1")]
+    snapshot = await rig.look()
+    assert names(snapshot.decode.replicas) == {"d0": "preempted", "d1": "draining"}
+    assert names(snapshot.prefill.replicas) == {"p0": "ready"}
+    rig.order("d0", stopping=True)
+    assert names((await rig.look(1)).decode.replicas)["d0"] == "draining"

@@ -12,12 +12,34 @@ import pytest
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry
+from splitserve.errors import UnavailableError
 from splitserve.rpc.server import make_server
 from splitserve.v1 import decode_pb2, registry_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from tests.support.cluster.registrations import registration
 
 pytestmark = pytest.mark.timeout(10)
+
+
+class Full(DecodeServiceServicer):
+    """Has no room."""
+
+    def __init__(self) -> None:
+        self.asked, self.given_up = asyncio.Event(), asyncio.Event()
+
+    async def StreamOutputs(  # type: ignore[override]
+        self, request: decode_pb2.StreamOutputsRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.StreamOutputsResponse]:
+        yield decode_pb2.StreamOutputsResponse(epoch=1)
+        await asyncio.Event().wait()
+
+    async def Reserve(self, request: decode_pb2.ReserveRequest, context: Any) -> decode_pb2.ReserveResponse:
+        self.asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.set()
+        raise AssertionError
 
 
 class Forgetful(DecodeServiceServicer):
@@ -33,6 +55,43 @@ class Forgetful(DecodeServiceServicer):
         yield decode_pb2.StreamOutputsResponse(epoch=1)
         yield decode_pb2.StreamOutputsResponse(lost_request_ids=self.asked)
         await asyncio.Event().wait()
+
+
+async def test_an_attempt_that_waits_for_room_is_failed_at_once() -> None:
+    service, server = Full(), make_server()
+    add_DecodeServiceServicer_to_server(service, server.grpc_server)
+    port = await server.start("127.0.0.1", 0, [])
+    request = registration("d", registry_pb2.POOL_DECODE, f"127.0.0.1:{port}")
+    client = WorkerClient(Registry(1.0).register(request, 0.0), "c", 2**20, itertools.count(1))
+    opened, collector, moved = (
+        asyncio.Event(),
+        OutputCollector(),
+        UnavailableError("it moves", reason="MOVED"),
+    )
+    reading = asyncio.create_task(client.outputs.run(lambda is_open: opened.set() if is_open else None))
+    await opened.wait()
+    with client.attached("a", collector, decodes=True):
+        reserving = asyncio.create_task(client.reserve(decode_pb2.ReserveRequest(request_id="a"), 9.0))
+        await service.asked.wait()
+        assert client.fail("a", moved)
+        with pytest.raises(UnavailableError, match="it moves"):
+            await reserving
+        await service.given_up.wait()
+        assert reasons(collector.take_all()) == []
+        assert client.fail("a", moved)  # it runs by now
+        assert reasons(collector.take_all()) == ["MOVED"]
+    assert not client.fail("a", moved)
+    # Given up by its own request, it is cancelled and not failed.
+    service.asked.clear()
+    reserving = asyncio.create_task(client.reserve(decode_pb2.ReserveRequest(request_id="a"), 9.0))
+    await service.asked.wait()
+    reserving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reserving
+    reading.cancel()
+    await asyncio.wait([reading])
+    await client.close()
+    await server.stop()
 
 
 def reasons(events: list[WorkerEvent]) -> list[str]:

@@ -420,3 +420,19 @@ async def test_waiters_wake_on_changes_and_not_on_load() -> None:
     registry.drop(("d0", 1), "test")
     assert await asyncio.wait_for(waiting, PATIENCE_S) == registry.version
     assert await registry.wait_change(-1) == registry.version
+
+
+def test_a_spot_notice_drains_the_worker_and_its_earliest_deadline_stays() -> None:
+    registry = connected_pair()
+    before = registry.version
+    for now, left_s in ((1.0, 30), (2.0, 29), (3.0, 29), (9.0, 10)):
+        noticed = report("d0")
+        noticed.preemption.time_left.FromSeconds(left_s)
+        noticed.preemption.source = "aws"
+        registry.report(noticed, now)
+        assert registry.snapshot().preempted[0].preempted_by_s == {9.0: 19.0}.get(now, 31.0)
+    registry.report(report("d0"), 10.0)
+    worker = registry.snapshot().preempted[0]
+    assert (worker.draining, worker.preempted_in_s(10.0), worker.preempted_in_s(40.0)) == (True, 9.0, 0.0)
+    assert registry.version > before
+    assert ready(registry) == []

@@ -96,3 +96,31 @@ def test_further_bounds(wrong: registry_pb2.ReportRequest, field: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         check_report(wrong)
     assert caught.value.field == field
+
+
+def noticed(seconds: int, nanos: int = 0, source: str = "aws") -> registry_pb2.ReportRequest:
+    asked = report()
+    asked.preemption.time_left.seconds, asked.preemption.time_left.nanos = seconds, nanos
+    asked.preemption.source = source
+    return asked
+
+
+def test_a_spot_notice_within_its_bounds() -> None:
+    for seconds in (0, 30, 86_400):
+        check_report(noticed(seconds))
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (noticed(-1), "preemption.time_left"),
+        (noticed(0, -1), "preemption.time_left"),
+        (noticed(86_400, 1), "preemption.time_left"),
+        (noticed(2**62), "preemption.time_left"),
+        (noticed(30, source="x" * 33), "preemption.source"),
+    ],
+)
+def test_a_spot_notice_out_of_its_bounds(asked: registry_pb2.ReportRequest, field: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_report(asked)
+    assert caught.value.field == field

@@ -1,0 +1,120 @@
+"""Spot notices: a worker's machine is taken away. What ends in time stays, the rest moves, nothing fails."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from engine.runner.simulated_runner import expected_tokens
+from splitserve.client import AsyncClient
+from splitserve.errors import UnavailableError
+from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.v1 import inference_pb2
+from tests.support.clients.text import sentences
+from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import Reading, busy_prefill, chunks_written, tokens, until, worker
+
+pytestmark = pytest.mark.timeout(120)
+
+OPTIONS = ["--simulated-step-s", "0.02", "--heartbeat", "0.1"]
+MARGIN = ["--spot-margin", "1"]
+SHORT, LONG = 30, 220
+
+
+async def test_short_answers_stay_and_long_ones_move_before_the_worker_dies(log_dir: Path) -> None:
+    options = [*OPTIONS, "--spot-notice", "3"]
+    cluster = Cluster(log_dir, decode=2, worker_options=options, coordinator_options=MARGIN)
+    async with running(cluster), AsyncClient(cluster.target) as client:
+        short = [Reading(client, tokens(30 + n, n), max_tokens=SHORT) for n in range(4)]
+        long = [Reading(client, tokens(60 + n, n), max_tokens=LONG) for n in range(8)]
+        for reading in short + long:
+            await reading.got(2)
+        cluster.members["decode-0"].signal(signal.SIGUSR1)
+        info = await until(cluster, lambda info: worker(info, "decode-0").state == "draining", "it is known")
+        preempted = worker(info, "decode-0")
+        assert preempted.HasField("preempted_in_seconds")
+        assert 0 < preempted.preempted_in_seconds <= 3
+        assert not worker(info, "decode-1").HasField("preempted_in_seconds")
+        later = [Reading(client, tokens(90 + n, n), max_tokens=SHORT) for n in range(4)]
+        await until(
+            cluster,
+            lambda info: not worker(info, "decode-0").running_requests,
+            "all have left before its end",
+        )
+        cluster.members["decode-0"].kill()
+        answers = [await reading.task for reading in short + long + later]
+        for reading, answer in zip(short + long + later, answers, strict=True):
+            assert reading.tokens == expected_tokens(reading.prompt, LONG if reading in long else SHORT)
+            assert answer.served_by.attempts == 1 or reading in long
+        assert 0 < sum(answer.served_by.attempts == 2 for answer in answers) < len(long)
+        assert all(answer.served_by.decode_worker == "decode-1" for answer in answers[-4:])
+        await cluster.assert_no_leaks()
+
+
+async def test_a_prompt_moves_and_the_last_worker_of_a_pool_keeps_what_it_has(log_dir: Path) -> None:
+    options = [
+        *OPTIONS,
+        "--max-step-tokens",
+        "64",
+        "--simulated-prefill-token-s",
+        "0.001",
+        "--spot-notice",
+        "2",
+    ]
+    cluster = Cluster(log_dir, prefill=2, worker_options=options, coordinator_options=MARGIN)
+    async with running(cluster), AsyncClient(cluster.target) as client:
+        prompt = Reading(client, tokens(4000, 1), max_tokens=5)  # takes 4 s
+        left = busy_prefill(await chunks_written(cluster))
+        cluster.members[left].signal(signal.SIGUSR1)
+        answer = await prompt.task
+        assert prompt.tokens == expected_tokens(prompt.prompt, 5)
+        assert answer.served_by.attempts == 2
+        assert answer.served_by.prefill_worker != left
+
+        stream = Reading(client, tokens(40, 3), max_tokens=LONG)
+        await stream.got(2)
+        cluster.members["decode-0"].signal(signal.SIGUSR1)
+        assert (await stream.task).served_by.attempts == 1
+        assert stream.tokens == expected_tokens(stream.prompt, LONG)
+        stuck = [event for event in cluster.members["coordinator"].events() if event["event"] == "spot.stuck"]
+        assert [event["worker_id"] for event in stuck] == ["decode-0"]
+        with pytest.raises(UnavailableError):
+            await client.generate(tokens(20, 4), max_tokens=2)
+        await cluster.assert_no_leaks()
+
+
+async def test_real_answers_are_the_same_after_a_move(smollm2: str, log_dir: Path) -> None:
+    encode = load_tokenizer(smollm2).encode
+    asks = [
+        (encode(sentences(2 + n, seed=n)), {"max_tokens": 60, "ignore_eos": True, **sampling})
+        for n, sampling in enumerate([{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * 2)
+    ]
+    options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1", "--spot-poll", "0.1"]
+    cluster = Cluster(
+        log_dir, model=smollm2, engine="torch", worker_options=options, coordinator_options=MARGIN
+    )
+    notice = log_dir / "notice"
+    async with running(cluster), AsyncClient(cluster.target) as client:
+        undisturbed = await asyncio.gather(*(client.generate(prompt, **ask) for prompt, ask in asks))
+        cluster.add_worker("decode", "decode-1", "--spot-file", str(notice))
+        await cluster.wait_ready(decode=2)
+        readings = [Reading(client, prompt, **ask) for prompt, ask in asks]
+        for reading in readings:
+            await reading.got(2)
+        notice.write_text((datetime.now(UTC) + timedelta(seconds=1)).isoformat(), encoding="utf-8")
+        info = await until(cluster, lambda info: _has_left(info, "decode-1"), "all have left")
+        assert worker(info, "decode-1").HasField("preempted_in_seconds")
+        cluster.members["decode-1"].kill()
+        answers = [await reading.task for reading in readings]
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in undisturbed]
+        assert max(answer.served_by.attempts for answer in answers) == 2
+        await cluster.assert_no_leaks()
+
+
+def _has_left(info: inference_pb2.GetServerInfoResponse, name: str) -> bool:
+    there = worker(info, name)
+    return there.state == "draining" and not there.running_requests
