@@ -23,8 +23,8 @@ from autoscaler.policies.policy_file import (
 )
 from autoscaler.policies.recommendation import PoolStatus, Recommend, Recommendation, count
 from autoscaler.policies.schedule import scheduled_replicas
-from autoscaler.policies.slo_decode import recommend_decode
-from autoscaler.policies.slo_prefill import recommend_prefill
+from autoscaler.policies.slo.slo_decode import recommend_decode
+from autoscaler.policies.slo.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s

@@ -71,18 +71,13 @@ async def control_loop(
     async with AsyncExitStack() as stack:
         made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
         clients = [await stack.enter_async_context(client) for client in made]
-        looks: dict[str, Any] = {
-            "model": model,
-            "window_s": window_s,
-            "history_s": max(history_s(policy.value.rules), shadows.history_s),
-        }
         listing: dict[str, Any] = {} if actuator is None else {"replicas": actuator.replicas}
         if actuator is not None and actuator.proves_end and not dry_run:
             listing["on_ended"] = partial(report_ended, clients)
-        observer = Observer(clients, **listing, **looks)
-        in_force = PolicyInForce(
-            policy, observer, LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run), shadows
-        )
+        kept_s = max(history_s(policy.value.rules), shadows.history_s)
+        observer = Observer(clients, **listing, model=model, window_s=window_s, history_s=kept_s)
+        settings = LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run)
+        in_force = PolicyInForce(policy, observer, settings, shadows)
         first = in_force.first()
         if history is not None:
             history.restore(observer, in_force.history_s)

@@ -57,7 +57,7 @@ class RequestFlow:
         breakers: CircuitBreakerRegistry,
         records: RecordKeeper,
         traffic: TrafficRecorder,
-        fetcher: PrefixFetcher,
+        fetcher: PrefixFetcher | None,
         capacity_plugins: Sequence[AdmissionPlugin] = (),
         quota_plugins: Sequence[QuotaPlugin] = (),
         observers: Sequence[RequestObserver] = (),
@@ -169,10 +169,10 @@ class RequestFlow:
         pair = await self._pairs.select(events.state)
         prefill = self._clients.client_for(pair.prefill)
         decode = self._clients.client_for(pair.decode) if pair.decode else None
-        fetch = self._fetcher.plan(events.state, pair)
+        fetch = self._fetcher.plan(events.state, pair) if self._fetcher is not None else None
         cached_tokens = pair.cost.cached_tokens if fetch is None else fetch.tokens
         events.routed(pair.prefill, pair.decode, cached_tokens, time.monotonic(), pair.candidates)
-        if fetch is not None:
+        if fetch is not None and self._fetcher is not None:
             try:
                 await self._fetcher.fetch(fetch, events)  # if it fails, the prompt is computed
             except BaseException:

@@ -167,10 +167,10 @@ class Coordinator:
             self.breakers,
             self.records,
             self.traffic.recorder,
-            self.fetcher,
+            self.fetcher if self.config.peer_fetch == "on" else None,
             quota_plugins=self.access.quota_plugins,
             capacity_plugins=[] if self.admission is None else [self.admission],
-            observers=[self.spot],
+            observers=[self.spot.running],
         )
         return InferenceApi(
             flow,

@@ -17,8 +17,8 @@ from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_uni
 from autoscaler.classes.usable import too_slow
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposal, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
-from autoscaler.policies.slo_decode import decode_shares
-from autoscaler.policies.slo_prefill import prefill_shares
+from autoscaler.policies.slo.slo_decode import decode_shares
+from autoscaler.policies.slo.slo_prefill import prefill_shares
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 _HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)

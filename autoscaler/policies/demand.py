@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from autoscaler.policies.slo_tuning import SloTuning
+from autoscaler.policies.slo.slo_tuning import SloTuning
 from autoscaler.snapshot import ArrivalBucket
 
 Amount = Callable[[ArrivalBucket], float]

@@ -21,7 +21,7 @@ from autoscaler.policies.behavior import (
     broken_rule,
 )
 from autoscaler.policies.schedule import ScheduleWindow
-from autoscaler.policies.slo_tuning import Seconds, SloTuning
+from autoscaler.policies.slo.slo_tuning import Seconds, SloTuning
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 

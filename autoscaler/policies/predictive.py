@@ -16,8 +16,8 @@ from typing import Any
 
 from autoscaler.policies.policy_file import PredictivePool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation
-from autoscaler.policies.slo_decode import decode_for_rate, recommend_decode
-from autoscaler.policies.slo_prefill import prefill_for_rate, recommend_prefill
+from autoscaler.policies.slo.slo_decode import decode_for_rate, recommend_decode
+from autoscaler.policies.slo.slo_prefill import prefill_for_rate, recommend_prefill
 from autoscaler.snapshot import ArrivalBucket, PoolName, Snapshot, lead_s
 from splitserve.errors import ConfigError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autoscaler.policies.slo_tuning import SloTuning
+from autoscaler.policies.slo.slo_tuning import SloTuning
 from autoscaler.snapshot import Replica, ReplicaState, Snapshot
 from splitserve.histograms import Histogram
 

@@ -82,6 +82,31 @@ class RequestObserver:
         """The request is over, with or without an error. Always the last event."""
 
 
+class RunningAttempts(RequestObserver):
+    """The attempts that are under way; for those who look at all of them from time to time."""
+
+    def __init__(self) -> None:
+        self.attempts: dict[str, RequestState] = {}
+        """By attempt id."""
+        self._requests: dict[int, RequestState] = {}
+
+    def has(self, state: RequestState) -> bool:
+        """Whether a request that was routed has not ended, though it may be between two attempts."""
+        return id(state) in self._requests
+
+    def routed(self, state: RequestState) -> None:
+        """See RequestObserver."""
+        self._requests[id(state)] = self.attempts[state.attempt.attempt_id] = state
+
+    def attempt_ended(self, state: RequestState) -> None:
+        """See RequestObserver."""
+        self.attempts.pop(state.attempt.attempt_id, None)
+
+    def ended(self, state: RequestState, error: BaseException | None) -> None:
+        """See RequestObserver."""
+        self._requests.pop(id(state), None)
+
+
 class RequestEvents:
     """The events of one request; a context manager whose exit emits `ended`.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.core import Metric
 
 from coordinator.attempt_state import MOVED
-from coordinator.request.observer import RequestObserver
+from coordinator.request.observer import RunningAttempts
 from coordinator.request.state import RequestState
 from coordinator.spot.move_plan import MoveLimits, moves_now
 from coordinator.spot.remaining_work import works_on
@@ -44,34 +44,22 @@ class _Move:
         return self.state.attempts > self.attempts and len(self.state.token_ids) > self.tokens
 
 
-class SpotMover(RequestObserver):
-    """Knows the running attempts, and fails those that have to leave a worker: they resume elsewhere.
+class SpotMover:
+    """Fails the running attempts that have to leave a worker: they resume elsewhere.
 
     Nothing moves while no other workers could take it: the worker may live a little longer.
     """
 
     def __init__(self, config: SpotMovesConfig, registry: Registry, clients: WorkerClients) -> None:
         self._config, self._registry, self._clients = config, registry, clients
-        self._running: dict[str, RequestState] = {}
+        self.running = RunningAttempts()
+        """To be told of every request."""
         self._moving: dict[str, _Move] = {}
-        """Both by attempt id."""
+        """By attempt id."""
         self._moves = 0
         self._move_s = FIRST_MOVE_S
         self._stuck: set[WorkerKey] = set()
         """Workers with requests that no others can take."""
-
-    def routed(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        self._running[state.attempt.attempt_id] = state
-
-    def attempt_ended(self, state: RequestState) -> None:
-        """See RequestObserver."""
-        self._running.pop(state.attempt.attempt_id, None)
-
-    def ended(self, state: RequestState, error: BaseException | None) -> None:
-        """See RequestObserver."""
-        if self._moving:
-            self._moving = {name: move for name, move in self._moving.items() if move.state is not state}
 
     async def run(self) -> None:
         """Looks while any worker has a notice, until cancelled."""
@@ -101,14 +89,14 @@ class SpotMover(RequestObserver):
         ]
 
     def _look_at(self, worker: Worker, now: float) -> None:
-        staying = [state for name, state in self._running.items() if name not in self._moving]
+        staying = [state for name, state in self.running.attempts.items() if name not in self._moving]
         left_s = (worker.preempted_in_s(now) or 0.0) - self._config.margin_s
         under_way = sum(move.worker == worker.key for move in self._moving.values())
         limits = MoveLimits(self._config.moves_at_once, self._move_s)
         leaving = moves_now(works_on(worker, staying), left_s, under_way, limits)
         ready = self._registry.snapshot().ready_models() if leaving else frozenset()
         for attempt_id in leaving:
-            state = self._running[attempt_id]
+            state = self.running.attempts[attempt_id]
             if state.request.model.name in ready:
                 self._move(worker, attempt_id, state, now)
             elif worker.key not in self._stuck:
@@ -127,6 +115,8 @@ class SpotMover(RequestObserver):
 
     def _end_moves(self, now: float) -> None:
         for attempt_id, move in list(self._moving.items()):
-            if move.is_over:
+            if not self.running.has(move.state):
+                del self._moving[attempt_id]
+            elif move.is_over:
                 del self._moving[attempt_id]
                 self._move_s += SMOOTHING * (now - move.began_s - self._move_s)

@@ -21,7 +21,7 @@ from autoscaler.policies.policy_file import (
     TargetPool,
 )
 from autoscaler.policies.schedule import ScheduleWindow
-from autoscaler.policies.slo_tuning import SloTuning
+from autoscaler.policies.slo.slo_tuning import SloTuning
 from coordinator.records.tenant_costs import PriceFile
 from coordinator.tenants.policy_file import TenantPolicy, TenantsFile
 from splitserve.cli.up import SHOWN

@@ -225,7 +225,7 @@ SHORT: Mapping[str, str] = {
     "python -m bench.kv_tiers.peer_fetch": "python -m bench.kv_tiers.peer_fetch --tokens 128 --turns 1 --json",
     "python -m bench.handoff": "python -m bench.handoff --repeats 1 --lengths 16 --json",
     "python -m bench.handoff.narrow_kv": "python -m bench.handoff.narrow_kv --prompts 1 --repeats 0 --json",
-    "python -m bench.engine.kv_dtype": "python -m bench.engine.kv_dtype --prompts 1 --threads --json",
+    "python -m bench.kv_dtype": "python -m bench.kv_dtype --prompts 1 --threads --json",
     "python -m bench.engine.quantization": "python -m bench.engine.quantization --prompts 1 --threads --json",
     "python -m dev.gpu_check": "python -m dev.gpu_check || test $? -eq 2",
     "python -m bench.routing": "python -m bench.routing --workers 10 --blocks 10000 --decisions 100",

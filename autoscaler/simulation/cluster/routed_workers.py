@@ -17,9 +17,10 @@ from autoscaler.simulation.cluster.replica import (
     PrefillReplica,
     SimulatedReplica,
     SimulatedRequest,
+    add_prompts,
+    decode_load,
 )
 from autoscaler.simulation.cluster.virtual_engine import KV_BLOCK_TOKENS
-from autoscaler.simulation.cluster.worker_reports import add_prompts, decode_load
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS

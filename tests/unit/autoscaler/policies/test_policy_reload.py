@@ -12,7 +12,7 @@ from autoscaler.decide import PlanMemory, PoolState, carried
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.policies.predictive import PredictiveMemory
-from autoscaler.policies.slo_prefill import PrefillMemory
+from autoscaler.policies.slo.slo_prefill import PrefillMemory
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce
 from autoscaler.signals.observer import Observer
 from tests.support.scaling.fake_actuator import FakeActuator

@@ -12,8 +12,8 @@ from autoscaler.decide import make_decide
 from autoscaler.plan import Decide, ScalingPlan
 from autoscaler.policies.demand import Covered, measure
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.policies.slo_prefill import erlang_c, replicas_for_wait, wait_exceeds
-from autoscaler.policies.slo_tuning import SloTuning
+from autoscaler.policies.slo.slo_prefill import erlang_c, replicas_for_wait, wait_exceeds
+from autoscaler.policies.slo.slo_tuning import SloTuning
 from autoscaler.snapshot import ArrivalBucket, LinkSignals, Snapshot
 from splitserve.histograms import Histogram
 from tests.support.scaling.snapshots import STEP, Load, arrivals, replicas, snapshot

@@ -12,7 +12,7 @@ import pytest
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.policies.demand import DemandForecast, measure
-from autoscaler.policies.slo_tuning import SloTuning
+from autoscaler.policies.slo.slo_tuning import SloTuning
 from autoscaler.signals import history_file
 from autoscaler.signals.history_file import MAX_BYTES, HistoryFile
 from autoscaler.signals.observer import Observer

@@ -70,7 +70,7 @@ class Rig:
             "r", Model("words", "words", 64, 100), (1,) * 50, generation_pb2.SamplingParams(),
             generation_pb2.StopParams(max_tokens=max_tokens), 0, time.monotonic() + 60, time.monotonic(),
         )  # fmt: skip
-        events = RequestEvents(RequestState(request, RequestEstimate(usual, 50.0)), [self.mover])
+        events = RequestEvents(RequestState(request, RequestEstimate(usual, 50.0)), [self.mover.running])
         self.begin(events, decode)
         if prefilled:
             events.state.attempt.report.decode_worker = decode

@@ -56,6 +56,7 @@ ODD: dict[str, Any] = {
     "endpoint": "https://collector:4317",
     "faults": {"seed": 3, "late_write": {"at": [2], "probability": 0.5}},
     "http_port": "off",
+    "spot.metadata_url": "http://h:1",
     "model_routes": {"words": {"v1": 95, "v2": 4.123456789}, "more": {"v3": 1}},
     "circuit_breaker": {"enabled": False, "failure_rate": 0.25, "window_s": 4.5},
     "kubernetes.prefill": "statefulset/p",

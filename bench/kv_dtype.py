@@ -1,4 +1,4 @@
-"""Effect of int8 KV on outputs and speed, compared with bfloat16: `python -m bench.engine.kv_dtype [--json]`.
+"""Effect of int8 KV on outputs and speed, compared with bfloat16: `python -m bench.kv_dtype [--json]`.
 
 Closeness. Two questions to the same model, on prompts of English text (the topics of Python's own `pydoc`; for the
 first `--text FILE` instead):
@@ -59,7 +59,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Case:
+class KvCase:
     """One thing to time. `context_tokens`: the prompt's length, or the tokens of each sequence that decodes."""
 
     phase: str
@@ -214,7 +214,7 @@ class TimedEngine:
 
 
 def speeds(
-    model: str, threads: int, cases: Sequence[Case], turns: int, tell: Console
+    model: str, threads: int, cases: Sequence[KvCase], turns: int, tell: Console
 ) -> list[dict[str, Any]]:
     """Times each case with both, alternating, after one turn of each."""
     tokens = max(case.batch * (case.context_tokens + BLOCK_TOKENS) for case in cases)
@@ -248,17 +248,15 @@ def speeds(
     return rows
 
 
-def _case(text: str) -> Case:
+def _case(text: str) -> KvCase:
     phase, _, size = text.partition(":")
     batch, _, context = size.partition("x")
-    return Case(phase, int(batch), int(context))
+    return KvCase(phase, int(batch), int(context))
 
 
 def main() -> int:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine.kv_dtype", description=__doc__.partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m bench.kv_dtype", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--model", default=ClusterConfig().model)
     parser.add_argument("--prompts", type=int, default=PROMPTS, help=f"default: {PROMPTS}; 0 asks for none")
@@ -283,7 +281,7 @@ def main() -> int:
     for threads in options.threads:
         content["speeds"] += speeds(options.model, threads, options.case, options.turns, tell)
     if options.json:
-        command = shlex.join(["python", "-m", "bench.engine.kv_dtype", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "bench.kv_dtype", *sys.argv[1:]])
         print(json.dumps(report("kv_dtype", command, machine, **content), indent=2))
     else:
         for name, value in content.items():

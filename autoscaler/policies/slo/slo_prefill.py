@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoscaler.policies.demand import DemandForecast, measure
 from autoscaler.policies.policy_file import SloPool
 from autoscaler.policies.recommendation import PoolStatus, Recommendation, TrimMemory, measured, trim
-from autoscaler.policies.slo_tuning import SloTuning
+from autoscaler.policies.slo.slo_tuning import SloTuning
 from autoscaler.snapshot import ArrivalBucket, ReplicaState, Snapshot, lead_s
 
 STARTING = ReplicaState.STARTING

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.engine.kv_dtype import closeness
+from bench.kv_dtype import closeness
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import PendingStep
 from engine.core.types import EngineRequest, SamplingParams, ScheduledSequence, StopParams
