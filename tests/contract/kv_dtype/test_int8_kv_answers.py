@@ -95,7 +95,7 @@ def test_every_way_to_the_same_kv_gives_the_same_answer(smollm2: ModelSource, te
 def test_a_preempted_run_repeats_itself_and_leaves_the_others_alone(
     smollm2: ModelSource, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was decoded is computed again as a prompt, by other sums: as with bfloat16 the answer may go on differently
+    """What was decoded is computed again as a prompt, by other sums: the answer may go on differently
     from there, but it does so every time, and no token before is another one."""
     prompts = [text[start : start + 70] for start in (0, 200, 400)]
     settings = {"block_size_tokens": 4, "prefix_cache": False}
