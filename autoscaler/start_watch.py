@@ -56,11 +56,13 @@ class _Life:
     proven: bool = False
     ending: bool = False
     """Told to end: its end is no failure."""
+    preempted: bool = False
+    """Its machine is taken away: its end is no failure either."""
 
     @property
     def may_fail(self) -> bool:
         """Whether its end would be a failed start that has not been counted yet."""
-        return not (self.ending or self.proven or self.overdue or self.failed)
+        return not (self.ending or self.preempted or self.proven or self.overdue or self.failed)
 
 
 class StartWatch:
@@ -91,10 +93,13 @@ class StartWatch:
             cold_s = self._cold_s(replica.pool, snapshot, limits)
             life = self._life(replica, failed)
             found = known[replica.pool].get(replica.name)
-            life.ending = life.ending or (found is not None and found.state is ReplicaState.PREEMPTED)
+            if found is not None and (found.registered or found.state is ReplicaState.PREEMPTED):
+                life.preempted = found.state is ReplicaState.PREEMPTED
             if found is not None and found.state in _UP:
                 self._came_up(life, found, snapshot.now_s, cold_s)
-            elif not life.ending and (found is None or found.state is ReplicaState.STARTING):
+            elif not (life.ending or life.preempted) and (
+                found is None or found.state is ReplicaState.STARTING
+            ):
                 peer: PoolName = "decode" if replica.pool == "prefill" else "prefill"
                 excused = not snapshot.complete or (found is not None and found.registered and not up[peer])
                 excused = excused or replica.presence is not Presence.HERE
@@ -139,7 +144,7 @@ class StartWatch:
             starting_s = None if life.proven else life.starting_s
             life.failed = not life.proven
             life.created_wall_s, life.starting_s, life.up_s = replica.created_wall_s, starting_s, None
-            life.proven = False
+            life.proven = life.preempted = False
         if life is None:
             life = _Life(replica.pool, replica.created_wall_s, replica.placeholder)
             self._lives[replica.name] = life

@@ -170,7 +170,8 @@ class RequestFlow:
         prefill = self._clients.client_for(pair.prefill)
         decode = self._clients.client_for(pair.decode) if pair.decode else None
         fetch = self._fetcher.plan(events.state, pair) if self._fetcher is not None else None
-        cached_tokens = pair.cost.cached_tokens if fetch is None else fetch.tokens
+        for_prefill = fetch is not None and fetch.taker.key == pair.prefill.key
+        cached_tokens = fetch.tokens if fetch is not None and for_prefill else pair.cost.cached_tokens
         events.routed(pair.prefill, pair.decode, cached_tokens, time.monotonic(), pair.candidates)
         if fetch is not None and self._fetcher is not None:
             try:
@@ -179,6 +180,8 @@ class RequestFlow:
                 events.attempt_ended()
                 raise
         local_tokens, now = self._pairs.local_prefill_tokens(events.state, pair), time.monotonic()
+        if for_prefill and not pair.is_own and events.state.attempt.has_fetched:
+            local_tokens = 0  # the prefix is where the prompt is to be computed
         targets = targets_of(events.state, now) if events.state.request.targets is not None else None
         return Attempt(events, prefill, decode, self._background, local_tokens, targets, direct)
 

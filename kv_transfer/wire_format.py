@@ -28,6 +28,10 @@ class KvWire(ABC):
     def memory(self) -> KvMemoryRegion:
         """The region to register with the transport, with the wire layout."""
 
+    def populate(self) -> None:
+        """Called once, when the engine is ready: memory of its own may be prepared behind it."""
+        return
+
     @abstractmethod
     def pack(self, block_ids: Sequence[int]) -> None:
         """Fills the wire blocks of these final KV blocks, ready to be sent.

@@ -89,6 +89,9 @@ class _Classed:
         if not _in(self.ours, ReplicaState.DRAINING):
             name = self._overdue(paused) or self._superfluous(blocked)
             actions += [Drain(self.pool, (name,))] if name else []
+        # As `reconcile` does: once they have nothing left.
+        if empty := tuple(one.name for one in _in(self.ours, ReplicaState.PREEMPTED) if not one.load):
+            actions.append(Drain(self.pool, empty))
         return actions
 
     def _of(self, share: ClassShare) -> list[ReplicaView]:

@@ -29,6 +29,7 @@ _ORDER = (
     ReplicaState.STANDBY,
     ReplicaState.DRAINING,
     ReplicaState.OVERDUE,
+    ReplicaState.PREEMPTED,
 )
 
 

@@ -26,7 +26,7 @@ from coordinator.workers.client import WorkerClient, WorkerClients
 from coordinator.workers.output_collector import OutputCollector, WorkerFailed
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError
 from splitserve.logs import log_event
@@ -36,6 +36,8 @@ from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 
 LEAST_TIMEOUT_S = 0.05
 """However short computing would be, a fetch may take so long."""
+REST_S = 10.0
+"""How long a pair of workers whose fetch has failed is left alone."""
 OUTCOMES = ("completed", "failed")
 
 AnyCall = TypeVar("AnyCall", decode_pb2.ReserveRequest, prefill_pb2.PrefillRequest)
@@ -68,6 +70,8 @@ class PrefixFetcher:
         self._enabled, self._always_local = config.peer_fetch == "on", config.local_prefill == "always"
         self._registry, self._clients, self._background = registry, clients, background
         self._meter = FetchMeter()
+        self._resting: dict[tuple[WorkerKey, WorkerKey], float] = {}
+        """Holder and taker, and until when."""
 
     def plan(self, state: RequestState, pair: Pair) -> FetchPlan | None:
         """The fetch that is worth it before an attempt on this pair, if any. Call it before the attempt is counted."""
@@ -75,6 +79,7 @@ class PrefixFetcher:
         if not self._enabled or not request.block_keys:
             return None
         now, prompt_tokens = time.monotonic(), len(request.prompt) + len(state.token_ids)
+        self._resting = {pair: until_s for pair, until_s in self._resting.items() if until_s > now}
         prefixes = self._registry.prefixes
         confirmed = prefixes.hits_of(request.block_keys, now, confirmed_only=True)
         if not confirmed:
@@ -89,6 +94,7 @@ class PrefixFetcher:
             confirmed,
             self._meter,
             request.model.name,
+            self._resting,
         )
 
     async def fetch(self, plan: FetchPlan, events: RequestEvents) -> None:
@@ -96,13 +102,13 @@ class PrefixFetcher:
         request, began_s, failure = events.state.request, time.monotonic(), ""
         tokens = (*request.prompt, *events.state.token_ids)[: plan.tokens]
         prefix = _prefix_of(request, tokens)
-        limit_s = min(max(plan.compute_s, LEAST_TIMEOUT_S), max(1e-3, request.deadline_s - began_s))
+        moved, limit_s = 0, min(max(plan.compute_s, LEAST_TIMEOUT_S), max(1e-3, request.deadline_s - began_s))
         try:
-            await self.bring(plan.holder, plan.taker, prefix, limit_s)
+            moved = await self.bring(plan.holder, plan.taker, prefix, limit_s)
         except SplitserveError as error:
             failure = f"{error.reason}: {error.message}"
         took_s = time.monotonic() - began_s
-        self._count(plan, took_s, failure)
+        self._count(plan, moved * plan.taker.block_size_tokens, took_s, failure)
         events.prefix_fetched(
             FetchedPrefix(
                 plan.holder.worker_id,
@@ -168,7 +174,7 @@ class PrefixFetcher:
             return pair.decode
         return pair.prefill
 
-    def _count(self, plan: FetchPlan, took_s: float, failure: str) -> None:
+    def _count(self, plan: FetchPlan, moved_tokens: int, took_s: float, failure: str) -> None:
         counts, tokens = self.counts, plan.tokens - plan.held_tokens
         log_event(
             "prefix.fetched",
@@ -182,10 +188,12 @@ class PrefixFetcher:
         )
         if failure:
             counts.outcomes["failed"] += 1
+            self._resting[plan.holder.key, plan.taker.key] = time.monotonic() + REST_S
             return
-        self._meter.record(plan.lane_s, took_s - plan.wait_s)
+        if moved_tokens >= tokens:  # if some were there already, it says little of the lane
+            self._meter.record(plan.lane_s, took_s - plan.wait_s)
         counts.outcomes["completed"] += 1
-        counts.tokens += tokens
+        counts.tokens += min(tokens, moved_tokens)
         counts.took_s += took_s
         counts.predicted_s += plan.fetch_s
         counts.compute_s += plan.compute_s

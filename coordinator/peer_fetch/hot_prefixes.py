@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from splitserve.generation.kv_blocks import Adapter
 
 MAX_TOKENS = 2**20
-"""Of all prefixes kept: 4 MiB."""
+"""Of all prefixes kept: 4 MiB, and what their entries take."""
+MAX_ENTRIES = 4096
 HALF_LIFE_S = 300.0
 LEAST_USES = 1.5
 """Of a prefix that a worker is seeded with: one that was found once only, and not just now, may never be again."""
@@ -49,31 +50,32 @@ class HotPrefixes:
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, int], _Entry] = OrderedDict()
         self._tokens = 0
 
     def found(self, key: int, prefix: Prefix, tokens: int, now: float) -> None:
         """A request has found its first `tokens` in a cache. `key`: the index's key of the last block of them, which
         stands for all before. `prefix` may be longer. Costs O(tokens) the first time, O(1) later."""
-        entry = self._entries.get(key)
+        name = (prefix.model, key)
+        entry = self._entries.get(name)
         if entry is not None:
             entry.uses, entry.seen_s = entry.uses_at(now) + 1, now
-            self._entries.move_to_end(key)
+            self._entries.move_to_end(name)
             return
         if tokens > self._max_tokens:
             return
         kept = Prefix(prefix.model, array("I", prefix.token_ids[:tokens]), prefix.cache_salt, prefix.adapter)
-        self._entries[key] = _Entry(kept, key, 1.0, now)
+        self._entries[name] = _Entry(kept, key, 1.0, now)
         self._tokens += tokens
-        while self._tokens > self._max_tokens:
+        while self._tokens > self._max_tokens or len(self._entries) > MAX_ENTRIES:
             _, oldest = self._entries.popitem(last=False)
             self._tokens -= len(oldest.prefix.token_ids)
 
     def hottest(self, models: Sequence[str], count: int, now: float) -> list[Prefix]:
         """Up to `count` prefixes of these models that spare the most computing: by uses times tokens."""
         worth = (
-            (entry.uses_at(now) * len(entry.prefix.token_ids), entry.key)
+            (entry.uses_at(now) * len(entry.prefix.token_ids), (entry.prefix.model, entry.key))
             for entry in self._entries.values()
             if entry.prefix.model in models and entry.uses_at(now) >= LEAST_USES
         )
-        return [self._entries[key].prefix for _, key in heapq.nlargest(count, worth)]
+        return [self._entries[name].prefix for _, name in heapq.nlargest(count, worth)]

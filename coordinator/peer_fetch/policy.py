@@ -12,12 +12,12 @@ and for computing the worker's own fit of prompt times, or its rate where there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from coordinator.routing.prompt_placement import prompt_fit_of
 from coordinator.workers.prefix_index.hits import PrefixHits
-from coordinator.workers.snapshot import PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
 from splitserve.v1 import registry_pb2
 
 MARGIN = 0.75
@@ -90,11 +90,12 @@ def plan_fetch(
     confirmed: PrefixHits,
     meter: FetchMeter,
     model: str,
+    resting: Container[tuple[WorkerKey, WorkerKey]] = (),
 ) -> FetchPlan | None:
     """The fetch that spares the most time; None if none is predicted to be sooner than computing by `MARGIN`.
 
     `expected` are the hits of the prompt with what is being computed now, `confirmed` those without: what a holder has
-    yet to compute it cannot send.
+    yet to compute it cannot send. Pairs of holder and taker that are `resting` are left alone.
     """
     if not taker.decodes:  # it gives no tickets
         return None
@@ -102,6 +103,7 @@ def plan_fetch(
     plans = (
         _plan(holder, taker, prompt_tokens, held, confirmed, meter)
         for holder in holders(snapshot, taker, model)
+        if (holder.key, taker.key) not in resting
     )
     good = [plan for plan in plans if plan is not None and plan.fetch_s <= MARGIN * plan.compute_s]
     return max(good, key=lambda plan: plan.compute_s - plan.fetch_s, default=None)
@@ -152,7 +154,10 @@ def _plan(
 ) -> FetchPlan | None:
     has = confirmed.blocks(holder.prefix_slot) * holder.block_size_tokens
     tokens = whole_tokens(min(has, prompt_tokens - 1), holder, taker)
-    if tokens <= held:
+    load = taker.load
+    if tokens <= held or load.running_requests >= taker.max_running_requests:
+        return None
+    if load.free_blocks * taker.block_size_tokens < tokens - held:  # it would wait for its reservation
         return None
     lane_s, more = lane_seconds(holder, taker, tokens - held), tokens - held
     # A new worker is taken to be as fast as the other.

@@ -27,6 +27,8 @@ SEED_S = 10.0
 MAX_PREFIXES = 256
 MAX_FAILURES = 3
 """Fetches in a row that may fail before a worker is left to fill its cache by itself."""
+FETCH_S = 2.0
+"""Most time for one prefix."""
 POOL_SHARE = 2
 """At most one block in so many of the worker's is filled."""
 _LOOK_S = 1.0
@@ -79,15 +81,21 @@ class Seeder:
         prefixes = self._fetcher.hot.hottest((worker.model.name, *worker.adapters), MAX_PREFIXES, began_s)
         seeded = blocks = failures = 0
         for prefix in prefixes:
+            await asyncio.sleep(0)  # each is hashed here, and most may need nothing
             left_s = began_s + SEED_S - time.monotonic()
             if left_s <= 0 or failures >= MAX_FAILURES:
                 break
             source = self._source_of(prefix, worker)
-            if source is None or source.tokens // size > left:
+            there = self._registry.get(worker.key)
+            if there is None:
+                break
+            # A reservation that does not fit would hold up those of requests behind it.
+            room = min(left, there.load.free_blocks // POOL_SHARE)
+            if source is None or source.tokens // size > room:
                 continue
             part = replace(prefix, token_ids=prefix.token_ids[: source.tokens])
             try:
-                moved = await self._fetcher.bring(source.holder, worker, part, left_s)
+                moved = await self._fetcher.bring(source.holder, worker, part, min(left_s, FETCH_S))
             except SplitserveError as error:
                 failures += 1
                 log_event("worker.seed_failed", worker_id=worker.worker_id, reason=error.reason)

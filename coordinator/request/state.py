@@ -137,6 +137,11 @@ class AttemptRecord:
     """Reason and message of the error that ended it; `suspect` is the worker at fault."""
 
     @property
+    def has_fetched(self) -> bool:
+        """Whether a prefix was brought from another worker's cache for it."""
+        return self.fetched is not None and not self.fetched.failure
+
+    @property
     def pair(self) -> tuple[WorkerKey, ...]:
         """Keys of the prefill worker and, if there is another one that decodes, of that."""
         alone = self.decode is None or self.decode.key == self.prefill.key

@@ -65,7 +65,7 @@ class SpotMover:
         """Looks while any worker has a notice, until cancelled."""
         while True:
             version = self._registry.version
-            if self.look(time.monotonic()):
+            if self.look(time.monotonic()) or self._moving:
                 await asyncio.sleep(LOOK_EVERY_S)
             else:
                 await self._registry.wait_change(version)
@@ -91,7 +91,12 @@ class SpotMover:
     def _look_at(self, worker: Worker, now: float) -> None:
         staying = [state for name, state in self.running.attempts.items() if name not in self._moving]
         left_s = (worker.preempted_in_s(now) or 0.0) - self._config.margin_s
-        under_way = sum(move.worker == worker.key for move in self._moving.values())
+        # An attempt that does not end soon waits for its reservation or for its client: no other worker has it.
+        under_way = sum(
+            move.worker == worker.key
+            and (name not in self.running.attempts or now - move.began_s < FIRST_MOVE_S)
+            for name, move in self._moving.items()
+        )
         limits = MoveLimits(self._config.moves_at_once, self._move_s)
         leaving = moves_now(works_on(worker, staying), left_s, under_way, limits)
         ready = self._registry.snapshot().ready_models() if leaving else frozenset()

@@ -11,7 +11,7 @@ from engine.core.types import EngineRequest
 from engine.kv_cache.block_pool import BlockPool
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.tier_index import TierBlock
-from splitserve.errors import InvalidArgumentError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
 
 _table_ids = count(1)
@@ -52,7 +52,11 @@ class KVCacheManager:
         return len(self.computed_prefix(sequence, len(sequence.tokens) - 1)) * self.block_size
 
     def check(self, request: EngineRequest) -> None:
-        """Raises InvalidArgumentError for a prefix that does not end with a block."""
+        """Raises InvalidArgumentError for a prefix that does not end with a block, and FailedPreconditionError
+        (NO_PREFIX_FETCH) for any without a prefix cache."""
+        if request.prefix_only and not self._prefix_cache:
+            message = "prefix_only: this worker keeps no prefix cache"
+            raise FailedPreconditionError(message, reason="NO_PREFIX_FETCH", field="prefix_only")
         if request.prefix_only and len(request.token_ids) % self.block_size:
             message = (
                 f"token_ids must be whole blocks of {self.block_size} tokens, as only a prefix is wanted"

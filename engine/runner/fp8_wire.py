@@ -91,6 +91,10 @@ class Fp8Wire(KvWire):
                 self._vectors[index] = dequantize(self._blocks.bytes[index], self._head_dim)
         finish_writes(self._blocks.device)
 
+    def populate(self) -> None:
+        """See `KvWire`."""
+        self._blocks.populate()
+
     def read_blocks(self, block_ids: Sequence[int], peer_order: str = "") -> Sequence[memoryview]:
         """See `KvWire`."""
         return self._blocks.read_blocks(block_ids)

@@ -150,6 +150,7 @@ class TorchRunner(ModelRunner):
     def populate(self) -> None:
         """See `ModelRunner.populate`."""
         self._pool.populate()
+        self._wire.populate()
 
     def rest(self) -> None:
         """See `ModelRunner.rest`."""

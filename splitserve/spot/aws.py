@@ -65,6 +65,7 @@ class AwsNotices(NoticeSource):
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
         status, text, _ = await self._server.ask("PUT", TOKEN_PATH, headers)
         token = text.strip()
-        if status != httpx2.codes.OK or not 0 < len(token) <= MAX_TOKEN_CHARACTERS or not token.isprintable():
+        well = 0 < len(token) <= MAX_TOKEN_CHARACTERS and token.isascii() and token.isprintable()
+        if status != httpx2.codes.OK or not well:
             raise malformed(f"it answers {status} to PUT {TOKEN_PATH}, and gives no token")
         return token

@@ -5,6 +5,7 @@ https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ URL = "http://169.254.169.254:80"
 EVENTS_PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME_PATH = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 HEADERS = {"Metadata": "true"}
+_MACHINE = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 class _Event(BaseModel):
@@ -47,7 +49,11 @@ class AzureNotices(NoticeSource):
 
     async def time_left_s(self) -> float | None:
         """See NoticeSource."""
-        self._machine = self._machine or (await self._get(NAME_PATH)).strip()
+        if not self._machine:
+            name = (await self._get(NAME_PATH)).strip()
+            if not _MACHINE.fullmatch(name):
+                raise malformed(f"{NAME_PATH} is no machine's name")
+            self._machine = name
         try:
             found = _ScheduledEvents.model_validate_json(await self._get(EVENTS_PATH))
         except ValidationError:

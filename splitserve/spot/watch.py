@@ -105,4 +105,5 @@ def _on_signal(callback: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGUSR1)
+        # Not removed: by default the signal would end the worker, and notices may be given twice.
+        loop.add_signal_handler(signal.SIGUSR1, lambda: None)

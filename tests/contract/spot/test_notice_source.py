@@ -51,8 +51,9 @@ async def test_a_malformed_answer_is_a_typed_error(rig: Rig, answer: bytes) -> N
         await rig.source.time_left_s()
 
 
-async def test_it_recovers(rig: Rig) -> None:
-    rig.garble(b"soon")
+@pytest.mark.parametrize("answer", [b"soon", "\u00e9".encode(), b"<html>"])
+async def test_it_recovers(rig: Rig, answer: bytes) -> None:
+    rig.garble(answer)
     with pytest.raises(SplitserveError):
         await rig.source.time_left_s()
     rig.mend()

@@ -238,3 +238,15 @@ def test_one_whose_machine_is_taken_away_is_no_failed_start() -> None:
     pools.after(1)
     assert pools.watch.failed_starts["prefill"] == 0
     assert pools.pause_s == 0
+
+
+def test_one_that_starts_again_on_its_machine_after_a_notice_is_watched_again() -> None:
+    pools = Pools()
+    pools.has("prefill-0", READY)
+    pools.after(1)
+    pools.has("prefill-0", ReplicaState.PREEMPTED)
+    pools.after(1)
+    pools.actual["prefill-0"] = replace(pools.actual["prefill-0"], created_wall_s=pools.now)
+    pools.has("prefill-0", STARTING)
+    assert pools.after(1)["prefill-0"] is STARTING
+    assert pools.after(200)["prefill-0"] is OVERDUE

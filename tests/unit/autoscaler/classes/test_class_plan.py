@@ -172,6 +172,14 @@ def test_the_new_one_is_ready_before_the_old_ones_go() -> None:
     assert actions(plan, [view("f", "fast")]) == []
 
 
+def test_one_whose_machine_is_taken_away_ends_once_it_has_nothing_left() -> None:
+    plan = decided(policy(), classed(snapshot(load=Load(2.0), prefill=1)))
+    taken = [view(f"s{n}", "slow", ReplicaState.PREEMPTED, load=n) for n in range(2)]
+    found = actions(plan, taken)
+    assert Drain("prefill", ("s0",)) in found
+    assert any(isinstance(one, Start) for one in found)
+
+
 def test_while_nothing_can_be_started_the_old_ones_stay() -> None:
     old = [view(f"s{n}", "slow") for n in range(4)]
     assert actions(fast_for_four_slow(), old, paused=["prefill"]) == []

@@ -40,7 +40,7 @@ def worker(number: int, **fields: Any) -> Worker:
         block_size_tokens=BLOCK,
         block_bytes=BLOCK_BYTES,
         max_running_requests=64,
-        load=registry_pb2.WorkerLoad(prefill_tokens_per_second=1000.0),
+        load=registry_pb2.WorkerLoad(free_blocks=64, prefill_tokens_per_second=1000.0),
         reported=True,
         output_open=True,
         neutral=True,
@@ -96,7 +96,7 @@ def test_no_fetch_from_a_worker_that_cannot_or_is_too_slow(changed: dict[str, An
 
 def test_no_fetch_by_a_worker_that_gives_no_tickets_or_where_nothing_is_measured() -> None:
     assert plan(worker(0, neutral=False), worker(1), hits={1: 40}) is None
-    new = registry_pb2.WorkerLoad()
+    new = registry_pb2.WorkerLoad(free_blocks=64)
     assert plan(worker(0, load=new), worker(1, load=new), hits={1: 40}) is None
     assert plan(worker(0, load=new), worker(1), hits={1: 40}), "as fast as the holder"
 
@@ -109,7 +109,11 @@ def test_no_fetch_of_what_the_taker_has_or_computes_or_the_holder_only_expects()
 
 def test_of_several_holders_the_one_that_spares_most() -> None:
     busy = registry_pb2.WorkerLoad(
-        prefill_tokens_per_second=1000, waiting_tokens=100, running_requests=1, decode_step_ms=20
+        free_blocks=64,
+        prefill_tokens_per_second=1000,
+        waiting_tokens=100,
+        running_requests=1,
+        decode_step_ms=20,
     )
     found = plan(worker(0), worker(1, load=busy), worker(2), worker(3), hits={1: 40, 2: 40, 3: 10})
     assert found is not None
@@ -127,7 +131,7 @@ def test_whole_blocks_of_both_sizes() -> None:
 
 def test_computing_is_predicted_by_the_worker_s_own_fit() -> None:
     fit = registry_pb2.PromptFit(base_ms=10, token_ms=1, pair_ms=0.001)
-    one = worker(0, load=registry_pb2.WorkerLoad(prompt_fit=fit), max_step_tokens=100)
+    one = worker(0, load=registry_pb2.WorkerLoad(free_blocks=64, prompt_fit=fit), max_step_tokens=100)
     assert compute_seconds(one, 200, 0) == pytest.approx(0.02 + 0.2 + 0.02)
     assert compute_seconds(one, 50, 1000) == pytest.approx(0.05 + 51.25e-3)
 
@@ -169,3 +173,21 @@ def test_the_record_says_what_was_fetched_and_why() -> None:
         if one.stage == "prefix_fetch"
     ]
     assert said.reason == f"{text}, and failed: PREFIX_GONE: a block"
+
+
+def test_no_fetch_to_a_worker_that_could_not_take_it_now() -> None:
+    def taker(**fields: Any) -> Worker:
+        return worker(0, load=registry_pb2.WorkerLoad(prefill_tokens_per_second=1000.0, **fields))
+
+    assert plan(taker(free_blocks=40), worker(1), hits={1: 40}) is not None
+    assert plan(taker(free_blocks=39), worker(1), hits={1: 40}) is None
+    assert plan(taker(free_blocks=64, running_requests=64), worker(1), hits={1: 40}) is None
+
+
+def test_a_pair_that_rests_is_left_alone() -> None:
+    near, far = worker(1), worker(2)
+    hits = PrefixHits.of({1: 40, 2: 39})
+    arguments = (PoolSnapshot((worker(0), near, far)), worker(0), PROMPT, hits, hits, FetchMeter(), "m")
+    found = plan_fetch(*arguments, resting={(near.key, worker(0).key): 1.0})
+    assert found is not None
+    assert found.holder.worker_id == "w2"

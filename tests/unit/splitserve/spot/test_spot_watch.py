@@ -12,6 +12,7 @@ import pytest
 
 from splitserve.config.worker import SpotNoticeConfig, WorkerConfig
 from splitserve.errors import SplitserveError, UnavailableError
+from splitserve.spot.file import FileNotices
 from splitserve.spot.source import NoticeSource
 from splitserve.spot.watch import first_notice, notice_sources
 
@@ -63,6 +64,27 @@ async def test_a_signal_is_a_notice() -> None:
     notice = await waiting
     assert notice.source == "signal"
     assert 19 < notice.ends_s - time.monotonic() <= 20
+
+
+async def test_a_second_signal_ends_nothing() -> None:
+    await first_notice(QUICK, [Scripted(5.0)])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await asyncio.sleep(0)  # by default it would have ended this process
+
+
+async def test_a_file_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "notice"
+    source = FileNotices(path, 30.0, lambda: 0.0)
+    path.touch()
+    asked = asyncio.create_task(source.time_left_s())
+    await asyncio.to_thread(path.write_text, "1970-01-01T00:00:10Z")
+    assert await asked == 10.0
+
+
+async def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "notice")
+    with pytest.raises(UnavailableError, match="no regular file"):
+        await FileNotices(tmp_path / "notice", 30.0).time_left_s()
 
 
 async def test_cancelling_closes_the_sources() -> None:
