@@ -84,9 +84,17 @@ def carried(memory: Memory, before: ScalingPolicy, after: ScalingPolicy) -> Memo
         return memory
     return replace(
         memory,
-        prefill=replace(memory.prefill, policy=_kept(memory.prefill.policy, before.prefill, after.prefill)),
-        decode=replace(memory.decode, policy=_kept(memory.decode.policy, before.decode, after.decode)),
+        prefill=_carried(memory.prefill, before.prefill, after.prefill),
+        decode=_carried(memory.decode, before.decode, after.decode),
     )
+
+
+def _carried(memory: PoolState, before: AnyPool, after: AnyPool) -> PoolState:
+    """Where a unit is another one than before, counts mean nothing: what exists counts, as after a restart."""
+    kept = replace(memory, policy=_kept(memory.policy, before, after))
+    if tuple(before.speeds.items()) == tuple(after.speeds.items()):
+        return kept
+    return replace(kept, desired=None, behavior=BehaviorMemory())
 
 
 def _kept(memory: Any, before: AnyPool, after: AnyPool) -> Any:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from autoscaler.actuators.process import ProcessActuator
+from autoscaler.classes.class_plan import gpus_of
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
@@ -66,8 +67,8 @@ class LocalScaling:
                 least[pool] = math.ceil(least[pool] / rules.classes[0].speed)
         first = {pool: count for pool, count in least.items() if pool not in config.model_fields_set}
         first |= {
-            "prefill_gpus": policy.prefill.gpus_per_replica,
-            "decode_gpus": policy.decode.gpus_per_replica,
+            "prefill_gpus": gpus_of(policy.prefill, ""),
+            "decode_gpus": gpus_of(policy.decode, ""),
         }
         return cls(config.model_copy(update=first), file, security)
 

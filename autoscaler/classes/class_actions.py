@@ -72,7 +72,7 @@ class _Classed:
     def actions(self, paused: bool, room: float) -> list[Action]:
         """`room`: money for an hour that may be spent on more."""
         actions: list[Action] = []
-        blocked = False
+        blocked: list[float] = []
         for share in self.plan.mix:
             there = self._of(share)
             resting = sorted(_in(there, ReplicaState.STANDBY), key=_youngest_last)
@@ -80,19 +80,34 @@ class _Classed:
             actions += [Activate(self.pool, one.name) for one in resting[: max(0, lacking)]]
             count = 0 if paused else max(0, share.count - sum(one.state in _LIVE for one in there))
             affordable = _affordable(count, share.price_per_hour, room)
-            blocked |= affordable < count
+            if affordable < count:
+                blocked.append(share.price_per_hour)
             if affordable:
                 # Where all are alike nobody has to choose.
                 name = share.name if len(self.plan.mix) > 1 else ""
                 actions.append(Start(self.pool, affordable, name, share.gpus))
                 room -= affordable * share.price_per_hour
         if not _in(self.ours, ReplicaState.DRAINING):
-            name = self._overdue(paused) or self._superfluous(blocked)
+            makes_room = bool(blocked) and self._makes_room(min(blocked), room)
+            name = self._overdue(paused) or self._superfluous(makes_room)
             actions += [Drain(self.pool, (name,))] if name else []
         # As `reconcile` does: once they have nothing left.
         if empty := tuple(one.name for one in _in(self.ours, ReplicaState.PREEMPTED) if not one.load):
             actions.append(Drain(self.pool, empty))
         return actions
+
+    def _makes_room(self, price: float, room: float) -> bool:
+        """Whether one that costs `price` can be started once what is too much has ended. The last one that serves, and
+        carries all, does not end for that: nobody would serve meanwhile."""
+        gives = sum(
+            share.price_per_hour * max(0, sum(one.state in _LIVE for one in self._of(share)) - share.count)
+            for share in self.plan.mix
+        )
+        ready = _in(self.ours, ReplicaState.READY)
+        carried = sum(share_of(self.plan, one.replica_class).speed for one in ready)
+        if len(ready) == 1 and room >= 0 and carried >= (self.plan.units or 0.0) - 1e-9:
+            return False
+        return room + gives >= price - 1e-9
 
     def _of(self, share: ClassShare) -> list[ReplicaView]:
         return [one for one in self.ours if share_of(self.plan, one.replica_class) is share]
@@ -106,7 +121,7 @@ class _Classed:
                 return overdue[0].name
         return ""
 
-    def _superfluous(self, blocked: bool) -> str:
+    def _superfluous(self, makes_room: bool) -> str:
         """The one to drain next; empty: none, or none yet."""
         ready = _in(self.ours, ReplicaState.READY)
         if not ready and not _in(self.ours, ReplicaState.STANDBY):
@@ -119,7 +134,7 @@ class _Classed:
                 able = sorted(_in(there, state), key=_least_loaded)
                 if len(there) <= share.count or not able:
                     continue
-                if state is not ReplicaState.READY or blocked or carried - share.speed >= wanted - 1e-9:
+                if state is not ReplicaState.READY or makes_room or carried - share.speed >= wanted - 1e-9:
                     return able[0].name
         return ""
 

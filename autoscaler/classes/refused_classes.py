@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autoscaler.reconcile import Action, Start
 from autoscaler.snapshot import PoolName
-from splitserve.errors import FailedPreconditionError, ResourceExhaustedError, SplitserveError
+from splitserve.errors import ConfigError, FailedPreconditionError, ResourceExhaustedError, SplitserveError
 
 REFUSED_S = 120.0
 """How long a class is left alone; then it is tried again."""
@@ -31,7 +31,7 @@ class RefusedClasses:
         """An action has failed. One that may have been carried out, or never reached its host, says nothing."""
         if not isinstance(action, Start) or not action.replica_class:
             return
-        if isinstance(error, ResourceExhaustedError | FailedPreconditionError):
+        if isinstance(error, ResourceExhaustedError | FailedPreconditionError | ConfigError):
             self._until_s[action.pool, action.replica_class] = self._now_s + REFUSED_S
 
 

@@ -43,11 +43,9 @@ def _slow_prefill(pool: ClassedPool, one: ReplicaClass, target_s: float, snapsho
 
 def _rate(pool: ClassedPool, one: ReplicaClass, snapshot: Snapshot) -> float | None:
     """Tokens per second of a replica of this class."""
-    rates = {
-        pool.class_named(name): signals.tokens_per_s
-        for name, signals in snapshot.prefill.classes.items()
-        if signals.tokens_per_s
-    }
+    # What says its class goes before what only counts as the default.
+    known = sorted(snapshot.prefill.classes.items(), key=lambda named: named[0] in pool.speeds)
+    rates = {pool.class_named(name): signals.tokens_per_s for name, signals in known if signals.tokens_per_s}
     if one in rates:
         return rates[one]
     by_unit = [rate / known.speed for known, rate in rates.items()]

@@ -140,7 +140,7 @@ def measure(
 ) -> DemandForecast | None:
     """The demand as recorded until now; None without a record."""
     begin = now_s - tuning.history_s
-    kept = [b for b in arrivals if begin <= b.start_s < now_s]
+    kept = _unbroken([b for b in arrivals if begin <= b.start_s < now_s], now_s, tuning.slow_window_s)
     if not kept:
         return None
     amounts = np.array([amount(bucket) for bucket in kept], dtype=np.float64)
@@ -168,6 +168,15 @@ def measure(
         now_s - kept[0].start_s,
         tuning.drift,
     )
+
+
+def _unbroken(record: Sequence[ArrivalBucket], now_s: float, longest_s: float) -> Sequence[ArrivalBucket]:
+    """The record since its last gap of more than `longest_s`, as a restart leaves: what demand did in it is unknown."""
+    following = [*(bucket.start_s for bucket in record[1:]), now_s]
+    for number in range(len(record) - 1, -1, -1):
+        if following[number] - (record[number].start_s + record[number].length_s) > longest_s:
+            return record[number + 1 :]
+    return record
 
 
 def _mean(

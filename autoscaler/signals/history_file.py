@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol
 
@@ -118,7 +119,8 @@ class HistoryFile:
             beside.write_text(history.model_dump_json(), encoding="utf-8")
             beside.replace(self._path)
         except OSError as error:
-            beside.unlink(missing_ok=True)
+            with suppress(OSError):  # a disk that can only be read refuses that, too
+                beside.unlink()
             if str(error) != self._problem:
                 log_event("history.not_saved", file=str(self._path), error=str(error))
             self._problem = str(error)

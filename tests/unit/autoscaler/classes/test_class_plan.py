@@ -13,7 +13,7 @@ from autoscaler.classes.class_actions import price_per_hour, reconcile_classes
 from autoscaler.classes.class_bill import pool_bill
 from autoscaler.classes.refused_classes import REFUSED_S, RefusedClasses
 from autoscaler.decide import make_decide
-from autoscaler.plan import PoolPlan, ScalingPlan
+from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import Activate, Bounds, Drain, ReplicaView, Start
 from autoscaler.snapshot import POOLS, ClassSignals, PoolName, Replica, ReplicaState, Snapshot
@@ -189,6 +189,12 @@ def test_without_room_for_both_the_old_ones_go_first() -> None:
     plan, old = fast_for_four_slow(budget_per_hour=5.0), [view(f"s{n}", "slow") for n in range(4)]
     assert actions(plan, old) == [Drain("prefill", ("s0",))]
     assert actions(plan, old[2:]) == [Start("prefill", 1, "fast", 1)]
+
+
+def test_the_last_that_serves_stays_where_its_replacement_has_no_room() -> None:
+    mix = (ClassShare("slow", 0, price_per_hour=1.0), ClassShare("fast", 1, 8.0, price_per_hour=10.0))
+    plan = ScalingPlan(PoolPlan(1, units=1, mix=mix), PoolPlan(0), budget_per_hour=10.0)
+    assert actions(plan, [view("s", "slow")]) == []
 
 
 def test_standbys_of_a_class_join_and_overdue_ones_are_replaced() -> None:

@@ -166,3 +166,17 @@ def test_forecasts_survive_as_far_as_the_new_policy_understands_them(
     old, new = (parse_policy({"prefill": pool, "decode": SLO}) for pool in (before, after))
     found = carried(PlanMemory(prefill=PoolState(7, policy=memory)), old, new)
     assert (found.prefill.desired, found.prefill.policy) == (7, kept)
+
+
+def test_counts_of_another_unit_are_forgotten() -> None:
+    def classed(speed: float) -> dict[str, Any]:
+        classes = [{"name": "a", "price_per_hour": 1}, {"name": "b", "price_per_hour": 2, "speed": speed}]
+        return {"prefill": SLO | {"classes": classes}, "decode": SLO}
+
+    plain, old, same, new = (
+        parse_policy(each) for each in ({"prefill": SLO, "decode": SLO}, classed(2), classed(2), classed(4))
+    )
+    memory = PlanMemory(prefill=PoolState(7), decode=PoolState(3))
+    assert [carried(memory, old, after).prefill.desired for after in (same, new, plain)] == [7, None, None]
+    assert carried(memory, plain, old).prefill.desired is None
+    assert carried(memory, plain, old).decode.desired == 3

@@ -223,6 +223,15 @@ def test_growth_beyond_noise_is_carried_over_the_cold_start() -> None:
     assert flat.growth == 1.0
 
 
+def test_a_record_begins_after_its_last_gap() -> None:
+    """A restart leaves one: nobody knows what was asked for meanwhile."""
+    record = [ArrivalBucket(float(i), 1.0, 1, 0, 1000, 0.0) for i in (*range(300), *range(900, 1000))]
+    found = measure(record, lambda bucket: float(bucket.uncached_tokens), 1000.0, 60.0, SloTuning())
+    assert found is not None
+    assert found.covered_s == 100.0
+    assert measure(record, lambda _: 1.0, 1900.0, 60.0, SloTuning()) is None
+
+
 def test_headroom_follows_what_forecasts_fell_short_by() -> None:
     tuning = SloTuning(drift=0.0)
 

@@ -158,6 +158,13 @@ async def test_a_disk_that_takes_nothing_is_told_of_once(
     assert said == ["history.not_saved"]
 
 
+async def test_a_folder_that_is_no_folder_does_not_keep_it_from_ending(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    life = Life(tmp_path / "file" / "history.json", Clock(EPOCH_S), EPOCH_S)
+    life.save()
+    life.save()
+
+
 def names_in(folder: Path) -> list[str]:
     return [each.name for each in folder.iterdir()]
 
