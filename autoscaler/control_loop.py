@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator, counted, where_they_lean
+from autoscaler.actuators.actuator import ActualReplica, Actuator, ReplicaKind, counted, where_they_lean
 from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decisions.attainment import AttainmentModel
@@ -281,9 +281,8 @@ class ControlLoop:
         try:
             match action:
                 case Start(pool, count, kind, gpus):
-                    each, neutral = self.settings.gpus_each[pool], self.settings.neutral
-                    each = each if gpus is None else gpus
-                    ordered = actuator.start(pool, count, each, neutral=neutral, replica_class=kind)
+                    each = self.settings.gpus_each[pool] if gpus is None else gpus
+                    ordered = actuator.start(pool, count, ReplicaKind(each, self.settings.neutral, kind))
                     await within(self.settings.act_s, ordered, "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)

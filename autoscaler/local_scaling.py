@@ -13,7 +13,7 @@ from autoscaler.classes.class_plan import gpus_of
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
-from autoscaler.snapshot import PoolName
+from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cluster.child_process import ChildSpec
 from splitserve.cluster.placement import Inventory, Place
 from splitserve.cluster.process_specs import (
@@ -50,7 +50,7 @@ class LocalScaling:
         `gpus_per_replica`. Raises ConfigError."""
         file = PolicyFile(path)
         policy = file.value.rules
-        least = dict(zip(("prefill", "decode"), policy.least_awake, strict=True))
+        least = dict(zip(POOLS, policy.least_awake, strict=True))
         if config.workers is not None and policy.workers == "pinned":
             message = f"workers: {path} starts pinned workers; write `workers: neutral` into it"
             raise ConfigError(message, field="workers")
@@ -62,10 +62,12 @@ class LocalScaling:
             config = config.model_copy(update=neutral)
             check_workers(config)
             return cls(config, file, security)
-        for pool, rules in (("prefill", policy.prefill), ("decode", policy.decode)):
+        for pool, rules in policy.pools.items():
             if rules.classes:  # counts are units
                 least[pool] = math.ceil(least[pool] / rules.classes[0].speed)
-        first = {pool: count for pool, count in least.items() if pool not in config.model_fields_set}
+        first: dict[str, int] = {
+            pool: count for pool, count in least.items() if pool not in config.model_fields_set
+        }
         first |= {
             "prefill_gpus": gpus_of(policy.prefill, ""),
             "decode_gpus": gpus_of(policy.decode, ""),
@@ -90,7 +92,7 @@ class LocalScaling:
         self, command: CommandFactory, pool: PoolName, name: str, place: Place, replica_class: str = ""
     ) -> ChildSpec:
         """One worker's process, with its pool's drain deadline and the options of its class."""
-        rules = self.policy.prefill if pool == "prefill" else self.policy.decode
+        rules = self.policy.pools[pool]
         spec = worker_spec(self.config, command, pool, name, place, drain_s=rules.drain_s)
         if not rules.classes:
             return spec

@@ -214,6 +214,10 @@ class Proposals:
     prefill: Proposal
     decode: Proposal
 
+    def pool(self, name: PoolName) -> Proposal:
+        """That of one pool."""
+        return self.prefill if name == "prefill" else self.decode
+
     def overload(self, p: int, d: int) -> float:
         """Demand over capacity of the worse pool, with `p` prefill and `d` decode replicas."""
         return max(self.prefill.need / max(p, 1), self.decode.need / max(d, 1))

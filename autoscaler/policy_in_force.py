@@ -11,12 +11,11 @@ from autoscaler.control_loop import LoopSettings, PolicyChange
 from autoscaler.decide import carried, make_decide
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.policies.custom import bounded_functions, loaded_functions, source_files
-from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool, policy_in
+from autoscaler.policies.policy_file import ScalingPolicy, SloPool, policy_in
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
-from autoscaler.snapshot import PoolName
 from autoscaler.start_watch import start_limits
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
@@ -77,7 +76,7 @@ def shadows_of(paths: Sequence[Path], window_s: float = 0.0) -> Shadows:
 
 def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
     """The loop's settings under a policy. `given` has what is not the policy's; its interval wins unless it is 0."""
-    pools: dict[PoolName, AnyPool] = {"prefill": policy.prefill, "decode": policy.decode}
+    pools = policy.pools
     return replace(
         given,
         bounds={name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in pools.items()},

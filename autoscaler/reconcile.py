@@ -136,9 +136,9 @@ def reconcile(
     for pool in POOLS:
         wanted, desired = plan.pool(pool), goals[pool]
         others = [member for member in pools[pool] if not member.ours]
-        serving = len(_in_state(others, ReplicaState.READY))
-        spare = len(_in_state(others, ReplicaState.STANDBY))
-        coming = len(_in_state(others, ReplicaState.STARTING))
+        serving = len(in_state(others, ReplicaState.READY))
+        spare = len(in_state(others, ReplicaState.STANDBY))
+        coming = len(in_state(others, ReplicaState.STARTING))
         # What the workers of others leave to do.
         desired -= serving + min(coming, max(0, desired - serving))
         standby = max(0, wanted.standby) - spare
@@ -155,8 +155,8 @@ def _leant(
     sides: tuple[tuple[PoolName, PoolName], ...] = (("prefill", "decode"), ("decode", "prefill"))
     for side, other in sides:
         while sum(member.state in _COMING for member in after[side]) < goals[side]:
-            ready = _in_state(after[other], ReplicaState.READY)
-            able = sorted((member for member in ready if member.neutral), key=_least_loaded)
+            ready = in_state(after[other], ReplicaState.READY)
+            able = sorted((member for member in ready if member.neutral), key=least_loaded)
             if not able or len(ready) <= goals[other]:
                 break
             actions.append(Lean(side, able[0].name))
@@ -169,12 +169,12 @@ def _reconcile_pool(
     pool: PoolName, desired: int, standby: int, there: Sequence[ReplicaView], paused: bool
 ) -> list[Action]:
     actions: list[Action] = []
-    ready = sorted(_in_state(there, ReplicaState.READY), key=_least_loaded)
-    resting = sorted(_in_state(there, ReplicaState.STANDBY), key=_oldest)
-    starting = sorted(_in_state(there, ReplicaState.STARTING), key=_oldest)
-    overdue = sorted(_in_state(there, ReplicaState.OVERDUE), key=_oldest)
-    preempted = _in_state(there, ReplicaState.PREEMPTED)
-    draining = _in_state(there, ReplicaState.DRAINING)
+    ready = sorted(in_state(there, ReplicaState.READY), key=least_loaded)
+    resting = sorted(in_state(there, ReplicaState.STANDBY), key=oldest)
+    starting = sorted(in_state(there, ReplicaState.STARTING), key=oldest)
+    overdue = sorted(in_state(there, ReplicaState.OVERDUE), key=oldest)
+    preempted = in_state(there, ReplicaState.PREEMPTED)
+    draining = in_state(there, ReplicaState.DRAINING)
     # A standby serves at once; a starting replica replaces it later.
     while resting and len(ready) < desired:
         ready.append(resting.pop(0))
@@ -211,14 +211,17 @@ def _superfluous(
     return ready[0]
 
 
-def _in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
+def in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
+    """Those in this state, in the same order."""
     return [member for member in there if member.state is state]
 
 
-def _least_loaded(member: ReplicaView) -> tuple[float, float, str]:
+def least_loaded(member: ReplicaView) -> tuple[float, float, str]:
+    """Sorts the one to drain first to the front."""
     # Ties: the youngest first, its prefix cache holds least.
     return member.load, -member.created_wall_s, member.name
 
 
-def _oldest(member: ReplicaView) -> tuple[float, str]:
+def oldest(member: ReplicaView) -> tuple[float, str]:
+    """Sorts by age."""
     return member.created_wall_s, member.name

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
-from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
+from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
 
@@ -37,8 +37,10 @@ class StartLimits:
 
 def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
     """Those of both pools of a policy file."""
-    pools: tuple[tuple[PoolName, AnyPool], ...] = (("prefill", policy.prefill), ("decode", policy.decode))
-    return {name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts) for name, pool in pools}
+    return {
+        name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts)
+        for name, pool in policy.pools.items()
+    }
 
 
 @dataclass(slots=True)

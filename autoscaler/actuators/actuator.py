@@ -56,6 +56,20 @@ def where_they_lean(
     return [replace(replica, pool=leanings.get(replica.name, replica.pool)) for replica in replicas]
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaKind:
+    """What a replica to be created shall be, beside its pool."""
+
+    gpus: int = 1
+    neutral: bool = False
+    """A worker that serves both pools and leans to this one at first."""
+    replica_class: str = ""
+    """Of that class; empty where the pool has none."""
+
+
+ORDINARY = ReplicaKind()
+
+
 class Actuator(ABC):
     """Replicas of both pools. Every method has its own deadline and raises SplitserveError.
 
@@ -80,19 +94,10 @@ class Actuator(ABC):
         return {}
 
     @abstractmethod
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
-        """Creates replicas; returns once they are ordered. `neutral`: workers that serve both pools and lean to this
-        one at first. `replica_class`: of that class; empty where the pool has none.
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
+        """Creates replicas; returns once they are ordered.
 
-        Raises ResourceExhaustedError (NO_GPU) when the inventory has not `gpus_each` GPUs for the next one; those
+        Raises ResourceExhaustedError (NO_GPU) when the inventory has not `kind.gpus` GPUs for the next one; those
         before it stay ordered. Raises FailedPreconditionError (WORKER_KIND) where the platform's pattern for this pool
         is known to run workers of the other kind."""
 

@@ -20,7 +20,7 @@ from typing import Any
 from docker import APIClient
 from docker.errors import APIError, NotFound
 
-from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, ReplicaKind
 from autoscaler.actuators.docker_engine import DockerEngine
 from autoscaler.actuators.docker_gpus import gpus_of
 from autoscaler.actuators.docker_room import free_room, readiness
@@ -114,31 +114,21 @@ class DockerActuator(RoomActuator):
         """See Actuator. Without the GPUs that replicas of other models have."""
         return max(0, self._gpus.capacity - self._taken_by_others) if self._gpus.gpus else None
 
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         """See Actuator. Raises FailedPreconditionError (NO_TEMPLATE) for a pool without any container, ConfigError
         (field `gpus_per_replica`) for more GPUs than the worker's engine computes on."""
         await self._engine.call(
             f"start {pool}",
-            lambda client: self._start(client, pool, count, gpus_each, neutral, replica_class),
+            lambda client: self._start(client, pool, count, kind),
         )
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         """See Actuator."""
         await self._engine.call(f"stop {pool}", lambda client: self._stop(client, pool, names, drain_s))
 
-    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room:
+    async def room(self, pool: PoolName, kind: ReplicaKind) -> Room:
         """See RoomActuator."""
-        return await self._engine.call(
-            f"room for {pool}", lambda client: self._room(client, pool, gpus_each, replica_class)
-        )
+        return await self._engine.call(f"room for {pool}", lambda client: self._room(client, pool, kind))
 
     async def pull(self, image: str) -> None:
         """See RoomActuator."""
@@ -224,20 +214,18 @@ class DockerActuator(RoomActuator):
                 log=log,
             )
 
-    def _patterns(self, containers: Sequence[Container], pool: PoolName, kind: str) -> list[Container]:
+    def _patterns(self, containers: Sequence[Container], pool: PoolName, name: str) -> list[Container]:
         """Containers of a pool, with a class of this class only, of which a new one may be a copy."""
         there = [one for one in self._ours(containers) if one.pool == pool]
-        return [one for one in there if one.replica_class == kind] if kind else there
+        return [one for one in there if one.replica_class == name] if name else there
 
-    def _start(
-        self, client: APIClient, pool: PoolName, count: int, gpus_each: int, neutral: bool, kind: str
-    ) -> None:
+    def _start(self, client: APIClient, pool: PoolName, count: int, kind: ReplicaKind) -> None:
         for _ in range(count):
             containers = self._containers(client)
-            members = self._patterns(containers, pool, kind)
+            members = self._patterns(containers, pool, kind.replica_class)
             if not members:
                 labels = f"{POOL_LABEL}={pool}" + (f" and {MODEL_LABEL}={self._model}" if self._model else "")
-                labels += f" and {CLASS_LABEL}={kind}" if kind else ""
+                labels += f" and {CLASS_LABEL}={kind.replica_class}" if kind.replica_class else ""
                 message = (
                     f"project {self._project} has no container with the label {labels} to copy; "
                     "`docker compose up` makes the first one"
@@ -245,28 +233,28 @@ class DockerActuator(RoomActuator):
                 raise FailedPreconditionError(message, reason="NO_TEMPLATE")
             template = max(members, key=_age)
             inspected = client.inspect_container(template.id)
-            check_kind(f"the containers of service {template.service}", command_of(inspected), neutral)
+            check_kind(f"the containers of service {template.service}", command_of(inspected), kind.neutral)
             number = 1 + max(c.number for c in containers if c.service == template.service)
             gpus: tuple[str, ...] = ()
-            if self._gpus.gpus and gpus_each:
+            if self._gpus.gpus and kind.gpus:
                 environment = environment_of(inspected["Config"]["Env"] or ())
-                check_command(command_of(inspected), environment, gpus_each)
-                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, gpus_each)
+                check_command(command_of(inspected), environment, kind.gpus)
+                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, kind.gpus)
             name = replica_name(template.name, self._project, template.service, number)
             seat = self._seat(client, inspected, containers)
             self._create(client, name, inspected, replica_body(inspected, number, gpus, seat))
             log_event("replica.ordered", container=name, pool=pool, gpu=",".join(gpus) or None)
 
-    def _room(self, client: APIClient, pool: PoolName, gpus_each: int, kind: str) -> Room:
+    def _room(self, client: APIClient, pool: PoolName, kind: ReplicaKind) -> Room:
         containers = self._containers(client)
-        members = self._patterns(containers, pool, kind)
+        members = self._patterns(containers, pool, kind.replica_class)
         template = client.inspect_container(max(members, key=_age).id) if members else None
         uses = self._uses(client, containers)
         most = self._limits.max_replicas if self._limits is not None else None
         unready = readiness(client, self._project, template, pool)
-        if unready is None and gpus_each and self._has_own_gpus and not self._gpus.gpus:
+        if unready is None and kind.gpus and self._has_own_gpus and not self._gpus.gpus:
             unready = Room(0, "NO_GPU", "its driver shows no GPU")
-        return unready or free_room(self._gpus, uses, pool, gpus_each, most)
+        return unready or free_room(self._gpus, uses, pool, kind.gpus, most)
 
     def _seat(
         self, client: APIClient, inspected: dict[str, Any], containers: Sequence[Container]

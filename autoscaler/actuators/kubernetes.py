@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
 from autoscaler.actuators.kubernetes_api import KubernetesApi, Pod, Scale
 from autoscaler.actuators.worker_kind import check_kind
 from autoscaler.snapshot import POOLS, PoolName
@@ -54,29 +54,21 @@ class KubernetesActuator(Actuator):
             ]
         return tuple(sorted(found, key=lambda replica: replica.name))
 
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         """See Actuator. Never NO_GPU: a pod without a GPU waits in the scheduler's queue.
 
         Raises FailedPreconditionError (REPLICA_CLASSES) for a class of several, since a pool is one Deployment whose
         pods are alike, and (GPUS_PER_REPLICA) where the pods of the pool are limited to another number of GPUs than
-        `gpus_each`, ConfigError where their engine cannot use so many.
+        `kind.gpus`, ConfigError where their engine cannot use so many.
         """
-        if replica_class:
+        if kind.replica_class:
             message = f"{pool}.classes: on Kubernetes a pool is one workload of equal pods; give one class, not several"
             raise FailedPreconditionError(message, reason="REPLICA_CLASSES", field="classes")
         scale = await self._api.scale(self._workloads[pool])
         if pods := await self._api.pods(scale.selector):
             newest = max(pods, key=lambda pod: pod.created_wall_s)
-            check_kind(f"the pods of {self._workloads[pool]}", newest.command, neutral)
-            _check_gpus(self._workloads[pool], newest, gpus_each)
+            check_kind(f"the pods of {self._workloads[pool]}", newest.command, kind.neutral)
+            _check_gpus(self._workloads[pool], newest, kind.gpus)
         await self._api.set_replicas(self._workloads[pool], scale.replicas + count, scale.version)
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cluster.child_process import ChildSpec
 from splitserve.cluster.placement import Inventory
@@ -63,26 +63,18 @@ class ProcessActuator(Actuator):
         """See Actuator."""
         return self._inventory.gpus.capacity or None
 
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         """See Actuator. Raises UnavailableError when no process can be started."""
         self._inventory.release_except({member.name for member in self._cluster.processes})
-        kind: Kind = "worker" if neutral else pool
+        role: Kind = "worker" if kind.neutral else pool
         for _ in range(count):
-            name = self._new_name(kind)
-            place = self._inventory.take(name, kind, gpus_each)
+            name = self._new_name(role)
+            place = self._inventory.take(name, role, kind.gpus)
             try:
-                if neutral:
+                if kind.neutral:
                     spec = self._make_neutral(pool, name, place)
                 else:
-                    spec = self._make_spec(pool, name, place, replica_class)
+                    spec = self._make_spec(pool, name, place, kind.replica_class)
                 await self._cluster.add(spec)
             except BaseException:
                 self._inventory.release(name)

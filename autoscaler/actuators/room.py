@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-from autoscaler.actuators.actuator import Actuator
+from autoscaler.actuators.actuator import Actuator, ReplicaKind
 from autoscaler.snapshot import PoolName
 
 
@@ -28,9 +28,8 @@ class RoomActuator(Actuator):
     """An actuator of one host among several."""
 
     @abstractmethod
-    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room:
-        """Room for replicas of this pool, and of this class where it has several. Raises SplitserveError where the
-        host does not answer."""
+    async def room(self, pool: PoolName, kind: ReplicaKind) -> Room:
+        """Room for such replicas of this pool. Raises SplitserveError where the host does not answer."""
 
     @abstractmethod
     async def pull(self, image: str) -> None:

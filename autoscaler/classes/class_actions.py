@@ -12,7 +12,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
-from autoscaler.reconcile import Action, Activate, Bounds, Drain, ReplicaView, Start, reconcile
+from autoscaler.reconcile import (
+    Action,
+    Activate,
+    Bounds,
+    Drain,
+    ReplicaView,
+    Start,
+    in_state,
+    least_loaded,
+    oldest,
+    reconcile,
+)
 from autoscaler.snapshot import POOLS, PoolName, ReplicaState
 
 _LIVE = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING, ReplicaState.OVERDUE)
@@ -75,10 +86,10 @@ class _Classed:
         blocked: list[float] = []
         for share in self.plan.mix:
             there = self._of(share)
-            resting = sorted(_in(there, ReplicaState.STANDBY), key=_youngest_last)
-            lacking = share.count - len(_in(there, ReplicaState.READY))
+            resting = sorted(in_state(there, ReplicaState.STANDBY), key=oldest)
+            lacking = share.count - len(in_state(there, ReplicaState.READY))
             actions += [Activate(self.pool, one.name) for one in resting[: max(0, lacking)]]
-            count = 0 if paused else max(0, share.count - sum(one.state in _LIVE for one in there))
+            count = 0 if paused else max(0, -self._surplus(share))
             affordable = _affordable(count, share.price_per_hour, room)
             if affordable < count:
                 blocked.append(share.price_per_hour)
@@ -87,52 +98,55 @@ class _Classed:
                 name = share.name if len(self.plan.mix) > 1 else ""
                 actions.append(Start(self.pool, affordable, name, share.gpus))
                 room -= affordable * share.price_per_hour
-        if not _in(self.ours, ReplicaState.DRAINING):
+        if not in_state(self.ours, ReplicaState.DRAINING):
             makes_room = bool(blocked) and self._makes_room(min(blocked), room)
             name = self._overdue(paused) or self._superfluous(makes_room)
             actions += [Drain(self.pool, (name,))] if name else []
         # As `reconcile` does: once they have nothing left.
-        if empty := tuple(one.name for one in _in(self.ours, ReplicaState.PREEMPTED) if not one.load):
+        if empty := tuple(one.name for one in in_state(self.ours, ReplicaState.PREEMPTED) if not one.load):
             actions.append(Drain(self.pool, empty))
         return actions
 
     def _makes_room(self, price: float, room: float) -> bool:
         """Whether one that costs `price` can be started once what is too much has ended. The last one that serves, and
         carries all, does not end for that: nobody would serve meanwhile."""
-        gives = sum(
-            share.price_per_hour * max(0, sum(one.state in _LIVE for one in self._of(share)) - share.count)
-            for share in self.plan.mix
-        )
-        ready = _in(self.ours, ReplicaState.READY)
-        carried = sum(share_of(self.plan, one.replica_class).speed for one in ready)
-        if len(ready) == 1 and room >= 0 and carried >= (self.plan.units or 0.0) - 1e-9:
+        gives = sum(share.price_per_hour * max(0, self._surplus(share)) for share in self.plan.mix)
+        ready = in_state(self.ours, ReplicaState.READY)
+        if len(ready) == 1 and room >= 0 and self._carried(ready) >= (self.plan.units or 0.0) - 1e-9:
             return False
         return room + gives >= price - 1e-9
 
     def _of(self, share: ClassShare) -> list[ReplicaView]:
         return [one for one in self.ours if share_of(self.plan, one.replica_class) is share]
 
+    def _surplus(self, share: ClassShare) -> int:
+        """Replicas of a class beyond what it shall have; negative: those that are missing."""
+        return sum(one.state in _LIVE for one in self._of(share)) - share.count
+
+    def _carried(self, ready: Sequence[ReplicaView]) -> float:
+        """Units of these."""
+        return sum(share_of(self.plan, one.replica_class).speed for one in ready)
+
     def _overdue(self, paused: bool) -> str:
         """It holds the place of its replacement, which comes once it is gone."""
         for share in self.plan.mix:
             there = self._of(share)
-            overdue = sorted(_in(there, ReplicaState.OVERDUE), key=_youngest_last)
+            overdue = sorted(in_state(there, ReplicaState.OVERDUE), key=oldest)
             if overdue and (not paused or len(there) > share.count):
                 return overdue[0].name
         return ""
 
     def _superfluous(self, makes_room: bool) -> str:
         """The one to drain next; empty: none, or none yet."""
-        ready = _in(self.ours, ReplicaState.READY)
-        if not ready and not _in(self.ours, ReplicaState.STANDBY):
+        ready = in_state(self.ours, ReplicaState.READY)
+        if not ready and not in_state(self.ours, ReplicaState.STANDBY):
             return ""  # the coordinators may have just restarted
-        carried = sum(share_of(self.plan, one.replica_class).speed for one in ready)
+        carried = self._carried(ready)
         wanted = min(self.plan.units or 0.0, sum(one.count * one.speed for one in self.plan.mix))
         for state in (ReplicaState.STARTING, ReplicaState.STANDBY, ReplicaState.READY):
             for share in self.plan.mix:
-                there = [one for one in self._of(share) if one.state in _LIVE]
-                able = sorted(_in(there, state), key=_least_loaded)
-                if len(there) <= share.count or not able:
+                able = sorted(in_state(self._of(share), state), key=least_loaded)
+                if self._surplus(share) <= 0 or not able:
                     continue
                 if state is not ReplicaState.READY or makes_room or carried - share.speed >= wanted - 1e-9:
                     return able[0].name
@@ -141,15 +155,3 @@ class _Classed:
 
 def _affordable(count: int, price: float, room: float) -> int:
     return count if price <= 0 or math.isinf(room) else max(0, min(count, math.floor((room + 1e-9) / price)))
-
-
-def _in(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
-    return [one for one in there if one.state is state]
-
-
-def _least_loaded(one: ReplicaView) -> tuple[float, float, str]:
-    return one.load, -one.created_wall_s, one.name
-
-
-def _youngest_last(one: ReplicaView) -> tuple[float, str]:
-    return one.created_wall_s, one.name

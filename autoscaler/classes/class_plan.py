@@ -134,13 +134,9 @@ def with_classes(
 ) -> ScalingPlan:
     """The plan with a mix for each pool that has classes. `snapshot` is what was observed, `units` the same in
     units."""
-    pools: tuple[tuple[PoolName, AnyPool, Proposal], ...] = (
-        ("prefill", policy.prefill, proposals.prefill),
-        ("decode", policy.decode, proposals.decode),
-    )
     wanted = [
-        ClassedDemand.of(name, pool, plan.pool(name), proposal.least, snapshot)
-        for name, pool, proposal in pools
+        ClassedDemand.of(name, pool, plan.pool(name), proposals.pool(name).least, snapshot)
+        for name, pool in policy.pools.items()
         if pool.classes
     ]
     if not wanted:
@@ -161,9 +157,7 @@ def _within_budget(
 ) -> tuple[list[float], list[ClassMix]]:
     """Units and mix of each pool. Mixes that keep what runs may be dearer than the cheapest: each may cost what the
     cheapest of the others leave."""
-    claims = [
-        one.claim(proposals.prefill if one.name == "prefill" else proposals.decode, units) for one in wanted
-    ]
+    claims = [one.claim(proposals.pool(one.name), units) for one in wanted]
     rungs = [claim.rungs[at] for claim, at in zip(claims, share_budget(claims, budget), strict=True)]
     left = budget - sum(rung.price_per_hour for rung in rungs)
     mixes = []

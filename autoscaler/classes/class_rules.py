@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from autoscaler.classes.mix import cheapest_mix, offers_of
 from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import broken_rule
+from autoscaler.snapshot import PoolName
 
 
 class _Pool(Protocol):
@@ -21,9 +22,7 @@ class _Policy(Protocol):
     @property
     def workers(self) -> str: ...
     @property
-    def prefill(self) -> _Pool: ...
-    @property
-    def decode(self) -> _Pool: ...
+    def pools(self) -> Mapping[PoolName, _Pool]: ...
     @property
     def gpu_budget(self) -> int | None: ...
     @property
@@ -34,7 +33,7 @@ class _Policy(Protocol):
 
 def check_classes(policy: _Policy) -> None:
     """Raises the error of the first rule that is broken."""
-    pools = {"prefill": policy.prefill, "decode": policy.decode}
+    pools = policy.pools
     for name, pool in pools.items():
         if not pool.classes:
             continue

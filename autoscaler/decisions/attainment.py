@@ -36,9 +36,7 @@ class AttainmentModel:
         return [ExpectedShare(count, share) for count, share in zip(counts, shares, strict=True)]
 
     def _pool(self, name: PoolName) -> AnyPool | None:
-        if self.rules is None:
-            return None
-        return self.rules.prefill if name == "prefill" else self.rules.decode
+        return None if self.rules is None else self.rules.pools[name]
 
 
 def achieved(name: PoolName, snapshot: Snapshot, target_s: float | None, after_s: float) -> AchievedShare:

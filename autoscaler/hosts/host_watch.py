@@ -8,7 +8,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autoscaler.actuators.actuator import ActualReplica, Presence
+from autoscaler.actuators.actuator import ActualReplica, Presence, ReplicaKind
 from autoscaler.actuators.room import Room, RoomActuator
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
@@ -96,22 +96,22 @@ class HostWatch:
         ]
         return [replace(replica, presence=presence) for replica in (*self.replicas, *ordered)]
 
-    async def start(self, pool: PoolName, gpus_each: int, neutral: bool, replica_class: str = "") -> None:
+    async def start(self, pool: PoolName, kind: ReplicaKind) -> None:
         """Orders one replica. Where that is not certain to have failed, it counts until the host has said."""
-        self._unsure[pool, replica_class] += 1
+        self._unsure[pool, kind.replica_class] += 1
         try:
-            await self.link.actuator.start(pool, 1, gpus_each, neutral=neutral, replica_class=replica_class)
+            await self.link.actuator.start(pool, 1, kind)
         except SplitserveError as error:
             if _is_unheard(error):
                 self._lost(error.message)
             else:
-                self._unsure[pool, replica_class] -= 1
+                self._unsure[pool, kind.replica_class] -= 1
             raise
 
-    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room | None:
+    async def room(self, pool: PoolName, kind: ReplicaKind) -> Room | None:
         """None where it does not answer."""
         try:
-            return await self.link.actuator.room(pool, gpus_each, replica_class)
+            return await self.link.actuator.room(pool, kind)
         except SplitserveError as error:
             self._lost(error.message)
             return None
@@ -134,7 +134,7 @@ class HostWatch:
         """Says what the host lacks, and begins to pull it, before a replica is wanted there."""
         for pool in POOLS:
             try:
-                room = await self.link.actuator.room(pool, 0)
+                room = await self.link.actuator.room(pool, ReplicaKind(gpus=0))
             except SplitserveError:
                 return  # it is asked again when it is back
             if room.reason in UNREADY:

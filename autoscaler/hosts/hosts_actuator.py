@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
 from autoscaler.hosts.host_placement import HostCandidate, choose_host
 from autoscaler.hosts.host_watch import HostLink, HostWatch
 from autoscaler.snapshot import POOLS, PoolName
@@ -73,15 +73,7 @@ class HostsActuator(Actuator):
         """See Actuator."""
         return {host.link.name: host.reachable for host in self._hosts}
 
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         """See Actuator. Raises UnavailableError (HOST_UNKNOWN) while a host has not answered since this process began,
         and what `choose_host` raises."""
         if all(host.answered_s is None for host in self._hosts):
@@ -90,7 +82,7 @@ class HostsActuator(Actuator):
         ordered: Counter[str] = Counter()
         try:
             for _ in range(count):
-                await self._start_one(pool, gpus_each, neutral, ordered, replica_class)
+                await self._start_one(pool, kind, ordered)
         finally:
             # So that their names are known if their host is cut off at once.
             await self._ask([host for host in self._hosts if ordered[host.link.name]])
@@ -125,19 +117,17 @@ class HostsActuator(Actuator):
         if back:
             await self._ask(back)
 
-    async def _start_one(
-        self, pool: PoolName, gpus_each: int, neutral: bool, ordered: Counter[str], kind: str
-    ) -> None:
+    async def _start_one(self, pool: PoolName, kind: ReplicaKind, ordered: Counter[str]) -> None:
         """One order. Where the Engine of the best host refuses it, the next best gets it: one broken host must not take
         all orders. An order without an answer goes nowhere else."""
         refused: dict[str, UnavailableError] = {}
         while True:
             try:
-                host = await self._place(pool, gpus_each, ordered, refused, kind)
+                host = await self._place(pool, kind, ordered, refused)
             except SplitserveError as error:
                 raise next(iter(refused.values()), error) from None
             try:
-                await host.start(pool, gpus_each, neutral, kind)
+                await host.start(pool, kind)
             except UnavailableError as error:
                 if not host.reachable:
                     raise
@@ -149,10 +139,10 @@ class HostsActuator(Actuator):
                 return
 
     async def _place(
-        self, pool: PoolName, gpus_each: int, ordered: Counter[str], refused: Collection[str], kind: str
+        self, pool: PoolName, kind: ReplicaKind, ordered: Counter[str], refused: Collection[str]
     ) -> HostWatch:
         reachable = [host for host in self._hosts if host.reachable and host.link.name not in refused]
-        rooms = await asyncio.gather(*(host.room(pool, gpus_each, kind) for host in reachable))
+        rooms = await asyncio.gather(*(host.room(pool, kind) for host in reachable))
         candidates = []
         for host, room in zip(reachable, rooms, strict=True):
             if room is None:

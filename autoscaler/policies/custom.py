@@ -41,8 +41,9 @@ def custom_policy(pool: CustomPool, name: str) -> Recommend:
 
 def loaded_functions(policy: ScalingPolicy) -> dict[str, Recommend]:
     """The custom policies by pool. Raises ConfigError."""
-    pools = (("prefill", policy.prefill), ("decode", policy.decode))
-    return {name: custom_policy(pool, name) for name, pool in pools if isinstance(pool, CustomPool)}
+    return {
+        name: custom_policy(pool, name) for name, pool in policy.pools.items() if isinstance(pool, CustomPool)
+    }
 
 
 def bounded_functions(functions: Mapping[str, Recommend]) -> dict[str, Recommend]:

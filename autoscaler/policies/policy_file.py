@@ -22,6 +22,7 @@ from autoscaler.policies.behavior import (
 )
 from autoscaler.policies.schedule import ScheduleWindow
 from autoscaler.policies.slo.slo_tuning import Seconds, SloTuning
+from autoscaler.snapshot import PoolName
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 
@@ -233,6 +234,11 @@ class ScalingPolicy(BudgetedPolicy):
             )
         check_classes(self)
         return self
+
+    @property
+    def pools(self) -> Mapping[PoolName, AnyPool]:
+        """Both pools, by name."""
+        return {"prefill": self.prefill, "decode": self.decode}
 
     @property
     def may_be_at_zero(self) -> bool:

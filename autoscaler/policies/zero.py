@@ -41,10 +41,7 @@ def zero_state(
     policy: ScalingPolicy, memory: ZeroMemory | None, snapshot: Snapshot
 ) -> tuple[ZeroState, ZeroMemory | None]:
     """Whether the pools are at zero now, and why; with the memory for the next decision."""
-    low: Mapping[PoolName, int] = {
-        "prefill": policy.prefill.min_replicas,
-        "decode": policy.decode.min_replicas,
-    }
+    low = {name: pool.min_replicas for name, pool in policy.pools.items()}
     if not policy.may_be_at_zero:
         return ZeroState(low), None
     prefill, decode = policy.least_awake

@@ -186,6 +186,7 @@ class Simulation:
         while events.next_s < float("inf"):
             when_s, event = events.pop()
             event(when_s)
+        class_hours = {pool: replica_hours(cluster, pool, end_s) for pool in POOLS}
         return Outcome(
             name=self.name,
             slo=scenario.slo,
@@ -193,8 +194,8 @@ class Simulation:
             moments=self._moments,
             actions=self._actions,
             action_times=self._action_times,
-            replica_hours={pool: sum(replica_hours(cluster, pool, end_s).values()) for pool in POOLS},
-            class_hours={pool: replica_hours(cluster, pool, end_s) for pool in POOLS},
+            replica_hours={pool: sum(hours.values()) for pool, hours in class_hours.items()},
+            class_hours=class_hours,
             duration_s=end_s,
             cpu_s=time.process_time() - began,
         )

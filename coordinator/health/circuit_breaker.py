@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Literal
 
+from coordinator.attempt_state import MOVED
 from coordinator.workers.snapshot import CircuitState
 from splitserve.config.coordinator import CircuitBreakerConfig
 from splitserve.errors import (
@@ -35,7 +36,7 @@ PAIR_REASONS = frozenset(
     {"TRANSFER_FAILED", "PEER_LOST", "UNKNOWN_PEER", "COMPLETION_LOST", "CHECKSUM_MISMATCH"}
 )
 """KV did not get from one worker to the other; each may work fine with another peer."""
-NOT_COUNTED_REASONS = frozenset({"DRAINING", "LEASE_EXPIRED", "WORKER_PREEMPTED"})
+NOT_COUNTED_REASONS = frozenset({"DRAINING", "LEASE_EXPIRED", MOVED})
 NOT_COUNTED = (
     InvalidArgumentError,
     NotFoundError,

@@ -67,7 +67,7 @@ class PrefixFetcher:
         background: BackgroundTasks,
     ) -> None:
         self.counts, self.hot = FetchCounts(), HotPrefixes()
-        self._enabled, self._always_local = config.peer_fetch == "on", config.local_prefill == "always"
+        self._always_local = config.local_prefill == "always"
         self._registry, self._clients, self._background = registry, clients, background
         self._meter = FetchMeter()
         self._resting: dict[tuple[WorkerKey, WorkerKey], float] = {}
@@ -76,7 +76,7 @@ class PrefixFetcher:
     def plan(self, state: RequestState, pair: Pair) -> FetchPlan | None:
         """The fetch that is worth it before an attempt on this pair, if any. Call it before the attempt is counted."""
         request = state.request
-        if not self._enabled or not request.block_keys:
+        if not request.block_keys:
             return None
         now, prompt_tokens = time.monotonic(), len(request.prompt) + len(state.token_ids)
         self._resting = {pair: until_s for pair, until_s in self._resting.items() if until_s > now}

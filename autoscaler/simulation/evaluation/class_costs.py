@@ -9,7 +9,7 @@ from typing import Any
 
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.simulation.outcome import Outcome
-from autoscaler.snapshot import POOLS, PoolName
+from autoscaler.snapshot import PoolName
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,14 @@ class RunCost:
 
 def speeds_of(policy: ScalingPolicy) -> Mapping[PoolName, Mapping[str, float]]:
     """Speeds by pool and class, the default class first."""
-    pools = {"prefill": policy.prefill, "decode": policy.decode}
-    return {name: pools[name].speeds for name in POOLS if pools[name].classes}
+    return {name: pool.speeds for name, pool in policy.pools.items() if pool.classes}
 
 
 def cost_of(outcome: Outcome, policy: ScalingPolicy) -> RunCost | None:
     """The cost of a run of this policy; None where it has no classes."""
-    pools = {"prefill": policy.prefill, "decode": policy.decode}
     classes = tuple(
         ClassCost(name, one.name, outcome.class_hours[name].get(one.name, 0.0), one.price_per_hour)
-        for name in POOLS
-        for one in pools[name].classes
+        for name, pool in policy.pools.items()
+        for one in pool.classes
     )
     return RunCost(classes, outcome.duration_s / 3600) if classes else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
 from autoscaler.control_loop import ControlLoop
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
@@ -52,21 +52,13 @@ class ClusterActuator(Actuator):
             for name, (pool, _, since_s) in sorted(alive.items())
         )
 
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         for _ in range(count):
             name = f"{pool}-made-{self.started[pool]}"
             self.started[pool] += 1
-            options = ("--leaning", pool) if neutral else ()
-            kind = "neutral" if neutral else pool
-            self._made[name] = pool, self._cluster.add_worker(kind, name, *options), time.time()
+            options = ("--leaning", pool) if kind.neutral else ()
+            role = "neutral" if kind.neutral else pool
+            self._made[name] = pool, self._cluster.add_worker(role, name, *options), time.time()
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
         for name in names:

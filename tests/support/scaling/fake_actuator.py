@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoscaler.actuators.actuator import ActualReplica, Actuator
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind
 from autoscaler.snapshot import PoolName
 from splitserve.errors import ResourceExhaustedError, SplitserveError
 
@@ -27,25 +27,17 @@ class FakeActuator(Actuator):
         self._fail()
         return tuple(self.there[name] for name in sorted(self.there))
 
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         self._fail()
         self.calls.append(("start", pool, count))
-        self.neutral.append(neutral)
+        self.neutral.append(kind.neutral)
         for _ in range(count):
             if len(self.there) >= self._gpus:
                 raise ResourceExhaustedError("no GPU is free", reason="NO_GPU")
             name = f"{pool}-{self._number}"
             self._number += 1
             self.there[name] = ActualReplica(
-                name, pool, False, float(self._number), replica_class=replica_class
+                name, pool, False, float(self._number), replica_class=kind.replica_class
             )
 
     async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, ReplicaKind
 from autoscaler.actuators.docker_room import free_room
 from autoscaler.actuators.room import Room, RoomActuator
 from autoscaler.snapshot import PoolName
@@ -60,30 +60,22 @@ class MemoryHost(RoomActuator):
     def gpu_inventory(self) -> int | None:
         return self._inventory.capacity or None
 
-    async def room(self, pool: PoolName, gpus_each: int, replica_class: str = "") -> Room:
+    async def room(self, pool: PoolName, kind: ReplicaKind) -> Room:
         await self._answer()
-        return self.lacks or free_room(self._inventory, self._uses(), pool, gpus_each, self._most)
+        return self.lacks or free_room(self._inventory, self._uses(), pool, kind.gpus, self._most)
 
     async def pull(self, image: str) -> None:
         await self._answer()
         self.pulled.append(image)
         self.lacks = None
 
-    async def start(
-        self,
-        pool: PoolName,
-        count: int,
-        gpus_each: int = 1,
-        *,
-        neutral: bool = False,
-        replica_class: str = "",
-    ) -> None:
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         await self._answer()
         for _ in range(count):
-            gpus = choose_gpus(self._inventory, self._uses(), pool, gpus_each) if self._inventory.gpus else ()
-            name = f"{'worker' if neutral else pool}-{self.name}-{next(self._numbers)}"
+            gpus = choose_gpus(self._inventory, self._uses(), pool, kind.gpus) if self._inventory.gpus else ()
+            name = f"{'worker' if kind.neutral else pool}-{self.name}-{next(self._numbers)}"
             self.there[name] = ActualReplica(
-                name, pool, False, time.time(), ",".join(gpus) or None, replica_class=replica_class
+                name, pool, False, time.time(), ",".join(gpus) or None, replica_class=kind.replica_class
             )
             self.started += 1
             if self.unheard:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autoscaler.actuators.actuator import ReplicaKind
 from autoscaler.actuators.docker import DockerActuator
 from autoscaler.policies.policy_file import load_policy
 from autoscaler.service import docker_gpus
@@ -74,7 +75,7 @@ async def test_the_replicas_get_the_gpus_that_the_page_shows() -> None:
     actuator = DockerActuator(docker, docker.project, inventory)  # type: ignore[arg-type]
     assert actuator.gpu_inventory == POLICY.gpu_budget == POLICY.least_gpus == 8
     for pool, rules in POOLS.items():
-        await actuator.start(pool, rules.min_replicas - 1, rules.gpus_per_replica)  # type: ignore[arg-type]
+        await actuator.start(pool, rules.min_replicas - 1, ReplicaKind(rules.gpus_per_replica))  # type: ignore[arg-type]
     shown = sorted(re.findall(r"^\| `splitserve-(\w+)-vllm-(\d)` \| ([\d,]+) \|", PAGE, re.MULTILINE))
     made = sorted(
         (labels["splitserve.pool"], labels["com.docker.compose.container-number"], labels["splitserve.gpu"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autoscaler.actuators.actuator import ReplicaKind
 from autoscaler.actuators.kubernetes import KubernetesActuator
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.errors import (
@@ -193,10 +194,10 @@ async def test_pods_and_policy_agree_on_gpus(
     workload.limits, workload.arguments = limits, arguments
     kubernetes.control()
     if words is None:
-        await actuator.start("decode", 1, gpus_each)
+        await actuator.start("decode", 1, ReplicaKind(gpus_each))
     else:
         with pytest.raises(SplitserveError, match=words) as caught:
-            await actuator.start("decode", 1, gpus_each)
+            await actuator.start("decode", 1, ReplicaKind(gpus_each))
         assert caught.value.field == "gpus_per_replica"
     assert workload.replicas == (4 if words is None else 3)
 
@@ -205,6 +206,6 @@ async def test_several_classes_are_refused(actuator: KubernetesActuator, kuberne
     """A pool is one workload of equal pods."""
     before = kubernetes.workloads["deployment", "decode"].replicas
     with pytest.raises(FailedPreconditionError, match=r"decode\.classes: on Kubernetes") as refused:
-        await actuator.start("decode", 1, replica_class="big")
+        await actuator.start("decode", 1, ReplicaKind(replica_class="big"))
     assert refused.value.reason == "REPLICA_CLASSES"
     assert kubernetes.workloads["deployment", "decode"].replicas == before

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.actuators.actuator import Presence, counted
+from autoscaler.actuators.actuator import Presence, ReplicaKind, counted
 from autoscaler.actuators.room import Room
 from autoscaler.hosts.host_watch import HostLink
 from autoscaler.hosts.hosts_actuator import HostsActuator
@@ -159,7 +159,7 @@ async def test_an_order_without_an_answer_is_not_repeated(pair: Pair) -> None:
 async def test_a_host_that_refuses_orders_does_not_take_all_of_them(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(pool: str, count: int, gpus_each: int = 1, **kind: object) -> None:
+    async def broken(pool: str, count: int, kind: ReplicaKind) -> None:
         raise UnavailableError("could not select device driver", reason="DOCKER")
 
     monkeypatch.setattr(pair.a, "start", broken)
