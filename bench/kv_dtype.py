@@ -14,11 +14,8 @@ order, and a whole prompt, both with sampling. `speedup` is the median of the tu
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +27,7 @@ import torch
 from rich.console import Console
 
 from bench.handoff.narrow_kv import BLOCK_TOKENS, Decoded, Parity, Prompt, compare, decode, prefill, texts
-from bench.machine import report, this_machine
+from bench.machine import show_content, this_machine
 from engine.backends.select import make_forward
 from engine.core.types import SamplingParams, ScheduledSequence
 from engine.kv_cache.kv_dtype import kv_dtype
@@ -280,13 +277,7 @@ def main() -> int:
         content["answers"] = asdict(answers(options.model, prompts))
     for threads in options.threads:
         content["speeds"] += speeds(options.model, threads, options.case, options.turns, tell)
-    if options.json:
-        command = shlex.join(["python", "-m", "bench.kv_dtype", *sys.argv[1:]])
-        print(json.dumps(report("kv_dtype", command, machine, **content), indent=2))
-    else:
-        for name, value in content.items():
-            for row in value if isinstance(value, list) else [value]:
-                print(name, row)
+    show_content("kv_dtype", "bench.kv_dtype", machine, content, as_json=options.json)
     return 0
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
+import shlex
+import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,6 +63,19 @@ def report(benchmark: str, command: str, machine: Machine, **content: Any) -> di
     """The object that `--json` prints, with the fields common to all benchmarks."""
     date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {"benchmark": benchmark, "date": date, "command": command, "machine": asdict(machine), **content}
+
+
+def show_content(
+    benchmark: str, module: str, machine: Machine, content: Mapping[str, Any], *, as_json: bool
+) -> None:
+    """Prints what a benchmark has found: the object of `report`, or a line for each part and each of its rows."""
+    if as_json:
+        command = shlex.join(["python", "-m", module, *sys.argv[1:]])
+        print(json.dumps(report(benchmark, command, machine, **content), indent=2))
+        return
+    for name, value in content.items():
+        for row in value if isinstance(value, list) else [value]:
+            print(name, row)
 
 
 def core_speed_mb_per_s(pieces: int = 9) -> float:

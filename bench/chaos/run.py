@@ -25,6 +25,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +59,27 @@ def main() -> int:
     parser.add_argument(
         "--every", type=float, default=8.0, metavar="SECONDS", help="between faults; default: 8"
     )
+    parser.add_argument("--prompts", type=int, default=24, help="different ones; default: 24")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--prompts", type=int, default=24, help="different ones; default: 24")
     parser.add_argument("--log", type=Path, default=Path("build/chaos.log"), help="the processes' output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    found = run_and_print(parser.parse_args(), _run)
+    return 1 if found["wrong_tokens"] or found["leaked_blocks"] else 0
+
+
+def run_and_print(
+    options: argparse.Namespace, run: Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]]
+) -> dict[str, Any]:
+    """Runs a bench with options `log` and `json`, and prints what it has found."""
     options.log.parent.mkdir(parents=True, exist_ok=True)
-    found = asyncio.run(_run(options))
+    found = asyncio.run(run(options))
     if options.json:
         print(json.dumps(found))
     else:
-        for name, value in found.items():
-            print(f"{name}: {value}")
-    return 1 if found["wrong_tokens"] or found["leaked_blocks"] else 0
+        for field, value in found.items():
+            print(f"{field}: {value}")
+    return found
 
 
 async def _run(options: argparse.Namespace) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 import signal
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.members import ChaosCluster, running_cluster
-from bench.chaos.run import AT_ONCE, MODEL
+from bench.chaos.run import AT_ONCE, MODEL, run_and_print
 from bench.chaos.streams import StreamTally, capacity_per_s, offer, references
 from bench.machine import report, this_machine
 
@@ -56,14 +55,7 @@ def main() -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--log", type=Path, default=Path("build/spot.log"), help="the processes' output")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
-    options.log.parent.mkdir(parents=True, exist_ok=True)
-    found = asyncio.run(_run(options))
-    if options.json:
-        print(json.dumps(found))
-    else:
-        for name, value in found.items():
-            print(f"{name}: {value}")
+    found = run_and_print(parser.parse_args(), _run)
     return 1 if found["failed"] or found["wrong_tokens"] else 0
 
 

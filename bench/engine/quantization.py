@@ -13,10 +13,7 @@ Speed. Two engine processes are measured in turns; the median time of a decode s
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,7 +31,7 @@ from bench.engine.processes.engine_process import engine_command, engine_process
 from bench.engine.rows import OWN, EngineCase
 from bench.engine.throughput import SETTLE_S, TURNS
 from bench.handoff.narrow_kv import BLOCK_TOKENS, Parity, Prompt, compare, decode, prefill, texts
-from bench.machine import report, this_machine
+from bench.machine import show_content, this_machine
 from engine.backends.cpu.int8_linears import quantize_linears
 from engine.core.model_runner import ModelRunner
 from engine.runner.torch_runner import build_torch_runner
@@ -180,13 +177,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as logs:
         for threads in options.threads:
             content["speeds"] += speeds(options.model, threads, Path(logs), tell)
-    if options.json:
-        command = shlex.join(["python", "-m", "bench.engine.quantization", *sys.argv[1:]])
-        print(json.dumps(report("quantization", command, machine, **content), indent=2))
-    else:
-        for name, value in content.items():
-            for row in value if isinstance(value, list) else [value]:
-                print(name, row)
+    show_content("quantization", "bench.engine.quantization", machine, content, as_json=options.json)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -17,18 +17,11 @@ from kv_transfer.layout import KvLayout
 from tests.support.engine.attention_rig import Rig
 from tests.support.engine.cpu_kernels import THREADS, kernels_or_skip
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 KERNELS = kernels_or_skip()
 KEYS = 48  # of a panel
 CONTEXT = 1024
 NAN = math.nan
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def attend(
@@ -146,15 +139,8 @@ def test_a_result_depends_on_its_own_sequence_only(window: int | None) -> None:
     whole = make_rig(steps, 6, 2).attend(window)
     assert torch.equal(whole, make_rig(steps, 6, 2, threads=2).attend(window))
     assert torch.equal(whole[:2], make_rig(steps, 6, 2, block=3).attend(window)[:2])
-    begin = 0
-    rig = make_rig(steps, 6, 2)
-    batch, parts = rig.order(), (rig.query, rig.key, rig.value)
-    for sequence in batch:
-        span = slice(begin, begin + sequence.num_new)
-        rig.batch = [sequence]
-        rig.query, rig.key, rig.value = (part[:, span] for part in parts)
-        assert torch.equal(rig.attend(window), whole[span]), sequence.request_id
-        begin = span.stop
+    for name, span, alone in make_rig(steps, 6, 2).each_alone(window):
+        assert torch.equal(alone, whole[span]), name
 
 
 @pytest.mark.parametrize("threads", THREADS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,13 @@ from tests.support.engine.runner_driver import (
 )
 from tests.support.engine.tiny_models import CONTEXT, WINDOW, make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 kernels_or_skip()
 DENSE = ["wide_llama", "wide_qwen2", "wide_qwen3", "wide_mistral", "wide_gemma2", "wide_phi3"]
 FAMILIES = [*DENSE, "wide_mixtral", "llama_wide"]
 ANSWER = 8
 LENGTHS = [1, BLOCK - 1, BLOCK, WINDOW + 1, 3 * WINDOW + 5, 140]
 Event = tuple[str, dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

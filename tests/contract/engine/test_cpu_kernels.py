@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,18 +11,11 @@ from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import SERIAL_ELEMENTS, Binary, Code, NormKind, Unary, elementwise_op
 from tests.support.engine.cpu_kernels import THREADS, kernels_or_skip
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 KERNELS = kernels_or_skip()
 ROWS = [*range(1, 10), 16, 17, 24, 25, 33, 300]
 NAN, INF = math.nan, math.inf
 BINARY = {Binary.ADD: torch.add, Binary.SUB: torch.sub, Binary.MUL: torch.mul}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=THREADS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,40 +23,18 @@ from engine.model.sibling_linears import LinearSlice
 from engine.runner.model_loader import load_model
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import ConfigError, NotFoundError, UnsupportedModelError
+from splitserve.errors import ConfigError, UnsupportedModelError
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import ModelSource, resolve_model
+from splitserve.models.sources import ModelSource
 from tests.support.engine.tiny_models import FAMILIES, make_tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CPU = torch.device("cpu")
-TEXT = Path(__file__).parents[2] / "data" / "pride_and_prejudice.txt"
-"""The first chapter, in the public domain."""
 INT8 = {"dtype": "bfloat16", "quantization": "int8", "device": "cpu", "threads": 1, "num_blocks": 64}
 PROMPT_TOKENS, STEPS = 40, 24
 STARTS = (0, 150, 300, 450, 600, 750)
 
 needs_int8 = pytest.mark.skipif(not int8_linears.is_exact(), reason="this processor has no int8 products")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> ModelSource:
-    try:
-        return resolve_model("smollm2-135m-instruct")
-    except NotFoundError as error:
-        pytest.fail(f"{error} (`make test` does this)")
-
-
-@pytest.fixture(scope="module")
-def text(smollm2: ModelSource) -> list[int]:
-    return load_tokenizer(smollm2.tokenizer_source).encode(TEXT.read_text(encoding="utf-8"))
 
 
 @needs_int8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,17 +36,10 @@ from tests.support.engine.tiny_models import (
     make_tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MAX_TOKENS = 12
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, WINDOW, WINDOW + 1, 3 * WINDOW + 5, 100]
 CHUNKS = [BLOCK - 1, BLOCK, BLOCK + 1, CONTEXT]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

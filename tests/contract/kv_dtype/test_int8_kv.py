@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from tests.support.engine.attention_rig import Rig
 from tests.support.engine.cpu_kernels import have_kernels, kernels_or_skip
 from tests.support.engine.triton_interpreter import triton_interpreter
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CONTEXT = 1024
 CPU = pytest.param("cpu", marks=pytest.mark.skipif(not have_kernels(), reason="no cpu kernels"))
 TRITON = pytest.param(
@@ -30,14 +31,6 @@ BACKENDS = ["torch", CPU, TRITON]
 """Triton's kernels are interpreted here; `tests/contract/engine/test_triton_compiles.py` compiles them."""
 # Computed before, and now. Of decode rows the longest comes first, as torch's backend orders them.
 MIXED = [(0, 22), (97, 1), (48, 1), (47, 1), (16, 1), (3, 1), (0, 1), (3, 19), (46, 5), (97, 57)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def by_torch(rig: Rig, layer: LayerState, scale: float, softcap: float | None) -> torch.Tensor:
@@ -174,14 +167,8 @@ def test_a_result_depends_on_its_own_sequence_only(window: int | None) -> None:
     rig = make_rig("cpu", steps)
     rig.compute = lambda *given: by_kernels(*given, threads=1)
     assert torch.equal(whole, rig.attend(window))
-    begin, rig = 0, make_rig("cpu", steps)
-    batch, parts = rig.order(), (rig.query, rig.key, rig.value)
-    for sequence in batch:
-        span = slice(begin, begin + sequence.num_new)
-        rig.batch = [sequence]
-        rig.query, rig.key, rig.value = (part[:, span] for part in parts)
-        assert torch.equal(rig.attend(window), whole[span]), sequence.request_id
-        begin = span.stop
+    for name, span, alone in make_rig("cpu", steps).each_alone(window):
+        assert torch.equal(alone, whole[span]), name
 
 
 def test_layouts_of_the_kernels() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from bench.kv_dtype import closeness
 from engine.core.engine_core import EngineCore
@@ -18,36 +16,14 @@ from engine.worker.build import build_engine
 from kv_transfer.layout import INT8
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
-from splitserve.errors import ConfigError, NotFoundError
+from splitserve.errors import ConfigError
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import ModelSource, resolve_model
+from splitserve.models.sources import ModelSource
 
-TEXT = Path(__file__).parents[2] / "data" / "pride_and_prejudice.txt"
-"""The first chapter, in the public domain."""
+pytestmark = pytest.mark.usefixtures("one_thread")
 NARROW: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": INT8, "device": "cpu", "threads": 1}
 GREEDY = SamplingParams(temperature=0.0)
 STEPS = 24
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> ModelSource:
-    try:
-        return resolve_model("smollm2-135m-instruct")
-    except NotFoundError as error:
-        pytest.fail(f"{error} (`make test` does this)")
-
-
-@pytest.fixture(scope="module")
-def text(smollm2: ModelSource) -> list[int]:
-    return load_tokenizer(smollm2.tokenizer_source).encode(TEXT.read_text(encoding="utf-8"))
 
 
 def test_the_budget_of_quality(smollm2: ModelSource, text: list[int]) -> None:

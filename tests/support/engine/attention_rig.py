@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,17 @@ class Rig:
     def order(self) -> list[ScheduledSequence]:
         """Sequences in the order of their rows."""
         return [s for s in self.batch if s.num_new == 1] + [s for s in self.batch if s.num_new != 1]
+
+    def each_alone(self, window: int | None = None) -> Iterator[tuple[str, slice, torch.Tensor]]:
+        """Each sequence computed without the others: its name, where its rows are among all, and its result. The rig
+        has only the last one afterwards."""
+        begin, parts = 0, (self.query, self.key, self.value)
+        for sequence in self.order():
+            span = slice(begin, begin + sequence.num_new)
+            self.batch = [sequence]
+            self.query, self.key, self.value = (part[:, span] for part in parts)
+            yield sequence.request_id, span, self.attend(window)
+            begin = span.stop
 
     def expected(
         self, window: int | None = None, softcap: float | None = None, layer: int = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,9 @@ from tests.support.engine.runner_driver import (
 from tests.support.engine.tiny_models import FAMILIES, make_tiny_model
 from tests.support.engine.triton_interpreter import triton_interpreter
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ALREADY_PACKED = {"phi3"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def probed(model: Any) -> Callable[[], torch.Tensor]:

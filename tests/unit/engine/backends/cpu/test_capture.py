@@ -22,12 +22,9 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def inference(one_thread: None) -> Iterator[None]:
     with torch.inference_mode():
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
