@@ -35,11 +35,17 @@ COMMANDS: dict[str, type[Settings]] = {
     "worker": WorkerConfig,
     "autoscaler": AutoscalerConfig,
 }
-PARTS = {
-    name: service["command"].split()
-    for name, service in SERVICES.items()
-    if isinstance(service.get("command"), str) and service["command"].split()[0] in COMMANDS
-}
+
+
+def words_of(service: dict[str, Any]) -> list[str]:
+    """Its command's, with what stands in for the pools' command."""
+    command = service.get("command")
+    if not isinstance(command, str):
+        return [""]
+    return re.sub(r"\$\{(\w+_COMMAND)\}", lambda found: SETTINGS[found[1]], command).split()
+
+
+PARTS = {name: words for name, service in SERVICES.items() if (words := words_of(service))[0] in COMMANDS}
 
 WORKERS = [name for name, words in PARTS.items() if words[0].endswith("worker")]
 
