@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import torch
 
+from engine.kv_cache.free_memory import free_memory
 from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import INT8, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
@@ -29,7 +30,7 @@ class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
     It never moves: transports register its address once. On cpu it is an anonymous mapping, page-aligned; see
-    `populate`. Blocks for lane probes follow in the same memory.
+    `populate`. Blocks for lane probes follow in the same memory. Raises ConfigError for more than is free there.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
@@ -40,6 +41,7 @@ class BlockMemory:
         total = num_blocks + self._probe_blocks
         self._pages: mmap.mmap | None = None
         if device.type == "cpu":
+            _refuse_more_than_is_free(total * layout.block_bytes)
             self._pages = _huge_pages(total * layout.block_bytes)
             memory = torch.frombuffer(self._pages, dtype=torch.uint8)
         else:
@@ -153,6 +155,17 @@ def _refuse_expandable_segments() -> None:
                 f"{name} must not enable expandable_segments: KV cannot be transferred at speed from there"
             )
             raise ConfigError(message, field=name)
+
+
+def _refuse_more_than_is_free(num_bytes: int) -> None:
+    # Memory is populated behind the start: what does not fit would kill a worker that serves already.
+    free = free_memory()
+    if free is not None and num_bytes > free:
+        message = (
+            f"engine.kv_memory_bytes: KV blocks take {num_bytes} bytes, and {free} bytes of memory are free"
+            " on this machine, or below the limit of this container; lower it, or engine.num_blocks"
+        )
+        raise ConfigError(message, field="engine.kv_memory_bytes")
 
 
 _MADV_HUGEPAGE = 14
