@@ -1,0 +1,76 @@
+"""Shares of a core for processes, by Linux's control groups (both versions): workers are worth the same, however many.
+
+Needs root. Formats: the kernel's documents `admin-guide/cgroup-v2` and `scheduler/sched-bwc` (version 1).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from splitserve.errors import ConfigError
+
+CGROUPS = Path("/sys/fs/cgroup")
+PERIOD_US = 5_000
+"""Short beside a decode step: a worker rests in each of them once its share is used up."""
+WEIGHT = 10_000
+"""Times a hundred of what other processes have, so that they do not take from the shares."""
+
+
+class CoreShares:
+    """Groups of one bench. Each process that `hold` is given has a group, and a share, of its own."""
+
+    def __init__(self, folder: Path, share: float, *, unified: bool) -> None:
+        self._folder, self._share, self._unified = folder, share, unified
+        self._held: set[int] = set()
+
+    def hold(self, pid: int) -> None:
+        """This process, with all its threads, gets the share from now on; again, or after its end, nothing happens."""
+        if pid in self._held:
+            return
+        self._held.add(pid)
+        group = self._folder / str(pid)
+        group.mkdir()
+        quota = round(self._share * PERIOD_US)
+        if self._unified:
+            (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        with suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        """Removes the groups of processes that have ended; those that still run keep theirs."""
+        for pid in self._held:
+            with suppress(OSError):
+                (self._folder / str(pid)).rmdir()
+        with suppress(OSError):
+            self._folder.rmdir()
+
+
+@contextmanager
+def core_shares(share: float) -> Iterator[CoreShares]:
+    """Groups beside that of this process. Raises ConfigError where control groups may not be made."""
+    unified = (CGROUPS / "cgroup.controllers").exists()
+    top = CGROUPS if unified else CGROUPS / "cpu"
+    folder = top / f"splitserve-bench-{os.getpid()}"
+    try:
+        folder.mkdir()
+        if unified:
+            (top / "cgroup.subtree_control").write_text("+cpu")
+            (folder / "cgroup.subtree_control").write_text("+cpu")
+            (folder / "cpu.weight").write_text(str(WEIGHT))
+        else:
+            (folder / "cpu.shares").write_text(str(WEIGHT * 10))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: control groups are needed for shares of a core: {error.strerror}"
+        ) from None
+    shares = CoreShares(folder, share, unified=unified)
+    try:
+        yield shares
+    finally:
+        shares.close()
