@@ -20,17 +20,21 @@ WEIGHT = 10_000
 
 
 class CoreShares:
-    """Groups of one bench. Each process that `hold` is given has a group, and a share, of its own."""
+    """Groups of one bench, which go before all other processes. One for each process that has a share, and one, without
+    a limit, for the bench and what it starts."""
 
     def __init__(self, folder: Path, share: float, *, unified: bool) -> None:
         self._folder, self._share, self._unified = folder, share, unified
-        self._held: set[int] = set()
+        self._limited: set[int] = set()
+        self._free = folder / "free"
+        self._free.mkdir()
+        _move(os.getpid(), self._free)
 
-    def hold(self, pid: int) -> None:
+    def limit(self, pid: int) -> None:
         """This process, with all its threads, gets the share from now on; again, or after its end, nothing happens."""
-        if pid in self._held:
+        if pid in self._limited:
             return
-        self._held.add(pid)
+        self._limited.add(pid)
         group = self._folder / str(pid)
         group.mkdir()
         quota = round(self._share * PERIOD_US)
@@ -39,16 +43,19 @@ class CoreShares:
         else:
             (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
-        with suppress(ProcessLookupError):
-            (group / "cgroup.procs").write_text(str(pid))
+        _move(pid, group)
 
     def close(self) -> None:
-        """Removes the groups of processes that have ended; those that still run keep theirs."""
-        for pid in self._held:
+        """Removes the groups. Those of processes that still run stay."""
+        _move(os.getpid(), self._folder.parent)
+        for group in [*(self._folder / str(pid) for pid in self._limited), self._free, self._folder]:
             with suppress(OSError):
-                (self._folder / str(pid)).rmdir()
-        with suppress(OSError):
-            self._folder.rmdir()
+                group.rmdir()
+
+
+def _move(pid: int, group: Path) -> None:
+    with suppress(ProcessLookupError):
+        (group / "cgroup.procs").write_text(str(pid))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import SplitserveError
 
-START_S, POLL_S, SEED = 300.0, 0.1, 0
+START_S, POLL_S, WATCH_S, SEED = 300.0, 0.1, 0.5, 0
 
 
 @dataclass
@@ -74,8 +74,9 @@ class ScaledCluster:
     async def watch(self) -> None:
         """Notes the replicas until it is cancelled."""
         while True:
-            self.most |= await self.serving()
-            await asyncio.sleep(POLL_S)
+            with suppress(SplitserveError):  # on a busy machine
+                self.most |= await self.serving()
+            await asyncio.sleep(WATCH_S)
 
 
 @asynccontextmanager
@@ -128,5 +129,5 @@ async def hold_workers(supervisor: psutil.Process, shares: CoreShares) -> None:
         for child in supervisor.children(recursive=True):
             with suppress(psutil.Error):
                 if {"prefill-worker", "decode-worker"} & set(child.cmdline()):
-                    shares.hold(child.pid)
+                    shares.limit(child.pid)
         await asyncio.sleep(POLL_S)

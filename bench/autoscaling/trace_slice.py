@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from autoscaler.policies.policy_file import parse_policy
@@ -167,30 +168,31 @@ def outcome_of(
     marks = [met(answer, slo) for answer in answers]
     attained = sum(all(one) for one in marks) / len(marks)
     failed = Counter(answer.reason for answer in answers if isinstance(answer, SplitserveError))
-    rows = [
-        {
-            "of": "real processes",
-            "attained": round(attained, 4),
-            "ttft": round(sum(one[0] for one in marks) / len(marks), 4),
-            "tpot": round(sum(one[1] for one in marks) / len(marks), 4),
-            "failed": sum(failed.values()),
-            "most_prefill": most["prefill"],
-            "most_decode": most["decode"],
-        },
-        {
-            "of": "forecast",
-            "attained": round(forecast.attainment, 4),
-            "ttft": round(forecast.attainment_ttft, 4),
-            "tpot": round(forecast.attainment_tpot, 4),
-            "failed": forecast.failed_requests,
-            "most_prefill": max(sum(one.replicas["prefill"].values()) for one in forecast.moments),
-            "most_decode": max(sum(one.replicas["decode"].values()) for one in forecast.moments),
-        },
-    ]
+    ttft_s = [answer.token_s[0] for answer in answers if isinstance(answer, AskedAnswer)]
+    real = {
+        "of": "real processes",
+        "attained": round(attained, 4),
+        "ttft": round(sum(one[0] for one in marks) / len(marks), 4),
+        "tpot": round(sum(one[1] for one in marks) / len(marks), 4),
+        **percentiles(ttft_s),
+        "failed": sum(failed.values()),
+        "most_prefill": most["prefill"],
+        "most_decode": most["decode"],
+    }
+    predicted = {
+        "of": "forecast",
+        "attained": round(forecast.attainment, 4),
+        "ttft": round(forecast.attainment_ttft, 4),
+        "tpot": round(forecast.attainment_tpot, 4),
+        **percentiles([one.ttft_s for one in forecast.requests if one.ttft_s is not None]),
+        "failed": forecast.failed_requests,
+        "most_prefill": max(sum(one.replicas["prefill"].values()) for one in forecast.moments),
+        "most_decode": max(sum(one.replicas["decode"].values()) for one in forecast.moments),
+    }
     within = most["prefill"] <= options.max_prefill and most["decode"] <= options.max_decode
     holds = abs(attained - forecast.attainment) <= POINTS and not failed and within
     return {
-        "rows": rows,
+        "rows": [real, predicted],
         "requests": len(trace.requests),
         "duration_s": round(trace.duration_s, 1),
         "cold_start_s": options.cold_start_s,
@@ -198,6 +200,11 @@ def outcome_of(
         "engine": dataclasses.asdict(engine),
         "holds": holds,
     }
+
+
+def percentiles(ttft_s: Sequence[float]) -> dict[str, float]:
+    """Of the time to the first token, seconds."""
+    return {f"ttft_p{share}_s": round(float(np.percentile(ttft_s, share)), 3) for share in (50, 95)}
 
 
 def main() -> int:

@@ -248,6 +248,7 @@ _BY_CI = "a step of CI itself, which calls it beside this check"
 _DOCKER = "needs a Docker Engine and its images; `make e2e-docker` runs the compose file"
 _NETWORK = "needs a package index that not every machine reaches"
 _PEER = "needs an environment of another project's, which not every machine can install"
+_ROOT = "makes control groups, which needs root; `tests/unit/bench` runs its parts"
 _CLIENT = "needs a program that is no dependency of splitserve"
 NOT_RUN: Mapping[str, str] = {
     "make demo": _BY_CI,
@@ -258,6 +259,7 @@ NOT_RUN: Mapping[str, str] = {
     "make docs-check": "this check itself",
     "make setup": "run by each of CI's steps",
     "make wheels": _NETWORK,
+    "python -m bench.autoscaling.trace_slice": _ROOT,
     "make peer-vllm": _PEER,
     "make peer-dynamo": _PEER,
     "make setup-vllm": _BY_CI,
