@@ -128,6 +128,7 @@ async def hold_workers(supervisor: psutil.Process, shares: CoreShares) -> None:
     while True:
         for child in supervisor.children(recursive=True):
             with suppress(psutil.Error):
-                if {"prefill-worker", "decode-worker"} & set(child.cmdline()):
+                # A forked service has its command as one string.
+                if {"prefill-worker", "decode-worker"} & set(" ".join(child.cmdline()).split()):
                     shares.limit(child.pid)
         await asyncio.sleep(POLL_S)
