@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,13 +26,18 @@ class Up:
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "splitserve", "up", "--engine", "simulated", "--grpc-port", "0"]
+        read, write = os.pipe()
+        self.stranger = os.readlink(f"/proc/self/fd/{write}")
         self.process = subprocess.Popen(
             [*command, "--http-port", "off", "--drain", "5"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            pass_fds=[write],
         )
+        os.close(read)
+        os.close(write)
 
     def says(self, part: str) -> str:
         assert self.process.stderr is not None
@@ -50,6 +56,14 @@ class Up:
             with suppress(psutil.NoSuchProcess, IndexError):  # it has just ended
                 found[child.cmdline()[3]] = child
         return found
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found.append(os.readlink(file))
+    return found
 
 
 @contextmanager
@@ -79,6 +93,9 @@ def test_the_server_may_die_alone_and_up_takes_all_with_it() -> None:
         children = up.children()
         assert children.keys() == {*NAMES, SERVER}
         assert {os.getsid(child.pid) for child in children.values()} == {c.pid for c in children.values()}
+        for child in children.values():  # what a shell left open in `up` is not theirs
+            assert up.stranger not in open_files(child.pid)
+        assert up.stranger in open_files(up.process.pid)
         children[SERVER].kill()
         before = children["prefill-worker"]
         before.kill()
