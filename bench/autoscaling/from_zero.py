@@ -80,7 +80,7 @@ def workers(supervisor: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in supervisor.children():
         try:
-            if "coordinator" not in child.cmdline()[:5]:
+            if "--worker-id" in child.cmdline():
                 found.append(child)
         except psutil.Error:  # it has just ended
             continue

@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,8 @@ from splitserve.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
     from autoscaler.local_scaling import LocalScaling
-    from splitserve.cluster.child_process import RestartPolicy
+    from splitserve.cluster.child_process import Fork, RestartPolicy
+    from splitserve.cluster.forking.services import ServiceForks
     from splitserve.cluster.process_specs import CommandFactory
     from splitserve.cluster.supervisor import LocalCluster
     from splitserve.config.cluster import ClusterConfig
@@ -45,6 +46,7 @@ SHOWN = (
     "coordinator.admission.mode",
     "pin_cores",
     "lend_cores",
+    "fork_services",
     "prefill_gpus",
     "decode_gpus",
     "worker_gpus",
@@ -100,6 +102,30 @@ def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
 
     check_workers(settings)
     _leave_settings_to_options()
+    with _forking(settings) as forks:
+        settings = _claim_ports(settings)
+        _provide_model(settings)
+        killed = asyncio.run(run_cluster(settings, log_dir, fork=forks))
+    if killed:
+        raise typer.Exit(EXIT_KILLED)
+
+
+@contextmanager
+def _forking(config: ClusterConfig) -> Iterator[ServiceForks | None]:
+    """What the cluster's processes are forked from, where they can be. It imports while this process goes on."""
+    from splitserve.cli.main import main
+    from splitserve.cluster.forking.services import fork_services
+
+    forks = fork_services(config, main) if config.fork_services else None
+    try:
+        yield forks
+    finally:
+        if forks is not None:
+            forks.server.close()
+
+
+def _claim_ports(settings: ClusterConfig) -> ClusterConfig:
+    """The settings with free ports in place of 0. Raises UnavailableError naming one in use."""
     front = settings.coordinator
     ports = {"grpc_port": claim_port(front.host, front.grpc_port)}
     if front.http_port is not None:
@@ -110,9 +136,7 @@ def up(settings: ClusterConfig, log_dir: Path | None = None) -> None:
         ports["cluster_port"] = claim_port(front.host, wanted)
     settings = settings.model_copy(update={"coordinator": front.model_copy(update=ports)})
     _claim_further_ports(settings)
-    _provide_model(settings)
-    if asyncio.run(run_cluster(settings, log_dir)):
-        raise typer.Exit(EXIT_KILLED)
+    return settings
 
 
 def _leave_settings_to_options() -> None:
@@ -145,6 +169,7 @@ async def run_cluster(
     *,
     command: CommandFactory | None = None,
     policy: RestartPolicy | None = None,
+    fork: Fork | None = None,
 ) -> bool:
     """Runs until a stop signal. True if it took a second signal, which kills instead of draining."""
     from splitserve.cli.cluster_display import ClusterDisplay
@@ -179,10 +204,9 @@ async def run_cluster(
     inventory = make_inventory(available_cores(), workers, pin_cores=config.pin_cores, gpus=gpus)
     with ExitStack() as stack:
         config, files = stack.enter_context(shared_core_file(config, inventory))
-        make = partial(worker_spec, config, start) if scaling is None else partial(scaling.worker_spec, start)
-        lean = (
-            partial(neutral_spec, config, start) if scaling is None else partial(scaling.neutral_spec, start)
-        )
+        given = (config, start) if scaling is None else (start,)
+        make = partial(worker_spec if scaling is None else scaling.worker_spec, *given)
+        lean = partial(neutral_spec if scaling is None else scaling.neutral_spec, *given)
         pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, lean)
         specs = [*coordinator_specs(config, start), *pinned, *neutral]
         line = _ready_line(config, cluster_target(config))
@@ -191,7 +215,7 @@ async def run_cluster(
             probe, shared = cluster_probe(client, config), {TOKEN_VARIABLE: token}
             times = ClusterTimes(ready_s=config.ready_timeout_s, drain_s=config.coordinator.drain_s)
             cluster = LocalCluster(
-                specs, probe, display, times=times, policy=policy, environment=shared, files=files
+                specs, probe, display, times=times, policy=policy, environment=shared, files=files, fork=fork
             )
             _steer_by_signals(cluster, display.message)
             if scaling is None:

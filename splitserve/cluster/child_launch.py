@@ -18,12 +18,17 @@ PR_SET_PDEATHSIG = 1
 def main(arguments: list[str]) -> None:
     """Executes the program; never returns."""
     parent, command = int(arguments[0]), arguments[1:]
+    end_with_parent(parent)
+    os.execvp(command[0], command)
+
+
+def end_with_parent(parent: int) -> None:
+    """Lets Linux kill this process when its parent dies. Ends it now if `parent` is not its parent any more."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         # The parent may have died before the call.
         if os.getppid() != parent:
-            sys.exit(1)
-    os.execvp(command[0], command)
+            os._exit(1)
 
 
 if __name__ == "__main__":

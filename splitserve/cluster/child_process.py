@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from splitserve.cluster import child_launch
 
@@ -38,14 +38,35 @@ class ChildSpec:
     """The class of replicas that a worker was started as; empty where its pool has none."""
 
 
+class RunningProcess(Protocol):
+    """What is used of `asyncio.subprocess.Process`."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+
+    async def wait(self) -> int:
+        """Waits for the end, and returns the exit code."""
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+
+
 OnLine = Callable[[ChildSpec, str, Event | None], None]
 """Called with each line of output, and the log event if the line is one."""
+Fork = Callable[[ChildSpec, Mapping[str, str], int, Sequence[int]], Awaitable[RunningProcess | None]]
+"""Starts a process in another way than by executing its command, given its environment, the file for its output and
+files to inherit. None: it is to be executed."""
 
 
 class ChildProcess:
     """A child that can be started repeatedly. Its standard output and error are read as one stream.
 
-    `environment` is added to this process's own; the child inherits `files`.
+    `environment` is added to this process's own; the child inherits `files`. It is started by `fork`, where that can.
     """
 
     def __init__(
@@ -54,12 +75,14 @@ class ChildProcess:
         on_line: OnLine,
         environment: Mapping[str, str] = MappingProxyType({}),
         files: Sequence[int] = (),
+        fork: Fork | None = None,
     ) -> None:
         self.spec = spec
         self._on_line = on_line
         self._environment = environment
         self._files = files
-        self._process: asyncio.subprocess.Process | None = None
+        self._fork = fork
+        self._process: RunningProcess | None = None
         self._reader: asyncio.Task[None] | None = None
         self._last_error = _LastError()
 
@@ -81,20 +104,31 @@ class ChildProcess:
     async def start(self) -> None:
         """Starts the program in its own session, so that the terminal's Ctrl-C does not reach it."""
         self._last_error = _LastError()
+        read, write = os.pipe()
+        try:
+            environment = {**os.environ, **self._environment}
+            forked = await self._fork(self.spec, environment, write, self._files) if self._fork else None
+            self._process = forked or await self._execute(environment, write)
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        self._reader = asyncio.create_task(self._read(read))
+
+    async def _execute(self, environment: Mapping[str, str], output: int) -> RunningProcess:
         launcher = [sys.executable, "-I", "-S", str(Path(child_launch.__file__))]
-        self._process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *launcher,
             str(os.getpid()),
             *self.spec.command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             pass_fds=self._files,
-            env={**os.environ, **self._environment},
+            env=environment,
         )
-        assert self._process.stdout is not None
-        self._reader = asyncio.create_task(self._read(self._process.stdout))
 
     async def wait(self) -> int:
         """Waits for the end and the last line; returns the exit code, negative for a signal."""
@@ -120,11 +154,18 @@ class ChildProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        async for line in _lines(stream):
-            event = _parse_event(line)
-            self._last_error.add(line, event)
-            self._on_line(self.spec, line, event)
+    async def _read(self, output: int) -> None:
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb", buffering=0)
+        )
+        try:
+            async for line in _lines(stream):
+                event = _parse_event(line)
+                self._last_error.add(line, event)
+                self._on_line(self.spec, line, event)
+        finally:
+            transport.close()
 
 
 def describe_exit(code: int) -> str:

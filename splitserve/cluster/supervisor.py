@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from splitserve.cluster.child_process import ChildProcess, ChildSpec, Event, RestartPolicy, describe_exit
+from splitserve.cluster.child_process import (
+    ChildProcess,
+    ChildSpec,
+    Event,
+    Fork,
+    RestartPolicy,
+    describe_exit,
+)
 from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 from splitserve.rpc.status import known_error
 
@@ -87,9 +94,11 @@ class LocalCluster:
         policy: RestartPolicy | None = None,
         environment: Mapping[str, str] | None = None,
         files: Sequence[int] = (),
+        fork: Fork | None = None,
     ) -> None:
-        """`environment` is added to that of all children; workers inherit the open `files`."""
-        self._environment, self._files = dict(environment or {}), files
+        """`environment` is added to that of all children; workers inherit the open `files`. `fork`: see
+        ChildProcess."""
+        self._environment, self._files, self._fork = dict(environment or {}), files, fork
         self._processes = {spec.name: SupervisedProcess(self._child(spec)) for spec in specs}
         self._group: asyncio.TaskGroup | None = None
         self._probe = probe
@@ -120,8 +129,7 @@ class LocalCluster:
             async with asyncio.TaskGroup() as group:
                 self._group = group
                 for process in self.processes:
-                    await self._start(process)
-                    group.create_task(self._supervise(process))
+                    group.create_task(self._supervise(process, started=False))
                 readiness = group.create_task(self._watch_ready())
                 await self._stop.wait()
                 readiness.cancel()
@@ -149,7 +157,8 @@ class LocalCluster:
         process = SupervisedProcess(self._child(spec), elastic=True)
         self._processes[spec.name] = process
         try:
-            await self._start(process)
+            if not await self._start(process):
+                raise UnavailableError("the cluster is not running", reason="STOPPING")
         except OSError as error:
             del self._processes[spec.name]
             message = f"{spec.name} cannot be started: {error.strerror}"
@@ -157,7 +166,7 @@ class LocalCluster:
         except BaseException:
             del self._processes[spec.name]
             raise
-        self._group.create_task(self._supervise(process))
+        self._group.create_task(self._supervise(process, started=True))
 
     def remove(self, name: str, drain_s: float) -> None:
         """Drains and ends a worker in the background; kills it after `drain_s` seconds.
@@ -185,7 +194,7 @@ class LocalCluster:
 
     def _child(self, spec: ChildSpec) -> ChildProcess:
         files = () if spec.role == "coordinator" else self._files
-        return ChildProcess(spec, self._on_line, self._environment, files)
+        return ChildProcess(spec, self._on_line, self._environment, files, self._fork)
 
     def _on_line(self, spec: ChildSpec, line: str, event: Event | None) -> None:
         self._observer.line(spec, line, event)
@@ -201,25 +210,42 @@ class LocalCluster:
         elif event["event"] == COMPILING_EVENT:
             self._observer.message(f"{spec.name}: compiling the kernels for this processor, once")
 
-    async def _start(self, process: SupervisedProcess) -> None:
+    async def _start(self, process: SupervisedProcess) -> bool:
+        """Starts a process. False if the cluster shall end before it runs: it does not run then."""
         child = process.child
-        await child.start()
+        if not await self._unless_stopped(child.start()):
+            return False
         process.started_wall_s = time.time()
         layout = f", {child.spec.layout}" if child.spec.layout else ""
         self._observer.message(f"{child.spec.name}: started, pid {child.pid}{layout}")
         if process.leaving.is_set():
             child.terminate()  # `remove` was called while it was not running
+        return True
 
-    async def _supervise(self, process: SupervisedProcess) -> None:
+    async def _unless_stopped(self, start: Coroutine[Any, Any, None]) -> bool:
+        """Whether a start came about before the cluster shall end; it may have to wait for code to be imported."""
+        starting, stop = asyncio.create_task(start), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([starting, stop], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                return True
+        finally:
+            stop.cancel()
+            starting.cancel()
+            await asyncio.wait([starting])
+        return False
+
+    async def _supervise(self, process: SupervisedProcess, *, started: bool) -> None:
         """Restarts a child whenever it ends, until it shall end or an elastic one is given up."""
-        while True:
+        while started or await self._start(process):
+            started = False
             code = await process.child.wait()
             if self._stop.is_set():
                 return
             delay_s = None if process.leaving.is_set() else self._after_death(process, code)
             if delay_s is None or await self._wait_until_leaving(process, delay_s):
                 break
-            await self._start(process)
         del self._processes[process.name]
         if process.leaving.is_set():
             self._observer.message(f"{process.name}: ended")

@@ -52,6 +52,9 @@ class ClusterConfig(Settings):
     """Let workers on cpu lend each other cores, as `engine.core_exchange` describes it, by a file in memory that is the
     cluster's own or the one that is named there. By default only where each worker is pinned to cores of its own, the
     machine has no GPU that they use and `autoscale` is not set. `false`: never."""
+    fork_services: bool = True
+    """Fork the coordinator and workers from a process that has their code, instead of having each import it. Only on
+    Linux; workers with engine vllm, or on a machine with a GPU that they may use, never."""
     ready_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 300.0
     """Time limit for the cluster to become ready."""
     autoscale: Path | None = None

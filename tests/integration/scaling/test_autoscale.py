@@ -18,6 +18,7 @@ import yaml
 
 from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
+from tests.support.cluster.processes import services_of
 from tests.support.cluster.streams import eventually, tokens
 from tests.support.waiting import PATIENCE_S
 
@@ -119,7 +120,7 @@ class Scaled:
 
     def children(self) -> list[psutil.Process]:
         """Coordinator and workers."""
-        return psutil.Process(self.process.pid).children()
+        return services_of(self.process.pid)
 
     async def child(self, name: str) -> psutil.Process:
         """The worker process of this name, once it is there: one that is being started has no command line."""

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -22,7 +21,7 @@ from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import DeadlineExceededError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
-from tests.support.cluster.processes import ServiceProcess
+from tests.support.cluster.processes import ServiceProcess, services_of
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.engine.reference import Reference
 
@@ -132,7 +131,7 @@ class Scaled:
 
     def children(self) -> int:
         """Processes of the coordinator and the workers."""
-        return len(psutil.Process(self.process.process.pid).children())
+        return len(services_of(self.process.process.pid))
 
 
 async def until(holds: Callable[[AsyncClient], Awaitable[bool]], up: Scaled, what: str) -> None:

@@ -6,13 +6,12 @@ import json
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
-from tests.support.cluster.processes import ServiceProcess
+from tests.support.cluster.processes import ServiceProcess, services_of
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.cluster.streams import eventually
 from tests.support.engine.reference import Reference
@@ -58,10 +57,9 @@ async def test_answers_from_zero_are_right_and_nothing_is_left(smollm2: str, log
     process.start()
     try:
         await eventually(lambda: target(process) != "", "it is ready")
-        supervisor = psutil.Process(process.process.pid)
 
         def at_zero() -> bool:
-            return len(supervisor.children()) == 1  # the coordinator
+            return len(services_of(process.process.pid)) == 1  # the coordinator
 
         async with AsyncClient(target(process)) as client:
             for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -16,9 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
+from splitserve.cluster.forking.owner import adopting
+from splitserve.cluster.forking.server import GO
+from tests.support.cluster.fork_server import modules_of
+
 START_TIMEOUT_S = 120.0
 """Of the server, which imports torch first."""
 POLL_S = 0.01
+_lock = threading.Lock()
 
 Imports = Literal["simulated", "torch"]
 
@@ -38,69 +42,62 @@ class Process(Protocol):
 
 
 class ForkServer:
-    """The client's end of `tests.support.cluster.fork_server`. Thread-safe."""
+    """A fork server of the product's, used from any thread of a test process."""
 
     def __init__(self, imports: Imports) -> None:
         self._control, other = socket.socketpair()
-        command = [sys.executable, "-m", "tests.support.cluster.fork_server", str(other.fileno()), imports]
+        command = [sys.executable, "-m", "tests.support.cluster.fork_server"]
+        command += [str(other.fileno()), str(os.getpid()), imports]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self._server = subprocess.Popen(
             command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment
         )
         other.close()
-        self._lock = threading.Lock()
-        self._lines = b""
-        self._pids: list[int] = []
-        self._codes: dict[int, int] = {}
+        self._modules = len(modules_of(imports))
+        self._started: list[ForkedProcess] = []
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
         """Runs `splitserve ARGUMENTS` in a session of its own; its output is appended to `log`."""
-        request = {"arguments": list(arguments), "environment": dict(environment), "log": str(log)}
-        with self._lock:
-            self._control.sendall(json.dumps(request).encode() + b"\n")
-            deadline = time.monotonic() + START_TIMEOUT_S
-            while not self._pids:
-                assert time.monotonic() < deadline, "the fork server does not answer"
-                self._read(POLL_S)
-            return ForkedProcess(self, self._pids.pop())
-
-    def code(self, pid: int) -> int | None:
-        """A child's exit code, as `subprocess` gives it; None while it runs."""
-        with self._lock:
-            self._read(0)
-            return self._codes.get(pid)
+        asked = {"arguments": list(arguments), "environment": dict(environment), "files": []}
+        ours, theirs = socket.socketpair()
+        with _lock, adopting(), ours, log.open("ab") as output:
+            with theirs:
+                files = [output.fileno(), theirs.fileno()]
+                socket.send_fds(self._control, [bytes([self._modules])], files)
+            ours.settimeout(START_TIMEOUT_S)
+            ours.sendall(json.dumps(asked).encode() + b"\n")
+            said = ours.makefile("rb").readline()
+            assert said, "the fork server does not fork"
+            ours.sendall(GO)
+        process = ForkedProcess(int(said))
+        self._started.append(process)
+        return process
 
     def stop(self) -> None:
-        """Ends the server. Raises AssertionError if a child still runs; the server kills it."""
+        """Ends the server. Kills what it has started and still runs, and raises AssertionError then."""
         self._control.close()
-        assert self._server.wait(START_TIMEOUT_S) == 0, "processes left behind"
-
-    def _read(self, timeout_s: float) -> None:
-        while select.select([self._control], [], [], timeout_s)[0]:
-            received = self._control.recv(2**16)
-            assert received, "the fork server has ended"
-            *lines, self._lines = (self._lines + received).split(b"\n")
-            for message in map(json.loads, lines):
-                if "ended" in message:
-                    self._codes[message["ended"]] = message["code"]
-                else:
-                    self._pids.append(message["pid"])
-            timeout_s = 0
+        assert self._server.wait(START_TIMEOUT_S) == 0
+        left = [process for process in self._started if process.poll() is None]
+        for process in left:
+            process.kill()
+            process.wait()
+        assert not left, f"processes left behind: {len(left)}"
 
 
 class ForkedProcess:
-    """A child of the fork server. Used as `subprocess.Popen` is."""
+    """A forked child of this process. Used as `subprocess.Popen` is."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self._server = server
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        return self._server.code(self.pid)
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code. Raises `subprocess.TimeoutExpired`."""

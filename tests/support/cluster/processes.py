@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.support.cluster.forked import Imports, Process, fork_server
 from tests.support.waiting import PATIENCE_S
 
@@ -124,3 +126,16 @@ class ServiceProcess:
     def log_tail(self, lines: int = 100) -> str:
         """The end of the log, for messages."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def services_of(up: int) -> list[psutil.Process]:
+    """The coordinator and workers of a running `splitserve up`, given its process id."""
+    children = psutil.Process(up).children()
+    return [child for child in children if "fork-server" not in _command(child)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has just ended, and is one of the children yet
+        return []

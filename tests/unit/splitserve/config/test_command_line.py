@@ -275,7 +275,8 @@ def test_up_takes_the_parts_variables_away(monkeypatch: pytest.MonkeyPatch) -> N
     """Its children get options, which omit defaults: a variable must not override those defaults."""
     started: list[ClusterConfig] = []
 
-    async def run_cluster(settings: ClusterConfig, log_dir: Path | None) -> bool:
+    async def run_cluster(settings: ClusterConfig, log_dir: Path | None, *, fork: object) -> bool:
+        assert fork is None
         started.append(settings)
         assert log_dir == Path("logs")
         return False
@@ -286,6 +287,7 @@ def test_up_takes_the_parts_variables_away(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SPLITSERVE_COORDINATOR_TOKENIZER_THREADS", "3")
     monkeypatch.setenv("SPLITSERVE_TLS", "of-clients")
     options = ["--engine", "simulated", "--model", "simulated", "--grpc-port", "0", "--http-port", "off"]
+    options += ["--no-fork-services"]
     app(args=["up", *options, "--dtype", "auto", "--log-dir", "logs"], standalone_mode=False)
     (settings,) = started
     assert settings.engine.dtype == "auto"

@@ -1,0 +1,1 @@
+"""Services forked from a process that has their code. Read `services.py` first."""

@@ -1,0 +1,192 @@
+"""A process that has imported what services need, and forks: a service then starts in milliseconds, not seconds.
+
+The pattern is that of multiprocessing's fork server, with a set of modules to preload. `serve` runs in the server;
+`owner.py` holds the other end of its socket. A request is one byte, the number of modules that
+must be imported first, with two files: the process's output, and a stream socket over which all else is said, see
+`_become`. The process becomes a child of whoever asked, which must be a subreaper: it is forked twice, and the one
+between ends at once. So the server may end, in whatever way, and no process ends with it.
+
+Only a process with a single thread may fork: a thread's locks would stay locked in the child. The server looks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from typing import IO, Any, NamedTuple
+
+from splitserve.cluster.child_launch import end_with_parent
+from splitserve.cluster.forking.process_title import set_process_title
+
+OUTPUT_AND_ANSWER = 2
+"""Files of a request."""
+MAX_PASSED = 16
+"""Files that a process may inherit besides."""
+GO = b"g"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+ADOPTION_POLL_S = 0.001
+
+
+class _Request(NamedTuple):
+    modules: int
+    output: int
+    answer: int
+
+
+def serve(control: socket.socket, owner: int, modules: Sequence[str]) -> list[str] | None:
+    """Imports the modules in order, and forks a process for each request as soon as those that it needs are imported.
+
+    Returns in a process that was forked: the arguments of its command line. In the server: None, once `owner` has
+    closed its end, or where a module cannot be imported; what was not answered by then is closed. A process that is
+    forked meanwhile has this process's output until it takes on its own.
+    """
+    imported, pending = 0, list[_Request]()
+    gc.disable()  # modules and classes stay: looking for others among them is 6% of the imports
+    try:
+        while True:
+            idle = imported >= len(modules)
+            if select.select([control], [], [], None if idle and not pending else 0)[0]:
+                kind, files, _, _ = socket.recv_fds(control, 1, OUTPUT_AND_ANSWER)
+                if not kind:
+                    return None
+                pending.append(_Request(kind[0], *files))
+            for request in [one for one in pending if one.modules <= imported]:
+                if _fork():
+                    others = [file for one in pending if one is not request for file in one[1:]]
+                    pending.clear()
+                    return _become(request, owner, [control.detach(), *others])
+                pending.remove(request)
+                _close(request[1:])
+            if not idle:
+                try:
+                    importlib.import_module(modules[imported])
+                except ImportError:
+                    return None  # a process that is started without this server says why
+                imported += 1
+    finally:
+        for one in pending:
+            _close(one[1:])
+
+
+def _fork() -> bool:
+    """Forks a process that is no child of this one; True in that process, and False in this one, forked or not."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return False
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    gc.freeze()  # a collection in the child would write to, and so copy, all pages with objects
+    try:
+        between = os.fork()
+    except OSError:
+        return False
+    if between:
+        os.waitpid(between, 0)
+        return False
+    between = os.getpid()
+    try:
+        process = os.fork()
+    except OSError:
+        os._exit(1)
+    if process:
+        os._exit(0)
+    while os.getppid() == between:
+        time.sleep(ADOPTION_POLL_S)
+    return True
+
+
+def _become(request: _Request, owner: int, others: Collection[int]) -> list[str]:
+    """Makes this process what one that was executed would be: a session, output, files and environment of its own.
+
+    Over the answer's socket it gets a JSON line of `arguments`, `environment` and `files`, the numbers under which it
+    shall find the files that come with its first byte; it says its process id, and waits for GO. Ends this process if
+    the owner does not say it, as it has ended or does not want it any more.
+    """
+    gc.enable()
+    _close(others)
+    os.setsid()
+    end_with_parent(owner)
+    answer = socket.socket(fileno=request.answer)
+    with answer:
+        first, files, _, _ = socket.recv_fds(answer, 1, MAX_PASSED)
+        with answer.makefile("rb") as lines:
+            asked = _asked(lines, first)
+            try:
+                answer.sendall(b"%d\n" % os.getpid())
+            except OSError:
+                os._exit(1)
+            if lines.read(len(GO)) != GO:
+                os._exit(1)
+    _place([request.output, *files], [1, *asked["files"]])
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    arguments = [str(argument) for argument in asked["arguments"]]
+    set_process_title([sys.executable, "-m", "splitserve", *arguments])
+    sys.argv[:] = ["splitserve", *arguments]
+    return arguments
+
+
+def _asked(lines: IO[bytes], first: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(first + lines.readline()))
+    except ValueError:  # the owner went away while it asked
+        os._exit(1)
+
+
+def _place(files: Sequence[int], numbers: Sequence[int]) -> None:
+    """Makes open files known under these numbers, to programs that this process executes too."""
+    free = max(numbers) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, free) for file in files]
+    _close(files)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+    _close(moved)
+
+
+def _close(files: Collection[int]) -> None:
+    for file in files:
+        with suppress(OSError):
+            os.close(file)
+
+
+def _close_strangers() -> None:
+    """Closes what this process was given by whoever executed it, as it would be in a program that it executes."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder itself
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                os.close(int(name))
+
+
+def fork_here(
+    theirs: socket.socket, ours: socket.socket, modules: Sequence[str], run: Callable[[list[str]], int]
+) -> int:
+    """Forks the server from this process, which must have one thread; returns the server's process id here.
+
+    There and in its processes it never returns: `run` is given the arguments of a process and returns its exit code.
+    """
+    owner = os.getpid()
+    if pid := os.fork():
+        return pid
+    ours.close()
+    _close_strangers()
+    os.setsid()  # the terminal's Ctrl-C does not reach it
+    end_with_parent(owner)
+    set_process_title([sys.executable, "-m", "splitserve", "fork-server"])
+    # Libraries for arrays would start threads. How many threads compute is set later, by a call.
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+    stdin = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(stdin, 0)
+    os.close(stdin)
+    arguments = serve(theirs, owner, modules)
+    if arguments is None:
+        os._exit(0)
+    sys.exit(run(arguments))

@@ -1,0 +1,55 @@
+"""What the services of a local cluster have in common, imported once: which modules, and which service needs them.
+
+Why processes are forked here and nowhere else: docs/decisions/0056-services-are-forked.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from splitserve.cluster.child_process import ChildSpec, Role
+from splitserve.cluster.forking.owner import AdoptedProcess, ForkServer
+from splitserve.config.cluster import ClusterConfig
+from splitserve.host_facts import read_host_facts
+
+PROGRAM = (sys.executable, "-m", "splitserve")
+SHARED = ("uvloop", "splitserve.cli.services", "splitserve.rpc.server", "splitserve.models.hf_tokenizer")
+"""What a coordinator and the workers import; the former imports the rest by itself, at the same time."""
+WORKERS = ("prefill_worker.service", "decode_worker.service", "neutral_worker.service")
+TORCH = ("engine.runner.torch_runner",)
+
+
+@dataclass(frozen=True)
+class ServiceForks:
+    """The fork server of a cluster, and how many of its modules a process of each role needs."""
+
+    server: ForkServer
+    needs: Mapping[Role, int]
+
+    async def __call__(
+        self, spec: ChildSpec, environment: Mapping[str, str], output: int, files: Sequence[int]
+    ) -> AdoptedProcess | None:
+        """See ForkServer.fork; None too for another program, and for a role that is not forked."""
+        needed = self.needs.get(spec.role)
+        if needed is None or spec.command[: len(PROGRAM)] != PROGRAM:
+            return None
+        arguments = spec.command[len(PROGRAM) :]
+        return await self.server.fork(arguments, environment, output, files=files, modules=needed)
+
+
+def fork_services(config: ClusterConfig, run: Callable[[list[str]], int]) -> ServiceForks | None:
+    """Starts the fork server of a cluster with these settings; see ForkServer.start.
+
+    Workers that compute with another engine than this project's, or may on a GPU, are not forked: those engines start
+    processes of their own, and a driver's state does not survive a fork.
+    """
+    modules, kind = list(SHARED), config.engine.kind
+    needs: dict[Role, int] = {"coordinator": len(SHARED)}
+    on_cpu = config.engine.device == "cpu" or not read_host_facts().gpus
+    if kind == "simulated" or (kind == "torch" and on_cpu):
+        modules += [*WORKERS, *(TORCH if kind == "torch" else ())]
+        needs |= {"prefill": len(modules), "decode": len(modules), "worker": len(modules)}
+    server = ForkServer.start(modules, run)
+    return None if server is None else ServiceForks(server, needs)
