@@ -49,10 +49,10 @@ test-all: setup model ## All tests that need neither Docker nor a GPU, with sear
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 
 test-vllm: setup-vllm model ## The tests of `--engine vllm`, without the long ones; VLLM_VERSION=0.30: with the oldest one
-	$(VLLM)/bin/python -m pytest -m 'vllm and not slow' tests/integration/vllm
+	$(VLLM)/bin/python -m pytest $(SIDE_BY_SIDE) -m 'vllm and not slow' tests/integration/vllm
 
 test-vllm-all: setup-vllm model ## All tests of `--engine vllm`
-	$(VLLM)/bin/python -m pytest -m vllm tests/integration/vllm
+	$(VLLM)/bin/python -m pytest $(SIDE_BY_SIDE) -m vllm tests/integration/vllm
 
 e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)
 	$(BIN)/python -m dev.e2e_docker $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))

@@ -53,6 +53,7 @@ def serve(control: socket.socket) -> list[str] | None:
 def _become(request: Mapping[str, Any]) -> list[str]:
     """Makes this child what a program started by a shell would be: a session, environment and output of its own."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environment"])
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -92,6 +93,20 @@ def _import_torch() -> None:
     del AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, build_torch_runner
 
 
+def _import_vllm() -> None:
+    from engine.vllm.boot import prepare_environment
+
+    prepare_environment(1)  # vLLM reads some of it when it is loaded
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker import cpu_worker
+
+    from engine.vllm import adapters, connector, kv_memory, prefix_events, sampling_processor, vllm_engine
+    from engine.vllm.command_line import option_parser
+
+    del LLMEngine, cpu_worker, option_parser
+    del adapters, connector, kv_memory, prefix_events, sampling_processor, vllm_engine
+
+
 def _tell_end(control: socket.socket, pid: int) -> None:
     _, status = os.waitpid(pid, 0)
     _tell(control, {"ended": pid, "code": os.waitstatus_to_exitcode(status)})
@@ -104,10 +119,13 @@ def _tell(control: socket.socket, message: Mapping[str, int]) -> None:
 def main() -> int:
     """The server's exit code, and in a child that of the command."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as splitserve's own program does before it imports gRPC
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, and that ends this process
     control = socket.socket(fileno=int(sys.argv[1]))
     _import_services()
     if sys.argv[2] == "torch":
         _import_torch()
+    elif sys.argv[2] == "vllm":
+        _import_vllm()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a thread would be missing in the children"
     gc.freeze()

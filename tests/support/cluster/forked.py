@@ -20,7 +20,7 @@ START_TIMEOUT_S = 120.0
 """Of the server, which imports torch first."""
 POLL_S = 0.01
 
-Imports = Literal["simulated", "torch"]
+Imports = Literal["simulated", "torch", "vllm"]
 
 
 class Process(Protocol):
