@@ -54,6 +54,7 @@ def _become(request: Mapping[str, Any]) -> list[str]:
     """Makes this child what a program started by a shell would be: a session, environment and output of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request["environment"])
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -119,7 +120,9 @@ def _tell(control: socket.socket, message: Mapping[str, int]) -> None:
 def main() -> int:
     """The server's exit code, and in a child that of the command."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as splitserve's own program does before it imports gRPC
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, and that ends this process
+    # To the whole group they end the tests, and that ends this process: it must live to end its children.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     _import_services()
     if sys.argv[2] == "torch":
