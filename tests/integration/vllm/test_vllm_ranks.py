@@ -52,7 +52,9 @@ async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
     """A coordinator; the tests start its workers."""
     options = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", str(CHUNK)]
     options += ["--kv-memory-bytes", "30000000", "--heartbeat", "0.1", "--lease", "5", "--verify-kv", "all"]
-    setup = Cluster(tmp_path, model=model, engine="vllm", prefill=0, decode=0, worker_options=options)
+    setup = Cluster(
+        tmp_path, model=model, engine="vllm", prefill=0, decode=0, worker_options=options, fresh=True
+    )
     before = leftovers()
     async with running(setup) as cluster:
         yield cluster
