@@ -10,12 +10,16 @@ VLLM_VERSION ?= 0.32
 VLLM := .venv-vllm$(if $(filter-out 0.32,$(VLLM_VERSION)),-$(VLLM_VERSION))
 MODEL := smollm2-135m-instruct
 PYTEST := $(BIN)/python -m pytest
-ALONE := tests/integration
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+JOBS ?= 2
+ALONE := $(shell grep -rl 'mark\.alone' tests/integration)
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=computed
 PACKAGES := splitserve coordinator prefill_worker decode_worker neutral_worker kv_transfer engine autoscaler bench
 
-.PHONY: setup setup-vllm model demo test test-all test-vllm test-vllm-all e2e-docker wheels check proto docs docs-check peer-vllm peer-dynamo clean help
+# Images often set it. Without it each module is compiled once, not in every process that a test starts.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: setup setup-vllm model demo test test-all test-vllm test-vllm-all e2e-docker wheels check check-types check-rules proto docs docs-check peer-vllm peer-dynamo clean help
 .DEFAULT_GOAL := help
 
 help: ## What can be made
@@ -49,10 +53,10 @@ test-all: setup model ## All tests that need neither Docker nor a GPU, with sear
 	$(SEARCHING) $(PYTEST) $(ALONE) -m 'alone and not docker and not vllm'
 
 test-vllm: setup-vllm model ## The tests of `--engine vllm`, without the long ones; VLLM_VERSION=0.30: with the oldest one
-	$(VLLM)/bin/python -m pytest -m 'vllm and not slow' tests/integration/vllm
+	$(VLLM)/bin/python -m pytest $(SIDE_BY_SIDE) -m 'vllm and not slow' tests/integration/vllm
 
 test-vllm-all: setup-vllm model ## All tests of `--engine vllm`
-	$(VLLM)/bin/python -m pytest -m vllm tests/integration/vllm
+	$(VLLM)/bin/python -m pytest $(SIDE_BY_SIDE) -m vllm tests/integration/vllm
 
 e2e-docker: setup model ## The compose file on a real Docker Engine (installed and started if missing)
 	$(BIN)/python -m dev.e2e_docker $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
@@ -61,9 +65,14 @@ wheels: setup ## What the container image installs, downloaded into compose/whee
 	$(BIN)/python -m dev.docker_image $(if $(TORCH_CPU_INDEX),--cpu-index $(TORCH_CPU_INDEX))
 
 check: setup ## Lint, types, import rules, protos
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-types check-rules
+
+check-types: setup
+	$(BIN)/mypy $(PACKAGES) dev
+
+check-rules: setup
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --no-cache --check .
-	$(BIN)/mypy $(PACKAGES) dev
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 	$(BIN)/python dev/proto.py --check

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from dev.docker_engine import install_missing, running_engine
@@ -56,9 +57,11 @@ def main() -> int:
     args = parser.parse_args()
     timed("packages", lambda: install_missing(base_image_needed=not has_base()))
     with running_engine():
-        base = timed("base image", base_image)
-        timed("wheels", lambda: download_wheels(args.cpu_index, python_of(base)))
-        timed("kernels", compile_kernels)
+        with ThreadPoolExecutor() as pool:
+            kernels = pool.submit(timed, "kernels", compile_kernels)
+            base = timed("base image", base_image)
+            timed("wheels", lambda: download_wheels(args.cpu_index, python_of(base)))
+            kernels.result()
         image = timed("image", lambda: build(base))
         environment = os.environ | {"SPLITSERVE_E2E_IMAGE": image}
         codes = [

@@ -90,7 +90,7 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
     if size > 1 and transport != "nixl":
         raise ConfigError(f"transport: with several ranks it is nixl, not {transport}", field="transport")
     threads = config.threads or len(os.sched_getaffinity(0))
-    _prepare_environment(max(1, threads // size))
+    prepare_environment(max(1, threads // size))
     version, on_cpu = _require_vllm()
     # Imported here: they need vLLM, or torch.
     from engine.vllm.command_line.option_parser import read_options
@@ -131,7 +131,7 @@ def start_vllm(config: EngineConfig, folder: Path, transport: str) -> StartedVll
         raise UnsupportedModelError(f"vLLM cannot serve {folder}: {reason_of(error)}") from error
 
 
-def _prepare_environment(threads: int) -> None:
+def prepare_environment(threads: int) -> None:
     """Variables that vLLM and OpenMP read when they are loaded; from the fourth on those that are set stay."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has threads

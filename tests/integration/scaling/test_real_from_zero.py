@@ -28,7 +28,7 @@ POLICY = {
 }
 SETTINGS = {"engine": {"dtype": "float32", "threads": 1, "num_blocks": 256}}
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 def target(up: ServiceProcess) -> str:

@@ -31,7 +31,7 @@ def mixed(log_dir: Path, model: str, *options: str) -> Cluster:
     common = ["--dtype", "float32", "--context-tokens", "1024", "--max-step-tokens", str(CHUNK)]
     common += ["--kv-memory-bytes", "150000000", "--block-size", str(BLOCK), "--verify-kv", "all"]
     common += ["--heartbeat", "0.1", "--lease", "5", *options]
-    return Cluster(log_dir, model=model, prefill=0, decode=0, worker_options=common, fresh=True)
+    return Cluster(log_dir, model=model, prefill=0, decode=0, worker_options=common)
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=" to ".join)

@@ -285,7 +285,6 @@ async def cluster(models: Models, tmp_path: Path, request: pytest.FixtureRequest
         prefill=0,
         decode=0,
         worker_options=options,
-        fresh=True,
     )
     async with running(setup) as cluster:
         red, blue = (["--adapter", f"{name}={models.adapters[name]}"] for name in ("red", "blue"))

@@ -66,7 +66,6 @@ async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
         decode=2,
         worker_options=[*OPTIONS, "--kv-memory-bytes", "150000000"],
         coordinator_options=[*AT_WORKERS, "--grpc-port", str(free_port())],
-        fresh=True,
     )
     async with running(setup) as cluster:
         yield cluster
@@ -217,7 +216,6 @@ async def test_aborts_and_a_full_pool_leave_neighbours_alone(
         engine="vllm",
         worker_options=options,
         coordinator_options=AT_WORKERS,
-        fresh=True,
     )
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:
         readings = [
@@ -252,7 +250,6 @@ async def test_lost_and_repeated_notifications_change_no_answer(
         engine="vllm",
         worker_options=[*OPTIONS, "--num-blocks", "100", "--config", str(path)],
         coordinator_options=AT_WORKERS,
-        fresh=True,
     )
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=300) as client:
         attempts = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as splitserve's own program does before it imports gRPC
 
@@ -23,11 +24,16 @@ ALL = (
     "coordinator.entrypoints.openai.app",
     "coordinator.service",
 )
+BESIDE: Mapping[str, tuple[str, ...]] = {
+    "simulated": (),
+    "torch": (*TORCH, "transformers.models.llama.modeling_llama"),
+    "vllm": ("tests.support.cluster.vllm_imports",),
+}
 
 
 def modules_of(imports: str) -> tuple[str, ...]:
     """What a server with these imports brings; every process waits for all of it."""
-    return (*ALL, *TORCH, "transformers.models.llama.modeling_llama") if imports == "torch" else ALL
+    return (*ALL, *BESIDE[imports])
 
 
 def main() -> int:

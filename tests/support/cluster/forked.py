@@ -24,7 +24,7 @@ START_TIMEOUT_S = 120.0
 POLL_S = 0.01
 _lock = threading.Lock()
 
-Imports = Literal["simulated", "torch"]
+Imports = Literal["simulated", "torch", "vllm"]
 
 
 class Process(Protocol):

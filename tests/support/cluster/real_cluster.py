@@ -22,6 +22,9 @@ from tests.support.waiting import PATIENCE_S
 PATIENT = ("--max-queue", "600")
 """On a busy machine forecasts are high; no burst is refused for that where a test says nothing else."""
 
+IMPORTS: Mapping[str, Imports] = {"simulated": "simulated", "torch": "torch", "vllm": "vllm"}
+"""What a process with this `--engine` is forked from."""
+
 
 class Cluster:
     """The processes of one cluster, by name: `coordinator`, `prefill-0`, `decode-0`, …"""
@@ -53,7 +56,7 @@ class Cluster:
         if neutral:
             self._counts = {"prefill": (neutral + 1) // 2, "decode": neutral // 2}
         self._environment = dict(environment or {})
-        self._imports: Imports = "torch" if engine == "torch" else "simulated"
+        self._imports = IMPORTS[engine]
         self._fresh = fresh
         self._coordinator_options = list(coordinator_options)
         self._tls, self._api_key = tls, api_key
@@ -97,7 +100,7 @@ class Cluster:
         return worker
 
     def _process(self, name: str, arguments: Sequence[str], module: str = "splitserve") -> ServiceProcess:
-        imports: Imports = "torch" if "torch" in arguments else self._imports
+        imports = next((IMPORTS[each] for each in reversed(arguments) if each in IMPORTS), self._imports)
         made = ServiceProcess(
             name,
             arguments,
