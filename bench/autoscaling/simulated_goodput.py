@@ -32,6 +32,7 @@ CPU = EngineModel(
     max_step_tokens=512,
     separate_steps=True,
     request_s=1e-4,
+    max_running_requests=512,
 )
 """SmolLM2-135M on one core, as measured on 2026-11-23."""
 TWO_THREADS = CPU.lent_time

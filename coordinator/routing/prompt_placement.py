@@ -148,8 +148,10 @@ class PromptPlacement:
 
     def _stream_place(self, worker: Worker, asked: _Asked, usual: DecodeStepFit | None) -> StreamPlace:
         """A worker that has not decoded yet is taken for as fast as `usual`, the fit of the router's decode worker."""
-        fit, (streams, context_tokens) = _step_fit(self._loads.decode[worker.key].fit), self._streams(worker)
-        fit = fit or usual
+        fit = _step_fit(self._loads.decode[worker.key].fit) or usual
+        # Late prompts come once there is time for them: behind many a worker with time to spare would look full.
+        soon = self._book.promised_before(worker.key, asked.due_s, asked.request.class_rank, asked.now)
+        streams, context_tokens = self._streams(worker, soon)
         if fit is None:
             return StreamPlace(None, worker.pool == "decode")
         step_s = fit.step_s(streams + 1, context_tokens + asked.request.prompt_tokens)
@@ -160,6 +162,8 @@ class PromptPlacement:
         own, request = self._fit_of(worker, asked), asked.request
         ahead_s = self._book.ahead_s(worker.key, asked.due_s, request.class_rank, own, asked.now)
         work_s = own.chunk_s(request.prompt_tokens - held, held)
+        speedup = max(1.0, self._lent_speedup(worker))
+        ahead_s, work_s = ahead_s / speedup, work_s / speedup
         if not worker.decodes:
             return PromptPlace(ahead_s, work_s)
         load, tpot_s = self._loads.decode[worker.key], self._strictest_s(worker, asked)
@@ -206,7 +210,21 @@ class PromptPlacement:
             # Streams may have a pace where this request has none.
             if asked.may_mix(worker)
             and (worker.paces_prompts or not self._loads.decode[worker.key].targets_s)
+            and not self._lends(worker, pair.prefill)
         ]
+
+    def _lends(self, decode: Worker, prefill: Worker) -> bool:
+        """Whether a decode worker's cores compute the prefill worker's prompts while it rests, which it does as long as
+        all of its streams have targets and it has no prompts."""
+        load = self._loads.decode[decode.key]
+        share = min(load.report.lent_speedup, self._lent_speedup(prefill)) > 0
+        one_host = decode.host_id == prefill.host_id != ""
+        return share and one_host and len(load.targets_s) == len(load.flights)
+
+    def _lent_speedup(self, worker: Worker) -> float:
+        """See `WorkerLoad.lent_speedup`."""
+        load = self._loads.prefill.get(worker.key) or self._loads.decode[worker.key]
+        return load.report.lent_speedup
 
     def _has_blocks(self, worker: Worker, request: RoutingRequest) -> bool:
         load = self._loads.decode[worker.key]

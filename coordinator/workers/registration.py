@@ -29,6 +29,7 @@ MAX_LAYER_STRIDE = 2**48
 MAX_WAITING_TOKENS = 2**40
 MAX_TOKENS_PER_S = 1e9
 MAX_MS = 1e9
+MAX_LENT_SPEEDUP = 64.0
 """Eleven days: the process may have been stopped for a weekend."""
 MAX_GB_PER_S = MAX_START_S = 1e6
 MAX_NOTICE_NS = 86_400 * 10**9
@@ -101,6 +102,8 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         _require(0 < prompt.token_ms <= MAX_MS, "load.prompt_fit.token_ms", f"above 0, at most {MAX_MS:g}")
         _between("load.prompt_fit.pair_ms", prompt.pair_ms, 0, MAX_MS)
         _between("load.prompt_fit.mixing_ms", prompt.mixing_ms, -prompt.base_ms, MAX_MS)
+    if load.lent_speedup:
+        _between("load.lent_speedup", load.lent_speedup, 1, MAX_LENT_SPEEDUP)
     if request.leaning:
         _require(request.leaning in _POOLS, "leaning", "POOL_PREFILL or POOL_DECODE")
     if request.HasField("preemption"):

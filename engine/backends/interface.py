@@ -51,6 +51,11 @@ class Forward(ABC):
         """See `ModelRunner.demand`."""
         return None
 
+    @property
+    def shares_cores(self) -> bool:
+        """See `ModelRunner.shares_cores`."""
+        return False
+
     def close(self) -> None:
         """Gives back what is not memory."""
         return

@@ -282,9 +282,9 @@ class EngineCore(Engine):
 
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
-        queue, late = self._scheduler, len(self._pacing.late)
-        waiting = len(queue.waiting)
-        return self._meter.load(self.pool.counts(), queue.running, waiting, queue.waiting_tokens, late)
+        queue, late, waiting = self._scheduler, len(self._pacing.late), len(self._scheduler.waiting)
+        work = queue.running, waiting, queue.waiting_tokens, late
+        return self._meter.load(self.pool.counts(), *work, shares_cores=self._runner.shares_cores)
 
     def close(self) -> None:
         """Closes the runner, and before it those who copy its blocks."""

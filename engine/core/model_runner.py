@@ -90,6 +90,11 @@ class ModelRunner(ABC):
         """How many times as much compute as this worker's own the last step had; 1 where nobody lends any."""
         return 1.0
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether this worker and neighbours of its host lend each other cores."""
+        return False
+
     def populate(self) -> None:
         """Called once, when the engine is ready: what it only needs later may be prepared behind it."""
         return

@@ -213,7 +213,9 @@ class PromptPacing:
         if fit is None or not any(_has_due_time(members) for members in classes.values()):
             self._turn.of(None)
             return None
-        second_s = 1 / self._share(decodes)  # what a second's worth of prompts takes beside the streams
+        second_s = 1 / (
+            self._share(decodes) * self._meter.lent.value
+        )  # what a second's worth of prompts takes beside the streams
         chunk_s = self._chunk_s
         turns: list[tuple[Sequence, Sequence]] = []
         ahead_s, oldest, self._urgent_s = 0.0, None, math.inf

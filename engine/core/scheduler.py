@@ -38,6 +38,7 @@ class SchedulerOutput:
     """Tokens left of the step's budget."""
     whole: bool = False
     """Whether the first prompts take all prompt tokens, rather than half of what is left of the budget each."""
+    alone: bool = False  # whether at most one prompt is computed
     failed: list[tuple[Sequence, SplitserveError]] = field(default_factory=list)
     """Sequences that cannot be scheduled, and why. They are in no queue any more, but not ended."""
 
@@ -64,7 +65,7 @@ class Scheduler:
     prompt that must be cut takes at most half of the remaining budget, so that short ones after it fit into the same
     step; budget that is left over goes to the first of those that were cut. Beside streams that have targets the token
     clock says instead how many prompt tokens the step may compute, and the first prompts take them all. Where first
-    tokens have targets, running and waiting prompts are served in the order of triage.
+    tokens have targets, running and waiting prompts are served in the order of triage; on cpu one a step.
 
     A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
     that is last in that order is preempted: it gives up its blocks, keeps its output and is computed again later.
@@ -149,8 +150,7 @@ class Scheduler:
         prefills: list[Sequence] = []
         for sequence in self.running:
             (decodes if sequence.remaining == 1 else prefills).append(sequence)
-        prefills = in_order(prefills)
-        order = granted = None
+        prefills, order, granted = in_order(prefills), None, None
         if self._pacing is not None and self._pacing.active:
             order = self._pacing.order(now, decodes, prefills, self.waiting)
             self._head = _first_waiting(order)
@@ -212,7 +212,8 @@ class Scheduler:
             self._admit(step, iter(self.waiting.pop, None))
             return
         assert self._pacing is not None
-        step.whole, step.budget = True, min(step.budget, self._pacing.chunk_tokens(order.order[0]))
+        step.whole, step.alone = True, self._pacing.separate
+        step.budget = min(step.budget, self._pacing.chunk_tokens(order.order[0]))
         self._admit(step, self._by_triage(step, order))
         for sequence in order.order:
             if step.budget == 0:
@@ -340,7 +341,7 @@ def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
         step.give(sequence, _chunk(sequence.remaining, step.budget))
         return
     step.give(sequence, min(sequence.remaining, step.budget))
-    if step.budget < MIN_CHUNK_TOKENS:
+    if step.alone or step.budget < MIN_CHUNK_TOKENS:
         step.budget = 0  # too little for one more prompt
 
 

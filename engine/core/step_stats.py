@@ -67,6 +67,23 @@ class StepRates:
         return min(max(waiting_tokens / rate if rate else 1.0, _MIN_RETRY_S), _MAX_RETRY_S)
 
 
+class LentSpeed:
+    """How much faster prompts have been of late by cores that neighbours lent: a moving mean over steps."""
+
+    def __init__(self) -> None:
+        self._took_s = self._alone_s = 0.0
+
+    def record(self, duration_s: float, speedup: float) -> None:
+        """Records a step that only computed prompts, in `speedup` times less time than alone."""
+        self._took_s = self._took_s * _DECAY + duration_s
+        self._alone_s = self._alone_s * _DECAY + duration_s * speedup
+
+    @property
+    def value(self) -> float:
+        """At least 1."""
+        return max(1.0, self._alone_s / self._took_s) if self._took_s > 0 else 1.0
+
+
 class DraftOutcome(NamedTuple):
     """What became of a draft: its tokens, and how many of them, from the first on, were the ones sampled."""
 
@@ -150,6 +167,7 @@ class StepMeter:
         self.rates = StepRates()
         self.fit = StepTimeFit()
         self.prompt_fit = PromptTimeFit()
+        self.lent = LentSpeed()
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
         self._began_s = 0.0
@@ -198,6 +216,8 @@ class StepMeter:
         totals = self.totals["prefill" if prefill_tokens else "decode"]
         totals.record(prefill_tokens, decoding + drafted, num_new, duration_s)
         totals.lent_steps += speedup > 1
+        if prefill_tokens and not decoding:
+            self.lent.record(duration_s, speedup)
         totals.drafted_tokens += drafted
         totals.accepted_tokens += accepted
         self._fit_parts(num_new, prefill_tokens, decoding + drafted, duration_s * speedup, drafts)
@@ -210,6 +230,8 @@ class StepMeter:
         waiting_requests: int,
         waiting_tokens: int,
         late_prompts: int,
+        *,
+        shares_cores: bool = False,
     ) -> EngineLoad:
         """The load of an engine with these blocks and requests, and its measured rates. Costs O(running)."""
         unread = [sequence.remaining for sequence in running if sequence.remaining > 1]
@@ -229,6 +251,7 @@ class StepMeter:
             prompt_fit=self.prompt_fit.latest,
             late_prompts=late_prompts if prompts or waiting_tokens else 0,
             streams=len(running) - len(unread),
+            lent_speedup=self.lent.value if shares_cores else 0.0,
         )
 
     def _fit_parts(

@@ -299,6 +299,7 @@ class EngineLoad:
     prompt_fit: PromptFit | None = None
     late_prompts: int = 0
     streams: int | None = None
+    lent_speedup: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

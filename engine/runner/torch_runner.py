@@ -147,6 +147,11 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.speedup`."""
         return self._forward.speedup
 
+    @property
+    def shares_cores(self) -> bool:
+        """See `ModelRunner.shares_cores`."""
+        return self._forward.shares_cores
+
     def populate(self) -> None:
         """See `ModelRunner.populate`."""
         self._pool.populate()

@@ -193,6 +193,7 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         prompt_fit=prompt_fit_message(load.prompt_fit),
         late_prompts=load.late_prompts,
         streams=load.streams,
+        lent_speedup=load.lent_speedup,
     )
 
 

@@ -444,6 +444,7 @@ class WorkerLoad(_message.Message):
     LATE_PROMPTS_FIELD_NUMBER: _builtins.int
     STREAMS_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
+    LENT_SPEEDUP_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Sequences waiting for their first step."""
     running_requests: _builtins.int
@@ -478,6 +479,10 @@ class WorkerLoad(_message.Message):
     """Sequences in the running batch whose prompts are computed. Not set: unknown."""
     rejected_handoffs: _builtins.int
     """Tickets and completions refused since the boot: stale, replayed, foreign, out of range or malformed."""
+    lent_speedup: _builtins.float
+    """How many times as fast as by `prompt_fit` prompts were computed of late, because neighbours on its host lent their
+    cores. Range 1..64. Default 0: it neither lends cores nor borrows any.
+    """
     @_builtins.property
     def step_fit(self) -> Global___DecodeStepFit:
         """What a decode step costs, fitted over recent ones. Not set until there were enough."""
@@ -508,10 +513,11 @@ class WorkerLoad(_message.Message):
         late_prompts: _builtins.int = ...,
         streams: _builtins.int | None = ...,
         rejected_handoffs: _builtins.int = ...,
+        lent_speedup: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "prompt_fit", b"prompt_fit", "step_fit", b"step_fit", "streams", b"streams"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "late_prompts", b"late_prompts", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "late_prompts", b"late_prompts", "lent_speedup", b"lent_speedup", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__streams: _TypeAlias = _typing.Literal["streams"]  # noqa: Y015
     _WhichOneofArgType__streams: _TypeAlias = _typing.Literal["_streams", b"_streams"]  # noqa: Y015

@@ -178,6 +178,11 @@ class PrefillReplica(SimulatedReplica):
         return None
 
     @property
+    def lent_speedup(self) -> float:
+        """As workers report it; 0 where no cores are lent."""
+        return 0.0
+
+    @property
     @abstractmethod
     def computed_tokens(self) -> int:
         """Prompt tokens computed so far."""
@@ -240,6 +245,11 @@ class DecodeReplica(SimulatedReplica):
         return None
 
     @property
+    def lent_speedup(self) -> float:
+        """See PrefillReplica."""
+        return 0.0
+
+    @property
     def step_fit(self) -> DecodeStepFit | None:
         """The same for decode steps."""
         return None
@@ -273,6 +283,7 @@ def add_prompts(load: registry_pb2.WorkerLoad, replica: PrefillReplica) -> None:
     load.running_requests += replica.load - replica.waiting
     load.waiting_tokens += replica.queued_tokens
     load.prefill_tokens_per_second = replica.prefill_tokens_per_s
+    load.lent_speedup = replica.lent_speedup
     if (fit := prompt_fit_message(replica.prompt_fit)) is not None:
         load.prompt_fit.CopyFrom(fit)
 
@@ -294,4 +305,5 @@ def decode_load(
         decode_step_ms=step_s * 1e3,
         prompt_fit=prompt_fit_message(replica.prompt_fit),
         step_fit=step_fit_message(replica.step_fit),
+        lent_speedup=replica.lent_speedup,
     )

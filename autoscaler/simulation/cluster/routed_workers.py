@@ -279,6 +279,7 @@ class RoutedWorkers:
             output_open=True,
             block_bytes=self._block_tokens(replica.name) * self._engine.kv_bytes_per_token,
             paces_prompts=True,
+            host_id="simulated",
             neutral=replica.name in self.leanings.first,
         )
         self.loads.add(worker)

@@ -102,6 +102,11 @@ class SteppedPrefill(PrefillReplica):
         return self._engine.core.load().prompt_fit
 
     @property
+    def lent_speedup(self) -> float:
+        """See PrefillReplica."""
+        return self._engine.core.load().lent_speedup
+
+    @property
     def computed_tokens(self) -> int:
         """See PrefillReplica."""
         return self._computed_tokens
@@ -234,6 +239,11 @@ class SteppedDecode(DecodeReplica):
     def prompt_fit(self) -> PromptFit | None:
         """See DecodeReplica."""
         return self._engine.core.load().prompt_fit
+
+    @property
+    def lent_speedup(self) -> float:
+        """See DecodeReplica."""
+        return self._engine.core.load().lent_speedup
 
     @property
     def step_fit(self) -> DecodeStepFit | None:

@@ -13,8 +13,10 @@ from autoscaler.simulation.cluster.replica import EventQueue
 from autoscaler.simulation.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, PendingStep
+from engine.core.step_stats import StepMeter
 from engine.core.types import ModelFacts, SampledToken, ScheduledSequence, StepResult
 from engine.pacing.lending import MIN_LENT_TOKENS
+from engine.worker.decode_warm_up import STEPS, STREAMS
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import DRAM, VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
@@ -60,7 +62,9 @@ class VirtualEngine:
             context_tokens=model.context_tokens,
             prefix_cache=prefix_cache,
         )
-        self.core = EngineCore(self._runner, config, _NoText(), lambda: self._now_s)
+        meter = StepMeter()
+        _measure_decode_steps(meter, model)
+        self.core = EngineCore(self._runner, config, _NoText(), lambda: self._now_s, meter=meter)
 
     def between_steps(self, now_s: float, change: Callable[[EngineCore], None]) -> None:
         """Applies a change to the core: now, or as soon as the step under way has ended."""
@@ -155,6 +159,11 @@ class VirtualRunner(ModelRunner):
         """See ModelRunner."""
         return 1.0 if self._slot is None else self._slot.speedup
 
+    @property
+    def shares_cores(self) -> bool:
+        """See ModelRunner."""
+        return self._slot is not None
+
     def rest(self) -> None:
         """See ModelRunner."""
         if self._slot is not None:
@@ -166,6 +175,15 @@ class VirtualRunner(ModelRunner):
 
     def close(self) -> None:
         """See ModelRunner."""
+
+
+def _measure_decode_steps(meter: StepMeter, model: EngineModel) -> None:
+    """As workers do before their first request."""
+    for streams in sorted({min(streams, model.max_running_requests) for streams in STREAMS}):
+        took_s = model.decode_step_s(streams, streams)
+        for _ in range(STEPS if took_s > 0 else 0):
+            meter.fit.record(streams, streams, took_s)
+            meter.fit.refit()
 
 
 def _decodes(sequence: ScheduledSequence) -> bool:

@@ -78,6 +78,11 @@ class CpuForward(Forward):
         """See `Forward.demand`."""
         return None if self._exchange is None else self._exchange.demand()
 
+    @property
+    def shares_cores(self) -> bool:
+        """See `Forward.shares_cores`."""
+        return self._exchange is not None
+
     def close(self) -> None:
         """See `Forward.close`."""
         if self._exchange is not None:

@@ -33,6 +33,7 @@ CPU = EngineModel(
 )
 COUNTS: dict[PoolName, int] = {"prefill": 1, "decode": 1}
 TPOT_S = 0.05
+TIMES = ("prefill_token_s", "prefill_step_s", "step_s", "sequence_s")
 
 
 def run(
@@ -124,6 +125,23 @@ def test_streams_that_are_ahead_lend_and_stay_in_time() -> None:
     assert first.first_token_s is not None
     assert first.finished_s is not None
     assert (first.finished_s - first.first_token_s) / 299 <= TPOT_S
+
+
+def test_lent_cores_are_as_good_as_one_worker_on_both() -> None:
+    """Half of the prompts need both cores to be in time, and more than the pair policy could move would be too late."""
+    chance, at_s, requests = random.Random(5), 0.0, []
+    for _ in range(120):
+        at_s += chance.expovariate(1.5)
+        requests.append((at_s, chance.choice((96, 768)), 36))
+    targets = Slo(1.0, TPOT_S)
+    split, lent, neutral = (
+        run(requests, targets, lent=lent, hybrid=lent, neutral=neutral).attainment
+        for lent, neutral in ((False, False), (True, False), (True, True))
+    )
+    both = replace(CPU, **{name: 0.53 * getattr(CPU, name) for name in TIMES})
+    colocated = run(requests, targets, lent=False, engine=both, colocated=True).attainment
+    assert min(lent, neutral) >= colocated - 0.02
+    assert lent > split + 0.2
 
 
 def test_streams_that_cannot_spare_anything_lend_nothing() -> None:

@@ -80,10 +80,11 @@ def test_the_lane_carries_one_prompt_after_the_other() -> None:
 
 @pytest.mark.parametrize("colocated", [False, True])
 def test_it_agrees_with_the_closed_form(colocated: bool) -> None:
-    """Where nothing is paced both say the same, but for the closed form's steps that can be entered in their middle."""
+    """Where nothing is paced both say the same, but that one can enter the closed form's steps in their middle."""
     trace = poisson(1.0, 200, seed=1, most_prompt=400)
     changed = {"colocated": colocated, "prefix_cache": "off"}
-    exact, closed = (run(trace, CPU, steps=steps, slo=LOOSE, **changed) for steps in (True, False))
+    engine = replace(CPU, separate_steps=False)
+    exact, closed = (run(trace, engine, steps=steps, slo=LOOSE, **changed) for steps in (True, False))
     for phase in ("ttft", "tpot"):
         for percentile in ("p50", "p95"):
             assert exact.phases()[phase][percentile] == pytest.approx(
@@ -133,7 +134,7 @@ def test_the_pair_policy_uses_what_a_fixed_split_leaves_idle(rate: float) -> Non
         attained[True].append(hybrid.attainment)
         attained[False].append(fixed.attainment)
         assert hybrid.attainment_tpot >= 0.99
-    assert fmean(attained[True]) > fmean(attained[False]) + 0.03
+    assert fmean(attained[True]) > fmean(attained[False]) + 0.02
 
 
 @pytest.mark.parametrize("rate", [8.0, 12.0])

@@ -60,12 +60,13 @@ def placed(
     pair: tuple[int, int] = (0, 1),
     book: PromptBook | None = None,
     tpot_s: float | None = TPOT_S,
+    now: float = 1000.0,
 ) -> tuple[str, str, int | None]:
     """With 100 ms of prompt that is due in a second."""
     placement = PromptPlacement(LoadLedger.of(workers), book or PromptBook())
     chosen = Pair(workers[pair[0]], workers[pair[1]], 0.0)
     request = RoutingRequest("m", 100)
-    found = placement.placed(chosen, request, PoolSnapshot(workers), 1001.0, tpot_s, 1000.0)
+    found = placement.placed(chosen, request, PoolSnapshot(workers), now + 1, tpot_s, now)
     assert found.decode is not None
     return found.prefill.worker_id, found.decode.worker_id, found.local_tokens
 
@@ -124,6 +125,7 @@ def test_streams_that_are_promised_count_before_they_are_reported() -> None:
     for number in range(6):
         book.place(str(number), ("w0", 1), BookedPrompt(1, 0, 1000.9, 0, ("w1", 1)), 1000.0)
     assert placed(*workers, book=book) == ("w0", "w0", NO_LIMIT)
+    assert placed(*workers, book=book, now=1000.95) == ("w0", "w1", 0), "they are late, and come later"
     for number in range(6):
         book.remove(str(number), 1000.0)
     assert book.promised(("w1", 1)) == 0

@@ -129,6 +129,31 @@ def test_a_busy_one_leaves_the_prompt_to_the_decode_worker_that_is_ready_first(c
     assert pair.prefill == P0
 
 
+def test_a_worker_that_lends_the_prefill_worker_its_cores_computes_no_prompts(clock: Clock) -> None:
+    """A prompt there would end its rests."""
+    lent = replace(worker("p0", "prefill", lent_speedup=1.5), host_id="h")
+    lends = replace(worker("d0", "decode", lent_speedup=1.0), host_id="h")
+    elsewhere, alone = replace(lends, host_id="i"), replace(worker("d0", "decode"), host_id="h")
+    for decode, is_local in ((lends, False), (elsewhere, True), (alone, True)):
+        bench = Bench(clock, lent, decode)
+        bench.queue(lent, 900)
+        assert bool(bench.pair(bench.request(100)).local_tokens) is is_local, decode
+    bench = Bench(clock, lent, lends)
+    bench.queue(lent, 900)
+    bench.loads.decode[lends.key].add_flight(
+        Flight(prompt_tokens=10, uncached_tokens=10, expected_output=10, max_output=10)
+    )
+    assert bench.pair(bench.request(100)).local_tokens, "beside a stream without a target nobody rests"
+
+
+def test_lent_cores_make_a_prefill_worker_ready_sooner(clock: Clock) -> None:
+    for speedup, is_local in ((0.0, True), (2.0, False)):
+        lent = replace(worker("p0", "prefill", lent_speedup=speedup), host_id="h")
+        bench = Bench(clock, lent, replace(D0, host_id="i"))
+        bench.queue(lent, 400)
+        assert bool(bench.pair(bench.request(100)).local_tokens) is is_local
+
+
 def test_what_is_urgent_elsewhere_counts_and_what_is_not_does_not(clock: Clock) -> None:
     bench = Bench(clock, P0, D0)
     bench.queue(P0, 900, targets=RequestTargets(30.0, None))  # due long after

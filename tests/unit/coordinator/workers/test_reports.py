@@ -86,6 +86,9 @@ def test_a_figure_out_of_its_bounds_is_named(field: str, bad: float) -> None:
     ("wrong", "field"),
     [
         (report(waiting_tokens=2**40 + 1), "load.waiting_tokens"),
+        (report(lent_speedup=NAN), "load.lent_speedup"),
+        (report(lent_speedup=0.5), "load.lent_speedup"),
+        (report(lent_speedup=64.5), "load.lent_speedup"),
         (report(prompt_fit=PROMPT | {"token_ms": 0.0}), "load.prompt_fit.token_ms"),
         (report(prompt_fit=PROMPT | {"mixing_ms": -4.1}), "load.prompt_fit.mixing_ms"),
         (report(({"gb_per_second": NAN},)), "lanes.gb_per_second"),

@@ -39,6 +39,11 @@ class Timed(Script):
         return super().execute(batch)
 
     steps: list[tuple[float, dict[str, int]]]
+    lends = 1.0
+
+    @property
+    def speedup(self) -> float:
+        return self.lends
 
 
 class TimedOnDevice(Timed):
@@ -236,6 +241,33 @@ def test_who_can_be_in_time_is_served_by_deadline() -> None:
     for name, within_s in (("c", 3.0), ("a", 1.0), ("b", 2.0), ("whenever", None)):
         ask(rig, name, 200, within_s)
     assert served(rig) == ["a", "b", "c", "whenever"]
+
+
+def test_on_cpu_each_step_computes_one_prompt() -> None:
+    """A chunk alone is captured, and neighbours lend it their cores."""
+    for kind, at_once in ((Timed, 1), (TimedOnDevice, 3)):
+        rig = measured(kind)
+        for name in ("a", "b", "c"):
+            ask(rig, name, 64, 1.0)
+        served(rig)
+        assert max(len(work) for _, work in steps(rig)) == at_once
+
+
+def test_a_prompt_that_is_in_time_with_lent_cores_is_not_late() -> None:
+    """It takes 1.44 s alone. What neighbours have lent of late halves that."""
+    order = {}
+    for lends in (1.0, 2.0):
+        rig = measured()
+        assert isinstance(rig.runner, Timed)
+        rig.runner.lends, rig.runner.slower = lends, 1 / lends
+        for number in range(20):
+            ask(rig, f"before-{number}", 100, 1.0)
+            served(rig)
+        steps(rig).clear()
+        ask(rig, "long", 1200, 0.9)
+        ask(rig, "short", 100, 1.0)
+        order[lends] = served(rig)
+    assert order == {1.0: ["short", "long"], 2.0: ["long", "short"]}
 
 
 def test_a_chunk_takes_a_fifth_of_the_target_at_most() -> None:
