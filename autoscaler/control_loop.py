@@ -142,7 +142,7 @@ class ControlLoop:
         plan, self._memory = self.decide(self._memory, snapshot)
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
-        paused = [pool for pool in POOLS if pauses[pool] > 0]
+        paused = self._starts.paused(snapshot.now_s)
         actions = reconcile_classes(plan, pools, self.settings.bounds, paused)
         if not snapshot.complete:
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
@@ -193,7 +193,7 @@ class ControlLoop:
         self.status.holds_lease = self.lease is None or self.lease.held
         inventory = None if self.actuator is None else self.actuator.gpu_inventory
         refused = self._refused.at(snapshot.now_s)
-        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, refused=refused)
+        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=refused)
 
     async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
         if self.actuator is None:

@@ -24,7 +24,7 @@ from autoscaler.reconcile import (
     oldest,
     reconcile,
 )
-from autoscaler.snapshot import POOLS, PoolName, ReplicaState
+from autoscaler.snapshot import POOLS, PoolClass, PoolName, ReplicaState
 
 _LIVE = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING, ReplicaState.OVERDUE)
 
@@ -33,26 +33,27 @@ def reconcile_classes(
     plan: ScalingPlan,
     pools: Mapping[PoolName, Sequence[ReplicaView]],
     bounds: Mapping[PoolName, Bounds],
-    paused: Collection[PoolName] = (),
+    paused: Collection[PoolClass] = (),
 ) -> tuple[Action, ...]:
-    """As `reconcile`, for pools with and without classes."""
+    """As `reconcile`, for pools with and without classes. A class that is `paused` holds up no other."""
     classed = [pool for pool in POOLS if plan.pool(pool).mix]
+    paused_pools = {pool for pool, _ in paused}
     if not classed:
-        return reconcile(plan, pools, bounds, paused)
+        return reconcile(plan, pools, bounds, paused_pools)
     others: Mapping[PoolName, Sequence[ReplicaView]] = {
         pool: () if pool in classed else pools[pool] for pool in POOLS
     }
     nothing = Bounds(0, 0)
     actions = list(
-        reconcile(plan, others, {p: nothing if p in classed else bounds[p] for p in POOLS}, paused)
+        reconcile(plan, others, {p: nothing if p in classed else bounds[p] for p in POOLS}, paused_pools)
     )
     room = math.inf
     if plan.budget_per_hour is not None:
         room = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
     for pool in classed:
-        found = _Classed(pool, plan.pool(pool), [one for one in pools[pool] if one.ours]).actions(
-            pool in paused, room
-        )
+        ours = [one for one in pools[pool] if one.ours]
+        held = frozenset(name for where, name in paused if where == pool)
+        found = _Classed(pool, plan.pool(pool), ours, held).actions(room)
         room -= sum(_price(plan.pool(pool), one) for one in found if isinstance(one, Start))
         actions += found
     return tuple(actions)
@@ -79,8 +80,10 @@ class _Classed:
     pool: PoolName
     plan: PoolPlan
     ours: Sequence[ReplicaView]
+    paused: frozenset[str] = frozenset()
+    """Classes of which nothing is ordered now."""
 
-    def actions(self, paused: bool, room: float) -> list[Action]:
+    def actions(self, room: float) -> list[Action]:
         """`room`: money for an hour that may be spent on more."""
         actions: list[Action] = []
         blocked: list[float] = []
@@ -89,7 +92,7 @@ class _Classed:
             resting = sorted(in_state(there, ReplicaState.STANDBY), key=oldest)
             lacking = share.count - len(in_state(there, ReplicaState.READY))
             actions += [Activate(self.pool, one.name) for one in resting[: max(0, lacking)]]
-            count = 0 if paused else max(0, -self._surplus(share))
+            count = 0 if share.name in self.paused else max(0, -self._surplus(share))
             affordable = _affordable(count, share.price_per_hour, room)
             if affordable < count:
                 blocked.append(share.price_per_hour)
@@ -100,7 +103,7 @@ class _Classed:
                 room -= affordable * share.price_per_hour
         if not in_state(self.ours, ReplicaState.DRAINING):
             makes_room = bool(blocked) and self._makes_room(min(blocked), room)
-            name = self._overdue(paused) or self._superfluous(makes_room)
+            name = self._overdue() or self._superfluous(makes_room)
             actions += [Drain(self.pool, (name,))] if name else []
         # As `reconcile` does: once they have nothing left.
         if empty := tuple(one.name for one in in_state(self.ours, ReplicaState.PREEMPTED) if not one.load):
@@ -127,12 +130,12 @@ class _Classed:
         """Units of these."""
         return sum(share_of(self.plan, one.replica_class).speed for one in ready)
 
-    def _overdue(self, paused: bool) -> str:
+    def _overdue(self) -> str:
         """It holds the place of its replacement, which comes once it is gone."""
         for share in self.plan.mix:
             there = self._of(share)
             overdue = sorted(in_state(there, ReplicaState.OVERDUE), key=oldest)
-            if overdue and (not paused or len(there) > share.count):
+            if overdue and (share.name not in self.paused or len(there) > share.count):
                 return overdue[0].name
         return ""
 

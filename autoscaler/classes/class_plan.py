@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, cheapest_mix, offers_of
 from autoscaler.classes.money_budget import Claim, Rung, share_budget
-from autoscaler.classes.refused_classes import without_refused
+from autoscaler.classes.refused_classes import to_do_without
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.classes.usable import too_slow
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposal, Proposals, ScalingPlan
@@ -77,8 +77,8 @@ class ClassedDemand:
         target_s = pool.target_ms / 1e3 if isinstance(pool, SloPool) else None
         slow = too_slow(pool, name, target_s, snapshot)
         able = {one for one in pool.speeds if one not in slow}
-        refused = without_refused(able, {kind for where, kind in snapshot.refused if where == name})
-        most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in refused}
+        short = to_do_without(able, {kind for where, kind in snapshot.short if where == name})
+        most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in short}
         offers = [
             replace(one, most=min(one.most, most.get(one.name, one.most)))
             for one in offers_of(pool.classes, running)
@@ -92,7 +92,7 @@ class ClassedDemand:
             max(0.0, min(least, plan.desired) - others_units),
             len(others),
             others_units,
-            (*slow.values(), *(f"no more of {kind} for now: it was refused" for kind in sorted(refused))),
+            (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
         )
 
     def steady(self, units: float) -> ClassMix:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoscaler.classes.class_actions import reconcile_classes
@@ -18,7 +18,7 @@ from autoscaler.simulation.outcome import Moment, Outcome, Slo, moment_of, repli
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.simulation.traces.trace import Trace
-from autoscaler.snapshot import POOLS, PoolName, Snapshot
+from autoscaler.snapshot import POOLS, PoolClass, PoolName, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
 from engine.pacing.token_clock import ServiceTargets
 from splitserve.config.coordinator import AdmissionConfig
@@ -233,12 +233,12 @@ class Simulation:
 
     def _watched(
         self, snapshot: Snapshot, observer: SimulatedObserver
-    ) -> tuple[Snapshot, Sequence[PoolName]]:
-        """The snapshot with overdue replicas marked, and the pools in which nothing is to be ordered now."""
+    ) -> tuple[Snapshot, Collection[PoolClass]]:
+        """The snapshot with overdue replicas marked, and the classes of which nothing is to be ordered now."""
         if self.starts is None:
             return snapshot, ()
         seen = self._watch.look(snapshot, observer.actual(), self.starts)
-        return seen, [pool for pool in POOLS if self._watch.pause_s(pool, seen.now_s) > 0]
+        return seen, self._watch.paused(seen.now_s)
 
 
 def _members(cluster: Cluster, seen: Snapshot) -> Mapping[PoolName, Sequence[ReplicaView]]:
