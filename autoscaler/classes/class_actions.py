@@ -1,6 +1,7 @@
 """Actions that bring pools of several classes to their mixes, beside `reconcile` for all others. Pure, level-triggered.
 
-A replica that is too much ends only once those in rotation carry without it what is wanted. Nothing is started for
+A replica that is too much ends only once those in rotation carry without it what is wanted, and those of them that are
+not on spot machines the floor; spot machines go first, and come last. Nothing is started for
 which the budget has no room beside all that exists, what drains included: where old and new together are too dear,
 the old one ends first.
 """
@@ -87,7 +88,7 @@ class _Classed:
         """`room`: money for an hour that may be spent on more."""
         actions: list[Action] = []
         blocked: list[float] = []
-        for share in self.plan.mix:
+        for share in sorted(self.plan.mix, key=lambda share: share.spot):
             there = self._of(share)
             resting = sorted(in_state(there, ReplicaState.STANDBY), key=oldest)
             lacking = share.count - len(in_state(there, ReplicaState.READY))
@@ -147,13 +148,21 @@ class _Classed:
         carried = self._carried(ready)
         wanted = min(self.plan.units or 0.0, sum(one.count * one.speed for one in self.plan.mix))
         for state in (ReplicaState.STARTING, ReplicaState.STANDBY, ReplicaState.READY):
-            for share in self.plan.mix:
+            for share in sorted(self.plan.mix, key=lambda share: not share.spot):
                 able = sorted(in_state(self._of(share), state), key=least_loaded)
                 if self._surplus(share) <= 0 or not able:
                     continue
-                if state is not ReplicaState.READY or makes_room or carried - share.speed >= wanted - 1e-9:
+                enough = carried - share.speed >= wanted - 1e-9 and self._floor_holds(share, ready)
+                if state is not ReplicaState.READY or makes_room or enough:
                     return able[0].name
         return ""
+
+    def _floor_holds(self, share: ClassShare, ready: Sequence[ReplicaView]) -> bool:
+        """Without a replica of this class in rotation."""
+        plain = [one for one in ready if not share_of(self.plan, one.replica_class).spot]
+        wanted = sum(one.count * one.speed for one in self.plan.mix if not one.spot)
+        floor = min(self.plan.floor.within(self.plan.units or 0.0), wanted)
+        return share.spot or self._carried(plain) - share.speed >= floor - 1e-9
 
 
 def _affordable(count: int, price: float, room: float) -> int:
