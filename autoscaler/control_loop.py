@@ -107,6 +107,8 @@ class ControlLoop:
     shadows: Shadows = field(default_factory=Shadows)
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     """Between ticks while a pool is at zero: it may end sooner, when requests wait for workers."""
+    rest: Callable[[float], Awaitable[None]] = asyncio.sleep
+    """Between all others: it may end sooner, when a machine is to be taken away."""
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     _starts: StartWatch = field(default_factory=StartWatch)
@@ -125,7 +127,7 @@ class ControlLoop:
             await self.tick()
             left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
             at_zero = self._last_plan is not None and self._last_plan.is_at_zero
-            await (self.pause if at_zero else asyncio.sleep)(left_s)
+            await (self.pause if at_zero else self.rest)(left_s)
 
     async def tick(self) -> None:
         """One round. Errors that a later round may not have are logged, not raised."""
