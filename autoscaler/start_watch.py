@@ -106,6 +106,8 @@ class StartWatch:
         """Since the process started."""
         self._rows: dict[PoolClass, _Row] = {}
         self._lives: dict[str, _Life] = {}
+        self._adopts = True
+        """At the first look: what is there was ordered by another one, at an unknown time."""
 
     def look(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica], limits: Mapping[PoolName, StartLimits]
@@ -124,11 +126,10 @@ class StartWatch:
             cold_s = self._cold_s(replica.pool, snapshot, limits)
             found = known[replica.pool].get(replica.name)
             said = replica.replica_class or (found.replica_class if found is not None else "")
-            is_new = replica.name not in self._lives
             life = self._life(replica, limits[replica.pool].class_of(said), news)
             if found is not None and (found.registered or found.state is ReplicaState.PREEMPTED):
                 preempted = found.state is ReplicaState.PREEMPTED
-                if preempted and not (life.preempted or life.proven or is_new or life.ending):
+                if preempted and not (life.preempted or life.proven or life.ending or self._adopts):
                     news.taken[life.kind] = "its machine is taken away before it was up for one cold start"
                 life.preempted = preempted
             if found is not None and found.state in _UP:
@@ -143,6 +144,7 @@ class StartWatch:
                 deadline_s *= 2.0 ** min(self._row(life.kind).length, MAX_DOUBLINGS)
                 if self._became_overdue(replica.name, life, snapshot.now_s, deadline_s, excused):
                     news.failed[life.kind] = f"not ready within {deadline_s:.0f} s"
+        self._adopts = False
         for kind, why in (news.taken | news.failed).items():
             cold_s = self._cold_s(kind[0], snapshot, limits)
             self._fail(kind, why, snapshot.now_s, cold_s, counts=kind in news.failed)

@@ -267,6 +267,17 @@ def test_machines_that_are_taken_away_at_once_are_not_replaced_at_once() -> None
     assert pools.watch.failed_starts["prefill"] == 0
 
 
+def test_one_that_is_first_seen_with_its_notice_counts_too() -> None:
+    pools = Pools()
+    pools.after(1)
+    for life in range(3):
+        pools.has(f"prefill-{life}", ReplicaState.PREEMPTED, registered=True)
+        pools.after(1)
+        pools.loses(f"prefill-{life}")
+        pools.after(1)
+    assert pools.pause_s > 0
+
+
 def test_one_that_a_new_autoscaler_finds_preempted_says_nothing_of_its_start() -> None:
     pools = Pools()
     for life in range(3):
