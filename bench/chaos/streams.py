@@ -36,6 +36,7 @@ def references(model: str, prompts: int, seed: int = 5, max_tokens: int = MAX_TO
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.set_num_threads(1)  # two that wait for each other take many times as long where other programs run
     folder = resolve_model(model).path
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
