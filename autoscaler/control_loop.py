@@ -107,6 +107,8 @@ class ControlLoop:
     shadows: Shadows = field(default_factory=Shadows)
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep
     """Between ticks while a pool is at zero: it may end sooner, when requests wait for workers."""
+    rest: Callable[[float], Awaitable[None]] = asyncio.sleep
+    """Between all others: it may end sooner, when a machine is to be taken away."""
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     _starts: StartWatch = field(default_factory=StartWatch)
@@ -125,7 +127,7 @@ class ControlLoop:
             await self.tick()
             left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
             at_zero = self._last_plan is not None and self._last_plan.is_at_zero
-            await (self.pause if at_zero else asyncio.sleep)(left_s)
+            await (self.pause if at_zero else self.rest)(left_s)
 
     async def tick(self) -> None:
         """One round. Errors that a later round may not have are logged, not raised."""
@@ -142,7 +144,7 @@ class ControlLoop:
         plan, self._memory = self.decide(self._memory, snapshot)
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
-        paused = [pool for pool in POOLS if pauses[pool] > 0]
+        paused = self._starts.paused(snapshot.now_s)
         actions = reconcile_classes(plan, pools, self.settings.bounds, paused)
         if not snapshot.complete:
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
@@ -193,7 +195,7 @@ class ControlLoop:
         self.status.holds_lease = self.lease is None or self.lease.held
         inventory = None if self.actuator is None else self.actuator.gpu_inventory
         refused = self._refused.at(snapshot.now_s)
-        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, refused=refused)
+        return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=refused)
 
     async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:
         if self.actuator is None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.snapshot import LEAVING, PoolName, Snapshot
 
@@ -46,6 +47,8 @@ class ClassShare:
     """GPUs of one replica."""
     most: int = 10_000
     """Replicas at most; 0 where it must not be used now."""
+    spot: bool = False
+    """Whether its machines may be taken away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +65,15 @@ class PoolPlan:
     units: float | None = None
     """With classes: the capacity that is wanted of `mix`, in replicas of speed 1; `desired` then counts the replicas of
     `mix` and those that others have. None: all replicas are alike."""
-    others_units: float = 0.0
-    """The same of replicas that others have."""
     mix: tuple[ClassShare, ...] = ()
     """All classes of the pool; empty: all replicas are alike."""
+    floor: OnDemandFloor = NO_FLOOR
+    """What of `units` must not be on spot machines, with the units that others have."""
 
     @property
     def capacity(self) -> int:
         """What its policy and `behavior` go on from: replicas, or units where there are classes."""
-        return self.desired if self.units is None else round(self.units + self.others_units)
+        return self.desired if self.units is None else round(self.units + self.floor.others)
 
     @property
     def price_per_hour(self) -> float | None:

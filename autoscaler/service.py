@@ -24,6 +24,7 @@ from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.signals.demand_watch import DemandWatch
 from autoscaler.signals.history_file import HistoryFile
+from autoscaler.signals.notice_watch import NoticeWatch
 from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import PoolName
 from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
@@ -105,6 +106,7 @@ async def control_loop(
             changed_policy=changed_policy,
             shadows=shadows,
             pause=DemandWatch(clients, model).pause,
+            rest=NoticeWatch(clients, model).pause,
             journal=DecisionJournal(first.attainment),
         )
 

@@ -15,6 +15,8 @@ from splitserve.histograms import Histogram
 
 PoolName = Literal["prefill", "decode"]
 POOLS: tuple[PoolName, PoolName] = ("prefill", "decode")
+PoolClass = tuple[PoolName, str]
+"""A pool and the name of one of its replica classes; empty where its replicas are alike."""
 
 
 class ReplicaState(enum.Enum):
@@ -205,8 +207,8 @@ class Snapshot:
     """False before any coordinator knows the model: none has had a worker of it, or was told of it."""
     foreign: frozenset[str] = frozenset()
     """Registered workers of other models. Nothing else in the snapshot says anything about them."""
-    refused: frozenset[tuple[PoolName, str]] = frozenset()
-    """Classes of replicas that could not be started a moment ago, with their pools."""
+    short: frozenset[PoolClass] = frozenset()
+    """Classes of replicas of which no more are to be had now: starts were refused, or failed one after the other."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 

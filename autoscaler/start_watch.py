@@ -1,8 +1,8 @@
 """Watches replicas from their order until they have proven themselves: deadlines, failed starts, back-off.
 
 A replica that starts for longer than its deadline is `OVERDUE`: no capacity, an alarm, replaced. One that ends before
-it has been up for one cold start is a failed start. After each failed start the next order waits longer. No I/O but the
-log; time is that of the snapshots.
+it has been up for one cold start is a failed start. After each failed start the next order of its class waits longer;
+so it does where machines are taken away before that. No I/O but the log; time is that of the snapshots.
 
 The time before this process began does not count, nor any in which the start could not be judged: while a coordinator
 or its host does not answer, and, for a registered replica, while the other pool has none that it could connect to.
@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import POOLS, PoolClass, PoolName, Replica, ReplicaState, Snapshot
 from splitserve.logs import log_event
 
 MAX_PAUSE_S = 600.0
-"""Longest pause between two orders of a pool whose replicas fail."""
+"""Longest pause between two orders of a class whose replicas fail."""
+SHORT_S = 120.0
+"""How long a class is left alone, at least, once replicas of it have failed one after the other."""
+SHORT_COLD_STARTS = 2.0
+"""The same in cold starts: what is started in its place comes up meanwhile, and stays until there is better."""
 MAX_DOUBLINGS = 4
 """Each failed start doubles the next deadline, so many times at most: what takes longer than thought comes up."""
 _UP = (ReplicaState.READY, ReplicaState.STANDBY)
@@ -33,12 +37,20 @@ class StartLimits:
     cold_start_s: float = 60.0
     """By the policy file. The measured one counts where it is longer."""
     deadline_cold_starts: float = 5.0
+    classes: tuple[str, ...] = ()
+    """Names of the pool's classes, the default one first; empty: its replicas are alike."""
+
+    def class_of(self, name: str) -> str:
+        """The class that a replica is of which says this name."""
+        return name if name in self.classes else next(iter(self.classes), "")
 
 
 def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
     """Those of both pools of a policy file."""
     return {
-        name: StartLimits(pool.cold_start_s, pool.start_deadline_cold_starts)
+        name: StartLimits(
+            pool.cold_start_s, pool.start_deadline_cold_starts, tuple(one.name for one in pool.classes)
+        )
         for name, pool in policy.pools.items()
     }
 
@@ -47,7 +59,7 @@ def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
 class _Life:
     """One replica since its order, or since it was adopted."""
 
-    pool: PoolName
+    kind: PoolClass
     created_wall_s: float
     placeholder: bool
     starting_s: float | None = None
@@ -67,36 +79,59 @@ class _Life:
         return not (self.ending or self.preempted or self.proven or self.overdue or self.failed)
 
 
+@dataclass(slots=True)
+class _Row:
+    """Starts of one class that came to nothing, one after the other."""
+
+    length: int = 0
+    paused_until_s: float = 0.0
+    short_until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Found:
+    """What one look finds: starts that came to nothing, once a class, with the reason."""
+
+    failed: dict[PoolClass, str] = field(default_factory=dict)
+    taken: dict[PoolClass, str] = field(default_factory=dict)
+    """Those whose machines are taken away: they are no failed starts."""
+
+
 class StartWatch:
-    """All replicas of the actuator. Memory is bounded by their number."""
+    """All replicas of the actuator. Memory is bounded by their number and by that of the classes."""
 
     def __init__(self, log: Callable[..., None] = log_event) -> None:
         self._log = log
         self.failed_starts: dict[PoolName, int] = dict.fromkeys(POOLS, 0)
         """Since the process started."""
-        self._in_a_row: dict[PoolName, int] = dict.fromkeys(POOLS, 0)
-        self._paused_until_s: dict[PoolName, float] = dict.fromkeys(POOLS, 0.0)
+        self._rows: dict[PoolClass, _Row] = {}
         self._lives: dict[str, _Life] = {}
+        self._adopts = True
+        """At the first look: what is there was ordered by another one, at an unknown time."""
 
     def look(
         self, snapshot: Snapshot, actual: Sequence[ActualReplica], limits: Mapping[PoolName, StartLimits]
     ) -> Snapshot:
-        """The snapshot with overdue replicas marked."""
+        """The snapshot with overdue replicas marked, and with the classes that are short."""
         seen: dict[PoolName, tuple[Replica, ...]] = {
             "prefill": snapshot.prefill.replicas,
             "decode": snapshot.decode.replicas,
         }
         up: dict[PoolName, bool] = {pool: any(r.state in _UP for r in seen[pool]) for pool in POOLS}
-        failed: dict[PoolName, str] = {}
+        news = _Found()
         for life in self._ended(actual):
-            failed[life.pool] = "ended before it was up for one cold start"
+            news.failed[life.kind] = "ended before it was up for one cold start"
         known = {pool: {replica.name: replica for replica in seen[pool]} for pool in POOLS}
         for replica in actual:
             cold_s = self._cold_s(replica.pool, snapshot, limits)
-            life = self._life(replica, failed)
             found = known[replica.pool].get(replica.name)
+            said = replica.replica_class or (found.replica_class if found is not None else "")
+            life = self._life(replica, limits[replica.pool].class_of(said), news)
             if found is not None and (found.registered or found.state is ReplicaState.PREEMPTED):
-                life.preempted = found.state is ReplicaState.PREEMPTED
+                preempted = found.state is ReplicaState.PREEMPTED
+                if preempted and not (life.preempted or life.proven or life.ending or self._adopts):
+                    news.taken[life.kind] = "its machine is taken away before it was up for one cold start"
+                life.preempted = preempted
             if found is not None and found.state in _UP:
                 self._came_up(life, found, snapshot.now_s, cold_s)
             elif not (life.ending or life.preempted) and (
@@ -106,13 +141,16 @@ class StartWatch:
                 excused = not snapshot.complete or (found is not None and found.registered and not up[peer])
                 excused = excused or replica.presence is not Presence.HERE
                 deadline_s = cold_s * limits[replica.pool].deadline_cold_starts
-                deadline_s *= 2.0 ** min(self._in_a_row[replica.pool], MAX_DOUBLINGS)
+                deadline_s *= 2.0 ** min(self._row(life.kind).length, MAX_DOUBLINGS)
                 if self._became_overdue(replica.name, life, snapshot.now_s, deadline_s, excused):
-                    failed[replica.pool] = f"not ready within {deadline_s:.0f} s"
-        for pool, why in failed.items():
-            self._fail(pool, why, snapshot.now_s, self._cold_s(pool, snapshot, limits))
+                    news.failed[life.kind] = f"not ready within {deadline_s:.0f} s"
+        self._adopts = False
+        for kind, why in (news.taken | news.failed).items():
+            cold_s = self._cold_s(kind[0], snapshot, limits)
+            self._fail(kind, why, snapshot.now_s, cold_s, counts=kind in news.failed)
         return replace(
             snapshot,
+            short=snapshot.short | self._short(snapshot.now_s),
             prefill=replace(snapshot.prefill, replicas=self._marked(seen["prefill"])),
             decode=replace(snapshot.decode, replicas=self._marked(seen["decode"])),
         )
@@ -124,8 +162,19 @@ class StartWatch:
                 life.ending = True
 
     def pause_s(self, pool: PoolName, now_s: float) -> float:
-        """Seconds for which nothing may be ordered in this pool; 0 when it may."""
-        return max(0.0, self._paused_until_s[pool] - now_s)
+        """Seconds for which nothing may be ordered of one of the pool's classes: the longest of them; 0 when it may."""
+        ends_s = (row.paused_until_s for (where, _), row in self._rows.items() if where == pool)
+        return max(0.0, max(ends_s, default=0.0) - now_s)
+
+    def paused(self, now_s: float) -> frozenset[PoolClass]:
+        """The classes of which nothing may be ordered now."""
+        return frozenset(kind for kind, row in self._rows.items() if row.paused_until_s > now_s)
+
+    def _short(self, now_s: float) -> frozenset[PoolClass]:
+        return frozenset(kind for kind, row in self._rows.items() if row.short_until_s > now_s)
+
+    def _row(self, kind: PoolClass) -> _Row:
+        return self._rows.setdefault(kind, _Row())
 
     def _cold_s(self, pool: PoolName, snapshot: Snapshot, limits: Mapping[PoolName, StartLimits]) -> float:
         measured = snapshot.pool(pool).cold_start_s
@@ -137,18 +186,19 @@ class StartWatch:
         gone = [self._lives.pop(name) for name in list(self._lives) if name not in here]
         return [life for life in gone if life.may_fail and not life.placeholder]
 
-    def _life(self, replica: ActualReplica, failed: dict[PoolName, str]) -> _Life:
+    def _life(self, replica: ActualReplica, name: str, news: _Found) -> _Life:
         life = self._lives.get(replica.name)
         if life is not None and not life.placeholder and life.created_wall_s != replica.created_wall_s:
             # The actuator has started it again under its name.
             if life.may_fail:
-                failed[replica.pool] = "ended before it was up for one cold start"
+                news.failed[life.kind] = "ended before it was up for one cold start"
             starting_s = None if life.proven else life.starting_s
             life.failed = not life.proven
             life.created_wall_s, life.starting_s, life.up_s = replica.created_wall_s, starting_s, None
             life.proven = life.preempted = False
         if life is None:
-            life = _Life(replica.pool, replica.created_wall_s, replica.placeholder)
+            kind = (replica.pool, name)
+            life = _Life(kind, replica.created_wall_s, replica.placeholder)
             self._lives[replica.name] = life
         life.ending = life.ending or replica.stopping
         return life
@@ -159,8 +209,7 @@ class StartWatch:
             life.up_s = min(found.since_s, now_s)
         if not life.proven and now_s - life.up_s >= cold_s:
             life.proven, life.failed = True, False
-            self._in_a_row[life.pool] = 0
-            self._paused_until_s[life.pool] = 0.0
+            self._rows.pop(life.kind, None)
 
     def _became_overdue(self, name: str, life: _Life, now_s: float, deadline_s: float, excused: bool) -> bool:
         life.up_s = None
@@ -174,26 +223,32 @@ class StartWatch:
             "replica.overdue",
             level=logging.WARNING,
             name=name,
-            pool=life.pool,
+            pool=life.kind[0],
             waited_s=round(waited_s, 1),
             deadline_s=round(deadline_s, 1),
         )
         return True
 
-    def _fail(self, pool: PoolName, why: str, now_s: float, cold_s: float) -> None:
-        """Counts a failed start; the first of a row costs no pause."""
-        self.failed_starts[pool] += 1
-        self._in_a_row[pool] += 1
-        row = self._in_a_row[pool]
-        pause_s = 0.0 if row == 1 else min(MAX_PAUSE_S, cold_s / 4 * 2.0 ** min(row - 2, 30))
-        self._paused_until_s[pool] = now_s + pause_s
+    def _fail(self, kind: PoolClass, why: str, now_s: float, cold_s: float, *, counts: bool) -> None:
+        """Another one of a row, which `counts` as a failed start or not. The first costs no pause; from the second on
+        the class is short."""
+        pool, name = kind
+        self.failed_starts[pool] += counts
+        row = self._row(kind)
+        row.length += 1
+        pause_s = 0.0
+        if row.length > 1:
+            pause_s = min(MAX_PAUSE_S, cold_s / 4 * 2.0 ** min(row.length - 2, 30))
+            row.short_until_s = now_s + max(pause_s, SHORT_S, SHORT_COLD_STARTS * cold_s)
+        row.paused_until_s = now_s + pause_s
         self._log(
-            "replica.failed_start",
+            "replica.failed_start" if counts else "replica.preempted_at_once",
             level=logging.WARNING,
             pool=pool,
             why=why,
-            in_a_row=row,
+            in_a_row=row.length,
             pause_s=round(pause_s, 1),
+            **({"replica_class": name} if name else {}),
         )
 
     def _marked(self, replicas: tuple[Replica, ...]) -> tuple[Replica, ...]:

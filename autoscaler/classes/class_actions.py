@@ -1,6 +1,7 @@
 """Actions that bring pools of several classes to their mixes, beside `reconcile` for all others. Pure, level-triggered.
 
-A replica that is too much ends only once those in rotation carry without it what is wanted. Nothing is started for
+A replica that is too much ends only once those in rotation carry without it what is wanted, and those of them that are
+not on spot machines the floor; spot machines go first, and come last. Nothing is started for
 which the budget has no room beside all that exists, what drains included: where old and new together are too dear,
 the old one ends first.
 """
@@ -24,7 +25,7 @@ from autoscaler.reconcile import (
     oldest,
     reconcile,
 )
-from autoscaler.snapshot import POOLS, PoolName, ReplicaState
+from autoscaler.snapshot import POOLS, PoolClass, PoolName, ReplicaState
 
 _LIVE = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING, ReplicaState.OVERDUE)
 
@@ -33,26 +34,27 @@ def reconcile_classes(
     plan: ScalingPlan,
     pools: Mapping[PoolName, Sequence[ReplicaView]],
     bounds: Mapping[PoolName, Bounds],
-    paused: Collection[PoolName] = (),
+    paused: Collection[PoolClass] = (),
 ) -> tuple[Action, ...]:
-    """As `reconcile`, for pools with and without classes."""
+    """As `reconcile`, for pools with and without classes. A class that is `paused` holds up no other."""
     classed = [pool for pool in POOLS if plan.pool(pool).mix]
+    paused_pools = {pool for pool, _ in paused}
     if not classed:
-        return reconcile(plan, pools, bounds, paused)
+        return reconcile(plan, pools, bounds, paused_pools)
     others: Mapping[PoolName, Sequence[ReplicaView]] = {
         pool: () if pool in classed else pools[pool] for pool in POOLS
     }
     nothing = Bounds(0, 0)
     actions = list(
-        reconcile(plan, others, {p: nothing if p in classed else bounds[p] for p in POOLS}, paused)
+        reconcile(plan, others, {p: nothing if p in classed else bounds[p] for p in POOLS}, paused_pools)
     )
     room = math.inf
     if plan.budget_per_hour is not None:
         room = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
     for pool in classed:
-        found = _Classed(pool, plan.pool(pool), [one for one in pools[pool] if one.ours]).actions(
-            pool in paused, room
-        )
+        ours = [one for one in pools[pool] if one.ours]
+        held = frozenset(name for where, name in paused if where == pool)
+        found = _Classed(pool, plan.pool(pool), ours, held).actions(room)
         room -= sum(_price(plan.pool(pool), one) for one in found if isinstance(one, Start))
         actions += found
     return tuple(actions)
@@ -79,17 +81,19 @@ class _Classed:
     pool: PoolName
     plan: PoolPlan
     ours: Sequence[ReplicaView]
+    paused: frozenset[str] = frozenset()
+    """Classes of which nothing is ordered now."""
 
-    def actions(self, paused: bool, room: float) -> list[Action]:
+    def actions(self, room: float) -> list[Action]:
         """`room`: money for an hour that may be spent on more."""
         actions: list[Action] = []
         blocked: list[float] = []
-        for share in self.plan.mix:
+        for share in sorted(self.plan.mix, key=lambda share: share.spot):
             there = self._of(share)
             resting = sorted(in_state(there, ReplicaState.STANDBY), key=oldest)
             lacking = share.count - len(in_state(there, ReplicaState.READY))
             actions += [Activate(self.pool, one.name) for one in resting[: max(0, lacking)]]
-            count = 0 if paused else max(0, -self._surplus(share))
+            count = 0 if share.name in self.paused else max(0, -self._surplus(share))
             affordable = _affordable(count, share.price_per_hour, room)
             if affordable < count:
                 blocked.append(share.price_per_hour)
@@ -100,7 +104,7 @@ class _Classed:
                 room -= affordable * share.price_per_hour
         if not in_state(self.ours, ReplicaState.DRAINING):
             makes_room = bool(blocked) and self._makes_room(min(blocked), room)
-            name = self._overdue(paused) or self._superfluous(makes_room)
+            name = self._overdue() or self._superfluous(makes_room)
             actions += [Drain(self.pool, (name,))] if name else []
         # As `reconcile` does: once they have nothing left.
         if empty := tuple(one.name for one in in_state(self.ours, ReplicaState.PREEMPTED) if not one.load):
@@ -127,12 +131,12 @@ class _Classed:
         """Units of these."""
         return sum(share_of(self.plan, one.replica_class).speed for one in ready)
 
-    def _overdue(self, paused: bool) -> str:
+    def _overdue(self) -> str:
         """It holds the place of its replacement, which comes once it is gone."""
         for share in self.plan.mix:
             there = self._of(share)
             overdue = sorted(in_state(there, ReplicaState.OVERDUE), key=oldest)
-            if overdue and (not paused or len(there) > share.count):
+            if overdue and (share.name not in self.paused or len(there) > share.count):
                 return overdue[0].name
         return ""
 
@@ -144,13 +148,21 @@ class _Classed:
         carried = self._carried(ready)
         wanted = min(self.plan.units or 0.0, sum(one.count * one.speed for one in self.plan.mix))
         for state in (ReplicaState.STARTING, ReplicaState.STANDBY, ReplicaState.READY):
-            for share in self.plan.mix:
+            for share in sorted(self.plan.mix, key=lambda share: not share.spot):
                 able = sorted(in_state(self._of(share), state), key=least_loaded)
                 if self._surplus(share) <= 0 or not able:
                     continue
-                if state is not ReplicaState.READY or makes_room or carried - share.speed >= wanted - 1e-9:
+                enough = carried - share.speed >= wanted - 1e-9 and self._floor_holds(share, ready)
+                if state is not ReplicaState.READY or makes_room or enough:
                     return able[0].name
         return ""
+
+    def _floor_holds(self, share: ClassShare, ready: Sequence[ReplicaView]) -> bool:
+        """Without a replica of this class in rotation."""
+        plain = [one for one in ready if not share_of(self.plan, one.replica_class).spot]
+        wanted = sum(one.count * one.speed for one in self.plan.mix if not one.spot)
+        floor = min(self.plan.floor.within(self.plan.units or 0.0), wanted)
+        return share.spot or self._carried(plain) - share.speed >= floor - 1e-9
 
 
 def _affordable(count: int, price: float, room: float) -> int:

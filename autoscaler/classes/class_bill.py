@@ -22,6 +22,8 @@ class ClassLine:
     speed: float
     price_per_hour: float
     """Of one."""
+    spot: bool = False
+    """Whether its machines may be taken away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,10 @@ def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
     if not plan.mix or plan.units is None:
         return None
     ours = [one for one in there if one.ours]
-    offers = [ClassOffer(s.name, s.speed, s.price_per_hour, s.most, s.count) for s in plan.mix]
+    offers = [ClassOffer(s.name, s.speed, s.price_per_hour, s.most, s.count, s.spot) for s in plan.mix]
     fewer, more = (
-        cheapest_mix(offers, max(0.0, units)).price_per_hour for units in (plan.units - 1, plan.units + 1)
+        cheapest_mix(offers, units, floor=plan.floor.within(units)).price_per_hour
+        for units in (max(0.0, plan.units - 1), plan.units + 1)
     )
     return PoolBill(
         classes=tuple(
@@ -55,6 +58,7 @@ def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
                 share.count,
                 share.speed,
                 share.price_per_hour,
+                share.spot,
             )
             for share in plan.mix
         ),

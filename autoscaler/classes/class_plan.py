@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 
 from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, cheapest_mix, offers_of
 from autoscaler.classes.money_budget import Claim, Rung, share_budget
-from autoscaler.classes.refused_classes import without_refused
+from autoscaler.classes.on_demand_floor import OnDemandFloor
+from autoscaler.classes.refused_classes import to_do_without
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.classes.usable import too_slow
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposal, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
 from autoscaler.policies.slo.slo_decode import decode_shares
 from autoscaler.policies.slo.slo_prefill import prefill_shares
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
+from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
 
 _HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)
 
@@ -57,7 +58,7 @@ class ClassedDemand:
     """Of our own replicas; what others have is taken off."""
     least: float
     others: int
-    others_units: float
+    floor: OnDemandFloor
     unusable: tuple[str, ...] = ()
     """Why classes are not used, or no more of them, for people."""
 
@@ -69,19 +70,21 @@ class ClassedDemand:
         signals = snapshot.pool(name)
         here = [one for one in signals.replicas if one.state in _HERE]
         others = [one for one in here if not one.ours]
-        others_units = sum(pool.class_named(one.replica_class).speed for one in others)
-        running = dict.fromkeys(pool.speeds, 0)
-        for one in here:
-            if one.ours:
-                running[pool.class_named(one.replica_class).name] += 1
+        others_are = [pool.class_named(one.replica_class) for one in others]
+        others_units = float(sum(one.speed for one in others_are))
+        plain_units = float(sum(one.speed for one in others_are if not one.spot))
+        floor = replace(pool.floor, others=others_units, others_on_demand=plain_units)
+        running = _ours_by_class(pool, here)
+        # What takes the place of one that is taken away is no more of a change than that was.
+        taken = _ours_by_class(pool, [r for r in signals.replicas if r.state is ReplicaState.PREEMPTED])
         target_s = pool.target_ms / 1e3 if isinstance(pool, SloPool) else None
         slow = too_slow(pool, name, target_s, snapshot)
         able = {one for one in pool.speeds if one not in slow}
-        refused = without_refused(able, {kind for where, kind in snapshot.refused if where == name})
-        most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in refused}
+        short = to_do_without(able, {kind for where, kind in snapshot.short if where == name})
+        most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in short}
         offers = [
             replace(one, most=min(one.most, most.get(one.name, one.most)))
-            for one in offers_of(pool.classes, running)
+            for one in offers_of(pool.classes, {kind: running[kind] + taken[kind] for kind in running})
         ]
         return cls(
             name,
@@ -91,24 +94,24 @@ class ClassedDemand:
             max(0.0, plan.desired - others_units),
             max(0.0, min(least, plan.desired) - others_units),
             len(others),
-            others_units,
-            (*slow.values(), *(f"no more of {kind} for now: it was refused" for kind in sorted(refused))),
+            floor,
+            (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
         )
 
     def steady(self, units: float) -> ClassMix:
         """The cheapest mix, whatever runs now."""
-        return cheapest_mix(self.offers, units)
+        return cheapest_mix(self.offers, units, floor=self.floor.within(units))
 
     def mix(self, units: float, budget_per_hour: float | None = None) -> ClassMix:
         """The cheapest mix that is worth coming to."""
-        return cheapest_mix(self.offers, units, budget_per_hour, self.change)
+        return cheapest_mix(self.offers, units, budget_per_hour, self.change, self.floor.within(units))
 
     def claim(self, proposal: Proposal, snapshot: Snapshot) -> Claim:
         """Its ladder under a budget: one rung a unit. `snapshot` is in units."""
         steps = [self.least + step for step in range(int(self.units - self.least + 1e-9) + 1)]
         steps += [self.units] if steps[-1] < self.units - 1e-9 else []
         mixes = [self.steady(units) for units in steps]
-        totals = [mix.units + self.others_units for mix in mixes]
+        totals = [mix.units + self.floor.others for mix in mixes]
         shares = expected_shares(self.name, self.pool, snapshot, [int(total) for total in totals])
         served = [min(1.0, total / proposal.need) if proposal.need > 0 else 1.0 for total in totals]
         rungs = zip(steps, mixes, shares or served, served, strict=True)
@@ -168,6 +171,13 @@ def _within_budget(
     return [rung.units for rung in rungs], mixes
 
 
+def _ours_by_class(pool: AnyPool, replicas: Sequence[Replica]) -> dict[str, int]:
+    found = dict.fromkeys(pool.speeds, 0)
+    for one in replicas:
+        found[pool.class_named(one.replica_class).name] += one.ours
+    return found
+
+
 def _planned(
     one: ClassedDemand, before: PoolPlan, granted: float, mix: ClassMix, budget: float | None
 ) -> PoolPlan:
@@ -179,6 +189,7 @@ def _planned(
             known.price_per_hour,
             gpus_of(one.pool, known.name),
             offer.most,
+            known.spot,
         )
         for known, offer, count in zip(one.pool.classes, one.offers, mix.counts, strict=True)
     )
@@ -190,6 +201,10 @@ def _planned(
     elif mix.units < granted - 1e-9:
         cause = "bounds"
         notes.append(f"{granted:g} wanted, {mix.units:g} is all that the classes give")
+    if floor := one.floor.within(granted):
+        plain = sum(share.count * share.speed for share in shares if not share.spot)
+        short = f", {plain:g} is all that there are" if plain < floor - 1e-9 else ""
+        notes.append(f"at least {floor:g} not on spot machines{short}")
     text = " + ".join(f"{share.count} {share.name}" for share in shares if share.count) or "none"
     notes += [*one.unusable, f"{text} for {mix.price_per_hour:g} an hour"]
     return replace(
@@ -198,6 +213,6 @@ def _planned(
         reason="; ".join(notes),
         cause=cause,
         units=granted,
-        others_units=one.others_units,
         mix=shares,
+        floor=one.floor,
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from autoscaler.classes.mix import cheapest_mix, offers_of
+from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import broken_rule
 from autoscaler.snapshot import PoolName
@@ -14,6 +15,8 @@ from autoscaler.snapshot import PoolName
 class _Pool(Protocol):
     @property
     def classes(self) -> tuple[ReplicaClass, ...]: ...
+    @property
+    def floor(self) -> OnDemandFloor: ...
     @property
     def warm_standby(self) -> int: ...
 
@@ -58,13 +61,14 @@ def check_classes(policy: _Policy) -> None:
     least = least_price_per_hour(list(pools.values()), policy.least_awake)
     if least > policy.budget_per_hour:
         raise broken_rule(
-            f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas of both pools: {least:g}"
+            f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas of both pools, with their "
+            f"on_demand_floor: {least:g}"
         )
 
 
 def least_price_per_hour(pools: Sequence[_Pool], least: Sequence[int]) -> float:
     """What the cheapest replicas for these capacities cost for an hour."""
     return sum(
-        cheapest_mix(offers_of(pool.classes), units).price_per_hour
+        cheapest_mix(offers_of(pool.classes), units, floor=pool.floor.within(units)).price_per_hour
         for pool, units in zip(pools, least, strict=True)
     )

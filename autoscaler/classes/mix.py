@@ -2,7 +2,8 @@
 
 Capacity is counted in units: replicas of speed 1. A mix costs its price for the time in which a change must pay, and
 the starts that it takes: a replica costs money while it starts, and the one in whose place it comes runs on
-meanwhile. So a class that is a little cheaper replaces nothing that runs, and one that is much cheaper does.
+meanwhile. So a class that is a little cheaper replaces nothing that runs, and one that is much cheaper does. A part of
+the units, the floor, must be of classes that are not on spot machines.
 
 Search: depth first over the classes, the cheapest per unit first, the last class in one step, with the bounds of the
 fractional problem (branch and bound). It is exact unless it ends at `MAX_NODES`, beyond some hundred replicas of
@@ -34,6 +35,8 @@ class ClassOffer:
     """Replicas at most; 0 for a class that must not be used."""
     running: int = 0
     """Replicas that are there or start."""
+    spot: bool = False
+    """Whether its machines may be taken away: it carries none of the floor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,9 @@ def offers_of(classes: Sequence[ReplicaClass], running: Mapping[str, int] | None
     """All of these classes, by how many run."""
     there = running or {}
     return [
-        ClassOffer(one.name, one.speed, one.price_per_hour, one.max_replicas, there.get(one.name, 0))
+        ClassOffer(
+            one.name, one.speed, one.price_per_hour, one.max_replicas, there.get(one.name, 0), one.spot
+        )
         for one in classes
     ]
 
@@ -67,12 +72,15 @@ def cheapest_mix(
     units: float,
     budget_per_hour: float | None = None,
     change: ChangeCost = ChangeCost(),
+    floor: float = 0.0,
 ) -> ClassMix:
-    """The mix of at least `units` that costs least, with what it takes to come there. Where the classes or the budget
-    do not reach so far: the one that is short of the least, and of those the cheapest."""
+    """The mix of at least `units`, `floor` of them not on spot machines, that costs least, with what it takes to come
+    there. Where the classes or the budget do not reach so far: the one that is short of the least floor, of those the
+    one that is short of the least units, and of those the cheapest."""
     order = sorted(range(len(offers)), key=lambda index: (_per_unit(offers[index]), index))
     search = _Search([offers[index] for index in order], change)
-    search.visit(0, max(0.0, units), math.inf if budget_per_hour is None else budget_per_hour, 0.0, ())
+    budget = math.inf if budget_per_hour is None else budget_per_hour
+    search.visit(0, _Lack(max(0.0, units), max(0.0, floor)), budget, 0.0, ())
     counts = [0] * len(offers)
     for place, index in enumerate(order):
         counts[index] = search.best[place] if place < len(search.best) else 0
@@ -99,37 +107,65 @@ def _per_unit(offer: ClassOffer) -> float:
     return offer.price_per_hour / offer.speed
 
 
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    """Units that a mix is short of; negative: it has more."""
+
+    units: float
+    floor: float
+
+    def less(self, offer: ClassOffer, count: float) -> _Lack:
+        """With `count` replicas of a class."""
+        units = count * offer.speed
+        return _Lack(self.units - units, self.floor - (0.0 if offer.spot else units))
+
+    def most(self, offer: ClassOffer, budget: float) -> int:
+        """More of this class alone are too many, or too dear."""
+        lacking = self.units if offer.spot else max(self.units, self.floor)
+        enough = max(0, math.ceil(lacking / offer.speed - _TINY))
+        return int(min(offer.most, enough, _affordable(offer, budget)))
+
+
 @dataclass(slots=True)
 class _Search:
     offers: Sequence[ClassOffer]
     change: ChangeCost
     best: tuple[int, ...] = ()
+    _short_floor: float = math.inf
     _short: float = math.inf
-    """Units that the best mix lacks."""
+    """Units that the best mix lacks, of the floor and of all."""
     _money: float = math.inf
     _replicas: int = 0
     _nodes: int = 0
 
-    def visit(self, place: int, left: float, budget: float, money: float, counts: tuple[int, ...]) -> None:
-        """Tries all counts of the class at `place`. `left`: units that are lacking; `budget`: money for an hour."""
+    def visit(self, place: int, lack: _Lack, budget: float, money: float, counts: tuple[int, ...]) -> None:
+        """Tries all counts of the class at `place`. `budget`: money for an hour."""
         if place == len(self.offers):
-            self._take(max(0.0, left), money, counts)
+            self._take(lack, money, counts)
             return
         self._nodes += 1
         offer = self.offers[place]
-        most = _most(offer, left, budget)
+        most = lack.most(offer, budget)
         is_last = place == len(self.offers) - 1
         for count in (most,) if is_last else range(most, -1, -1):
             spent = money + money_of(offer, count, self.change)
-            rest, money_left = left - count * offer.speed, budget - count * offer.price_per_hour
+            rest, money_left = lack.less(offer, count), budget - count * offer.price_per_hour
             if self._nodes > MAX_NODES and self.best:
                 return
             if self._may_be_better(place + 1, rest, money_left, spent):
                 self.visit(place + 1, rest, money_left, spent, (*counts, count))
 
-    def _may_be_better(self, place: int, left: float, budget: float, money: float) -> bool:
-        """By the fractional problem: classes come in order of their price per unit."""
-        add = 0.0
+    def _may_be_better(self, place: int, lack: _Lack, budget: float, money: float) -> bool:
+        """By the floor that the rest of the classes can give at most, then by the fractional problem without a floor:
+        classes come in order of their price per unit."""
+        plain = [offer for offer in self.offers[place:] if not offer.spot]
+        most = sum(min(float(one.most), _affordable(one, budget)) * one.speed for one in plain)
+        short_floor = max(0.0, lack.floor - most)
+        if short_floor < self._short_floor - _TINY:
+            return True
+        if short_floor > self._short_floor + _TINY:
+            return False
+        add, left = 0.0, lack.units
         for offer in self.offers[place:]:
             if left <= _TINY:
                 break
@@ -141,21 +177,18 @@ class _Search:
             return False
         return left < self._short - _TINY or money + add < self._money - _TINY
 
-    def _take(self, short: float, money: float, counts: tuple[int, ...]) -> None:
-        found, known = (short, money, sum(counts)), (self._short, self._money, self._replicas)
+    def _take(self, lack: _Lack, money: float, counts: tuple[int, ...]) -> None:
+        short_floor, short = max(0.0, lack.floor), max(0.0, lack.units)
+        found = (short_floor, short, money, sum(counts))
+        known = (self._short_floor, self._short, self._money, self._replicas)
         for new, old in zip(found, known, strict=True):
             if new > old + _TINY:
                 return
             if new < old - _TINY:
-                self.best, self._short, self._money, self._replicas = counts, short, money, sum(counts)
+                self.best, self._short_floor, self._short = counts, short_floor, short
+                self._money, self._replicas = money, sum(counts)
                 return
 
 
 def _affordable(offer: ClassOffer, budget: float) -> float:
     return math.inf if not offer.price_per_hour else max(0.0, budget + _TINY) / offer.price_per_hour
-
-
-def _most(offer: ClassOffer, left: float, budget: float) -> int:
-    """More of this class alone are too many, or too dear."""
-    enough = max(0, math.ceil(left / offer.speed - _TINY))
-    return int(min(offer.most, enough, _affordable(offer, budget)))

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autoscaler.reconcile import Action, Start
-from autoscaler.snapshot import PoolName
+from autoscaler.snapshot import PoolClass
 from splitserve.errors import ConfigError, FailedPreconditionError, ResourceExhaustedError, SplitserveError
 
 REFUSED_S = 120.0
@@ -18,10 +18,10 @@ REFUSED_S = 120.0
 class RefusedClasses:
     """Memory of the control loop. Bounded by the classes of a policy."""
 
-    _until_s: dict[tuple[PoolName, str], float] = field(default_factory=dict)
+    _until_s: dict[PoolClass, float] = field(default_factory=dict)
     _now_s: float = 0.0
 
-    def at(self, now_s: float) -> frozenset[tuple[PoolName, str]]:
+    def at(self, now_s: float) -> frozenset[PoolClass]:
         """Pool and name of each."""
         self._now_s = now_s
         self._until_s = {known: until for known, until in self._until_s.items() if until > now_s}
@@ -35,7 +35,7 @@ class RefusedClasses:
             self._until_s[action.pool, action.replica_class] = self._now_s + REFUSED_S
 
 
-def without_refused(names: Collection[str], refused: Collection[str]) -> set[str]:
-    """The classes of which none is to be started now. If all were refused, all may be tried again."""
-    found = set(names) & set(refused)
+def to_do_without(names: Collection[str], short: Collection[str]) -> set[str]:
+    """The classes of which none is to be started now. If all are short, all may be tried again."""
+    found = set(names) & set(short)
     return set() if found == set(names) else found

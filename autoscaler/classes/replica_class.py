@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from autoscaler.classes.on_demand_floor import OnDemandFloor, checked_floor
 from autoscaler.policies.behavior import PolicyModel, broken_rule
 
 MAX_CLASSES = 6
@@ -29,6 +30,8 @@ class ReplicaClass(PolicyModel):
     decode by output tokens a second with which each stream keeps `target_ms`."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = 8
     """Never more of this class."""
+    spot: bool = False
+    """Whether its machines may be taken away at short notice. See `on_demand_floor`."""
     worker_options: tuple[Annotated[str, Field(max_length=256)], ...] = ()
     """Under `splitserve up`: options that its workers are started with beside those of the cluster, such as
     `[--engine.threads, "2"]`."""
@@ -41,6 +44,9 @@ class ClassedPool(PolicyModel):
     """Classes of replicas, the default one first: workers that report no class, or one that is not listed, count as
     that. The cheapest mix of them is started. Counts of the pool (`min_replicas`, `max_replicas`, `schedule`) are
     then replicas of speed 1. Default: all replicas are alike, and have no price."""
+    on_demand_floor: Annotated[int | str, BeforeValidator(checked_floor)] = 0
+    """Of the units that are wanted so many are always of classes without `spot`: a number, or a share such as `25%`,
+    rounded up."""
     payback_s: Annotated[float, Field(gt=0, le=31 * 86_400)] = 1800.0
     """A replica is replaced by one of another class only where that saves more in this time than the start costs."""
     longest_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
@@ -56,7 +62,25 @@ class ClassedPool(PolicyModel):
             raise broken_rule(
                 "classes must have one of speed 1, the slowest: the pool's counts are replicas of it"
             )
+        self._check_floor()
         return self
+
+    def _check_floor(self) -> None:
+        floor, plain = self.floor, [one for one in self.classes if not one.spot]
+        if not floor.units and not floor.share:
+            return
+        if not plain:
+            raise broken_rule(f"on_demand_floor ({floor}) needs classes, and one of them without spot")
+        most = sum(one.speed * one.max_replicas for one in plain)
+        if floor.units > most:
+            raise broken_rule(
+                f"on_demand_floor ({floor}) must be at most what the classes without spot give: {most:g}"
+            )
+
+    @property
+    def floor(self) -> OnDemandFloor:
+        """`on_demand_floor`."""
+        return OnDemandFloor.of(self.on_demand_floor)
 
     @property
     def speeds(self) -> Mapping[str, float]:

@@ -62,6 +62,10 @@ class PoolPolicy(ClassedPool):
             raise broken_rule(
                 f"max_replicas ({self.max_replicas}) must be at least min_replicas ({self.min_replicas})"
             )
+        if self.floor.units > self.max_replicas:
+            raise broken_rule(
+                f"on_demand_floor ({self.floor}) must be at most max_replicas ({self.max_replicas})"
+            )
         return self
 
     def limits(self, cold_start_s: float) -> Limits:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from autoscaler.signals.early_pause import EarlyPause
 from splitserve.client.scaling_client import MAX_DEMAND_S
 from splitserve.errors import SplitserveError
 
@@ -22,48 +21,10 @@ class DemandSource(Protocol):
         """Whether a request waits for workers: once one does, or after `wait_s` seconds. Raises SplitserveError."""
 
 
-class DemandWatch:
-    """Asks all coordinators at once. An empty `model` stands for all models."""
-
-    def __init__(
-        self,
-        sources: Sequence[DemandSource],
-        model: str = "",
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._sources, self._model, self._clock = tuple(sources), model, clock
-        self._woke_s = float("-inf")
-
-    async def pause(self, wait_s: float) -> None:
-        """Returns after `wait_s` seconds, or as soon as a request waits for workers.
-
-        The latter at most once in `wait_s`, so that a decision which cannot be made or carried out is no busy loop.
-        """
-        until_s = self._clock() + wait_s
-        if self._clock() - self._woke_s > wait_s and await self._asked(wait_s):
-            self._woke_s = self._clock()
-            return
-        await asyncio.sleep(max(0.0, until_s - self._clock()))
-
-    async def _asked(self, wait_s: float) -> bool:
-        """Whether any coordinator says so within `wait_s` seconds; one that does not answer does not."""
-        asking = {asyncio.create_task(self._ask(source, wait_s)) for source in self._sources}
-        try:
-            async with asyncio.timeout(wait_s):
-                for answer in asyncio.as_completed(asking):
-                    if await answer:
-                        return True
-        except TimeoutError:
-            pass
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        return False
+class DemandWatch(EarlyPause[DemandSource]):
+    """Ends a pause when a request waits for workers."""
 
     async def _ask(self, source: DemandSource, wait_s: float) -> bool:
-        """True once a request waits for workers there; else it asks until it is cancelled."""
         while True:
             # One that does not answer is logged by the decision after the pause.
             with suppress(SplitserveError):

@@ -226,7 +226,7 @@ class Observer:
             ttft=_phase(totals, scaling_pb2.PHASE_TTFT),
             cold_start_s=self._cold_starts.of("prefill"),
             start=start_phases(workers),
-            classes=by_class(workers),
+            classes=by_class("prefill", seen),
         )
 
     def _decode(
@@ -255,7 +255,7 @@ class Observer:
             reserve_wait=_phase(totals, scaling_pb2.PHASE_RESERVE),
             cold_start_s=self._cold_starts.of("decode"),
             start=start_phases(workers),
-            classes=by_class(workers),
+            classes=by_class("decode", seen),
         )
 
 

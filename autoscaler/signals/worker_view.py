@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from autoscaler.actuators.actuator import ActualReplica
+from autoscaler.signals.serving_classes import serving_by_class
 from autoscaler.snapshot import ClassSignals, PoolName, Replica, ReplicaState, StepTimeModel
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -112,11 +113,10 @@ def serving(pool: PoolName, seen: Mapping[str, Sighting]) -> list[scaling_pb2.Wo
     return of_pool(pool, seen) or [one.signals for one in seen.values() if one.signals.neutral]
 
 
-def by_class(workers: Sequence[scaling_pb2.WorkerSignals]) -> dict[str, ClassSignals]:
-    """The figures of each class that these workers report."""
-    classes: dict[str, list[scaling_pb2.WorkerSignals]] = {}
-    for worker in workers:
-        classes.setdefault(worker.replica_class, []).append(worker)
+def by_class(pool: PoolName, seen: Mapping[str, Sighting]) -> dict[str, ClassSignals]:
+    """The figures of each class of a pool, by its workers in rotation."""
+    there = [one for one in seen.values() if one.pool == pool]
+    classes = serving_by_class((one.signals.replica_class, one.state, one.signals) for one in there)
     return {
         name: ClassSignals(
             len(members),
@@ -125,7 +125,7 @@ def by_class(workers: Sequence[scaling_pb2.WorkerSignals]) -> dict[str, ClassSig
             max_running_requests(members),
             step_fit(members),
         )
-        for name, members in sorted(classes.items())
+        for name, members in classes.items()
     }
 
 

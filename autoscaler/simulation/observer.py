@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.cold_starts import ColdStarts
+from autoscaler.signals.serving_classes import serving_by_class
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import PrefillReplica, SimulatedReplica, SimulatedRequest
 from autoscaler.simulation.engine_model import EngineModel
@@ -210,24 +211,22 @@ class SimulatedObserver:
         for kind in sorted({one.replica_class for one in everything}):
             rate = self._class_rates.setdefault(kind, _Rate(self._window_s))
             rate.look(now_s, [one for one in everything if one.replica_class == kind])
-            serving = _serving(self._cluster.prefill, kind)
-            if serving:
-                found[kind] = ClassSignals(len(serving), rate.tokens_per_s)
+        for kind, serving in _by_class(self._cluster.prefill).items():
+            found[kind] = ClassSignals(len(serving), self._class_rates[kind].tokens_per_s)
         return found
 
     def _decode_classes(self) -> dict[str, ClassSignals]:
         found = {}
-        for kind in sorted({one.replica_class for one in self._cluster.decode}):
-            if serving := _serving(self._cluster.decode, kind):
-                engine = self._engine.at_speed("decode", serving[0].speed)
-                step = StepTimeModel(engine.step_s, engine.sequence_s, engine.context_token_s)
-                found[kind] = ClassSignals(
-                    len(serving),
-                    None,
-                    engine.kv_capacity_tokens,
-                    engine.max_running_requests,
-                    step if self._decoded else None,
-                )
+        for kind, serving in _by_class(self._cluster.decode).items():
+            engine = self._engine.at_speed("decode", serving[0].speed)
+            step = StepTimeModel(engine.step_s, engine.sequence_s, engine.context_token_s)
+            found[kind] = ClassSignals(
+                len(serving),
+                None,
+                engine.kv_capacity_tokens,
+                engine.max_running_requests,
+                step if self._decoded else None,
+            )
         return found
 
     def _arrivals(self, now_s: float) -> tuple[ArrivalBucket, ...]:
@@ -252,5 +251,5 @@ def _seen(replicas: Sequence[SimulatedReplica]) -> tuple[Replica, ...]:
     )
 
 
-def _serving(replicas: Sequence[SimulatedReplica], kind: str) -> list[SimulatedReplica]:
-    return [r for r in replicas if r.replica_class == kind and r.state is ReplicaState.READY]
+def _by_class(replicas: Sequence[SimulatedReplica]) -> Mapping[str, Sequence[SimulatedReplica]]:
+    return serving_by_class((one.replica_class, one.state, one) for one in replicas)

@@ -97,6 +97,10 @@ class Outcome:
     cpu_s: float
     class_hours: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
     """Replica-hours by pool and class; the class is empty where replicas are alike."""
+    preempted_replicas: int = 0
+    """Those with a notice that their machines are taken away."""
+    resumed_requests: int = 0
+    """How often a request went on elsewhere, because its machine was gone."""
 
     @property
     def total_replica_hours(self) -> float:
@@ -166,6 +170,8 @@ class Outcome:
             "replica_hours": round(self.total_replica_hours, 4),
             "replica_hours_prefill": round(self.replica_hours["prefill"], 4),
             "replica_hours_decode": round(self.replica_hours["decode"], 4),
+            "preempted_replicas": self.preempted_replicas,
+            "resumed_requests": self.resumed_requests,
             "peak_replicas": self.peak_replicas,
             "actions": sum(self.actions.values()),
             "actions_by_kind": dict(self.actions),

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.reconcile import Bounds, Drain, ReplicaView
-from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
+from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
+from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.observer import SimulatedObserver
 from autoscaler.simulation.outcome import Moment, Outcome, Slo, moment_of, replica_hours
+from autoscaler.simulation.preemptions import NONE_TAKEN, Preemptions
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.simulation.traces.trace import Trace
-from autoscaler.snapshot import POOLS, PoolName, Snapshot
+from autoscaler.snapshot import POOLS, PoolClass, PoolName, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
 from engine.pacing.token_clock import ServiceTargets
 from splitserve.config.coordinator import AdmissionConfig
@@ -61,12 +63,19 @@ class Scenario:
     """Whether replicas lend each other cores, as workers on one cpu host do; with `steps` only."""
     speeds: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
     """See `ClusterSettings`. `initial` counts units."""
+    spot: Mapping[PoolName, Collection[str]] = field(default_factory=dict)
+    """See `ClusterSettings`."""
+    preemptions: Preemptions = NONE_TAKEN
+    """Of the machines of these classes."""
     neutral: bool = False
     """Whether the first replicas are neutral ones, as many as lean where at first; see `ClusterSettings`."""
 
     def __post_init__(self) -> None:
         if self.neutral and not self.hybrid:
             raise InvalidArgumentError("neutral replicas need the pair policy (hybrid)", field="neutral")
+        if self.steps and self.preemptions.per_hour:
+            message = "preemptions are simulated in closed form only, not with --steps"
+            raise InvalidArgumentError(message, field="preemptions")
         if self.steps:
             _check_steps(self)
             return
@@ -90,6 +99,8 @@ class Scenario:
             lent_cores=self.lent_cores,
             neutral=self.neutral,
             speeds=self.speeds,
+            spot=self.spot,
+            preemptions=self.preemptions,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
             start_times=self.start_times,
         )
@@ -168,6 +179,7 @@ class Simulation:
         )
         observer = SimulatedObserver(cluster, scenario.engine, scenario.window_s)
         cluster.on_waiting = lambda now_s: self._wake(now_s, cluster, observer)
+        cluster.on_notice = lambda now_s: self._heard(now_s, cluster, observer)
         for pool, count in scenario.first_replicas().items():
             speed = next(iter(scenario.speeds.get(pool, {}).values()), 1.0)
             cluster.order(pool, math.ceil(count / speed), 0.0, cold_start_s=0.0)
@@ -197,6 +209,8 @@ class Simulation:
             replica_hours={pool: sum(hours.values()) for pool, hours in class_hours.items()},
             class_hours=class_hours,
             duration_s=end_s,
+            preempted_replicas=cluster.notices,
+            resumed_requests=cluster.resumed,
             cpu_s=time.process_time() - began,
         )
 
@@ -218,6 +232,11 @@ class Simulation:
         if self._plan is not None and self._plan.is_at_zero:
             self._decide(now_s, cluster, observer)
 
+    def _heard(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
+        """Decides at once: coordinators tell the autoscaler of a notice."""
+        if now_s < self._horizon_s():
+            self._decide(now_s, cluster, observer)
+
     def _decide(self, now_s: float, cluster: Cluster, observer: SimulatedObserver) -> None:
         snapshot, paused = self._watched(observer.snapshot(now_s), observer)
         self._plan, self._memory = plan, _ = self.decide(self._memory, snapshot)
@@ -233,12 +252,12 @@ class Simulation:
 
     def _watched(
         self, snapshot: Snapshot, observer: SimulatedObserver
-    ) -> tuple[Snapshot, Sequence[PoolName]]:
-        """The snapshot with overdue replicas marked, and the pools in which nothing is to be ordered now."""
+    ) -> tuple[Snapshot, Collection[PoolClass]]:
+        """The snapshot with overdue replicas marked, and the classes of which nothing is to be ordered now."""
         if self.starts is None:
             return snapshot, ()
         seen = self._watch.look(snapshot, observer.actual(), self.starts)
-        return seen, [pool for pool in POOLS if self._watch.pause_s(pool, seen.now_s) > 0]
+        return seen, self._watch.paused(seen.now_s)
 
 
 def _members(cluster: Cluster, seen: Snapshot) -> Mapping[PoolName, Sequence[ReplicaView]]:

@@ -36,6 +36,7 @@ def references(model: str, prompts: int, seed: int = 5, max_tokens: int = MAX_TO
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.set_num_threads(1)  # two that wait for each other take many times as long where other programs run
     folder = resolve_model(model).path
     tokenizer = AutoTokenizer.from_pretrained(folder)
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -60,6 +61,8 @@ def references(model: str, prompts: int, seed: int = 5, max_tokens: int = MAX_TO
 class StreamTally:
     """What became of the streams."""
 
+    timeout_s: float = TIMEOUT_S
+    """Of one stream."""
     streams: int = 0
     completed: int = 0
     wrong_tokens: int = 0
@@ -67,6 +70,8 @@ class StreamTally:
     longest_gap_s: float = 0.0
     """Between two tokens of one stream."""
     longest_ttft_s: float = 0.0
+    longest_s: float = 0.0
+    """From a stream's begin to its regular end."""
     errors: Counter[str] = field(default_factory=Counter)
 
     def _add_gap(self, gap_s: float, position: int) -> None:
@@ -82,11 +87,14 @@ class StreamTally:
         got = 0
         try:
             async with aclosing(
-                client.stream(known.prompt, temperature=0.0, max_tokens=known.max_tokens, timeout_s=TIMEOUT_S)
+                client.stream(
+                    known.prompt, temperature=0.0, max_tokens=known.max_tokens, timeout_s=self.timeout_s
+                )
             ) as items:
                 async for item in items:
                     if isinstance(item, Completion):
                         self.completed += 1
+                        self.longest_s = max(self.longest_s, time.monotonic() - began_s)
                         self.wrong_tokens += list(item.token_ids) != list(known.answer)
                         self.resumed += item.served_by.attempts > 1
                         return

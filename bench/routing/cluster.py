@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
+from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
+from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
 from autoscaler.snapshot import POOLS

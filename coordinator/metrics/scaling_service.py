@@ -9,6 +9,8 @@ from contextlib import suppress
 from statistics import median
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from coordinator.metrics.scaling_lease import ScalingLeases
 from coordinator.metrics.scaling_timeline import ScalingTimeline, check_decisions
 from coordinator.metrics.stats import PHASES, ModelStats, RequestStats, summed
@@ -26,6 +28,7 @@ from splitserve.v1 import registry_pb2, scaling_pb2
 from splitserve.v1.scaling_pb2_grpc import ScalingServiceServicer
 
 MAX_ENDED_BOOTS = 4096
+MAX_KNOWN_WORKERS = 65_536
 _POOLS = {"prefill": registry_pb2.POOL_PREFILL, "decode": registry_pb2.POOL_DECODE}
 
 
@@ -78,11 +81,25 @@ class ScalingService(ScalingServiceServicer):
             plan=_plan_in_force(self._registry.plan, now),
         )
 
+    async def WaitForPreemption(
+        self, request: scaling_pb2.WaitForPreemptionRequest, context: Any
+    ) -> scaling_pb2.WaitForPreemptionResponse:
+        """See ScalingService.WaitForPreemption in the proto."""
+        self._access.require_reader(context)
+        wait_s, known = _checked_wait_s(request.wait, "wait"), frozenset(request.known_worker_ids)
+        if len(request.known_worker_ids) > MAX_KNOWN_WORKERS:
+            message = f"known_worker_ids must be at most {MAX_KNOWN_WORKERS}"
+            raise InvalidArgumentError(message, field="known_worker_ids")
+
+        def preempted() -> list[str]:
+            there = self._registry.snapshot().preempted
+            return [w.worker_id for w in there if request.model in ("", w.model.name)]
+
+        await self._registry.wait_until(lambda: set(preempted()) - known, wait_s)
+        return scaling_pb2.WaitForPreemptionResponse(worker_ids=preempted())
+
     async def _until_demand(self, request: scaling_pb2.GetSignalsRequest) -> None:
-        wait_s = request.until_demand.seconds + request.until_demand.nanos / 1e9
-        if not 0 <= wait_s <= MAX_DEMAND_S:
-            message = f"until_demand must be 0 to {MAX_DEMAND_S:g} s, not {wait_s:g} s"
-            raise InvalidArgumentError(message, field="until_demand")
+        wait_s = _checked_wait_s(request.until_demand, "until_demand")
         if not wait_s:
             return
         with suppress(TimeoutError):
@@ -181,6 +198,13 @@ class ScalingService(ScalingServiceServicer):
             replica_class=worker.replica_class,
             preempted_in_seconds=worker.preempted_in_s(now),
         )
+
+
+def _checked_wait_s(wait: Duration, field: str) -> float:
+    wait_s = float(wait.seconds + wait.nanos / 1e9)
+    if not 0 <= wait_s <= MAX_DEMAND_S:
+        raise InvalidArgumentError(f"{field} must be 0 to {MAX_DEMAND_S:g} s, not {wait_s:g} s", field=field)
+    return wait_s
 
 
 def _served(model: Model) -> registry_pb2.ServedModel:

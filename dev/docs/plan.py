@@ -161,6 +161,9 @@ SHORT: Mapping[str, str] = {
     "splitserve simulate --trace constant": (
         "splitserve simulate --trace constant --rate 2 --duration 120 --steps --no-bound"
     ),
+    "splitserve simulate --trace diurnal": (
+        "splitserve simulate --trace diurnal --policy policy.yaml --preemptions 0.5 --duration 300 --no-bound"
+    ),
     "splitserve plan --model": (
         "splitserve plan --model smollm2-135m-instruct --gpu L4 --rate 40 --prompt-tokens p50=800,p95=4000"
         " --output-tokens 250 --slo-ttft 1000 --slo-tpot 40 --price 0.8"

@@ -45,7 +45,7 @@ from splitserve.runtime.reload import FileWatcher
 from splitserve.security.authorizer import ANY_SERVICE
 from splitserve.security.tls import Role
 from splitserve.spot.source import SpotNotice
-from splitserve.spot.watch import first_notice, notice_sources
+from splitserve.spot.watch import follow_notices, notice_sources
 from splitserve.tracing.exporting import exporting_spans
 from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import generation_pb2, kv_transfer_pb2, registry_pb2
@@ -221,11 +221,14 @@ class WorkerProcess(Generic[C]):
 
     async def _watch_spot(self) -> None:
         """At a spot notice the worker takes no new requests. It stays up: its coordinators move what cannot end in
-        time, and it ends as its machine does, or by SIGTERM."""
+        time, and it ends as its machine does, or by SIGTERM. Later notices count if the machine ends sooner."""
         spot = self.config.spot
-        self.notice = await first_notice(spot, notice_sources(spot))
-        left_s = round(self.notice.ends_s - time.monotonic(), 3)
-        log_event("spot.notice", worker_id=self.config.worker_id, source=self.notice.source, left_s=left_s)
+        await follow_notices(spot, notice_sources(spot), self._take_notice, self.notice)
+
+    def _take_notice(self, notice: SpotNotice) -> None:
+        self.notice = notice
+        left_s = round(notice.ends_s - time.monotonic(), 3)
+        log_event("spot.notice", worker_id=self.config.worker_id, source=notice.source, left_s=left_s)
         self.draining = True
         self.report_now()
 

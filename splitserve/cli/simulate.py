@@ -63,6 +63,15 @@ ColdStartP95 = Annotated[
 FailedStarts = Annotated[
     float, typer.Option(metavar="SHARE", help="Share of starts that end instead of becoming ready.")
 ]
+PreemptionRate = Annotated[
+    float,
+    typer.Option(
+        "--preemptions", metavar="RATE", help="Notices an hour to each machine of a class with `spot: true`."
+    ),
+]
+SpotNotice = Annotated[
+    float, typer.Option(metavar="SECONDS", help="From a notice until the machine is taken away.")
+]
 TtftTarget = Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 2000.")]
 TpotTarget = Annotated[float | None, typer.Option(help="SLO. Default: the policy's target, or 100.")]
 PeakReplicas = Annotated[
@@ -146,6 +155,8 @@ def simulate(
     cold_start: ColdStart = 60.0,
     cold_start_p95: ColdStartP95 = None,
     failed_starts: FailedStarts = 0.0,
+    preemptions: PreemptionRate = 0.0,
+    spot_notice: SpotNotice = 30.0,
     ttft_ms: TtftTarget = None,
     tpot_ms: TpotTarget = None,
     peak_replicas: PeakReplicas = None,
@@ -170,6 +181,7 @@ def simulate(
     from autoscaler.simulation.engine_model import preset
     from autoscaler.simulation.evaluation.comparison import baseline_names, compare
     from autoscaler.simulation.evaluation.plot import draw
+    from autoscaler.simulation.preemptions import Preemptions
     from autoscaler.simulation.simulator import Scenario
     from autoscaler.simulation.start_times import StartTimes
     from autoscaler.simulation.traces.synthetic import TraceShape
@@ -182,7 +194,8 @@ def simulate(
     shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
     replayed = _scaled(_load(shape, columns), engine, slo, _TraceScaling(peak_replicas, scale, jitter, seed))
     by_steps = {"steps": steps, "hybrid": _hybrid(hybrid, steps), "lent_cores": lent_cores}
-    serving = {"prefix_cache": prefix_cache, "admission": _admission(admission)}
+    taken = Preemptions(preemptions, spot_notice, seed)
+    serving = {"prefix_cache": prefix_cache, "admission": _admission(admission), "preemptions": taken}
     scenario = Scenario(replayed, engine, slo, cold_start, start_times=starts, **serving, **by_steps)  # type: ignore[arg-type]
     with shown_progress("simulate") as progress:
         found = compare(scenario, rules, names, attainment_bar if bound else None, progress)

@@ -46,7 +46,13 @@ def simulation_table(found: Comparison, scenario: Scenario) -> str:
     with console.capture() as captured:
         console.print(table)
     bill = "".join(f"{line}\n" for line in found.cost.lines()) if found.cost else ""
-    return captured.get() + bill
+    return captured.get() + bill + _preempted(found.policy)
+
+
+def _preempted(outcome: Outcome) -> str:
+    if not outcome.preempted_replicas:
+        return ""
+    return f"{outcome.preempted_replicas} replicas preempted, {outcome.resumed_requests} requests resumed elsewhere\n"
 
 
 def _row(outcome: Outcome, least: float | None) -> list[str]:

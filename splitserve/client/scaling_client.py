@@ -17,7 +17,7 @@ from splitserve.v1.scaling_pb2_grpc import ScalingServiceStub
 DEFAULT_TIMEOUT_S = 2.0
 DEFAULT_VALID_S = 30.0
 MAX_DEMAND_S = 60.0
-"""Longest wait of one call for demand."""
+"""Longest wait of one call for demand, or for a spot notice."""
 MAX_LEASE_S = 600.0
 """Longest lease. Coordinators refuse more than these two."""
 
@@ -71,6 +71,18 @@ class ScalingClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         return any(one.in_progress.waiting_for_workers for one in found.models)
+
+    async def preempted(self, model: str, known: Iterable[str], wait_s: float) -> frozenset[str]:
+        """The workers whose machines are taken away: once there is one that is not `known`, or after `wait_s` seconds,
+        MAX_DEMAND_S at most. An empty `model` stands for all models. Raises SplitserveError."""
+        request = scaling_pb2.WaitForPreemptionRequest(model=model, known_worker_ids=sorted(known))
+        request.wait.FromNanoseconds(round(wait_s * 1e9))
+        deadline_s = self._timeout_s + wait_s
+        try:
+            found = await self._stub.WaitForPreemption(request, timeout=deadline_s, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        return frozenset(found.worker_ids)
 
     async def apply_plan(
         self,

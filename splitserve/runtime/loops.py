@@ -32,13 +32,15 @@ class LoopRunner:
             try:
                 await loop()
             except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if _is_being_cancelled():
                     raise
                 # A library cancelled what the loop awaited, as gRPC does when a channel is closed.
                 self._failed(name, error)
             except Exception as error:
                 self._failed(name, error)
+                if _is_being_cancelled():
+                    # What failed is the loop's own cleaning up.
+                    raise asyncio.CancelledError from error
             else:
                 return
             if time.monotonic() - began_s > LAST_PAUSE_S:
@@ -58,3 +60,8 @@ class LoopRunner:
     def _failed(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
         log_exception("loop.failed", error, loop=name)
+
+
+def _is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""Waits for the first spot notice of any source. A source that fails gives no notice; it never ends the worker."""
+"""Hears of spot notices of any source. A source that fails gives no notice; it never ends the worker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from splitserve.logs import log_event, log_exception
 from splitserve.spot.file import FileNotices
 from splitserve.spot.source import NoticeSource, SpotNotice
 
+SOONER_S = 0.5
+"""What says the same again differs by less."""
 LAST_BACKOFF_S = 10.0
 """Longest time between two looks at a source that fails: some give 30 s in all."""
 
@@ -43,26 +45,31 @@ def _metadata_source(provider: SpotProvider, config: SpotNoticeConfig) -> Notice
             return azure.AzureNotices(config.metadata_url or azure.URL)
 
 
-async def first_notice(config: SpotNoticeConfig, sources: Sequence[NoticeSource]) -> SpotNotice:
-    """The first notice of these sources, or of SIGUSR1. Takes over `sources`, and closes them."""
-    found: asyncio.Future[SpotNotice] = asyncio.get_running_loop().create_future()
+async def follow_notices(
+    config: SpotNoticeConfig,
+    sources: Sequence[NoticeSource],
+    take: Callable[[SpotNotice], None],
+    known: SpotNotice | None = None,
+) -> None:
+    """Gives `take` the first notice of these sources or of SIGUSR1, and each later one by which the machine ends
+    sooner, also than by `known`. Until it is cancelled. Takes over `sources`, and closes them."""
 
     def on_notice(source: str, left_s: float) -> None:
-        if not found.done():
-            found.set_result(SpotNotice(source, time.monotonic() + left_s))
+        nonlocal known
+        notice = SpotNotice(source, time.monotonic() + left_s)
+        if known is None or notice.ends_s < known.ends_s - SOONER_S:
+            known = notice
+            take(notice)
 
     with _on_signal(lambda: on_notice("signal", config.notice_s)):
-        tasks = [asyncio.ensure_future(_poll(source, config.poll_s, on_notice)) for source in sources]
-        try:
-            return await found
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            for source in sources:
+                group.create_task(_poll(source, config.poll_s, on_notice))
+            await asyncio.Event().wait()
 
 
 async def _poll(source: NoticeSource, poll_s: float, on_notice: Callable[[str, float], None]) -> None:
-    """Looks until there is a notice. Failures are logged once, and again once they are another kind."""
+    """Looks again and again. Failures are logged once, and again once they are another kind."""
     pause_s, logged = poll_s, ""
     try:
         while True:
@@ -86,7 +93,6 @@ async def _poll(source: NoticeSource, poll_s: float, on_notice: Callable[[str, f
             else:
                 if left_s is not None:
                     on_notice(source.name, left_s)
-                    return
             logged = reason
             pause_s = min(2 * pause_s, max(LAST_BACKOFF_S, poll_s)) if reason else poll_s
             await asyncio.sleep(pause_s)

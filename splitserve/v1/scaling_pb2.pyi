@@ -152,6 +152,64 @@ WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
+class WaitForPreemptionRequest(_message.Message):
+    """Asks for workers whose machines are taken away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    KNOWN_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Only this model. Default empty: all models."""
+    @_builtins.property
+    def known_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers whose notices the caller knows. At most 65536. Failure: INVALID_ARGUMENT."""
+
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """Longest wait. Range [0, 60 s]. Default 0: answers at once. Failure: INVALID_ARGUMENT."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        known_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_worker_ids", b"known_worker_ids", "model", b"model", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitForPreemptionRequest: _TypeAlias = WaitForPreemptionRequest  # noqa: Y015
+
+@_typing.final
+class WaitForPreemptionResponse(_message.Message):
+    """Who has a notice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All registered workers of these models that have one, in order of their ids."""
+
+    def __init__(
+        self,
+        *,
+        worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_ids", b"worker_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitForPreemptionResponse: _TypeAlias = WaitForPreemptionResponse  # noqa: Y015
+
+@_typing.final
 class GetSignalsRequest(_message.Message):
     """Asks for the signals."""
 

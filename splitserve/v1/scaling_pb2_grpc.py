@@ -55,6 +55,11 @@ class ScalingServiceStub:
                 request_serializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.SerializeToString,
                 response_deserializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.FromString,
                 _registered_method=True)
+        self.WaitForPreemption = channel.unary_unary(
+                '/splitserve.v1.ScalingService/WaitForPreemption',
+                request_serializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionRequest.SerializeToString,
+                response_deserializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionResponse.FromString,
+                _registered_method=True)
 
 
 class ScalingServiceServicer:
@@ -95,6 +100,14 @@ class ScalingServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WaitForPreemption(self, request, context):
+        """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
+        Failure: INVALID_ARGUMENT (field and bound named).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ScalingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -117,6 +130,11 @@ def add_ScalingServiceServicer_to_server(servicer, server):
                     servicer.ReportEnded,
                     request_deserializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.FromString,
                     response_serializer=splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.SerializeToString,
+            ),
+            'WaitForPreemption': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitForPreemption,
+                    request_deserializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionRequest.FromString,
+                    response_serializer=splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -228,6 +246,33 @@ class ScalingService:
             '/splitserve.v1.ScalingService/ReportEnded',
             splitserve_dot_v1_dot_scaling__pb2.ReportEndedRequest.SerializeToString,
             splitserve_dot_v1_dot_scaling__pb2.ReportEndedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitForPreemption(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/splitserve.v1.ScalingService/WaitForPreemption',
+            splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionRequest.SerializeToString,
+            splitserve_dot_v1_dot_scaling__pb2.WaitForPreemptionResponse.FromString,
             options,
             channel_credentials,
             insecure,

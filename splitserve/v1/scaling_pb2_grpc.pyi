@@ -52,6 +52,10 @@ class ScalingServiceStub:
     end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
     boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
     """
+    WaitForPreemption: _grpc.UnaryUnaryMultiCallable[_scaling_pb2.WaitForPreemptionRequest, _scaling_pb2.WaitForPreemptionResponse]
+    """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
+    Failure: INVALID_ARGUMENT (field and bound named).
+    """
 
 @_typing.type_check_only
 class ScalingServiceAsyncStub(ScalingServiceStub):
@@ -74,6 +78,10 @@ class ScalingServiceAsyncStub(ScalingServiceStub):
     """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
     end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
     boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
+    """
+    WaitForPreemption: _aio.UnaryUnaryMultiCallable[_scaling_pb2.WaitForPreemptionRequest, _scaling_pb2.WaitForPreemptionResponse]  # type: ignore[assignment]
+    """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
+    Failure: INVALID_ARGUMENT (field and bound named).
     """
 
 class ScalingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -118,6 +126,16 @@ class ScalingServiceServicer(metaclass=_abc_1.ABCMeta):
         """Says which boots of workers have ended for certain: their runtime (Docker, a supervisor) has seen their processes
         end. Blocks that such a prefill worker might have written to become free after a grace of seconds. Idempotent;
         boots that are unknown here are ignored. A worker that is merely silent or unreachable must never be named.
+        """
+
+    @_abc_1.abstractmethod
+    def WaitForPreemption(
+        self,
+        request: _scaling_pb2.WaitForPreemptionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_scaling_pb2.WaitForPreemptionResponse, _abc.Awaitable[_scaling_pb2.WaitForPreemptionResponse]]:
+        """Waits for a spot notice: answers as soon as a worker has one that the caller does not know, and when the time is over.
+        Failure: INVALID_ARGUMENT (field and bound named).
         """
 
 def add_ScalingServiceServicer_to_server(servicer: ScalingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,15 +6,14 @@ written, the first token is sent as soon as prefill has it, and decode continues
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 
 from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
 from autoscaler.simulation.cluster.admitted_requests import TIMEOUT_S, AdmittedRequests
 from autoscaler.simulation.cluster.decode_replica import ClosedFormDecode
-from autoscaler.simulation.cluster.lent_cores import LentCores
-from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica, neutral_replica
-from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill, PrefixCache
+from autoscaler.simulation.cluster.neutral_replicas import NeutralReplica
+from autoscaler.simulation.cluster.prefill_replica import ChunkedPrefill
 from autoscaler.simulation.cluster.replica import (
     DecodeReplica,
     EventQueue,
@@ -23,48 +22,13 @@ from autoscaler.simulation.cluster.replica import (
     SimulatedRequest,
 )
 from autoscaler.simulation.cluster.routed_workers import MODEL, RoutedWorkers
-from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
+from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.simulation.replica_maker import ReplicaCalls, ReplicaMaker
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.snapshot import PoolName, ReplicaState
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.routing.router import Router
-from engine.pacing.token_clock import ServiceTargets
-from splitserve.config.coordinator import AdmissionConfig
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSettings:
-    """Constants of a run. Times in seconds."""
-
-    engine: EngineModel
-    cold_start_s: float
-    prefix_cache: str = "worker"
-    """`worker`: one for each prefill replica; `pool`: one that all share; `off`."""
-    cache_tokens: int | None = None
-    """Capacity of each cache. Default: the KV capacity of a replica."""
-    no_worker_wait_s: float = 2.0
-    """How long a request waits for a ready replica before it fails."""
-    on_demand: bool = False
-    """Whether replicas of a pool that has none are started on demand; requests then wait for them for `TIMEOUT_S`."""
-    admission: AdmissionConfig | None = None
-    """The coordinator's admission control. None: requests go to the replicas at once."""
-    colocated: bool = False
-    """As `local_prefill: always`: decode replicas compute all prompts but those of answers of one token."""
-    steps: bool = False
-    """Whether replicas are computed step by step, with the engine's own scheduler."""
-    targets: ServiceTargets | None = None
-    """Of every request, where replicas are computed step by step."""
-    hybrid: bool = False
-    """Whether the pair policy says who computes a prompt; step by step only."""
-    lent_cores: bool = False
-    """Whether replicas are on one host and lend each other cores for chunks of prompts; step by step only."""
-    start_times: StartTimes | None = None
-    """None: every start takes `cold_start_s`, and none fails."""
-    speeds: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)
-    """Of the classes of replicas, by name; the first one of a pool is that of the replicas at the start."""
-    neutral: bool = False
-    """Whether replicas are neutral, lean at first to the pool that they are ordered for, and stay; `hybrid` only."""
 
 
 class Cluster:
@@ -80,16 +44,20 @@ class Cluster:
     ) -> None:
         self._settings, self._events = settings, events
         self._on_first_token, self._on_end = on_first_token, on_end
-        self._shared_cache = self._new_cache(own=False) if settings.prefix_cache == "pool" else None
+        calls = ReplicaCalls(self._computed, self._reserved, self._decoded)
+        self._maker = ReplicaMaker(settings, events, calls)
         self._numbers: dict[PoolName, int] = {"prefill": 0, "decode": 0}
         self._unrouted: list[SimulatedRequest] = []
         self.prefill: list[PrefillReplica] = []
         self.decode: list[DecodeReplica] = []
         self.ended: list[SimulatedReplica] = []
+        self._under_way: dict[SimulatedRequest, None] = {}
+        """Requests on replicas, in the order in which they came to them."""
+        self.notices, self.resumed = 0, 0
+        """Replicas whose machines were to be taken away, and requests that went on elsewhere."""
         targets = settings.targets if settings.hybrid else None
         self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets)
         self._neutral: list[NeutralReplica] = []
-        self._cores = LentCores(events, settings.engine.lent_time) if settings.lent_cores else None
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             parts = events, self._send, self._refuse, self._lends, settings.on_demand
@@ -97,6 +65,7 @@ class Cluster:
         self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
         self.lending = False
         self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
+        self.on_notice: Callable[[float], None] = lambda now_s: None  # when a machine is to be taken away
 
     def pool(self, name: PoolName) -> list[PrefillReplica] | list[DecodeReplica]:
         """The replicas of a pool that have not ended."""
@@ -127,6 +96,9 @@ class Cluster:
                 self._events.at(now_s + took_s, begins(replica))
             else:
                 begins(replica)(now_s)
+            after_s = self._settings.preemptions.notice_after_s(replica.name)
+            if after_s is not None and kind in self._settings.spot.get(pool, ()):
+                self._events.at(now_s + after_s, partial(self.take_away, replica))
 
     def act(self, action: Action, now_s: float) -> None:
         """Applies an action of `autoscaler.reconcile`."""
@@ -145,6 +117,17 @@ class Cluster:
                     replica.enter(ReplicaState.DRAINING, now_s)
                     self._end_if_empty(replica, now_s)
         self._rotation_changed(now_s)
+
+    def take_away(self, replica: SimulatedReplica, now_s: float) -> None:
+        """Gives a replica its notice: it takes nothing new, and is gone once that is over."""
+        if replica.ended_s is not None:
+            return
+        if replica.state is not ReplicaState.DRAINING:
+            replica.enter(ReplicaState.PREEMPTED, now_s)
+        self.notices += 1
+        self._rotation_changed(now_s)
+        self._events.at(now_s + self._settings.preemptions.notice_s, partial(self._gone, replica))
+        self.on_notice(now_s)
 
     def arrive(self, request: SimulatedRequest, now_s: float) -> None:
         """Accepts a request that arrives now."""
@@ -191,6 +174,7 @@ class Cluster:
         if pair is None:
             return False
         request.prefill, request.decode = prefill, decode = pair
+        self._under_way[request] = None
         if self._admitted is not None:
             self._admitted.routed(request, now_s)
         for replica in pair:
@@ -219,13 +203,14 @@ class Cluster:
             decode.prefill_here(request, now_s, lambda at_s: self._computed(request, at_s, at_s))
 
     def _computed(self, request: SimulatedRequest, now_s: float, transferred_s: float) -> None:
-        request.first_token_s = now_s
-        request.computed = request.prompt_tokens
-        self._on_first_token(request, now_s)
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+            self._on_first_token(request, now_s)
+            if self._admitted is not None:
+                self._admitted.first_token(request, now_s)
+        request.computed = request.kv_tokens
         self._routed.first_token(request, now_s)
-        if self._admitted is not None:
-            self._admitted.first_token(request, now_s)
-        prefill = request.prefill
+        prefill, request.prefill = request.prefill, None
         if prefill is not None:
             prefill.assigned -= 1
             self._end_if_empty(prefill, now_s)
@@ -233,15 +218,18 @@ class Cluster:
             self._decoded(request, now_s, joined=False)
             return
         handoff_s = self._settings.engine.handoff_s if prefill is not None else 0.0
-        self._events.at(transferred_s + handoff_s, lambda at_s: self._join(request, at_s))
+        decode = request.decode
+        self._events.at(transferred_s + handoff_s, lambda at_s: self._join(request, decode, at_s))
 
-    def _join(self, request: SimulatedRequest, now_s: float) -> None:
-        request.joined_s = now_s
-        if isinstance(request.decode, DecodeReplica):
-            request.decode.join(request, now_s)
+    def _join(self, request: SimulatedRequest, decode: SimulatedReplica, now_s: float) -> None:
+        if isinstance(decode, DecodeReplica) and request.decode is decode:
+            request.joined_s = now_s
+            decode.join(request, now_s)
 
     def _decoded(self, request: SimulatedRequest, now_s: float, joined: bool = True) -> None:
         request.finished_s = now_s
+        request.keep_first_times()
+        self._under_way.pop(request, None)
         self._routed.answered(request)
         decode = request.decode
         if isinstance(decode, DecodeReplica):
@@ -254,51 +242,16 @@ class Cluster:
         self._on_end(request, now_s)
 
     def _make(self, pool: PoolName, name: str, now_s: float, engine: EngineModel) -> SimulatedReplica:
-        if self._settings.neutral:
-            return self._make_neutral(pool, name, now_s)
+        neutral = self._maker.neutral(name, now_s) if self._settings.neutral else None
+        if neutral is not None:
+            self._neutral.append(neutral)
         if pool == "prefill":
-            prefill = self._make_prefill(name, now_s, engine)
+            prefill = self._maker.prefill(name, now_s, engine) if neutral is None else neutral.prefill
             self.prefill.append(prefill)
             return prefill
-        decode = self._make_decode(name, now_s, engine)
+        decode = self._maker.decode(name, now_s, engine) if neutral is None else neutral.decode
         self.decode.append(decode)
         return decode
-
-    def _make_neutral(self, pool: PoolName, name: str, now_s: float) -> SimulatedReplica:
-        """A neutral replica, which counts in the pool that it leans to at first."""
-        settings, own = self._settings, self._settings.prefix_cache == "worker"
-        calls = self._computed, self._reserved, self._decoded
-        parts = settings.engine, self._events, settings.targets, own, *calls, self._cores
-        made = neutral_replica(name, now_s, *parts)
-        self._neutral.append(made)
-        if pool == "prefill":
-            self.prefill.append(made.prefill)
-            return made.prefill
-        self.decode.append(made.decode)
-        return made.decode
-
-    def _make_prefill(self, name: str, now_s: float, engine: EngineModel) -> PrefillReplica:
-        settings, events = self._settings, self._events
-        own = settings.prefix_cache == "worker"
-        if settings.steps:
-            targets, computed, cores = settings.targets, self._computed, self._cores
-            return SteppedPrefill(name, now_s, engine, events, targets, own, computed, cores=cores)
-        cache = self._new_cache(own) if own else self._shared_cache
-        return ChunkedPrefill(name, now_s, engine, events, cache, self._computed)
-
-    def _make_decode(self, name: str, now_s: float, engine: EngineModel) -> DecodeReplica:
-        settings, events = self._settings, self._events
-        has_cache = settings.colocated and settings.prefix_cache == "worker"
-        if settings.steps:
-            parts = settings.targets, has_cache, self._reserved, self._decoded
-            return SteppedDecode(name, now_s, engine, events, *parts, cores=self._cores)
-        cache = self._new_cache(own=False) if has_cache else None
-        return ClosedFormDecode(name, now_s, engine, events, self._reserved, self._decoded, cache)
-
-    def _new_cache(self, own: bool) -> PrefixCache:
-        tokens = self._settings.cache_tokens or self._settings.engine.kv_capacity_tokens
-        # A shared cache cannot tell replicas apart, so its changes are not reported to the router.
-        return PrefixCache(tokens, keeps_changes=own)
 
     def _ends(self, replica: SimulatedReplica) -> Callable[[float], None]:
         def end(now_s: float) -> None:
@@ -317,6 +270,27 @@ class Cluster:
             self._rotation_changed(now_s)
 
         return become_ready
+
+    def _gone(self, replica: SimulatedReplica, now_s: float) -> None:
+        """A machine is taken away. What is on it resumes elsewhere: prompt and answer so far are computed again."""
+        if replica.ended_s is not None or not isinstance(replica, ChunkedPrefill | ClosedFormDecode):
+            return
+        here = [one for one in self._under_way if replica in (one.prefill, one.decode)]
+        produced = replica.lose(now_s)
+        replica.assigned = 0
+        replica.enter(ReplicaState.DRAINING, now_s)
+        self._end_if_empty(replica, now_s)
+        for request in here:
+            for other in (request.prefill, request.decode):
+                if other is not replica and isinstance(other, ChunkedPrefill | ClosedFormDecode):
+                    other.withdraw(request, now_s)
+                    other.assigned -= 1
+                    self._end_if_empty(other, now_s)
+            self._routed.withdrawn(request)
+            del self._under_way[request]
+            request.begin_again(produced.get(request, 0))
+            self.resumed += 1
+            self._send(request, now_s)
 
     def _rotation_changed(self, now_s: float) -> None:
         ready = ReplicaState.READY

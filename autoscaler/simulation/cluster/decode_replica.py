@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 
 from autoscaler.simulation.cluster.local_prompts import LocalPrompt, LocalPrompts
@@ -126,7 +126,7 @@ class ClosedFormDecode(DecodeReplica):
 
     def _begin_step(self, now_s: float) -> None:
         """Begins a step with prompt tokens, or leaves the batch to the closed form where there are none."""
-        if self._sharing is not None:
+        if self._sharing is not None or self.ended_s is not None:
             return
         if not len(self._prompts):
             self._plan_next()
@@ -139,6 +139,8 @@ class ClosedFormDecode(DecodeReplica):
         self._events.at(now_s + engine.prefill_base_s + decodes_s + prompts_s, self._end_step)
 
     def _end_step(self, now_s: float) -> None:
+        if self.ended_s is not None:
+            return
         shared, self._sharing, self._at_s = self._sharing or 0, None, now_s
         if shared:
             self._steps += 1
@@ -175,7 +177,8 @@ class ClosedFormDecode(DecodeReplica):
             self._waiting.popleft()
             self.held += 1
             self.reserved_tokens += request.kv_tokens
-            if request.first_token_s is not None:
+            if request.rejoins:
+                request.rejoins = False
                 self._compute(LocalPrompt(request, request.kv_tokens, 0, self._rejoins(request)), now_s)
             else:
                 request.reserved_s = now_s
@@ -206,7 +209,7 @@ class ClosedFormDecode(DecodeReplica):
             request.output_tokens - 1 - request.decoded, math.ceil(entry[0] - self._steps - _SAME_STEP)
         )
         self._context -= request.output_tokens + request.prompt_tokens - (entry[0] - self._steps)
-        request.decoded = request.output_tokens - 1 - left
+        request.decoded, request.rejoins = request.output_tokens - 1 - left, True
         self.held -= 1
         self.preempted += 1
         self._waiting.appendleft(request)
@@ -269,6 +272,22 @@ class ClosedFormDecode(DecodeReplica):
         for request in ended:
             self._done(request, now_s)
         self._admit(now_s)
+
+    def lose(self, now_s: float) -> Mapping[SimulatedRequest, int]:
+        """Its machine is taken away with all that it holds. The tokens of the answers so far."""
+        produced = dict(self.produced(now_s))
+        self._batch, self._prompts, self._sharing = [], LocalPrompts(self._engine), None
+        self._waiting.clear()
+        self._context, self.held, self.reserved_tokens = 0.0, 0, 0
+        self._version += 1
+        return produced
+
+    def withdraw(self, request: SimulatedRequest, now_s: float) -> None:
+        """Gives up a request whose prompt is not computed, by another replica."""
+        if request in self._waiting:
+            self._waiting.remove(request)
+        else:
+            self.leave(request, now_s)
 
     def leave(self, request: SimulatedRequest, now_s: float) -> None:
         """Releases the reservation of a request that never ran here."""

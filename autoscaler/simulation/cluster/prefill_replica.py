@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autoscaler.simulation.cluster.local_prompts import chunk
 from autoscaler.simulation.cluster.replica import CacheChanges, EventQueue, PrefillReplica, SimulatedRequest
@@ -98,6 +98,21 @@ class ChunkedPrefill(PrefillReplica):
         if self._step is None:
             self._begin(now_s)
 
+    def lose(self, now_s: float) -> Mapping[SimulatedRequest, int]:
+        """Its machine is taken away with all that it holds. No answer is here."""
+        self._waiting.clear()
+        self._running, self._step, self._queued_tokens = [], None, 0
+        return {}
+
+    def withdraw(self, request: SimulatedRequest, now_s: float) -> None:
+        """Gives up a prompt. The step that it is in takes as long as planned."""
+        self._queued_tokens -= request.remaining
+        if request in self._waiting:
+            self._waiting.remove(request)
+            return
+        self._running.remove(request)
+        self._step = [(one, tokens) for one, tokens in self._step or [] if one is not request]
+
     def _begin(self, now_s: float) -> None:
         budget = self._engine.max_step_tokens
         given: list[int] = []
@@ -126,13 +141,15 @@ class ChunkedPrefill(PrefillReplica):
         self._events.at(now_s + duration_s, self._end)
 
     def _end(self, now_s: float) -> None:
+        if self.ended_s is not None:
+            return
         step, self._step = self._step or [], None
         total = 0
         complete = []
         for request, tokens in step:
             request.computed += tokens
             total += tokens
-            if request.computed == request.prompt_tokens:
+            if not request.remaining:
                 complete.append(request)
         self._queued_tokens -= total
         self._computed_tokens += total

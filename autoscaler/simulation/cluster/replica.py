@@ -87,12 +87,14 @@ class SimulatedRequest:
         "decoded",
         "failed",
         "finished_s",
+        "first_times",
         "first_token_s",
         "held_s",
         "joined_s",
         "output_tokens",
         "prefill",
         "prompt_tokens",
+        "rejoins",
         "reserved_s",
         "started_s",
     )
@@ -111,7 +113,9 @@ class SimulatedRequest:
         self.computed = 0
         """Prompt tokens computed, including cached ones."""
         self.decoded = 0
-        """Tokens after the first that were decoded before a preemption."""
+        """Tokens after the first that were decoded before a preemption, or before its machine was taken away."""
+        self.rejoins = False
+        """Whether it was preempted, and its decode replica computes it again."""
         self.prefill: SimulatedReplica | None = None
         self.decode: SimulatedReplica | None = None
         self.reserved_s: float | None = None
@@ -123,16 +127,31 @@ class SimulatedRequest:
         """When its KV was complete on decode."""
         self.finished_s: float | None = None
         self.failed = False
+        self.first_times: tuple[float | None, float | None, float | None] | None = None
+        """`reserved_s`, `started_s` and `joined_s` of the attempt with the first token, where it was not the last."""
 
     @property
     def remaining(self) -> int:
-        """Prompt tokens not computed yet."""
-        return self.prompt_tokens - self.computed
+        """Prompt tokens not computed yet, those of the answer so far among them."""
+        return self.kv_tokens - self.computed
 
     @property
     def kv_tokens(self) -> int:
         """KV tokens needed on decode at the start: the prompt, and what was decoded before a preemption."""
         return self.prompt_tokens + self.decoded
+
+    def begin_again(self, tokens: int) -> None:
+        """Its replica is gone; `tokens` of its answer were there."""
+        if self.first_token_s is not None and self.first_times is None:
+            self.first_times = self.reserved_s, self.started_s, self.joined_s
+        self.decoded = max(self.decoded, tokens - 1)
+        self.prefill = self.decode = None
+        self.computed, self.rejoins = 0, False
+
+    def keep_first_times(self) -> None:
+        """Once it has ended: its phases are those of the attempt that gave the first token."""
+        if self.first_times is not None:
+            self.reserved_s, self.started_s, self.joined_s = self.first_times
 
     @property
     def ttft_s(self) -> float | None:

@@ -134,6 +134,11 @@ class RoutedWorkers:
         if (expected := self._expected.pop(request, None)) is not None:
             expected.begin()
 
+    def withdrawn(self, request: SimulatedRequest) -> None:
+        """The attempt is over before its end: one of its replicas is gone."""
+        if (expected := self._expected.pop(request, None)) is not None:
+            expected.withdraw()
+
     def choose(self, request: SimulatedRequest, now_s: float, lending: bool) -> Replicas | None:
         """Chooses a pair of replicas for a request; None while a pool has no replica in rotation.
 

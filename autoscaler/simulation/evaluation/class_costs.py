@@ -3,7 +3,7 @@ price."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,11 @@ class RunCost:
 def speeds_of(policy: ScalingPolicy) -> Mapping[PoolName, Mapping[str, float]]:
     """Speeds by pool and class, the default class first."""
     return {name: pool.speeds for name, pool in policy.pools.items() if pool.classes}
+
+
+def spot_of(policy: ScalingPolicy) -> Mapping[PoolName, Collection[str]]:
+    """Classes on spot machines, by pool."""
+    return {name: [one.name for one in pool.classes if one.spot] for name, pool in policy.pools.items()}
 
 
 def cost_of(outcome: Outcome, policy: ScalingPolicy) -> RunCost | None:

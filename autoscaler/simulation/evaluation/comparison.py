@@ -25,7 +25,7 @@ from autoscaler.simulation.evaluation.baselines import (
     static_replicas,
 )
 from autoscaler.simulation.evaluation.clairvoyant import GRID_S, Bound, clairvoyant_bound, needs
-from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of
+from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of, spot_of
 from autoscaler.simulation.evaluation.static_search import best_static
 from autoscaler.simulation.outcome import Outcome
 from autoscaler.simulation.simulator import Scenario, Simulation
@@ -83,7 +83,7 @@ def run_policy(
     scenario: Scenario, policy: ScalingPolicy, on_progress: Callable[[float], None] = lambda _: None
 ) -> Outcome:
     """Runs the policy under the control loop's watch over starts, with the classes of replicas that it has."""
-    scenario = replace(scenario, speeds=speeds_of(policy))
+    scenario = replace(scenario, speeds=speeds_of(policy), spot=spot_of(policy))
     bounds, decide, starts = bounds_of(policy), make_decide(policy), start_limits(policy)
     return Simulation(
         scenario, decide, policy.interval_s, bounds, POLICY_NAME, on_progress, starts=starts

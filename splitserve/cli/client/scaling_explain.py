@@ -143,13 +143,17 @@ def _bill_lines(bill: Mapping[str, Any] | None) -> Iterator[str]:
     if not bill:
         return
     parts = [
-        f"{one['wanted']} {one['name']} at {one['price_per_hour']:g} (of {one['there']})"
+        f"{one['wanted']} {one['name']} at {one['price_per_hour']:g}{_on_spot(one)} (of {one['there']})"
         for one in bill["classes"]
     ]
     yield f"    bill: {bill['wanted_per_hour']:.4g} an hour: {' + '.join(parts)}; now {bill['there_per_hour']:.4g}"
     less = bill["wanted_per_hour"] - bill["fewer_per_hour"]
     more = bill["more_per_hour"] - bill["wanted_per_hour"]
     yield f"    one unit more costs {more:.4g} an hour, one less saves {less:.4g}"
+
+
+def _on_spot(one: Mapping[str, Any]) -> str:
+    return " on spot machines" if one.get("spot") else ""
 
 
 def _replay_lines(replays: list[Mapping[str, Any]]) -> Iterator[str]:

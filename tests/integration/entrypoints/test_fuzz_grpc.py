@@ -175,6 +175,7 @@ OTHERS: list[tuple[str, Message]] = [
     ("InferenceService/GetRequestRecord", records_pb2.GetRequestRecordRequest(request_id="fuzz")),
     ("InferenceService/ListRequestRecords", records_pb2.ListRequestRecordsRequest(slow=True, limit=5)),
     ("ScalingService/GetSignals", scaling_pb2.GetSignalsRequest()),
+    ("ScalingService/WaitForPreemption", scaling_pb2.WaitForPreemptionRequest()),
     ("ScalingService/ApplyPlan", scaling_pb2.ApplyPlanRequest()),
     (
         "ScalingService/ReportEnded",

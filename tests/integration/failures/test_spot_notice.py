@@ -26,32 +26,37 @@ SHORT, LONG = 30, 220
 
 
 async def test_short_answers_stay_and_long_ones_move_before_the_worker_dies(log_dir: Path) -> None:
-    options = [*OPTIONS, "--spot-notice", "3"]
-    cluster = Cluster(log_dir, decode=2, worker_options=options, coordinator_options=MARGIN)
+    """The second notice says that the machine ends sooner than the first did."""
+    options, notice = [*OPTIONS, "--spot-notice", "90", "--spot-poll", "0.1"], log_dir / "notice"
+    cluster = Cluster(log_dir, worker_options=options, coordinator_options=MARGIN)
     async with running(cluster), AsyncClient(cluster.target) as client:
+        cluster.add_worker("decode", "decode-1", "--spot-file", str(notice))
+        await cluster.wait_ready(decode=2)
         short = [Reading(client, tokens(30 + n, n), max_tokens=SHORT) for n in range(4)]
         long = [Reading(client, tokens(60 + n, n), max_tokens=LONG) for n in range(8)]
         for reading in short + long:
             await reading.got(2)
-        cluster.members["decode-0"].signal(signal.SIGUSR1)
-        info = await until(cluster, lambda info: worker(info, "decode-0").state == "draining", "it is known")
-        preempted = worker(info, "decode-0")
-        assert preempted.HasField("preempted_in_seconds")
-        assert 0 < preempted.preempted_in_seconds <= 3
-        assert not worker(info, "decode-1").HasField("preempted_in_seconds")
+        cluster.members["decode-1"].signal(signal.SIGUSR1)
+        info = await until(cluster, lambda info: worker(info, "decode-1").state == "draining", "it is known")
+        assert 60 < worker(info, "decode-1").preempted_in_seconds <= 90
+        assert not worker(info, "decode-0").HasField("preempted_in_seconds")
+        notice.write_text((datetime.now(UTC) + timedelta(seconds=3)).isoformat(), encoding="utf-8")
+        await until(
+            cluster, lambda info: worker(info, "decode-1").preempted_in_seconds <= 3, "the second is heard"
+        )
         later = [Reading(client, tokens(90 + n, n), max_tokens=SHORT) for n in range(4)]
         await until(
             cluster,
-            lambda info: not worker(info, "decode-0").running_requests,
+            lambda info: not worker(info, "decode-1").running_requests,
             "all have left before its end",
         )
-        cluster.members["decode-0"].kill()
+        cluster.members["decode-1"].kill()
         answers = [await reading.task for reading in short + long + later]
         for reading, answer in zip(short + long + later, answers, strict=True):
             assert reading.tokens == expected_tokens(reading.prompt, LONG if reading in long else SHORT)
             assert answer.served_by.attempts == 1 or reading in long
         assert 0 < sum(answer.served_by.attempts == 2 for answer in answers) < len(long)
-        assert all(answer.served_by.decode_worker == "decode-1" for answer in answers[-4:])
+        assert all(answer.served_by.decode_worker == "decode-0" for answer in answers[-4:])
         await cluster.assert_no_leaks()
 
 

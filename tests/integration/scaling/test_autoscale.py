@@ -244,3 +244,47 @@ async def test_an_edited_policy_is_taken_without_a_restart_and_a_wrong_one_is_no
         path.write_text(yaml.safe_dump(POLICY | {"decode": POLICY["decode"] | {"min_replicas": 2}}))  # type: ignore[operator]
         most = await up.until(lambda now: now["decode"] == 2)
         assert most["prefill"] == 1
+
+
+async def test_a_notice_is_answered_at_once_by_a_replica_of_its_class(tmp_path: Path) -> None:
+    """Of two decode replicas one must be on demand. The other's machine is taken away long before the next decision."""
+    spot = {"name": "spot", "price_per_hour": 1, "spot": True, "worker_options": ["--spot-notice", "60"]}
+    decode = {
+        "kind": "schedule",
+        "min_replicas": 2,
+        "gpus_per_replica": 0,
+        "cold_start_s": 3,
+        "classes": [spot, {"name": "plain", "price_per_hour": 3}],
+        "on_demand_floor": "50%",
+    }
+    policy = POLICY | {"decode": decode}
+    async with (
+        running(tmp_path, policy=policy) as up,
+        up.traffic("light", 2, 16, 20),
+        AsyncClient(up.target) as client,
+    ):
+
+        async def classes() -> dict[str, str]:
+            info = await client.server_info(timeout_s=PATIENCE_S)
+            serve = [w for w in info.workers if w.pool == "decode" and w.state in SERVING_STATES]
+            lines = {w.worker_id: (await up.child(w.worker_id)).cmdline() for w in serve}
+            return {name: line[line.index("--replica-class") + 1] for name, line in lines.items()}
+
+        async def until_both(without: str = "") -> dict[str, str]:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    found = await classes()
+                    if sorted(found.values()) == ["plain", "spot"] and without not in found:
+                        return found
+                    await asyncio.sleep(0.1)
+
+        before = await until_both()
+        (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy | {"interval_s": 600}))
+        log = tmp_path / "up.log"
+        await eventually(lambda: "policy.reloaded" in log.read_text(), "no decision is due for ten minutes")
+        taken = next(name for name, kind in before.items() if kind == "spot")
+        (await up.child(taken)).send_signal(signal.SIGUSR1)
+        after = await until_both(without=taken)
+        assert before.items() & after.items() == {(n, k) for n, k in before.items() if n != taken}
+    assert not up.failures
+    assert up.done["light"] > 0

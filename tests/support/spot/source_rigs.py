@@ -140,7 +140,7 @@ class FileRig(Rig):
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "notice"
-        self.source = FileNotices(self._path, NOTICE_S)
+        self.source = FileNotices(self._path, NOTICE_S, since_wall_s=0.0)
 
     def give(self, left_s: float) -> None:
         self._path.write_text(datetime.fromtimestamp(time.time() + left_s, UTC).isoformat(), encoding="utf-8")

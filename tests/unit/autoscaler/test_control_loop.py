@@ -565,7 +565,7 @@ async def test_a_class_without_a_place_is_named_to_the_policy_and_others_are_sta
     assert await world.tick() == ["prefill-0"]
     assert world.actuator.there["prefill-0"].replica_class == "slow"
     await world.tick()
-    assert [seen.refused for seen in world.snapshots] == [frozenset(), {("prefill", "fast")}]
+    assert [seen.short for seen in world.snapshots] == [frozenset(), {("prefill", "fast")}]
 
 
 async def test_a_preempted_replica_is_replaced_at_the_notice_and_ends_before_its_machine() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoscaler.actuators.actuator import ActualReplica, Presence
-from autoscaler.snapshot import DecodeSignals, PoolName, PrefillSignals, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import (
+    DecodeSignals,
+    PoolClass,
+    PoolName,
+    PrefillSignals,
+    Replica,
+    ReplicaState,
+    Snapshot,
+)
 from autoscaler.start_watch import MAX_PAUSE_S, StartLimits, StartWatch
 
 READY, STARTING, OVERDUE = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.OVERDUE
@@ -24,6 +32,8 @@ class Pools:
         self.since: dict[str, float] = {}
         self.complete = True
         self.cold_start_s: float | None = None
+        self.classes: tuple[str, ...] = ()
+        self.short: frozenset[PoolClass] = frozenset()
 
     def has(self, name: str, state: ReplicaState, registered: bool = False) -> None:
         pool: PoolName = "prefill" if name.startswith("prefill") else "decode"
@@ -51,7 +61,9 @@ class Pools:
         }
         prefill = PrefillSignals(seen["prefill"], cold_start_s=self.cold_start_s)
         snapshot = Snapshot(self.now, prefill, DecodeSignals(seen["decode"]), complete=self.complete)
-        found = self.watch.look(snapshot, list(self.actual.values()), LIMITS)
+        limits = {pool: replace(LIMITS[pool], classes=self.classes) for pool in LIMITS}
+        found = self.watch.look(snapshot, list(self.actual.values()), limits)
+        self.short = found.short
         return {replica.name: replica.state for replica in (*found.prefill.replicas, *found.decode.replicas)}
 
     @property
@@ -238,6 +250,66 @@ def test_one_whose_machine_is_taken_away_is_no_failed_start() -> None:
     pools.after(1)
     assert pools.watch.failed_starts["prefill"] == 0
     assert pools.pause_s == 0
+
+
+def test_machines_that_are_taken_away_at_once_are_not_replaced_at_once() -> None:
+    pools, pauses = Pools(), []
+    for life in range(4):
+        pools.has(f"prefill-{life}", STARTING)
+        pools.after(1)
+        pools.has(f"prefill-{life}", ReplicaState.PREEMPTED, registered=True)
+        pools.after(1)
+        pauses.append(pools.pause_s)
+        pools.after(1)
+        pools.loses(f"prefill-{life}")
+        pools.after(1)
+    assert pauses == [0.0, 2.5, 5.0, 10.0]
+    assert pools.watch.failed_starts["prefill"] == 0
+
+
+def test_one_that_is_first_seen_with_its_notice_counts_too() -> None:
+    pools = Pools()
+    pools.after(1)
+    for life in range(3):
+        pools.has(f"prefill-{life}", ReplicaState.PREEMPTED, registered=True)
+        pools.after(1)
+        pools.loses(f"prefill-{life}")
+        pools.after(1)
+    assert pools.pause_s > 0
+
+
+def test_one_that_a_new_autoscaler_finds_preempted_says_nothing_of_its_start() -> None:
+    pools = Pools()
+    for life in range(3):
+        pools.has(f"prefill-{life}", ReplicaState.PREEMPTED, registered=True)
+    pools.after(1)
+    pools.after(1)
+    assert pools.pause_s == 0
+
+
+def test_classes_fail_each_for_itself() -> None:
+    pools, short = Pools(), frozenset({("prefill", "spot")})
+    pools.classes = ("plain", "spot")
+    for life in range(3):
+        for kind in ("plain", "spot"):
+            name = f"prefill-{kind}-{life}"
+            pools.has(name, READY if kind == "plain" else STARTING)
+            pools.actual[name] = replace(pools.actual[name], replica_class=kind)
+        pools.after(1)
+        pools.loses(f"prefill-spot-{life}")
+        pools.after(1)
+    assert pools.watch.paused(pools.now) == short == pools.short
+    assert pools.pause_s > 0
+    pools.after(30)
+    assert (pools.watch.paused(pools.now), pools.short) == (frozenset(), short), "others stand in meanwhile"
+    pools.after(120)
+    assert pools.short == frozenset()
+    pools.has("prefill-unknown", STARTING)
+    pools.loses("prefill-plain-0")
+    pools.after(1)
+    pools.loses("prefill-unknown")
+    pools.after(1)
+    assert pools.watch.paused(pools.now) == frozenset(), "the first of a row; it counts as the default class"
 
 
 def test_one_that_starts_again_on_its_machine_after_a_notice_is_watched_again() -> None:

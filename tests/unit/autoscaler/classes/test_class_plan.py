@@ -182,7 +182,12 @@ def test_one_whose_machine_is_taken_away_ends_once_it_has_nothing_left() -> None
 
 def test_while_nothing_can_be_started_the_old_ones_stay() -> None:
     old = [view(f"s{n}", "slow") for n in range(4)]
-    assert actions(fast_for_four_slow(), old, paused=["prefill"]) == []
+    assert actions(fast_for_four_slow(), old, paused=[("prefill", "fast")]) == []
+
+
+def test_a_class_that_pauses_holds_up_no_other() -> None:
+    plan, paused = fast_for_four_slow(), [("prefill", "slow"), ("decode", "fast")]
+    assert actions(plan, [], paused=paused) == [Start("prefill", 1, "fast", 1)]
 
 
 def test_without_room_for_both_the_old_ones_go_first() -> None:
@@ -202,7 +207,7 @@ def test_standbys_of_a_class_join_and_overdue_ones_are_replaced() -> None:
     assert actions(plan, [view("f", "fast", ReplicaState.STANDBY)]) == [Activate("prefill", "f")]
     overdue = [view("f", "fast", ReplicaState.OVERDUE), view("s", "slow")]
     assert actions(plan, overdue) == [Drain("prefill", ("f",))]
-    assert actions(plan, overdue, paused=["prefill"]) == []
+    assert actions(plan, overdue, paused=[("prefill", "fast")]) == []
 
 
 class Clusters:
@@ -283,11 +288,11 @@ def test_a_class_that_was_refused_is_left_out_for_a_while() -> None:
     given = classed(snapshot(load=Load(30.0), prefill=1))
     rules = policy()
     assert counts(decided(rules, given))["fast"] > 0
-    without = decided(rules, replace(given, refused=frozenset({("prefill", "fast")})))
+    without = decided(rules, replace(given, short=frozenset({("prefill", "fast")})))
     assert counts(without)["fast"] == 0
     assert sum(counts(without).values()) >= without.prefill.capacity
-    assert "no more of fast for now: it was refused" in without.prefill.reason
-    there = replace(given, refused=frozenset({("prefill", "slow"), ("prefill", "fast")}))
+    assert "no more of fast is to be had for now" in without.prefill.reason
+    there = replace(given, short=frozenset({("prefill", "slow"), ("prefill", "fast")}))
     assert counts(decided(rules, there)) == counts(decided(rules, given)), "all were: all are tried again"
 
 

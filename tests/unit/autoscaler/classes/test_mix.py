@@ -18,6 +18,7 @@ OFFERS = st.lists(
         price_per_hour=st.sampled_from([0.0, 0.5, 1.0, 1.3, 2.0, 3.9]),
         most=st.integers(0, 5),
         running=st.integers(0, 4),
+        spot=st.booleans(),
     ),
     min_size=1,
     max_size=4,
@@ -27,22 +28,31 @@ CHANGES = st.builds(
 )
 
 
-def worth(offers: list[ClassOffer], mix: ClassMix, units: float, change: ChangeCost) -> tuple[float, float]:
-    short = max(0.0, units - mix.units)
-    money = sum(money_of(one, count, change) for one, count in zip(offers, mix.counts, strict=True))
-    return round(short, 6), round(money, 6)
+def worth(
+    offers: list[ClassOffer], mix: ClassMix, units: float, floor: float, change: ChangeCost
+) -> tuple[float, ...]:
+    pairs = list(zip(offers, mix.counts, strict=True))
+    plain = sum(one.speed * count for one, count in pairs if not one.spot)
+    money = sum(money_of(one, count, change) for one, count in pairs)
+    return (
+        round(max(0.0, floor - plain), 6),
+        round(max(0.0, units - mix.units), 6),
+        round(money, 6),
+    )
 
 
 @settings(max_examples=150, deadline=None)
-@given(OFFERS, st.floats(0, 20), st.none() | st.floats(0, 12), CHANGES)
+@given(OFFERS, st.floats(0, 20), st.floats(0, 1), st.none() | st.floats(0, 12), CHANGES)
 def test_it_is_as_good_as_the_best_of_all(
-    offers: list[ClassOffer], units: float, budget: float | None, change: ChangeCost
+    offers: list[ClassOffer], units: float, share: float, budget: float | None, change: ChangeCost
 ) -> None:
+    floor = round(share * units)
     all_mixes = (mix_of(offers, counts) for counts in product(*(range(one.most + 1) for one in offers)))
     within = [mix for mix in all_mixes if budget is None or mix.price_per_hour <= budget + 1e-9]
-    found = cheapest_mix(offers, units, budget, change)
+    found = cheapest_mix(offers, units, budget, change, floor)
     assert found in within or any(found.counts == mix.counts for mix in within)
-    assert worth(offers, found, units, change) == min(worth(offers, mix, units, change) for mix in within)
+    best = min(worth(offers, mix, units, floor, change) for mix in within)
+    assert worth(offers, found, units, floor, change) == best
 
 
 def offers(slow: int = 0, fast: int = 0, fast_price: float = 3.0) -> list[ClassOffer]:
@@ -77,6 +87,35 @@ def test_a_budget_that_is_too_small_buys_the_most_capacity() -> None:
 @pytest.mark.parametrize("units", [0, -1])
 def test_nothing_is_needed(units: int) -> None:
     assert cheapest_mix(offers(slow=3), units).counts == (0, 0)
+
+
+SPOT = ClassOffer("spot", 1.0, 0.3, 8, spot=True)
+PLAIN = ClassOffer("plain", 1.0, 1.0, 8)
+
+
+def test_a_floor_is_never_on_spot_machines() -> None:
+    assert cheapest_mix([PLAIN, SPOT], 5).counts == (0, 5)
+    assert cheapest_mix([PLAIN, SPOT], 5, floor=2).counts == (2, 3)
+    fast = ClassOffer("fast", 4.0, 2.5, 8)
+    assert cheapest_mix([PLAIN, SPOT, fast], 6, floor=3).counts == (0, 2, 1), (
+        "dearer ones that give more count"
+    )
+
+
+def test_where_not_all_can_be_had_the_floor_comes_first() -> None:
+    assert cheapest_mix([PLAIN, SPOT], 6, budget_per_hour=3, floor=2).counts == (2, 3)
+    few = ClassOffer("plain", 1.0, 1.0, 1)
+    assert cheapest_mix([few, SPOT], 5, floor=2).counts == (1, 4), "none to be had: spot machines carry it"
+
+
+def test_a_thousand_units_with_a_floor_take_no_time() -> None:
+    many = [ClassOffer(f"c{n}", 1 + n * 0.37, 1 + n * 0.36, 1000, 0, n % 2 == 0) for n in range(6)]
+    found = cheapest_mix(many, 1000, floor=500)
+    assert found.units >= 1000
+    assert (
+        sum(one.speed * count for one, count in zip(many, found.counts, strict=True) if not one.spot) >= 500
+    )
+    assert found.price_per_hour <= 1.05 * 1000 * 2.8 / 2.85
 
 
 def test_a_thousand_units_of_six_classes_take_no_time() -> None:

@@ -21,6 +21,9 @@ async def test_figures_are_kept_by_class() -> None:
         worker("p1", load={rate: 1200.0}, replica_class="small"),
         worker("p2", load={rate: 4000.0}, replica_class="big"),
         worker("p3", load={rate: 900.0}),
+        # Neither of these is a part of what a replica of its class does: one starts, one leaves.
+        worker("p5", load={rate: 1.0}, replica_class="big", state="starting"),
+        worker("p6", load={rate: 1.0}, replica_class="big", preempted_in_seconds=20.0),
         worker("d0", load={"step_fit": fit}, replica_class="big", kv_capacity_tokens=5000),
     ]
 
@@ -38,4 +41,12 @@ async def test_figures_are_kept_by_class() -> None:
         64,
     )
     kinds = {one.name: one.replica_class for one in seen.prefill.replicas}
-    assert kinds == {"p0": "small", "p1": "small", "p2": "big", "p3": "", "p4": "big"}
+    assert kinds == {
+        "p0": "small",
+        "p1": "small",
+        "p2": "big",
+        "p3": "",
+        "p4": "big",
+        "p5": "big",
+        "p6": "big",
+    }

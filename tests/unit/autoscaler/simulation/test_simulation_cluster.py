@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
-from autoscaler.simulation.cluster.cluster import Cluster, ClusterSettings
+from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
+from autoscaler.simulation.cluster_settings import ClusterSettings
 from autoscaler.simulation.engine_model import PRESETS, EngineModel, preset
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo

@@ -65,6 +65,25 @@ async def test_cancellation_from_outside_ends_it() -> None:
     assert failures(runner) == {"loop": 0}
 
 
+async def test_a_loop_that_fails_while_it_is_cancelled_is_not_started_again() -> None:
+    runs: Journal[str] = Journal()
+    runner = LoopRunner()
+
+    async def loop() -> None:
+        runs.add("run")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise OSError("it cannot be closed")
+
+    task = asyncio.create_task(runner.run("loop", loop))
+    await runs.wait(1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (len(runs.entries), failures(runner)) == (1, {"loop": 1})
+
+
 async def test_a_library_that_cancels_what_is_awaited_does_not_end_it() -> None:
     runs: Journal[str] = Journal()
 
@@ -88,11 +107,14 @@ async def test_the_pause_grows(monkeypatch: pytest.MonkeyPatch) -> None:
         pauses.append(pause_s)
 
     monkeypatch.setattr(loops.asyncio, "sleep", note)
-    monkeypatch.setattr(loops, "LAST_PAUSE_S", 0.004)
+    monkeypatch.setattr(
+        loops, "FIRST_PAUSE_S", 10.0
+    )  # a run that lasts longer than the last pause ends the row
+    monkeypatch.setattr(loops, "LAST_PAUSE_S", 40.0)
 
     async def loop() -> None:
         if len(pauses) < 4:
             raise RuntimeError("again")
 
     await LoopRunner().run("loop", loop)
-    assert pauses == [0.001, 0.002, 0.004, 0.004]
+    assert pauses == [10.0, 20.0, 40.0, 40.0]

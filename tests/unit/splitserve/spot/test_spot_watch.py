@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ import pytest
 from splitserve.config.worker import SpotNoticeConfig, WorkerConfig
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.spot.file import FileNotices
-from splitserve.spot.source import NoticeSource
-from splitserve.spot.watch import first_notice, notice_sources
+from splitserve.spot.source import NoticeSource, SpotNotice
+from splitserve.spot.watch import follow_notices, notice_sources
+from tests.support.journal import Journal
 
 pytestmark = pytest.mark.timeout(10)
 QUICK = SpotNoticeConfig(poll_s=0.05, notice_s=20.0)
@@ -39,6 +42,28 @@ class Scripted(NoticeSource):
         self.closed = True
 
 
+async def first_notice(config: SpotNoticeConfig, sources: Sequence[NoticeSource]) -> SpotNotice:
+    """The first of these; the watch is over with it."""
+    async with following(config, sources) as notices:
+        return await notices.wait(1)
+
+
+@asynccontextmanager
+async def following(
+    config: SpotNoticeConfig, sources: Sequence[NoticeSource], known: SpotNotice | None = None
+) -> AsyncIterator[Journal[SpotNotice]]:
+    """What is heard, as it comes."""
+    notices: Journal[SpotNotice] = Journal()
+    watch = asyncio.create_task(follow_notices(config, sources, notices.add, known))
+    await asyncio.sleep(0)  # it has begun
+    try:
+        yield notices
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        assert watch.cancelled()
+
+
 async def test_the_first_notice_of_any_source_counts() -> None:
     quiet, speaks = Scripted(None), Scripted(None, None, 12.0)
     notice = await first_notice(QUICK, [quiet, speaks])
@@ -58,10 +83,9 @@ async def test_failures_are_logged_once_and_end_nothing(caplog: pytest.LogCaptur
 
 
 async def test_a_signal_is_a_notice() -> None:
-    waiting = asyncio.create_task(first_notice(QUICK, []))
-    await asyncio.sleep(0)  # it has begun
-    os.kill(os.getpid(), signal.SIGUSR1)
-    notice = await waiting
+    async with following(QUICK, []) as notices:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        notice = await notices.wait(1)
     assert notice.source == "signal"
     assert 19 < notice.ends_s - time.monotonic() <= 20
 
@@ -70,6 +94,49 @@ async def test_a_second_signal_ends_nothing() -> None:
     await first_notice(QUICK, [Scripted(5.0)])
     os.kill(os.getpid(), signal.SIGUSR1)
     await asyncio.sleep(0)  # by default it would have ended this process
+
+
+async def test_a_later_notice_counts_only_if_the_machine_ends_sooner() -> None:
+    says = Scripted(100.0, 100.0, 200.0, 99.9, 50.0)
+    async with following(QUICK, [says]) as notices:
+        first, sooner = await notices.wait(1), await notices.wait(2)
+        assert 49 < sooner.ends_s - time.monotonic() <= 50
+        assert 98 < first.ends_s - time.monotonic() <= 100
+        os.kill(os.getpid(), signal.SIGUSR1)  # 20 s from now
+        assert (await notices.wait(3)).source == "signal"
+        os.kill(os.getpid(), signal.SIGUSR1)  # the same, a little later
+        await asyncio.sleep(3 * QUICK.poll_s)
+    assert [notice.source for notice in notices.entries] == ["scripted", "scripted", "signal"]
+
+
+async def test_a_watch_that_begins_again_repeats_nothing() -> None:
+    known = SpotNotice("signal", time.monotonic() + 20)
+    async with following(QUICK, [Scripted(30.0, 20.0, 10.0)], known) as notices:
+        assert (await notices.wait(1)).ends_s < known.ends_s - 9
+
+
+@pytest.mark.parametrize("text", ["", "1970-01-01T00:01:00Z"])
+async def test_a_file_that_the_machine_has_outlived_is_no_notice(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, now_s = tmp_path / "notice", 100.0
+    path.write_text(text)
+    os.utime(path, (60.0, 60.0))
+    source = FileNotices(path, 30.0, lambda: now_s)
+    for _ in range(3):
+        assert await source.time_left_s() is None
+    assert sum("spot.outlived" in record.message for record in caplog.records) == 1
+    now_s = 101.0
+    path.write_text(text.replace("01:00", "02:00"))
+    os.utime(path, (now_s, now_s))
+    assert await source.time_left_s() == (19.0 if text else 30.0)
+
+
+async def test_a_worker_that_starts_again_hears_what_is_still_to_come(tmp_path: Path) -> None:
+    path = tmp_path / "notice"
+    path.touch()
+    os.utime(path, (90.0, 90.0))
+    assert await FileNotices(path, 30.0, lambda: 100.0).time_left_s() == 30.0
 
 
 async def test_a_file_that_is_being_written_is_read_again(tmp_path: Path) -> None:
@@ -89,12 +156,8 @@ async def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
 
 async def test_cancelling_closes_the_sources() -> None:
     quiet = Scripted(None)
-    waiting = asyncio.create_task(first_notice(QUICK, [quiet]))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
+    async with following(QUICK, [quiet]):
+        await asyncio.sleep(0)
     assert quiet.closed
 
 
