@@ -15,6 +15,7 @@ from coordinator.input_processor import InputProcessor
 from coordinator.metrics.recorder import StatsRecorder
 from coordinator.metrics.stats import RequestStats
 from coordinator.peer_fetch.fetcher import PrefixFetcher
+from coordinator.peer_fetch.handoff_watch import HandoffWatch
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.traffic import TrafficRecorder
 from coordinator.request.caller import Caller
@@ -74,7 +75,8 @@ class RequestFlow:
         self._pairs = PairSelector(config, registry, router, first_workers)
         self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, *kept, *observers)
+        watches = (HandoffWatch(fetcher.times),) if fetcher is not None else ()
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, *watches, *kept, *observers)
 
     async def generate(
         self,

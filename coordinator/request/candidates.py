@@ -57,3 +57,5 @@ class FetchedPrefix:
     took_s: float
     failure: str = ""
     """Reason and message; empty unless it failed, and they were computed."""
+    joined: bool = False
+    """Whether it was under way already, for another request."""

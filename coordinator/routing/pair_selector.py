@@ -115,6 +115,13 @@ class PairSelector(RequestObserver):
             sent_to = [w.key for w in workers if w is not None and w.block_size_tokens == size]
             self._registry.prefixes.expect(sent_to, keys, attempt.began_s)
 
+    def prefix_missed(self, state: RequestState, tokens: int) -> None:
+        """See RequestObserver. They count as to be computed after all."""
+        if (expected := self._expected.get(state.attempt.attempt_id)) is not None:
+            expected.grow(tokens)
+        else:
+            self._registry.loads.grow_prompt(state.attempt.prefill.key, tokens)
+
     def prefilling(self, state: RequestState) -> None:
         """See RequestObserver. Decode has room; the prompt goes to the prefill worker now."""
         if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:

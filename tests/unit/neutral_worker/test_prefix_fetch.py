@@ -12,7 +12,7 @@ from engine.core.types import EngineRequest, SamplingParams, StopParams
 from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket
 from prefill_worker.live_prefill import engine_id
 from prefill_worker.prefill_event import Failed, HandedOff
-from splitserve.errors import InvalidArgumentError
+from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
 from tests.support.engine.connector_pair import COORDINATOR
 from tests.support.neutral.neutral_rig import NeutralNode, NeutralRig, expected, ticket_of
 
@@ -179,16 +179,20 @@ def test_an_abort_at_either_side_leaves_nothing() -> None:
     rig.assert_empty()
 
 
-def test_a_taker_without_room_waits_and_takes_nothing() -> None:
+def test_a_prefix_does_not_wait_for_room_nor_where_reservations_do() -> None:
     rig = NeutralRig(num_blocks=16)
     tokens = prompt(LENGTH, 10)
     warm(rig, rig.b, [*tokens, 9])
     (granted,) = rig.a.reserve("big", prompt(12 * BLOCK, 11), rig.b.agent_id)
     assert isinstance(granted, Granted)
-    waiting = rig.a.reserve("fetch", tokens, rig.b.agent_id, prefix_only=True)
-    rig.run(3)
-    assert waiting == []
-    for name in ("big", "fetch"):
+    (refused,) = rig.a.reserve("full", tokens, rig.b.agent_id, prefix_only=True)
+    assert isinstance(refused, ResourceExhaustedError)
+    assert refused.reason == "NO_ROOM_FOR_PREFIX"
+    assert rig.a.reserve("waits", prompt(12 * BLOCK, 13), rig.b.agent_id) == []
+    with pytest.raises(ResourceExhaustedError) as behind:
+        rig.a.reserve("behind", tokens[:BLOCK], rig.b.agent_id, prefix_only=True)
+    assert behind.value.reason == "NO_ROOM_FOR_PREFIX"
+    for name in ("big", "waits"):
         rig.a.connector.consumer.abort(rig.a.core, f"{COORDINATOR}/{name}", COORDINATOR, True, rig.clock.now)
     rig.run(3)
     rig.assert_empty()
