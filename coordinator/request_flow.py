@@ -72,7 +72,8 @@ class RequestFlow:
         self._capacity_plugins = capacity_plugins
         self._quota_plugins = quota_plugins
         first_workers = FirstWorkers(config.admission, registry, stats.set_without_pair)
-        self._pairs = PairSelector(config, registry, router, first_workers)
+        offers = (fetcher.offer,) if fetcher is not None else ()
+        self._pairs = PairSelector(config, registry, router, first_workers, *offers)
         self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
         watches = (HandoffWatch(fetcher.times),) if fetcher is not None else ()

@@ -13,8 +13,9 @@ from prometheus_client.core import Metric
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch.fetch_times import FetchTimes
 from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
-from coordinator.peer_fetch.policy import FetchPlan, Wanted, lane_seconds, plan_fetch
+from coordinator.peer_fetch.policy import FetchPlan, Wanted, offer_of, plan_fetch
 from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, fetch_prefix
+from coordinator.peer_fetch.prefix_offer import PrefixOffer, lane_seconds
 from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.request.candidates import FetchedPrefix
 from coordinator.request.inference_request import InferenceRequest
@@ -77,8 +78,7 @@ class PrefixFetcher:
         request = state.request
         if not request.block_keys:
             return None
-        now, prompt_tokens = time.monotonic(), len(request.prompt) + len(state.token_ids)
-        self._resting = {pair: until_s for pair, until_s in self._resting.items() if until_s > now}
+        now, prompt_tokens = self._now(), len(request.prompt) + len(state.token_ids)
         prefixes = self._registry.prefixes
         confirmed = prefixes.hits_of(request.block_keys, now, confirmed_only=True)
         if not confirmed:
@@ -94,6 +94,20 @@ class PrefixFetcher:
             request.model.name,
         )
         return plan_fetch(self._registry.snapshot(), wanted, self.times, self.under_way, now, self._resting)
+
+    def offer(self, state: RequestState) -> PrefixOffer | None:
+        """What workers that lack the prompt's prefix could get of it, for the choice among them."""
+        request = state.request
+        if not request.block_keys:
+            return None
+        now, prompt_tokens = self._now(), len(request.prompt) + len(state.token_ids)
+        confirmed = self._registry.prefixes.hits_of(request.block_keys, now, confirmed_only=True)
+        if not confirmed:
+            return None
+        snapshot, model = self._registry.snapshot(), request.model.name
+        return offer_of(
+            snapshot, prompt_tokens, confirmed, self.times, self.under_way, model, self._resting, now
+        )
 
     async def fetch(self, plan: FetchPlan, events: RequestEvents) -> None:
         """Carries out a request's fetch, or waits for the one under way, and records it. Raises nothing but
@@ -141,6 +155,12 @@ class PrefixFetcher:
         moved = await self.under_way.begin(seed, bring).wait(limit_s)
         self.counts.seeded_tokens += moved * taker.block_size_tokens
         return moved
+
+    def _now(self) -> float:
+        """The time; pairs that have rested are no longer known."""
+        now = time.monotonic()
+        self._resting = {pair: until_s for pair, until_s in self._resting.items() if until_s > now}
+        return now
 
     def _begin(
         self, plan: FetchPlan, prefix: Prefix, keys: Sequence[int], limit_s: float, lane_s: float

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from coordinator.peer_fetch.fetch_times import FetchTimes
-from coordinator.peer_fetch.policy import lane_seconds_of_bytes, step_seconds
+from coordinator.peer_fetch.policy import step_seconds
+from coordinator.peer_fetch.prefix_offer import lane_seconds_of_bytes
 from coordinator.request.observer import RequestObserver
 from coordinator.request.state import RequestState
 from splitserve.v1 import prefill_pb2

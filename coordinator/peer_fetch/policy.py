@@ -18,15 +18,15 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from coordinator.peer_fetch.fetch_times import FetchTimes
+from coordinator.peer_fetch.prefix_offer import MARGIN, PrefixOffer, lane_seconds
 from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.routing.prompt_placement import prompt_fit_of
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
 from splitserve.generation.kv_blocks import BlockKeys
 
-MARGIN = 0.75
-"""A prediction that is 25% too low still finds the prefix sooner than it would have been computed: 0.75 x 1.25 < 1."""
-_GB = 1e9
+NO_WORKER: WorkerKey = ("", 0)
+"""A taker that is not chosen yet."""
 _LEAST_LEFT = 0.1
 """Of what was predicted for a fetch under way: what is left of it where it is late."""
 
@@ -112,33 +112,42 @@ def holders(snapshot: PoolSnapshot, taker: Worker, model: str) -> Iterable[Worke
     return (
         worker
         for worker in snapshot.workers
-        if worker.computes_prompts
+        if _sends(worker)
         and worker.serves(model)
-        and worker.usable
-        and not worker.isolation.worker
-        and not worker.circuit.tripped
         and worker.key != taker.key
         and taker.agent_id in worker.reached_agents
     )
+
+
+def offer_of(
+    snapshot: PoolSnapshot,
+    prompt_tokens: int,
+    confirmed: PrefixHits,
+    times: FetchTimes,
+    under_way: FetchesUnderWay,
+    model: str,
+    resting: Iterable[tuple[WorkerKey, WorkerKey]],
+    now: float,
+) -> PrefixOffer | None:
+    """What the worker that holds most of a prompt could send to others, for who chooses among them."""
+    able = [
+        (min(confirmed.blocks(worker.prefix_slot) * worker.block_size_tokens, prompt_tokens - 1), worker)
+        for worker in snapshot.workers
+        if _sends(worker) and worker.serves(model)
+    ]
+    tokens, holder = max(able, key=lambda held: (held[0], -step_seconds(held[1])), default=(0, None))
+    if holder is None or tokens < holder.block_size_tokens:
+        return None
+    busy_s = under_way.busy_s(holder.key, NO_WORKER, now) + step_seconds(holder) / 2
+    fixed_s = busy_s + times.calls_s((holder.key, NO_WORKER), now)
+    tired = frozenset(taker for sender, taker in resting if sender == holder.key)
+    return PrefixOffer(holder, whole_tokens(tokens, holder, holder), fixed_s, times.pace, tired)
 
 
 def whole_tokens(tokens: int, holder: Worker, taker: Worker) -> int:
     """How many of `tokens` leading tokens are whole blocks of both workers. One block size divides the other."""
     size = max(holder.block_size_tokens, taker.block_size_tokens, 1)
     return tokens // size * size
-
-
-def lane_seconds(holder: Worker, taker: Worker, tokens: int) -> float | None:
-    """Seconds in which the lane alone carries the KV of `tokens`; None if it is not measured, or refused."""
-    return lane_seconds_of_bytes(holder, taker, tokens / max(1, taker.block_size_tokens) * taker.block_bytes)
-
-
-def lane_seconds_of_bytes(holder: Worker, taker: Worker, size: float) -> float | None:
-    """The same of `size` bytes."""
-    lane = next((lane for lane in holder.lanes if lane.agent_id == taker.agent_id), None)
-    if lane is None or lane.refused or lane.gb_per_second <= 0:
-        return None
-    return lane.latency_ms / 1e3 + size / (lane.gb_per_second * _GB)
 
 
 def compute_seconds(worker: Worker, tokens: int, context_tokens: int) -> float | None:
@@ -159,6 +168,12 @@ def step_seconds(worker: Worker) -> float:
         chunk = min(load.waiting_tokens, worker.max_step_tokens or load.waiting_tokens)
         step_s += chunk / load.prefill_tokens_per_second
     return step_s
+
+
+def _sends(worker: Worker) -> bool:
+    """Whether a worker sends prefixes, to those that it is connected to."""
+    sound = not worker.isolation.worker and not worker.circuit.tripped
+    return worker.computes_prompts and worker.usable and sound
 
 
 def _plan(

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.peer_fetch.hot_prefixes import Prefix
-from coordinator.peer_fetch.policy import holders, lane_seconds, whole_tokens
+from coordinator.peer_fetch.policy import holders, whole_tokens
+from coordinator.peer_fetch.prefix_offer import lane_seconds
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import DeadlineExceededError, SplitserveError

@@ -17,6 +17,7 @@ TERMS: Mapping[str, str] = MappingProxyType(
         "queue_s": "queue",
         "prefill_s": "prefill",
         "transfer_s": "transfer",
+        "fetch_s": "fetch",
         "decode_wait_s": "decode",
         "others_s": "delay of others",
     }
