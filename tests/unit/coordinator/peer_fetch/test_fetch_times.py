@@ -79,8 +79,8 @@ def test_the_weighted_median() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_fetches_as_the_bench_makes_them_are_within_a_quarter_from_the_first_on(seed: int) -> None:
-    """Played: six requests before, then eight fetches each of 128, 512 and 1,024 tokens between three workers, calls and
-    lanes as measured, each 12% more or less at random; the real lane carries 0.7 of what its probe says."""
+    """Played: six requests before, then eight fetches each of 128, 512 and 1,024 tokens between three workers, calls
+    and lanes as measured, each 12% more or less at random; the real lane carries 0.7 of what its probe says."""
     pick, times, within = random.Random(seed), FetchTimes(), 0
 
     def noisy(seconds: float) -> float:
