@@ -139,7 +139,7 @@ class Attempt:
             raise
         reserve_s = time.monotonic() - started_s
         report = self._record.report
-        report.reserve_ms = reserve_s * 1e3
+        report.reserve_ms, report.reserve_wait_ms = reserve_s * 1e3, response.wait_ms
         # For a local prefill the response comes once computing has begun, so the worker reports its wait itself.
         self._events.emit(
             RequestObserver.reserve_ended,

@@ -15,6 +15,7 @@ from coordinator.input_processor import InputProcessor
 from coordinator.metrics.recorder import StatsRecorder
 from coordinator.metrics.stats import RequestStats
 from coordinator.peer_fetch.fetcher import PrefixFetcher
+from coordinator.peer_fetch.handoff_watch import HandoffWatch
 from coordinator.records.record_keeper import RecordKeeper
 from coordinator.records.traffic import TrafficRecorder
 from coordinator.request.caller import Caller
@@ -71,10 +72,12 @@ class RequestFlow:
         self._capacity_plugins = capacity_plugins
         self._quota_plugins = quota_plugins
         first_workers = FirstWorkers(config.admission, registry, stats.set_without_pair)
-        self._pairs = PairSelector(config, registry, router, first_workers)
+        offers = (fetcher.offer,) if fetcher is not None else ()
+        self._pairs = PairSelector(config, registry, router, first_workers, *offers)
         self._records, self._traffic = records, traffic
         kept = (records,) if records.enabled else ()
-        self._observers: Sequence[RequestObserver] = (estimates, breakers, *kept, *observers)
+        watches = (HandoffWatch(fetcher.times),) if fetcher is not None else ()
+        self._observers: Sequence[RequestObserver] = (estimates, breakers, *watches, *kept, *observers)
 
     async def generate(
         self,

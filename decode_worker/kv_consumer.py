@@ -77,8 +77,8 @@ class KvConsumer(KvConnector):
     def reserve(self, core: Engine, entry: WaitingReservation) -> None:
         """Queues a reservation, and grants it at once if blocks are free.
 
-        Raises ResourceExhaustedError (QUEUE_FULL) if too many wait. The error of a request that can never fit is passed
-        to `entry.reply`.
+        Raises like `ReservationQueue.add`. The error of a request that can never fit, and of a prefix that does not fit
+        now, is passed to `entry.reply`.
         """
         self._waiting.add(entry)
         self._last_tried_at = None
@@ -176,6 +176,7 @@ class KvConsumer(KvConnector):
                 return True
             blocks = core.reserve(entry.request, number)
             if blocks is None:
+                entry.require_may_wait()
                 return False
             ticket = self._open(entry, blocks, now)
         except BaseException as error:

@@ -52,6 +52,12 @@ class WaitingReservation:
         """Where it stands among other requests."""
         return self.request.precedence
 
+    def require_may_wait(self) -> None:
+        """Raises ResourceExhaustedError (NO_ROOM_FOR_PREFIX) for a prefix, which is fetched at once or computed."""
+        if self.request.prefix_only:
+            message = "requests need this worker's blocks now, and a prefix does not wait for them"
+            raise ResourceExhaustedError(message, reason="NO_ROOM_FOR_PREFIX", retry_after_s=1.0)
+
 
 class ReservationQueue:
     """In order of precedence; one that does not fit may be bypassed `max_bypasses` times.
@@ -71,7 +77,10 @@ class ReservationQueue:
         return len(self._order)
 
     def add(self, entry: WaitingReservation) -> None:
-        """Queues an entry. Raises ResourceExhaustedError (QUEUE_FULL) if too many wait."""
+        """Queues an entry. Raises ResourceExhaustedError: QUEUE_FULL if too many wait, NO_ROOM_FOR_PREFIX for a prefix
+        if any does."""
+        if len(self._order):
+            entry.require_may_wait()
         if len(self._order) >= self._max_waiting:
             raise ResourceExhaustedError(
                 f"{self._max_waiting} reservations are waiting already",

@@ -26,6 +26,7 @@ from prefill_worker.prefill_event import (
     HandedOff,
     PrefillEvent,
 )
+from prefill_worker.prefix_pushes import PrefixPush, PrefixPushes
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.logs import log_event, request_context
 from splitserve.request_guard import request_error
@@ -66,8 +67,7 @@ class KvProducer(KvConnector):
         self._live: dict[str, LivePrefill] = {}
         self._endpoints: dict[str, TransferEndpoint] = {}
         self._events: list[tuple[str, PrefillEvent]] = []
-        self._prefixes: list[tuple[str, list[int]]] = []
-        """Prefixes that the engine has come to hold, or not to have: their blocks by request."""
+        self._prefixes = PrefixPushes(parts.endpoint.memory.layout.block_bytes)
 
     def start(self, core: Engine, request: EngineRequest, ticket: KvTicket | None, now: float) -> None:
         """Queues a prompt. Of a `prefix_only` request nothing is computed: its cached blocks are written.
@@ -78,14 +78,16 @@ class KvProducer(KvConnector):
         trace = request.trace
         exported = self._spans is not None and trace is not None and trace.sampled
         prefill = LivePrefill(request.request_id, ticket, now, trace, {} if exported else None)
-        if ticket is None and request.prefix_only:
-            raise InvalidArgumentError("ticket must be set, as only a prefix is wanted", field="ticket")
-        if ticket is not None:
+        if ticket is None:
+            if request.prefix_only:
+                raise InvalidArgumentError("ticket must be set, as only a prefix is wanted", field="ticket")
+        else:
             ticket.require_adapter(request.adapter_fingerprint)
             self._pusher.start(request.request_id, ticket, self._target(ticket), now, prefill.writes)
         try:
-            if request.prefix_only:
-                core.hold_prefix(request, partial(self._on_held, request.request_id))
+            if request.prefix_only and ticket is not None:
+                push = PrefixPush(request.request_id, ticket.decode_agent_id, request.precedence)
+                core.hold_prefix(request, partial(self._prefixes.add, push))
             else:
                 core.add_request(request)
         except BaseException:
@@ -138,9 +140,9 @@ class KvProducer(KvConnector):
 
     def advance(self, core: Engine, now: float) -> bool:
         """Collects finished writes; True while any push or measurement is in progress."""
-        if self._prefixes:
-            self._push_prefixes(core, now)
         self._collect(core, now)
+        if len(self._prefixes):
+            self._push_prefixes(core, now)
         self._flush(core)
         return self._pusher.active > 0 or self._peers.measuring or self._transport.needs_poll
 
@@ -205,22 +207,20 @@ class KvProducer(KvConnector):
             now=now,
         )
 
-    def _on_held(self, request_id: str, blocks: list[int]) -> None:
-        self._prefixes.append((request_id, blocks))
-
     def _push_prefixes(self, core: Engine, now: float) -> None:
-        """Writes the prefixes that are held now, and fails those of which a block is gone."""
-        prefixes, self._prefixes = self._prefixes, []
-        for request_id, blocks in prefixes:
-            prefill = self._live.get(request_id)
-            if prefill is None or prefill.over:
-                continue
+        """Writes what may be written of prefixes, and fails those of which a block is gone."""
+        for piece in self._prefixes.due(self._is_over, self._pusher.writes_to, self._peers.gb_per_s):
+            name, blocks, last = piece.push.request_id, piece.push.blocks, piece.is_last
             if not blocks:
                 message = "a block of the prefix is not cached here any more"
-                self._give_up(core, request_id, FailedPreconditionError(message, reason="PREFIX_GONE"))
+                self._give_up(core, name, FailedPreconditionError(message, reason="PREFIX_GONE"))
                 continue
-            tokens = len(blocks) * self._block_tokens
-            self._pusher.on_progress(request_id, tokens, blocks, is_last=True, first_token=0, now=now)
+            tokens, token = piece.end * self._block_tokens, 0 if last else None
+            self._pusher.on_progress(name, tokens, blocks, is_last=last, first_token=token, now=now)
+
+    def _is_over(self, request_id: str) -> bool:
+        prefill = self._live.get(request_id)
+        return prefill is None or prefill.over
 
     def _on_output(self, core: Engine, output: RequestOutput, now: float) -> None:
         prefill = self._live.get(output.request_id)

@@ -69,6 +69,11 @@ class PeerLanes:
         judged = self._judged.get(agent_id)
         return judged.lane.kind if judged is not None else "unknown"
 
+    def gb_per_s(self, agent_id: str) -> float:
+        """The speed of a peer's lane; 0 if it is not known."""
+        judged = self._judged.get(agent_id)
+        return judged.lane.gb_per_s if judged is not None else 0.0
+
     def require_not_refused(self, agent_id: str) -> None:
         """Raises FailedPreconditionError (SLOW_LANE) for a peer with a refused lane."""
         judged = self._judged.get(agent_id)

@@ -31,6 +31,8 @@ from splitserve.config.engine import EngineConfig
 MODEL = "smollm2-135m-instruct"
 FRONT = "front"
 TAIL_TOKENS = 16
+WARM_UP = 6
+"""Requests before the first turn."""
 REPORTED_S = 1.5
 """Within this a worker's new blocks are in the coordinator's index."""
 SETTINGS = CoordinatorConfig(peer_fetch="on", routing="round-robin", leanings="fixed", hybrid="off")
@@ -52,6 +54,8 @@ class FetchRow:
     predicted_compute_ms: float
     within_quarter: int
     """Fetches that took from 0.75 to 1.25 of what was predicted."""
+    ratios: list[float]
+    """What each took over what was predicted, in order."""
     sooner: int
     """Fetches that took less than computing the same tokens took in the same turn."""
 
@@ -68,8 +72,8 @@ async def rows_of(model: str, lengths: Sequence[int], turns: int) -> list[FetchR
     config = ClusterConfig(model=model, engine=engine, workers=3)
     async with running_cluster(config, {FRONT: SETTINGS}, on_event) as cluster:
         client, dice = cluster.clients[FRONT], random.Random(7)
-        for _ in range(4):  # every worker has computed, and measured it
-            await ask(client, random_prompt(dice, min(lengths)), 1)
+        for number in range(WARM_UP):  # every worker computes, and some hand off what they have computed
+            await ask(client, random_prompt(dice, lengths[number % len(lengths)]), 2)
         return [await _row(client, dice, length, turns, fetches) for length in lengths]
 
 
@@ -98,6 +102,7 @@ async def _row(
         round(median([p for _, p in took] or [0.0]), 1),
         round(median([event["compute_ms"] for event, _ in chosen] or [0.0]), 1),
         sum(0.75 <= t / p <= 1.25 for t, p in took),
+        [round(t / p, 2) for t, p in took],
         sum(event["took_ms"] / 1e3 < computed_s for event, computed_s in chosen),
     )
 

@@ -1,46 +1,44 @@
-"""Carries fetches out: reserves at the taker, has the holder push, waits until the blocks are in the taker's cache."""
+"""Carries fetches out for requests, and counts them."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
 
 from prometheus_client.core import Metric
 
 from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch.fetch_times import FetchTimes
 from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
-from coordinator.peer_fetch.policy import FetchMeter, FetchPlan, plan_fetch
+from coordinator.peer_fetch.policy import FetchPlan, Wanted, offer_of, plan_fetch
+from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, fetch_prefix
+from coordinator.peer_fetch.prefix_offer import PrefixOffer, lane_seconds
+from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.request.candidates import FetchedPrefix
-from coordinator.request.ids import random_hex
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestState
 from coordinator.routing.local_prefill import NO_LIMIT
 from coordinator.routing.router import Pair
-from coordinator.workers.client import WorkerClient, WorkerClients
-from coordinator.workers.output_collector import OutputCollector, WorkerFailed
+from coordinator.workers.client import WorkerClients
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.config.coordinator import CoordinatorConfig
-from splitserve.errors import DeadlineExceededError, SplitserveError
+from splitserve.errors import SplitserveError
 from splitserve.logs import log_event
 from splitserve.metrics import counter, counters
-from splitserve.rpc.status import failure_error
-from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 
 LEAST_TIMEOUT_S = 0.05
 """However short computing would be, a fetch may take so long."""
 REST_S = 10.0
 """How long a pair of workers whose fetch has failed is left alone."""
 OUTCOMES = ("completed", "failed")
-
-AnyCall = TypeVar("AnyCall", decode_pb2.ReserveRequest, prefill_pb2.PrefillRequest)
+NO_ROOM = "NO_ROOM_FOR_PREFIX"
+"""The taker needs its blocks for requests now: no fault of the pair."""
 
 
 @dataclass(slots=True)
@@ -52,6 +50,8 @@ class FetchCounts:
     took_s: float = 0.0
     predicted_s: float = 0.0
     compute_s: float = 0.0
+    joined: int = 0
+    """Requests that waited for a fetch that was under way for another one."""
     seeded_tokens: int = 0
     """Of fetches that no request asked for."""
 
@@ -69,7 +69,7 @@ class PrefixFetcher:
         self.counts, self.hot = FetchCounts(), HotPrefixes()
         self._always_local = config.local_prefill == "always"
         self._registry, self._clients, self._background = registry, clients, background
-        self._meter = FetchMeter()
+        self.times, self.under_way = FetchTimes(), FetchesUnderWay(background)
         self._resting: dict[tuple[WorkerKey, WorkerKey], float] = {}
         """Holder and taker, and until when."""
 
@@ -78,33 +78,52 @@ class PrefixFetcher:
         request = state.request
         if not request.block_keys:
             return None
-        now, prompt_tokens = time.monotonic(), len(request.prompt) + len(state.token_ids)
-        self._resting = {pair: until_s for pair, until_s in self._resting.items() if until_s > now}
+        now, prompt_tokens = self._now(), len(request.prompt) + len(state.token_ids)
         prefixes = self._registry.prefixes
         confirmed = prefixes.hits_of(request.block_keys, now, confirmed_only=True)
         if not confirmed:
             return None
         if not state.attempts:
             self._learn(request, confirmed, now)
-        return plan_fetch(
-            self._registry.snapshot(),
+        wanted = Wanted(
             self._computing(pair, prompt_tokens),
             prompt_tokens,
+            request.block_keys,
             prefixes.hits_of(request.block_keys, now),
             confirmed,
-            self._meter,
             request.model.name,
-            self._resting,
+        )
+        return plan_fetch(self._registry.snapshot(), wanted, self.times, self.under_way, now, self._resting)
+
+    def offer(self, state: RequestState) -> PrefixOffer | None:
+        """What workers that lack the prompt's prefix could get of it, for the choice among them."""
+        request = state.request
+        if not request.block_keys:
+            return None
+        now, prompt_tokens = self._now(), len(request.prompt) + len(state.token_ids)
+        confirmed = self._registry.prefixes.hits_of(request.block_keys, now, confirmed_only=True)
+        if not confirmed:
+            return None
+        snapshot, model = self._registry.snapshot(), request.model.name
+        return offer_of(
+            snapshot, prompt_tokens, confirmed, self.times, self.under_way, model, self._resting, now
         )
 
     async def fetch(self, plan: FetchPlan, events: RequestEvents) -> None:
-        """Carries out a request's fetch, and records it. Raises nothing but CancelledError."""
+        """Carries out a request's fetch, or waits for the one under way, and records it. Raises nothing but
+        CancelledError."""
         request, began_s, failure = events.state.request, time.monotonic(), ""
-        tokens = (*request.prompt, *events.state.token_ids)[: plan.tokens]
-        prefix = _prefix_of(request, tokens)
-        moved, limit_s = 0, min(max(plan.compute_s, LEAST_TIMEOUT_S), max(1e-3, request.deadline_s - began_s))
+        limit_s = min(max(plan.compute_s, LEAST_TIMEOUT_S), max(1e-3, request.deadline_s - began_s))
+        under_way = plan.joined
+        moved = 0
         try:
-            moved = await self.bring(plan.holder, plan.taker, prefix, limit_s)
+            if under_way is None:
+                tokens = (*request.prompt, *events.state.token_ids)[: plan.tokens]
+                keys = request.block_keys.get(plan.taker.block_size_tokens, ())
+                keys = keys[: plan.tokens // plan.taker.block_size_tokens]
+                lane_s = self.times.pace * plan.lane_s
+                under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, lane_s)
+            moved = await under_way.wait(limit_s)
         except SplitserveError as error:
             failure = f"{error.reason}: {error.message}"
         took_s = time.monotonic() - began_s
@@ -118,24 +137,42 @@ class PrefixFetcher:
                 plan.compute_s,
                 took_s,
                 failure,
+                joined=plan.joined is not None,
             )
         )
 
-    async def bring(self, holder: Worker, taker: Worker, prefix: Prefix, limit_s: float) -> int:
-        """Brings a prefix into the taker's cache within `limit_s`; the blocks that travelled.
+    async def seed(
+        self, holder: Worker, taker: Worker, prefix: Prefix, keys: Sequence[int], limit_s: float
+    ) -> int:
+        """Brings a prefix that no request has asked for; the blocks that travelled. Requests may wait for it.
 
         Raises SplitserveError: of either worker, or DeadlineExceededError (FETCH_TOO_SLOW).
         """
+        lane_s, now = lane_seconds(holder, taker, len(prefix.token_ids)) or 0.0, time.monotonic()
+        due_s = now + self.times.predicted_s((holder.key, taker.key), lane_s, now)
+        seed = UnderWay(holder, taker, keys, now, due_s, lane_s, is_seed=True)
+        bring = partial(self._bring, holder, taker, prefix, limit_s, SEED_RANK)
+        moved = await self.under_way.begin(seed, bring).wait(limit_s)
+        self.counts.seeded_tokens += moved * taker.block_size_tokens
+        return moved
+
+    def _now(self) -> float:
+        """The time; pairs that have rested are no longer known."""
+        now = time.monotonic()
+        self._resting = {pair: until_s for pair, until_s in self._resting.items() if until_s > now}
+        return now
+
+    def _begin(
+        self, plan: FetchPlan, prefix: Prefix, keys: Sequence[int], limit_s: float, lane_s: float
+    ) -> UnderWay:
+        now = time.monotonic()
+        fetch = UnderWay(plan.holder, plan.taker, keys, now, now + plan.fetch_s, lane_s)
+        bring = partial(self._bring, plan.holder, plan.taker, prefix, limit_s, FETCH_RANK)
+        return self.under_way.begin(fetch, bring)
+
+    async def _bring(self, holder: Worker, taker: Worker, prefix: Prefix, limit_s: float, rank: int) -> int:
         source, target = self._clients.client_for(holder), self._clients.client_for(taker)
-        fetch = _Fetch(source, target, prefix, self._background, time.monotonic() + limit_s)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await fetch.run()
-        except TimeoutError:
-            message = f"the prefix was not there within {limit_s:.3f} s, in which it is computed"
-            raise DeadlineExceededError(message, reason="FETCH_TOO_SLOW") from None
-        finally:
-            fetch.close()
+        return await fetch_prefix(source, target, prefix, self._background, limit_s, rank=rank)
 
     def metrics(self) -> list[Metric]:
         """The counts, for a Prometheus scrape."""
@@ -148,6 +185,11 @@ class PrefixFetcher:
                 counts.outcomes,
             ),
             counter("splitserve_prefix_fetch_tokens", "Prompt tokens of completed fetches", counts.tokens),
+            counter(
+                "splitserve_prefix_fetches_joined",
+                "Requests that waited for another one's fetch",
+                counts.joined,
+            ),
             counter("splitserve_prefix_seeded_tokens", "Tokens seeded into workers", counts.seeded_tokens),
             counter("splitserve_prefix_fetch_seconds", "Time of completed fetches", counts.took_s),
             counter(
@@ -181,99 +223,28 @@ class PrefixFetcher:
             holder=plan.holder.worker_id,
             taker=plan.taker.worker_id,
             tokens=tokens,
+            joined=plan.joined is not None,
             predicted_ms=round(plan.fetch_s * 1e3, 3),
             compute_ms=round(plan.compute_s * 1e3, 3),
             took_ms=round(took_s * 1e3, 3),
             failure=failure,
         )
+        if plan.joined is not None:
+            counts.joined += 1  # the fetch itself is counted where it was begun
+            return
         if failure:
             counts.outcomes["failed"] += 1
-            self._resting[plan.holder.key, plan.taker.key] = time.monotonic() + REST_S
+            if not failure.startswith(NO_ROOM):
+                self._resting[plan.holder.key, plan.taker.key] = time.monotonic() + REST_S
             return
         if moved_tokens >= tokens:  # if some were there already, it says little of the lane
-            self._meter.record(plan.lane_s, took_s - plan.wait_s)
+            pair = plan.holder.key, plan.taker.key
+            self.times.record(pair, plan.lane_s, took_s - plan.wait_s, time.monotonic())
         counts.outcomes["completed"] += 1
         counts.tokens += min(tokens, moved_tokens)
         counts.took_s += took_s
         counts.predicted_s += plan.fetch_s
         counts.compute_s += plan.compute_s
-
-
-class _Fetch:
-    """One fetch from its reservation to its end. Call `close` in any case."""
-
-    def __init__(
-        self,
-        holder: WorkerClient,
-        taker: WorkerClient,
-        prefix: Prefix,
-        background: BackgroundTasks,
-        deadline_s: float,
-    ) -> None:
-        self._holder, self._taker, self._prefix = holder, taker, prefix
-        self._background, self._deadline_s = background, deadline_s
-        self._name = f"prefix-{random_hex(16)}"
-        self._collector = OutputCollector()
-        self._push: asyncio.Task[None] | None = None
-        self._ended = self._written = False
-        self._attached = ExitStack()
-        for client in (holder, taker):
-            here = client.attached(self._name, self._collector, decodes=client is taker)
-            self._attached.enter_context(here)
-
-    async def run(self) -> int:
-        """The blocks that travelled. Raises what either worker has failed with."""
-        left_s = self._left_s()
-        reserve = self._filled(decode_pb2.ReserveRequest(writer_agent_id=self._holder.worker.agent_id))
-        response = await self._taker.reserve(reserve, left_s)
-        count = len(response.ticket.block_indices)
-        if not count:
-            return 0  # it has come by itself meanwhile
-        push = self._filled(prefill_pb2.PrefillRequest(ticket=response.ticket))
-        call = self._holder.prefill(push, self._left_s(), self._collector)
-        self._push = self._background.start(call)
-        while not self._ended:
-            await self._collector.wait()
-            self._accept()
-        return count
-
-    def close(self) -> None:
-        """Ends what has not ended on both workers. Never blocks."""
-        self._attached.close()
-        if self._push is not None:
-            self._push.cancel()
-        if not self._ended:
-            no_writer = self._push is None or self._written
-            self._background.start(self._taker.abort(self._name, no_writer, self._deadline_s))
-
-    def _accept(self) -> None:
-        for event in self._collector.take_all():
-            match event:
-                case decode_pb2.SequenceOutput():
-                    self._ended = self._ended or bool(event.delta.finish_reason)
-                    if event.HasField("failure"):
-                        raise failure_error(event.failure.reason, event.failure.message)
-                case prefill_pb2.HandoffDone():
-                    self._written = True
-                case WorkerFailed():
-                    raise event.error
-                case prefill_pb2.FirstToken():
-                    pass  # of a holder that does not know of prefixes, and has computed
-
-    def _filled(self, request: AnyCall) -> AnyCall:
-        prefix = self._prefix
-        request.request_id, request.prefix_only = self._name, True
-        request.token_ids.extend(prefix.token_ids)
-        request.cache_salt = prefix.cache_salt
-        request.sampling.CopyFrom(generation_pb2.SamplingParams(temperature=0.0))
-        request.stop.max_tokens = 1
-        request.timeout.FromNanoseconds(int(self._left_s() * 1e9))
-        if prefix.adapter is not None:
-            request.adapter.CopyFrom(generation_pb2.AdapterRef(**prefix.adapter._asdict()))
-        return request
-
-    def _left_s(self) -> float:
-        return max(1e-3, self._deadline_s - time.monotonic())
 
 
 def _prefix_of(request: InferenceRequest, token_ids: Sequence[int]) -> Prefix:

@@ -3,11 +3,13 @@
 A fetch is chosen where it is predicted to take at most `MARGIN` of the time that computing the same tokens takes.
 Predicted are
 
-    wait      half a step of the holder and one of the taker: their engines answer between steps
+    wait      half a step of the holder and one of the taker: their engines answer between steps; and fetches that keep
+              their lanes busy still
     lane      latency of the lane from holder to taker, as it was measured, and bytes over its speed
-    the rest  calls, and what a lane carries beside a probe: a line through the fetches so far (`FetchMeter`)
+    the rest  calls, and how much slower than its probe the lane is: by `FetchTimes`
 
-and for computing the worker's own fit of prompt times, or its rate where there is none yet.
+and for computing the worker's own fit of prompt times, or its rate where there is none yet. A fetch under way that
+brings the same blocks is waited for where that is sooner than another one, and by `MARGIN` sooner than computing.
 """
 
 from __future__ import annotations
@@ -15,53 +17,18 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
+from coordinator.peer_fetch.fetch_times import FetchTimes
+from coordinator.peer_fetch.prefix_offer import MARGIN, PrefixOffer, lane_seconds
+from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.routing.prompt_placement import prompt_fit_of
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
-from splitserve.v1 import registry_pb2
+from splitserve.generation.kv_blocks import BlockKeys
 
-MARGIN = 0.75
-"""A prediction that is 25% too low still finds the prefix sooner than it would have been computed: 0.75 x 1.25 < 1."""
-_GB = 1e9
-_FIRST_OVERHEAD_S = 0.01
-_PRIOR_LANE_S = (0.0, 0.1)
-_PRIOR_WEIGHT = 0.2
-"""Of each of the two made-up fetches, in measured ones."""
-_DECAY = 0.95
-_OUTLIER = 3.0
-"""A fetch counts as at most so many times as long as predicted."""
-_SLOPES = (0.25, 8.0)
-
-
-class FetchMeter:
-    """A line through measured fetches: seconds beside the waits for steps, over the seconds that the lane alone takes.
-
-    Exponentially weighted least squares; it begins with a made-up line of 10 ms and the lane's own speed.
-    """
-
-    def __init__(self) -> None:
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        for lane_s in _PRIOR_LANE_S:
-            self._add(lane_s, _FIRST_OVERHEAD_S + lane_s, _PRIOR_WEIGHT)
-
-    def predicted_s(self, lane_s: float) -> float:
-        """Seconds of a fetch that the lane alone carries in `lane_s`, without waits for steps."""
-        mean_x, mean_y = self._x / self._n, self._y / self._n
-        spread = self._xx / self._n - mean_x**2
-        slope = (self._xy / self._n - mean_x * mean_y) / spread if spread > 1e-12 else 1.0
-        slope = min(max(slope, _SLOPES[0]), _SLOPES[1])
-        return max(mean_y + slope * (lane_s - mean_x), lane_s * _SLOPES[0])
-
-    def record(self, lane_s: float, took_s: float) -> None:
-        """Takes a fetch that took `took_s` beside the predicted waits for steps."""
-        took_s = min(max(took_s, 0.0), _OUTLIER * self.predicted_s(lane_s))
-        self._n, self._x, self._y = self._n * _DECAY, self._x * _DECAY, self._y * _DECAY
-        self._xx, self._xy = self._xx * _DECAY, self._xy * _DECAY
-        self._add(lane_s, took_s)
-
-    def _add(self, x: float, y: float, weight: float = 1.0) -> None:
-        self._n, self._x, self._y = self._n + weight, self._x + weight * x, self._y + weight * y
-        self._xx, self._xy = self._xx + weight * x * x, self._xy + weight * x * y
+NO_WORKER: WorkerKey = ("", 0)
+"""A taker that is not chosen yet."""
+_LEAST_LEFT = 0.1
+"""Of what was predicted for a fetch under way: what is left of it where it is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,36 +44,67 @@ class FetchPlan:
     lane_s: float
     wait_s: float
     fetch_s: float
-    """All of the fetch, the two before included."""
+    """All of the fetch, the two before included; of one under way what is left."""
     compute_s: float
     """Computing the same tokens, which is also how long the fetch may take."""
+    joined: UnderWay | None = None
+    """The fetch under way that brings these blocks; None: it is yet to begin."""
+
+    @property
+    def spares_s(self) -> float:
+        """What it is sooner than computing."""
+        return self.compute_s - self.fetch_s
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A prompt whose prefix a worker may get from elsewhere."""
+
+    taker: Worker
+    prompt_tokens: int
+    keys: BlockKeys
+    expected: PrefixHits
+    """With what is being computed or fetched now,"""
+    confirmed: PrefixHits
+    """and without: what a holder has yet to compute it cannot send."""
+    model: str
+
+    @property
+    def most_tokens(self) -> int:
+        """The last token of a prompt is always computed."""
+        return self.prompt_tokens - 1
+
+    def held_tokens(self, hits: PrefixHits) -> int:
+        """Leading tokens that the taker has by these hits."""
+        return min(hits.blocks(self.taker.prefix_slot) * self.taker.block_size_tokens, self.most_tokens)
 
 
 def plan_fetch(
     snapshot: PoolSnapshot,
-    taker: Worker,
-    prompt_tokens: int,
-    expected: PrefixHits,
-    confirmed: PrefixHits,
-    meter: FetchMeter,
-    model: str,
+    wanted: Wanted,
+    times: FetchTimes,
+    under_way: FetchesUnderWay,
+    now: float,
     resting: Container[tuple[WorkerKey, WorkerKey]] = (),
 ) -> FetchPlan | None:
     """The fetch that spares the most time; None if none is predicted to be sooner than computing by `MARGIN`.
 
-    `expected` are the hits of the prompt with what is being computed now, `confirmed` those without: what a holder has
-    yet to compute it cannot send. Pairs of holder and taker that are `resting` are left alone.
+    Pairs of holder and taker that are `resting` are left alone.
     """
+    taker = wanted.taker
     if not taker.decodes:  # it gives no tickets
         return None
-    held = min(expected.blocks(taker.prefix_slot) * taker.block_size_tokens, prompt_tokens - 1)
-    plans = (
-        _plan(holder, taker, prompt_tokens, held, confirmed, meter)
-        for holder in holders(snapshot, taker, model)
+    joins = [plan for fetch in under_way.at(taker.key) if (plan := _join(fetch, wanted, now)) is not None]
+    # Blocks under way count as expected. Where a prompt does not wait for them, it has them not.
+    held = wanted.held_tokens(wanted.confirmed if joins else wanted.expected)
+    plans = [
+        plan
+        for holder in holders(snapshot, taker, wanted.model)
         if (holder.key, taker.key) not in resting
-    )
-    good = [plan for plan in plans if plan is not None and plan.fetch_s <= MARGIN * plan.compute_s]
-    return max(good, key=lambda plan: plan.compute_s - plan.fetch_s, default=None)
+        and (plan := _plan(holder, wanted, held, times, under_way, now)) is not None
+    ]
+    good = [plan for plan in (*joins, *plans) if plan.fetch_s <= MARGIN * plan.compute_s]
+    return max(good, key=lambda plan: plan.spares_s, default=None)
 
 
 def holders(snapshot: PoolSnapshot, taker: Worker, model: str) -> Iterable[Worker]:
@@ -114,29 +112,42 @@ def holders(snapshot: PoolSnapshot, taker: Worker, model: str) -> Iterable[Worke
     return (
         worker
         for worker in snapshot.workers
-        if worker.computes_prompts
+        if _sends(worker)
         and worker.serves(model)
-        and worker.usable
-        and not worker.isolation.worker
-        and not worker.circuit.tripped
         and worker.key != taker.key
         and taker.agent_id in worker.reached_agents
     )
+
+
+def offer_of(
+    snapshot: PoolSnapshot,
+    prompt_tokens: int,
+    confirmed: PrefixHits,
+    times: FetchTimes,
+    under_way: FetchesUnderWay,
+    model: str,
+    resting: Iterable[tuple[WorkerKey, WorkerKey]],
+    now: float,
+) -> PrefixOffer | None:
+    """What the worker that holds most of a prompt could send to others, for who chooses among them."""
+    able = [
+        (min(confirmed.blocks(worker.prefix_slot) * worker.block_size_tokens, prompt_tokens - 1), worker)
+        for worker in snapshot.workers
+        if _sends(worker) and worker.serves(model)
+    ]
+    tokens, holder = max(able, key=lambda held: (held[0], -step_seconds(held[1])), default=(0, None))
+    if holder is None or tokens < holder.block_size_tokens:
+        return None
+    busy_s = under_way.busy_s(holder.key, NO_WORKER, now) + step_seconds(holder) / 2
+    fixed_s = busy_s + times.calls_s((holder.key, NO_WORKER), now)
+    tired = frozenset(taker for sender, taker in resting if sender == holder.key)
+    return PrefixOffer(holder, whole_tokens(tokens, holder, holder), fixed_s, times.pace, tired)
 
 
 def whole_tokens(tokens: int, holder: Worker, taker: Worker) -> int:
     """How many of `tokens` leading tokens are whole blocks of both workers. One block size divides the other."""
     size = max(holder.block_size_tokens, taker.block_size_tokens, 1)
     return tokens // size * size
-
-
-def lane_seconds(holder: Worker, taker: Worker, tokens: int) -> float | None:
-    """Seconds in which the lane alone carries the KV of `tokens`; None if it is not measured, or refused."""
-    lane = next((lane for lane in holder.lanes if lane.agent_id == taker.agent_id), None)
-    if lane is None or lane.refused or lane.gb_per_second <= 0:
-        return None
-    size = tokens / max(1, taker.block_size_tokens) * taker.block_bytes
-    return lane.latency_ms / 1e3 + size / (lane.gb_per_second * _GB)
 
 
 def compute_seconds(worker: Worker, tokens: int, context_tokens: int) -> float | None:
@@ -149,31 +160,59 @@ def compute_seconds(worker: Worker, tokens: int, context_tokens: int) -> float |
     return tokens / load.prefill_tokens_per_second if load.prefill_tokens_per_second else None
 
 
-def _plan(
-    holder: Worker, taker: Worker, prompt_tokens: int, held: int, confirmed: PrefixHits, meter: FetchMeter
-) -> FetchPlan | None:
-    has = confirmed.blocks(holder.prefix_slot) * holder.block_size_tokens
-    tokens = whole_tokens(min(has, prompt_tokens - 1), holder, taker)
-    load = taker.load
-    if tokens <= held or load.running_requests >= taker.max_running_requests:
-        return None
-    if load.free_blocks * taker.block_size_tokens < tokens - held:  # it would wait for its reservation
-        return None
-    lane_s, more = lane_seconds(holder, taker, tokens - held), tokens - held
-    # A new worker is taken to be as fast as the other.
-    compute_s = compute_seconds(taker, more, held) or compute_seconds(holder, more, held)
-    if lane_s is None or compute_s is None:
-        return None
-    wait_s = _step_s(holder.load, holder) / 2 + _step_s(taker.load, taker)
-    return FetchPlan(
-        holder, taker, tokens, held, lane_s, wait_s, wait_s + meter.predicted_s(lane_s), compute_s
-    )
-
-
-def _step_s(load: registry_pb2.WorkerLoad, worker: Worker) -> float:
+def step_seconds(worker: Worker) -> float:
     """Seconds of the step that a worker is in; 0 where it has nothing to do."""
+    load = worker.load
     step_s = load.decode_step_ms / 1e3 if load.running_requests else 0.0
     if load.waiting_tokens and load.prefill_tokens_per_second:
         chunk = min(load.waiting_tokens, worker.max_step_tokens or load.waiting_tokens)
         step_s += chunk / load.prefill_tokens_per_second
     return step_s
+
+
+def _sends(worker: Worker) -> bool:
+    """Whether a worker sends prefixes, to those that it is connected to."""
+    sound = not worker.isolation.worker and not worker.circuit.tripped
+    return worker.computes_prompts and worker.usable and sound
+
+
+def _plan(
+    holder: Worker, wanted: Wanted, held: int, times: FetchTimes, under_way: FetchesUnderWay, now: float
+) -> FetchPlan | None:
+    taker = wanted.taker
+    has = wanted.confirmed.blocks(holder.prefix_slot) * holder.block_size_tokens
+    tokens = whole_tokens(min(has, wanted.most_tokens), holder, taker)
+    more, load = tokens - held, taker.load
+    # It would be refused there: requests' own reservations go first.
+    if more <= 0 or load.running_requests >= taker.max_running_requests or load.waiting_reservations:
+        return None
+    if load.free_blocks * taker.block_size_tokens < more:
+        return None
+    lane_s = lane_seconds(holder, taker, more)
+    # A new worker is taken to be as fast as the other.
+    compute_s = compute_seconds(taker, more, held) or compute_seconds(holder, more, held)
+    if lane_s is None or compute_s is None:
+        return None
+    wait_s = step_seconds(holder) / 2 + step_seconds(taker)
+    wait_s += under_way.busy_s(holder.key, taker.key, now)
+    fetch_s = wait_s + times.predicted_s((holder.key, taker.key), lane_s, now)
+    return FetchPlan(holder, taker, tokens, held, lane_s, wait_s, fetch_s, compute_s)
+
+
+def _join(fetch: UnderWay, wanted: Wanted, now: float) -> FetchPlan | None:
+    """Waiting for a fetch under way. What it brings beyond the prompt's own prefix does not count."""
+    taker = wanted.taker
+    keys = wanted.keys.get(taker.block_size_tokens, ())
+    tokens = min(
+        fetch.common_tokens(keys), wanted.most_tokens // taker.block_size_tokens * taker.block_size_tokens
+    )
+    held = wanted.held_tokens(wanted.confirmed)
+    if tokens <= held:
+        return None
+    compute_s = compute_seconds(taker, tokens - held, held) or compute_seconds(
+        fetch.holder, tokens - held, held
+    )
+    if compute_s is None:
+        return None
+    left_s = max(fetch.due_s - now, _LEAST_LEFT * (fetch.due_s - fetch.began_s))
+    return FetchPlan(fetch.holder, taker, tokens, held, 0.0, left_s, left_s, compute_s, fetch)

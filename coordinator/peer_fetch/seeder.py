@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.peer_fetch.hot_prefixes import Prefix
-from coordinator.peer_fetch.policy import holders, lane_seconds, whole_tokens
+from coordinator.peer_fetch.policy import holders, whole_tokens
+from coordinator.peer_fetch.prefix_offer import lane_seconds
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
-from splitserve.errors import SplitserveError
+from splitserve.errors import DeadlineExceededError, SplitserveError
 from splitserve.generation.kv_blocks import block_keys, chain_salt
 from splitserve.logs import log_event
 
@@ -95,7 +96,10 @@ class Seeder:
                 continue
             part = replace(prefix, token_ids=prefix.token_ids[: source.tokens])
             try:
-                moved = await self._fetcher.bring(source.holder, worker, part, min(left_s, FETCH_S))
+                await self._yielding(source.holder, worker, began_s + SEED_S)
+                moved = await self._fetcher.seed(
+                    source.holder, worker, part, source.keys, min(left_s, FETCH_S)
+                )
             except SplitserveError as error:
                 failures += 1
                 log_event("worker.seed_failed", worker_id=worker.worker_id, reason=error.reason)
@@ -103,12 +107,19 @@ class Seeder:
             # Until it reports them itself.
             self._registry.prefixes.expect([worker.key], source.keys, time.monotonic())
             failures, seeded, blocks, left = 0, seeded + 1, blocks + moved, left - moved
-            self._fetcher.counts.seeded_tokens += moved * size
         if prefixes:
             took_s = round(time.monotonic() - began_s, 3)
             log_event(
                 "worker.seeded", worker_id=worker.worker_id, prefixes=seeded, blocks=blocks, took_s=took_s
             )
+
+    async def _yielding(self, holder: Worker, taker: Worker, deadline_s: float) -> None:
+        """Waits until no request's fetch needs either worker."""
+        while not self._fetcher.under_way.may_seed(holder.key, taker.key):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineExceededError("requests' fetches left no time", reason="NO_TIME_TO_SEED")
+            await self._fetcher.under_way.changed(left_s)
 
     def _source_of(self, prefix: Prefix, taker: Worker) -> _Source | None:
         """Who holds most of a prefix, by the fastest lane; None if the taker has as much."""

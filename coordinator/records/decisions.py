@@ -17,6 +17,7 @@ TERMS: Mapping[str, str] = MappingProxyType(
         "queue_s": "queue",
         "prefill_s": "prefill",
         "transfer_s": "transfer",
+        "fetch_s": "fetch",
         "decode_wait_s": "decode",
         "others_s": "delay of others",
     }
@@ -67,6 +68,7 @@ def _why_fetched(fetched: FetchedPrefix) -> str:
     predicted, computing = fetched.predicted_s * 1e3, fetched.compute_s * 1e3
     text = f"{fetched.taker} lacked {fetched.tokens} tokens that it holds: predicted {predicted:.1f} ms"
     text += f", {computing:.1f} ms to compute them; took {fetched.took_s * 1e3:.1f} ms"
+    text += " beside another request's fetch" if fetched.joined else ""
     return f"{text}, and failed: {fetched.failure}" if fetched.failure else text
 
 

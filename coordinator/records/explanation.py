@@ -159,6 +159,7 @@ def _candidate(candidate: Candidate) -> records_pb2.DecisionCandidate:
         others_ms=cost.others_s * 1e3,
         cached_tokens=cost.cached_tokens,
         decode_cached_tokens=cost.decode_cached_tokens,
+        fetch_ms=cost.fetch_s * 1e3,
     )
 
 

@@ -17,15 +17,17 @@ class PairCost:
     """Delay that computing the prompt causes to requests behind it; not part of this request's own time."""
     transfer_s: float = 0.0
     decode_wait_s: float = 0.0
+    fetch_s: float = 0.0
+    """Fetching what another worker's cache has more of the prompt, where that is sooner; `prefill_s` is the rest."""
     cached_tokens: int = 0
-    """Leading prompt tokens expected in the prefill worker's cache."""
+    """Leading prompt tokens expected in the prefill worker's cache, without what is fetched."""
     decode_cached_tokens: int = 0
     """Leading prompt tokens expected in the decode worker's cache."""
 
     @property
     def wait_s(self) -> float:
         """Seconds until the request can be decoded."""
-        return self.queue_s + self.prefill_s + self.transfer_s + self.decode_wait_s
+        return self.queue_s + self.fetch_s + self.prefill_s + self.transfer_s + self.decode_wait_s
 
 
 NO_COST = PairCost()
@@ -57,3 +59,5 @@ class FetchedPrefix:
     took_s: float
     failure: str = ""
     """Reason and message; empty unless it failed, and they were computed."""
+    joined: bool = False
+    """Whether it was under way already, for another request."""

@@ -36,6 +36,9 @@ class RequestObserver:
     def routed(self, state: RequestState) -> None:
         """An attempt begins: `state.attempt` names its workers."""
 
+    def prefix_missed(self, state: RequestState, tokens: int) -> None:
+        """The prefill worker lacks so many tokens that a fetch was to bring; `state.attempt` says so already."""
+
     def reserving(self, state: RequestState) -> None:
         """Reserve is being called on the decode worker."""
 
@@ -171,8 +174,12 @@ class RequestEvents:
         self.emit(RequestObserver.routed)
 
     def prefix_fetched(self, fetched: FetchedPrefix) -> None:
-        """Records a fetch before the attempt. Emits nothing."""
-        self.state.attempt.fetched = fetched
+        """Records a fetch before the attempt. One that failed leaves its tokens to be computed."""
+        attempt = self.state.attempt
+        attempt.fetched = fetched
+        if fetched.failure and fetched.taker == attempt.prefill.worker_id:
+            attempt.expected_cached_tokens -= fetched.tokens
+            self.emit(RequestObserver.prefix_missed, fetched.tokens)
 
     def reserving(self, now: float) -> None:
         """See RequestObserver."""

@@ -48,16 +48,15 @@ NO_WAITS = Waits()
 
 @dataclass(slots=True)
 class AttemptReport:
-    """Measurements of one attempt: its workers, phase times in milliseconds, cached tokens.
-
-    `decode_worker` is empty until that worker has sent output, `transport` until KV was transferred.
-    """
+    """Measurements of one attempt, times in milliseconds. `decode_worker` is empty until that worker has sent output,
+    `transport` until KV was transferred; `reserve_wait_ms` is the part of `reserve_ms` that was waited for blocks."""
 
     prefill_worker: str
     decode_worker: str = ""
     transport: str = ""
     queue_ms: float = 0.0
     reserve_ms: float = 0.0
+    reserve_wait_ms: float = 0.0
     prefill_ms: float = 0.0
     transfer_ms: float = 0.0
     decode_admit_ms: float = 0.0

@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from coordinator.peer_fetch.prefix_offer import PrefixOffer
 from coordinator.request.caller import CLASS_RANKS
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestObserver
@@ -44,11 +45,17 @@ class PairSelector(RequestObserver):
     """Waits for a pair that can serve a request; as an observer, counts attempts as load on their workers."""
 
     def __init__(
-        self, config: CoordinatorConfig, registry: Registry, router: Router, first_workers: FirstWorkers
+        self,
+        config: CoordinatorConfig,
+        registry: Registry,
+        router: Router,
+        first_workers: FirstWorkers,
+        offer_of: Callable[[RequestState], PrefixOffer | None] = lambda state: None,
     ) -> None:
+        """`offer_of` says what of a prompt could be fetched."""
         self._config, self._first_workers = config, first_workers
         self._wants_candidates = config.records.enabled
-        self._registry = registry
+        self._registry, self._offer_of = registry, offer_of
         self._router = router
         book = PromptBook()
         hybrid = config.hybrid == "on" and config.local_prefill != "always"
@@ -115,6 +122,13 @@ class PairSelector(RequestObserver):
             sent_to = [w.key for w in workers if w is not None and w.block_size_tokens == size]
             self._registry.prefixes.expect(sent_to, keys, attempt.began_s)
 
+    def prefix_missed(self, state: RequestState, tokens: int) -> None:
+        """See RequestObserver. They count as to be computed after all."""
+        if (expected := self._expected.get(state.attempt.attempt_id)) is not None:
+            expected.grow(tokens)
+        else:
+            self._registry.loads.grow_prompt(state.attempt.prefill.key, tokens)
+
     def prefilling(self, state: RequestState) -> None:
         """See RequestObserver. Decode has room; the prompt goes to the prefill worker now."""
         if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:
@@ -178,6 +192,7 @@ class PairSelector(RequestObserver):
             expected_output_tokens=max(1.0, state.estimate.output_tokens - sent),
             session_id=request.session_id,
             class_rank=CLASS_RANKS[request.caller.priority_class],
+            offer=self._offer_of(state),
             computed_at_decode=self._config.local_prefill == "always",
             wants_candidates=self._wants_candidates,
         )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.peer_fetch.prefix_offer import MARGIN, PrefixOffer
 from coordinator.request.candidates import Candidate, PairCost
 from coordinator.routing.own_pair import own_pair
 from coordinator.routing.router import Pair, RoutingRequest
@@ -127,10 +128,21 @@ def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Colum
         saved_s *= size
         saved_s *= blocks
         scores -= saved_s
+        if request.offer is not None:
+            scores -= _saved_by_fetch_s(pool, request.offer, blocks * size)
     if request.session_id:
         home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * request.prompt_tokens * pool.token_s[home]
     return _without_excluded(scores, pool, request)
+
+
+def _saved_by_fetch_s(pool: PrefillColumns, offer: PrefixOffer, held: Column) -> Column:
+    """What each worker, which holds so many tokens, is sooner if it fetches what is offered, others' delay included."""
+    token_s, latency_s = pool.lane_from(offer)
+    missing = np.maximum(offer.tokens - held, 0.0)
+    fetch_s = offer.fixed_s + offer.pace * (latency_s + token_s * missing)
+    is_sooner = (missing > 0) & (fetch_s <= MARGIN * pool.token_s * missing)
+    return np.where(is_sooner, (pool.token_s + _others_token_s(pool)) * missing - fetch_s, 0.0)
 
 
 def _others_token_s(pool: PrefillColumns) -> float:

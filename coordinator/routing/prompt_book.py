@@ -124,6 +124,10 @@ class PromptBookkeeper(RequestObserver):
         """See RequestObserver. The prefill worker is to compute the prompt, until something else is known."""
         self._place(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
 
+    def prefix_missed(self, state: RequestState, tokens: int) -> None:
+        """See RequestObserver. The prompt is more work than was booked."""
+        self._place(state, state.attempt.prefill.key, state.attempt.expected_cached_tokens)
+
     def expected_locally(self, state: RequestState, cached_tokens: int) -> None:
         """The decode worker, which has so many tokens cached, may compute the prompt of the latest attempt itself."""
         if state.attempt.decode is not None:

@@ -161,9 +161,8 @@ class PromptPlacement:
         """A worker that has not computed prompts yet is taken for as fast as the router's prefill worker."""
         own, request = self._fit_of(worker, asked), asked.request
         ahead_s = self._book.ahead_s(worker.key, asked.due_s, request.class_rank, own, asked.now)
-        work_s = own.chunk_s(request.prompt_tokens - held, held)
         speedup = max(1.0, self._lent_speedup(worker))
-        ahead_s, work_s = ahead_s / speedup, work_s / speedup
+        ahead_s, work_s = ahead_s / speedup, _work_s(worker, request, own, held, speedup)
         if not worker.decodes:
             return PromptPlace(ahead_s, work_s)
         load, tpot_s = self._loads.decode[worker.key], self._strictest_s(worker, asked)
@@ -244,6 +243,19 @@ def _kept(pair: Pair) -> Pair:
     """The answer is decoded where its prompt is computed."""
     cost = replace(pair.cost, decode_cached_tokens=pair.cost.cached_tokens, transfer_s=0.0)
     return replace(pair, decode=pair.prefill, cost=cost, local_tokens=NO_LIMIT)
+
+
+def _work_s(worker: Worker, request: RoutingRequest, fit: PromptFit, held: int, speedup: float) -> float:
+    """Computing what a worker lacks of the prompt, or fetching a part of it where that is sooner. `speedup`: of what it
+    computes, by lent cores."""
+    offer = request.offer
+    compute_s = fit.chunk_s(request.prompt_tokens - held, held) / speedup
+    if offer is None or offer.tokens <= held:
+        return compute_s
+    fetch_s = offer.sooner_s(worker, held, fit.chunk_s(offer.tokens - held, held) / speedup)
+    if fetch_s is None:
+        return compute_s
+    return fetch_s + fit.chunk_s(request.prompt_tokens - offer.tokens, offer.tokens) / speedup
 
 
 def prompt_fit_of(told: registry_pb2.PromptFit) -> PromptFit:

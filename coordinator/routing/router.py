@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from coordinator.peer_fetch.prefix_offer import PrefixOffer
 from coordinator.request.candidates import NO_COST, Candidate, PairCost
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
 from coordinator.workers.load_ledger import LoadLedger
@@ -42,6 +43,8 @@ class RoutingRequest:
     """Requests of a higher class overtake others in a worker's queue; see `CLASS_RANKS`."""
     computed_at_decode: bool = False
     """Whether the decode worker computes the prompt in any case (`local_prefill: always`), so that it waits there."""
+    offer: PrefixOffer | None = None
+    """What workers that lack its prefix could fetch of it; None: nothing, or nobody fetches."""
     wants_candidates: bool = False
     """Whether `Pair.candidates` is wanted."""
 

@@ -81,10 +81,11 @@ def pair_cost(
     queue_s = prefill_score_s(loads.prefill[prefill.key].queued_tokens, 0, rate) * queue_weight(
         request.class_rank
     )
-    prefill_s = prefill_score_s(0, request.prompt_tokens - cached, rate)
-    others_s = (request.prompt_tokens - cached) * others_token_s
+    known, fetch_s = fetched(prefill, request, cached, rate)
+    prefill_s = prefill_score_s(0, request.prompt_tokens - known, rate)
+    others_s = (request.prompt_tokens - known) * others_token_s
     if decode is None:
-        return PairCost(queue_s, prefill_s, others_s, cached_tokens=cached)
+        return PairCost(queue_s, prefill_s, others_s, fetch_s=fetch_s, cached_tokens=cached)
     load, size = loads.decode[decode.key], decode.block_size_tokens
     blocks = blocks_for(request.prompt_tokens, size)
     held = min(request.hits.blocks(decode.prefix_slot), blocks)
@@ -105,9 +106,20 @@ def pair_cost(
         others_s,
         transfer_s=(blocks - held) * decode.block_bytes * byte_s,
         decode_wait_s=wait_s,
+        fetch_s=fetch_s,
         cached_tokens=cached,
         decode_cached_tokens=min(held * size, request.prompt_tokens),
     )
+
+
+def fetched(worker: Worker, request: RoutingRequest, cached: int, rate: float) -> tuple[int, float]:
+    """Leading tokens that a worker does not compute if it fetches what it can, and the seconds of that; `cached` and 0
+    where computing is as soon."""
+    offer = request.offer
+    if offer is None:
+        return cached, 0.0
+    fetch_s = offer.sooner_s(worker, cached, (offer.tokens - cached) / rate)
+    return (cached, 0.0) if fetch_s is None else (offer.tokens, fetch_s)
 
 
 def needed_blocks(request: RoutingRequest, block_size: Size) -> Size:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from coordinator.peer_fetch.prefix_offer import PrefixOffer, token_bytes
 from coordinator.routing.scores import crowding
 from coordinator.workers.load import DEFAULT_PREFILL_TOKENS_PER_S, DEFAULT_STEP_S, DecodeLoad, PrefillLoad
 from coordinator.workers.load_ledger import LoadLedger
@@ -114,6 +115,7 @@ class PrefillColumns(WorkerColumns):
         self._queued, self._rate = np.zeros(shape[0]), np.zeros(shape[0])
         self.queue_s, self.token_s = np.zeros(shape[0]), np.zeros(shape[0])
         self._agents = [worker.agent_id for worker in decodes]
+        self._row_of_agent = {worker.agent_id: row for row, worker in enumerate(workers)}
         self._measured = np.zeros(shape)
         self._lane_keys: list[tuple[frozenset[str], int] | None] = [None] * shape[0]
         self.unreached = np.full(shape, np.inf)
@@ -171,6 +173,20 @@ class PrefillColumns(WorkerColumns):
         if self.unmeasured:
             self.token_s[self._rate == 0] = self.mean_token_s
             self.queue_s = np.where(self.ready, self._queued * self.token_s, np.inf)
+
+    def lane_from(self, offer: PrefixOffer) -> tuple[Column, Column]:
+        """Seconds for each token of KV, and of latency, from the offer's holder to each worker; latency is infinite to
+        those that it cannot go to."""
+        token_s, latency_s = np.zeros(len(self.workers)), np.full(len(self.workers), np.inf)
+        for lane in offer.holder.lanes:
+            row = self._row_of_agent.get(lane.agent_id)
+            if row is None or lane.refused or lane.gb_per_second <= 0:
+                continue
+            worker = self.workers[row]
+            if offer.may_go_to(worker):
+                token_s[row] = token_bytes(worker) / (lane.gb_per_second * _GB)
+                latency_s[row] = lane.latency_ms / 1e3
+        return token_s, latency_s
 
     @property
     def crowded(self) -> float:

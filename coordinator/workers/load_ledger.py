@@ -24,6 +24,11 @@ class ExpectedPrompt:
     def __init__(self, ledger: LoadLedger, load: PrefillLoad, tokens: int) -> None:
         self._ledger, self._load, self._tokens = ledger, load, tokens
 
+    def grow(self, tokens: int) -> None:
+        """So many tokens more are to be computed there."""
+        self._tokens += tokens
+        self._ledger.release_expected(self._load, -tokens)
+
     def begin(self) -> None:
         """The prefill worker is called now: counts the prompt as sent, until the next report."""
         if tokens := self._tokens:
@@ -80,6 +85,12 @@ class LoadLedger:
         """Counts a prompt of which `tokens` are to be computed as sent, until the next report. Boots that are unknown
         or compute none are ignored."""
         self._count(key, self.prefill.get(key), tokens)
+
+    def grow_prompt(self, key: WorkerKey, tokens: int) -> None:
+        """So many tokens more of a prompt that was counted as sent are to be computed. Unknown boots are ignored."""
+        if (load := self.prefill.get(key)) is not None:
+            load.sent_tokens += tokens
+            self._log_change(key)
 
     def count_stream(self, key: WorkerKey, tokens: int) -> None:
         """Counts a request of `tokens` prompt tokens as sent to where it is decoded, until the next report. Boots that

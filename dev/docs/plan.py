@@ -226,6 +226,7 @@ SHORT: Mapping[str, str] = {
     ),
     "python -m bench.kv_tiers": "python -m bench.kv_tiers --quick --json",
     "python -m bench.kv_tiers.peer_fetch": "python -m bench.kv_tiers.peer_fetch --tokens 128 --turns 1 --json",
+    "python -m bench.kv_tiers.seeding": "python -m bench.kv_tiers.seeding --prefixes 2 --tokens 64 --json",
     "python -m bench.handoff": "python -m bench.handoff --repeats 1 --lengths 16 --json",
     "python -m bench.handoff.narrow_kv": "python -m bench.handoff.narrow_kv --prompts 1 --repeats 0 --json",
     "python -m bench.kv_dtype": "python -m bench.kv_dtype --prompts 1 --threads --json",

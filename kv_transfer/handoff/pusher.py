@@ -65,6 +65,10 @@ class KvPusher:
         """Number of requests without a terminal event."""
         return len(self._pushes)
 
+    def writes_to(self, agent_id: str) -> bool:
+        """Whether writes to this peer are in flight."""
+        return any(push.ticket.decode_agent_id == agent_id for push in self._push_of_write.values())
+
     def start(
         self,
         request_id: str,

@@ -14,12 +14,22 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.streams import tokens
 from tests.support.engine.reference import Reference
-from tests.support.neutral.direct_requests import MAX_TOKENS, direct_workers, hand_off, hand_prefix
-from tests.support.neutral.neutral_processes import neutral_processes
+from tests.support.journal import settled
+from tests.support.neutral.direct_requests import (
+    MAX_TOKENS,
+    DirectWorker,
+    direct_workers,
+    hand_off,
+    hand_prefix,
+)
+from tests.support.neutral.neutral_processes import NeutralProcesses, neutral_processes
 from tests.support.waiting import LEAST_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
 BLOCK = 16
+HALF_A_PREFIX = "faults: {bandwidth_bytes_per_s: 50000000, stall_write: {at: [4]}}\n"
+"""Of six blocks five go first, as a lane this slow is given 4 MiB at a time. The fourth write is the second piece of a
+worker's second prefix."""
 
 
 async def test_float32_answers_after_a_fetch_are_those_of_transformers(smollm2: str, log_dir: Path) -> None:
@@ -28,6 +38,8 @@ async def test_float32_answers_after_a_fetch_are_those_of_transformers(smollm2: 
     prompts = [[*prefix, *tokenizer.encode(sentences(3, seed=n))[: 5 + n]] for n in range(2)]
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
     options = ["--dtype", "float32", "--block-size", str(BLOCK), "--num-blocks", "96", "--verify-kv", "all"]
+    (faults := log_dir / "faults.yaml").write_text(HALF_A_PREFIX)
+    options += ["--config", str(faults)]
     async with neutral_processes(log_dir, smollm2, *options) as workers:
         async with direct_workers(workers.registry, "a", "b") as (a, b):
             whole = {"ignore_eos": False}
@@ -38,7 +50,29 @@ async def test_float32_answers_after_a_fetch_are_those_of_transformers(smollm2: 
             assert answers == expected
             # And on from there: what was fetched is handed off like what was computed.
             assert await hand_off(a, b, "ab", prompts[1], **whole) == expected[1]
+            await _lose_the_holder_half_way(workers, a, b, prompts[0][::-1], reference)
         await workers.registry.assert_no_leaks()
+
+
+async def _lose_the_holder_half_way(
+    workers: NeutralProcesses, a: DirectWorker, b: DirectWorker, prompt: list[int], reference: Reference
+) -> None:
+    """Its first piece has arrived in blocks that the taker has reserved, the second one is on its way."""
+    prefix, expected = prompt[: 6 * BLOCK], reference.greedy(prompt, MAX_TOKENS)
+    assert await b.local("warm again", prompt, ignore_eos=False) == expected
+    ticket = await a.reserve("half", prefix, b.agent_id, prefix_only=True)
+    assert ticket is not None
+    assert len(ticket.block_indices) == 6
+    push = asyncio.create_task(b.compute("half", prefix, ticket, prefix_only=True))
+    holder = workers.members["b"]
+    await settled(lambda: any(event["event"] == "fault.injected" for event in holder.events()))
+    holder.kill()
+    workers.registry.lost("b")
+    for failed in await asyncio.gather(push, a.rest("half"), return_exceptions=True):
+        assert isinstance(failed, SplitserveError)
+    assert await a.local("after", prompt, ignore_eos=False) == expected, (
+        "computed, not read from half a prefix"
+    )
 
 
 async def test_a_holder_that_lacks_it_or_dies_costs_the_fetch_alone(log_dir: Path) -> None:

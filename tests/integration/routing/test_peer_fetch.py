@@ -57,7 +57,9 @@ async def fetched(cluster: Cluster, client: AsyncClient) -> tuple[list[int], dic
 
 
 async def test_a_prefix_is_fetched_once_a_worker_and_answers_stay_the_same(log_dir: Path) -> None:
-    setup = Cluster(log_dir, neutral=3, worker_options=WORKERS, coordinator_options=COORDINATOR)
+    (faults := log_dir / "faults.yaml").write_text("faults: {latency_s: 0.05}\n")
+    slow = [*WORKERS, "--config", str(faults)]
+    setup = Cluster(log_dir, neutral=3, worker_options=slow, coordinator_options=COORDINATOR)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
         prefix, fetch = await fetched(cluster, client)
         assert fetch["took_ms"] < fetch["compute_ms"], "sooner than computing"
@@ -65,6 +67,18 @@ async def test_a_prefix_is_fetched_once_a_worker_and_answers_stay_the_same(log_d
         for number in range(4):
             assert (await ask(client, [*prefix, 4, number]))[1] == PREFIX
         assert len(fetches(cluster)) == count, "both have it now"
+        # Another prefix, by several prompts at once: the first one fetches it, and those after it wait for that.
+        for seed in range(100, 120):
+            prefix, before = tokens(PREFIX, seed), len(fetches(cluster))
+            await ask(client, [*prefix, 1])
+            await asyncio.sleep(3 * HEARTBEAT_S)  # as above
+            asked = await asyncio.gather(*(ask(client, [*prefix, 5, number]) for number in range(6)))
+            if new := fetches(cluster)[before:]:
+                break
+        assert [cached for _, cached in asked] == [PREFIX] * 6
+        assert [fetch["joined"] for fetch in new].count(False) == 1
+        assert len(new) >= 2
+        assert all(fetch["failure"] == "" for fetch in new)
         await cluster.assert_no_leaks()
 
 

@@ -10,9 +10,10 @@ import pytest
 from decode_worker.reservation_queue import Granted
 from engine.core.types import EngineRequest, SamplingParams, StopParams
 from kv_transfer.handoff.ticket import WRITE_GRACE_S, KvTicket
+from prefill_worker import prefix_pushes
 from prefill_worker.live_prefill import engine_id
 from prefill_worker.prefill_event import Failed, HandedOff
-from splitserve.errors import InvalidArgumentError
+from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
 from tests.support.engine.connector_pair import COORDINATOR
 from tests.support.neutral.neutral_rig import NeutralNode, NeutralRig, expected, ticket_of
 
@@ -80,6 +81,27 @@ def test_a_fetched_prefix_is_cached_and_gives_the_same_answer(has: int) -> None:
         o for o in rig.a.outputs[COORDINATOR] if o.HasField("local_prefill") and o.request_id == "asked"
     ]
     assert reported.local_prefill.cached_tokens == LENGTH
+    rig.assert_empty()
+
+
+def test_a_long_prefix_goes_in_pieces_and_is_cached_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = NeutralRig()
+    monkeypatch.setattr(prefix_pushes, "LEAST_PIECE_BYTES", 1)
+    monkeypatch.setattr(prefix_pushes, "PIECE_S", 0.0)
+    tokens = prompt(LENGTH + 5, 1)
+    warm(rig, rig.b, tokens)
+    ticket = begin(rig.a, rig.b, "fetch", tokens[:LENGTH])
+    posted = rig.b.transport.descriptors_posted
+    rig.run(20)
+    (event,) = rig.b.events[engine_id("fetch", 1)]
+    assert isinstance(event, HandedOff)
+    assert event.written_bytes == ticket.total_bytes
+    assert rig.b.transport.descriptors_posted - posted == LENGTH // BLOCK, "a block at a time"
+    assert cached(rig.a, tokens) == LENGTH
+    (granted,) = rig.a.reserve("asked", tokens, local=1000)
+    assert isinstance(granted, Granted)
+    rig.run(20)
+    assert rig.a.streamed("asked") == expected(tokens)
     rig.assert_empty()
 
 
@@ -179,16 +201,20 @@ def test_an_abort_at_either_side_leaves_nothing() -> None:
     rig.assert_empty()
 
 
-def test_a_taker_without_room_waits_and_takes_nothing() -> None:
+def test_a_prefix_does_not_wait_for_room_nor_where_reservations_do() -> None:
     rig = NeutralRig(num_blocks=16)
     tokens = prompt(LENGTH, 10)
     warm(rig, rig.b, [*tokens, 9])
     (granted,) = rig.a.reserve("big", prompt(12 * BLOCK, 11), rig.b.agent_id)
     assert isinstance(granted, Granted)
-    waiting = rig.a.reserve("fetch", tokens, rig.b.agent_id, prefix_only=True)
-    rig.run(3)
-    assert waiting == []
-    for name in ("big", "fetch"):
+    (refused,) = rig.a.reserve("full", tokens, rig.b.agent_id, prefix_only=True)
+    assert isinstance(refused, ResourceExhaustedError)
+    assert refused.reason == "NO_ROOM_FOR_PREFIX"
+    assert rig.a.reserve("waits", prompt(12 * BLOCK, 13), rig.b.agent_id) == []
+    with pytest.raises(ResourceExhaustedError) as behind:
+        rig.a.reserve("behind", tokens[:BLOCK], rig.b.agent_id, prefix_only=True)
+    assert behind.value.reason == "NO_ROOM_FOR_PREFIX"
+    for name in ("big", "waits"):
         rig.a.connector.consumer.abort(rig.a.core, f"{COORDINATOR}/{name}", COORDINATOR, True, rig.clock.now)
     rig.run(3)
     rig.assert_empty()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from coordinator.peer_fetch.policy import MARGIN, FetchMeter, FetchPlan, compute_seconds, plan_fetch
+from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch.fetch_times import FetchTimes
+from coordinator.peer_fetch.policy import MARGIN, FetchPlan, Wanted, compute_seconds, plan_fetch
+from coordinator.peer_fetch.under_way import FetchesUnderWay
 from coordinator.records.decisions import decisions_of
 from coordinator.records.request_record import AttemptFacts, RequestRecord
 from coordinator.request.candidates import FetchedPrefix
@@ -57,7 +59,8 @@ def plan(
     """For the first worker."""
     known = PrefixHits.of(hits)
     sure = known if confirmed is None else PrefixHits.of(confirmed)
-    return plan_fetch(PoolSnapshot(workers), workers[0], prompt, known, sure, FetchMeter(), "m")
+    wanted = Wanted(workers[0], prompt, {}, known, sure, "m")
+    return plan_fetch(PoolSnapshot(workers), wanted, FetchTimes(), FetchesUnderWay(BackgroundTasks()), 0.0)
 
 
 def test_a_prefix_is_fetched_where_that_is_sooner() -> None:
@@ -136,26 +139,6 @@ def test_computing_is_predicted_by_the_worker_s_own_fit() -> None:
     assert compute_seconds(one, 50, 1000) == pytest.approx(0.05 + 51.25e-3)
 
 
-def test_predictions_follow_what_is_measured() -> None:
-    """Whatever overhead and speed the real lane has: after thirty fetches of all sizes within 25%."""
-    pick = random.Random(5)
-    for overhead_s, slope in ((0.002, 1.0), (0.05, 1.4), (0.02, 5.0), (0.005, 0.5)):
-        meter = FetchMeter()
-        for _ in range(60):
-            lane_s = pick.uniform(0.001, 0.2)
-            meter.record(lane_s, overhead_s + slope * lane_s * pick.uniform(0.95, 1.05))
-        for lane_s in (0.01, 0.05, 0.2):
-            assert meter.predicted_s(lane_s) == pytest.approx(overhead_s + slope * lane_s, rel=0.25)
-
-
-def test_one_stopped_fetch_does_not_end_all_others() -> None:
-    meter = FetchMeter()
-    for _ in range(50):
-        meter.record(0.02, 0.03)
-    meter.record(0.02, 60.0)
-    assert meter.predicted_s(0.02) < 0.04
-
-
 def test_the_record_says_what_was_fetched_and_why() -> None:
     fetched = FetchedPrefix("w1", "w0", 320, 0.012, 0.64, 0.0111)
     attempt = AttemptFacts(
@@ -182,12 +165,20 @@ def test_no_fetch_to_a_worker_that_could_not_take_it_now() -> None:
     assert plan(taker(free_blocks=40), worker(1), hits={1: 40}) is not None
     assert plan(taker(free_blocks=39), worker(1), hits={1: 40}) is None
     assert plan(taker(free_blocks=64, running_requests=64), worker(1), hits={1: 40}) is None
+    assert plan(taker(free_blocks=64, waiting_reservations=1), worker(1), hits={1: 40}) is None
 
 
 def test_a_pair_that_rests_is_left_alone() -> None:
     near, far = worker(1), worker(2)
     hits = PrefixHits.of({1: 40, 2: 39})
-    arguments = (PoolSnapshot((worker(0), near, far)), worker(0), PROMPT, hits, hits, FetchMeter(), "m")
-    found = plan_fetch(*arguments, resting={(near.key, worker(0).key): 1.0})
+    wanted = Wanted(worker(0), PROMPT, {}, hits, hits, "m")
+    found = plan_fetch(
+        PoolSnapshot((worker(0), near, far)),
+        wanted,
+        FetchTimes(),
+        FetchesUnderWay(BackgroundTasks()),
+        0.0,
+        resting={(near.key, worker(0).key): 1.0},
+    )
     assert found is not None
     assert found.holder.worker_id == "w2"

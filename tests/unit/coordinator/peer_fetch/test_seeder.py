@@ -11,9 +11,10 @@ import pytest
 
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch import seeder
-from coordinator.peer_fetch.fetcher import FetchCounts, PrefixFetcher
+from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
 from coordinator.peer_fetch.seeder import MAX_FAILURES, Seeder
+from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import RotationPlan
 from coordinator.workers.snapshot import Worker
@@ -36,15 +37,18 @@ class ScriptedFetcher:
     """Notes what it is to bring."""
 
     def __init__(self) -> None:
-        self.hot, self.counts = HotPrefixes(), FetchCounts()
+        self.hot, self.under_way = HotPrefixes(), FetchesUnderWay(BackgroundTasks())
         self.brought: list[tuple[str, str, Prefix]] = []
         self.fails = False
 
-    async def bring(self, holder: Worker, taker: Worker, prefix: Prefix, limit_s: float) -> int:
+    async def seed(
+        self, holder: Worker, taker: Worker, prefix: Prefix, keys: Sequence[int], limit_s: float
+    ) -> int:
         self.brought.append((holder.worker_id, taker.worker_id, prefix))
         if self.fails:
             raise FailedPreconditionError("gone", reason="PREFIX_GONE")
-        return len(prefix.token_ids) // BLOCK_SIZE
+        assert len(keys) == len(prefix.token_ids) // BLOCK_SIZE
+        return len(keys)
 
 
 class Rig:
@@ -109,7 +113,6 @@ async def test_each_prefix_comes_from_who_has_most_by_the_fastest_lane() -> None
     size = BLOCKS * BLOCK_SIZE
     assert sorted(rig.brought()) == [("a", 1, size), ("b", 2, size)], "nobody has 3"
     assert all(part.cache_salt == SALT for _, _, part in rig.fetcher.brought)
-    assert rig.fetcher.counts.seeded_tokens == 2 * size
     keys = block_keys(prefix(1), BLOCK_SIZE, SALT, 99)
     slot = rig.worker("new").prefix_slot
     hits = rig.registry.prefixes.hits_of({BLOCK_SIZE: keys}, time.monotonic())
@@ -134,7 +137,6 @@ async def test_it_stops_after_failures_in_a_row_and_after_its_time(monkeypatch: 
     rig.fetcher.fails = True
     await rig.seeder.seed(rig.worker("new"))
     assert len(rig.fetcher.brought) == MAX_FAILURES
-    assert rig.fetcher.counts.seeded_tokens == 0
     rig.fetcher.fails = False
     monkeypatch.setattr(seeder, "SEED_S", 0.0)
     await rig.seeder.seed(rig.worker("new"))
@@ -159,3 +161,25 @@ async def test_once_a_boot_and_again_when_a_standby_comes_into_rotation() -> Non
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_a_seed_waits_for_the_fetches_of_requests() -> None:
+    rig = Rig("a", "new")
+    rig.heat(1)
+    rig.report("a", [prefix(1)])
+    rig.report("new")
+    over, now = asyncio.Event(), time.monotonic()
+
+    async def bring() -> int:
+        await over.wait()
+        return 1
+
+    fetch = UnderWay(rig.worker("a"), rig.worker("new"), (), now, now, 0.0)
+    waiting = asyncio.create_task(rig.fetcher.under_way.begin(fetch, bring).wait(5.0))
+    seeding = asyncio.create_task(rig.seeder.seed(rig.worker("new")))
+    await asyncio.sleep(0.02)
+    assert rig.brought() == []
+    over.set()
+    await seeding
+    assert len(rig.brought()) == 1
+    assert await waiting == 1

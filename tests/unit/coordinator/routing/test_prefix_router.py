@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.peer_fetch.prefix_offer import PrefixOffer
 from coordinator.request.candidates import PairCost
 from coordinator.routing import prefix_router
 from coordinator.routing.baseline_routers import RoundRobinRouter
@@ -281,7 +282,49 @@ def with_block_sizes(workers: Sequence[Worker], sizes: Sequence[int]) -> list[Wo
 sizes_st = st.just([16]) | st.lists(st.sampled_from([8, 16, 32]), min_size=2, max_size=4)
 
 
-@given(prefills_st, decodes_st, st.integers(0, 7), st.sampled_from([-1, 0, 1]), sizes_st, st.booleans())
+def able_to_fetch(ps: list[Worker], speed: float) -> tuple[list[Worker], PrefixOffer]:
+    """The same workers, neutral and connected to each other, and what the first one offers."""
+    more = [registry_pb2.LaneReport(agent_id=p.agent_id, gb_per_second=speed, latency_ms=2.0) for p in ps]
+    agents = frozenset(p.agent_id for p in ps)
+    both = [
+        dataclasses.replace(
+            p, neutral=True, lanes=(*p.lanes, *more), connected_agents=p.connected_agents | agents
+        )
+        for p in ps
+    ]
+    return both, PrefixOffer(both[0], 960, 0.01, 1.5, frozenset(p.key for p in ps[3:]))
+
+
+def test_a_worker_that_could_fetch_the_prefix_is_nearly_as_good_as_one_that_has_it() -> None:
+    """So a hot prefix spreads as soon as its holder has a queue, and not before."""
+    held = hits(p1=60)
+    idle, _ = able_to_fetch([prefill("p1", "d0"), prefill("p0", "d0")], 10.0)
+    queued, offer = able_to_fetch([prefill("p1", "d0", waiting_tokens=200), prefill("p0", "d0")], 10.0)
+    assert chosen(*queued, decode("d0"), hits=held) == ("p1", "d0")
+    assert chosen(*idle, decode("d0"), hits=held, offer=offer) == ("p1", "d0")
+    pair = choose(*queued, decode("d0"), hits=held, offer=offer, wants_candidates=True)
+    assert pair is not None
+    assert pair.prefill.worker_id == "p0"
+    assert pair.cost.cached_tokens == 0, "before it has fetched"
+    assert pair.cost.fetch_s == pytest.approx(0.01 + 1.5 * (0.002 + 960 * 6250 / 10e9))
+    assert pair.cost.prefill_s == pytest.approx((REQUEST.prompt_tokens - 960) / RATE)
+    resting = dataclasses.replace(offer, resting=frozenset({("p0", 1)}))
+    assert chosen(*queued, decode("d0"), hits=held, offer=resting) == ("p1", "d0")
+    slow, offer = able_to_fetch(queued, 0.01)
+    slow = [dataclasses.replace(p, lanes=p.lanes[:1]) for p in slow]
+    slow_offer = dataclasses.replace(offer, holder=slow[0])
+    assert chosen(*slow, decode("d0"), hits=held, offer=slow_offer) == ("p1", "d0")
+
+
+@given(
+    prefills_st,
+    decodes_st,
+    st.integers(0, 7),
+    st.sampled_from([-1, 0, 1]),
+    sizes_st,
+    st.booleans(),
+    st.sampled_from([None, 0.02, 10.0]),
+)
 def test_the_search_equals_trying_every_pair(
     prefills: Prefills,
     decodes: Decodes,
@@ -289,12 +332,19 @@ def test_the_search_equals_trying_every_pair(
     class_rank: int,
     sizes: list[int],
     computed_at_decode: bool,
+    fetch_gb_per_s: float | None,
 ) -> None:
-    """Workers with blocks of different sizes included."""
+    """Workers with blocks of different sizes, and those that could fetch the prefix, included."""
     ps, ds, held = pools(prefills, decodes)
     ps, ds = with_block_sizes(ps, sizes), with_block_sizes(ds, sizes[::-1])
+    ps, offer = (ps, None) if fetch_gb_per_s is None else able_to_fetch(ps, fetch_gb_per_s)
     request = dataclasses.replace(
-        REQUEST, hits=held, turn=turn, class_rank=class_rank, computed_at_decode=computed_at_decode
+        REQUEST,
+        hits=held,
+        turn=turn,
+        class_rank=class_rank,
+        computed_at_decode=computed_at_decode,
+        offer=offer,
     )
     rates = [p.load.prefill_tokens_per_second for p in ps]
     mean_rate = mean([rate for rate in rates if rate], 2000.0)
@@ -322,8 +372,8 @@ def test_the_search_equals_trying_every_pair(
             )
             totals.append(total_s(parts))
     pair = choose_among((*ds, *ps), request)
-    assert (pair is None) == (not totals)
-    if pair is not None:
+    assert (pair is None or pair.is_own) == (not totals), "a neutral one serves alone where there is no pair"
+    if pair is not None and totals:
         assert pair.decode is not None
         assert pair.prefill.reaches(pair.decode)
         assert not pair.prefill.draining
@@ -331,7 +381,7 @@ def test_the_search_equals_trying_every_pair(
 
 
 def total_s(parts: PairCost) -> float:
-    return parts.queue_s + parts.prefill_s + parts.others_s + parts.transfer_s + parts.decode_wait_s
+    return parts.wait_s + parts.others_s
 
 
 def mean(values: list[float], default: float) -> float:

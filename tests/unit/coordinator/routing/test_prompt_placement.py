@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.peer_fetch.prefix_offer import PrefixOffer
 from coordinator.request.caller import ANYONE, Caller, RequestTargets
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents
@@ -18,6 +19,7 @@ from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, RoutingRequest
 from coordinator.workers.load import Flight
 from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
 from engine.pacing.step_time_fit import PromptFit
 from splitserve.errors import UnavailableError
@@ -152,6 +154,22 @@ def test_lent_cores_make_a_prefill_worker_ready_sooner(clock: Clock) -> None:
         bench = Bench(clock, lent, replace(D0, host_id="i"))
         bench.queue(lent, 400)
         assert bool(bench.pair(bench.request(100)).local_tokens) is is_local
+
+
+def test_a_worker_that_could_fetch_the_prefix_is_ready_sooner(clock: Clock) -> None:
+    """Than the one that has it, and a queue."""
+    agents = frozenset({"agent-d0", "agent-p1", "agent-p0"})
+    lane = registry_pb2.LaneReport(agent_id="agent-p1", gb_per_second=10.0)
+    p0 = replace(P0, prefix_slot=0, lanes=(lane,), connected_agents=agents)
+    p1 = replace(worker("p1", "prefill"), neutral=True, output_open=True, connected_agents=agents)
+    bench = Bench(clock, p1, D0, p0)
+    queued = bench.request(500)
+    queued.routed(p0, D0, 0, clock.now_s)
+    hits, offer = PrefixHits.of({0: 124}), PrefixOffer(p0, 1984, 0.005, 1.0)
+    assert bench.pair(bench.request(2000), hits=hits).prefill.key == p0.key
+    assert bench.pair(bench.request(2000), hits=hits, offer=offer).prefill.key == p1.key
+    tired = replace(offer, resting=frozenset({p1.key}))
+    assert bench.pair(bench.request(2000), hits=hits, offer=tired).prefill.key == p0.key
 
 
 def test_what_is_urgent_elsewhere_counts_and_what_is_not_does_not(clock: Clock) -> None:

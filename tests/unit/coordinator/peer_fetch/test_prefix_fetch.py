@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 
 from coordinator.background_tasks import BackgroundTasks
-from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.peer_fetch.hot_prefixes import Prefix
-from coordinator.workers.client import WorkerClients
+from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, fetch_prefix
+from coordinator.request.caller import CLASS_RANKS
+from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
-from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -86,18 +86,10 @@ class Rig:
         ]
         self.holder, self.taker = (ScriptedWorker(worker) for worker in made)
         self.background = BackgroundTasks()
-        clients = {one.worker.key: one for one in (self.holder, self.taker)}
-
-        class Clients:
-            def client_for(self, worker: Worker) -> ScriptedWorker:
-                return clients[worker.key]
-
-        self.fetcher = PrefixFetcher(
-            CoordinatorConfig(peer_fetch="on"), registry, cast("WorkerClients", Clients()), self.background
-        )
 
     async def bring(self, limit_s: float = 5.0) -> int:
-        return await self.fetcher.bring(self.holder.worker, self.taker.worker, PREFIX, limit_s)
+        holder, taker = (cast("WorkerClient", worker) for worker in (self.holder, self.taker))
+        return await fetch_prefix(holder, taker, PREFIX, self.background, limit_s, rank=FETCH_RANK)
 
     def says(self, *events: WorkerEvent) -> None:
         """What both put into the collector once the holder is called."""
@@ -127,6 +119,7 @@ async def test_the_blocks_are_there_when_the_taker_says_so(order: tuple[WorkerEv
         assert call.cache_salt == b"salt", "a tenant's blocks stay its own"
         assert call.adapter.name == "a"
         assert call.stop.max_tokens == 1
+        assert SEED_RANK < call.precedence.class_rank < min(CLASS_RANKS.values()), "after requests"
         assert 0 < call.timeout.ToNanoseconds() <= 5e9
     assert reserve.writer_agent_id == rig.holder.worker.agent_id
     assert push.ticket.reservation == 7

@@ -1,0 +1,154 @@
+"""What a fetch takes beside waits for steps, by what the same workers and lanes have taken before. Pure.
+
+    fetch = calls + pace * lane
+
+`lane` are the seconds in which the lane carries the bytes by its probe. `calls`, the fixed part, is a weighted median
+of what recent fetches took beyond their lanes: younger ones and those of the same pair weigh more. Where there was none
+yet, a fetch is what it is made of: a Reserve on the taker and a Prefill on the holder, as requests' own calls took
+there beside what they waited and computed. `pace` is the median of slopes between fetches, and between requests' own
+handoffs, of different sizes (Theil, 1950; Sen, 1968), so that one that was stopped half way moves neither.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+from coordinator.workers.snapshot import WorkerKey
+
+Pair = tuple[WorkerKey, WorkerKey]
+"""Holder and taker."""
+FIRST_CALL_S = 0.003
+"""Of a call while no request has made any."""
+MAX_CALLS = 9
+MAX_WORKERS = 4096
+MAX_SAMPLES = 24
+"""Of fetches and of handoffs, the latest."""
+HALF_LIFE = 4.0
+"""So many fetches later one weighs half as much,"""
+HALF_LIFE_S = 120.0
+"""and so many seconds later: a fetch that seemed too slow for any other to be tried is forgotten."""
+OTHER_PAIR = 0.25
+"""Weight of another pair's fetch,"""
+UNTRIED = 0.3
+"""and of what calls have taken."""
+OUTLIER = 3.0
+"""A fetch counts as at most so many times as long as predicted."""
+PACES = (0.5, 8.0)
+LEAST_SPREAD = 0.2
+"""Slopes are taken between two of which the lane carries this share of the larger in more time,"""
+LEAST_SPREAD_S = 5e-4
+"""and at least so many seconds: below, noise is all that differs."""
+LEAST_SLOPES = 3
+
+
+class CallTimes:
+    """What calls to workers take beside what they wait for there: the median of the last ones, in seconds."""
+
+    def __init__(self) -> None:
+        self._by_worker: dict[WorkerKey, deque[float]] = {}
+        self._all: deque[float] = deque(maxlen=4 * MAX_CALLS)
+
+    def record(self, worker: WorkerKey, seconds: float) -> None:
+        """Takes a call."""
+        seconds = max(0.0, seconds)
+        if worker not in self._by_worker and len(self._by_worker) >= MAX_WORKERS:
+            del self._by_worker[next(iter(self._by_worker))]
+        self._by_worker.setdefault(worker, deque(maxlen=MAX_CALLS)).append(seconds)
+        self._all.append(seconds)
+
+    def of(self, worker: WorkerKey) -> float | None:
+        """Of this worker, else of any; None before the first call."""
+        known = self._by_worker.get(worker) or self._all
+        return median(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    pair: Pair
+    lane_s: float
+    took_s: float
+    at_s: float
+
+
+class FetchTimes:
+    """Predicts fetches. Times in seconds; `now` on the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.reserves, self.prefills = CallTimes(), CallTimes()
+        """Calls of requests by the worker called."""
+        self._fetches: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
+        self._handoffs: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
+        self._pace: float | None = None
+
+    def record(self, pair: Pair, lane_s: float, took_s: float, now: float) -> None:
+        """Takes a fetch that took `took_s` beside the predicted waits for steps."""
+        took_s = min(max(took_s, 0.0), OUTLIER * self.predicted_s(pair, lane_s, now))
+        self._fetches.append(_Sample(pair, lane_s, took_s, now))
+        self._pace = None
+
+    def record_handoff(self, pair: Pair, lane_s: float, took_s: float, now: float) -> None:
+        """Takes a request's handoff, of a prompt that was written at once: from its end on the engine until the last
+        byte was acknowledged."""
+        self._handoffs.append(_Sample(pair, lane_s, took_s, now))
+        self._pace = None
+
+    def predicted_s(self, pair: Pair, lane_s: float, now: float) -> float:
+        """Of a fetch whose bytes the lane alone carries in `lane_s`."""
+        return self.calls_s(pair, now) + self.pace * lane_s
+
+    def calls_s(self, pair: Pair, now: float) -> float:
+        """The fixed part."""
+        weighed = [(self._untried_s(pair), UNTRIED)]
+        for age, sample in enumerate(reversed(self._fetches)):
+            decay = 2.0 ** (-age / HALF_LIFE - max(0.0, now - sample.at_s) / HALF_LIFE_S)
+            rest_s = max(0.0, sample.took_s - self.pace * sample.lane_s)
+            weighed.append((rest_s, decay * (1.0 if sample.pair == pair else OTHER_PAIR)))
+        return weighted_median(weighed)
+
+    @property
+    def pace(self) -> float:
+        """Seconds for each second that the lane alone takes."""
+        if self._pace is None:
+            self._pace = self._measured_pace()
+        return self._pace
+
+    def _measured_pace(self) -> float:
+        slopes = [*_slopes(self._fetches), *_slopes(self._handoffs)]
+        if len(slopes) >= LEAST_SLOPES:
+            found = median(slopes)
+        else:
+            long = [s.took_s / s.lane_s for s in self._handoffs if s.lane_s >= 4 * LEAST_SPREAD_S]
+            found = median(long) if len(long) >= LEAST_SLOPES else 1.0
+        return min(max(found, PACES[0]), PACES[1])
+
+    def _untried_s(self, pair: Pair) -> float:
+        holder, taker = pair
+        prefill_s, reserve_s = self.prefills.of(holder), self.reserves.of(taker)
+        known = [each for each in (prefill_s, reserve_s) if each is not None]
+        other_s = known[0] if known else FIRST_CALL_S
+        return sum(other_s if each is None else each for each in (prefill_s, reserve_s))
+
+
+def weighted_median(weighed: Iterable[tuple[float, float]]) -> float:
+    """The value in the middle of (value, weight); the mean of two where the middle is between them."""
+    values = sorted(weighed)
+    half, below = sum(weight for _, weight in values) / 2, 0.0
+    for index, (value, weight) in enumerate(values):
+        below += weight
+        if below > half:
+            return value
+        if below == half and index + 1 < len(values):
+            return (value + values[index + 1][0]) / 2
+    return values[-1][0]
+
+
+def _slopes(samples: Sequence[_Sample] | deque[_Sample]) -> list[float]:
+    return [
+        (b.took_s - a.took_s) / (b.lane_s - a.lane_s)
+        for a, b in combinations(samples, 2)
+        if abs(b.lane_s - a.lane_s) >= max(LEAST_SPREAD_S, LEAST_SPREAD * max(a.lane_s, b.lane_s))
+    ]

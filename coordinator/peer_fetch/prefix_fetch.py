@@ -1,0 +1,125 @@
+"""One fetch: reserves at the taker, has the holder push, waits until the blocks are in the taker's cache."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import ExitStack
+from typing import TypeVar
+
+from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch.hot_prefixes import Prefix
+from coordinator.request.ids import random_hex
+from coordinator.workers.client import WorkerClient
+from coordinator.workers.output_collector import OutputCollector, WorkerFailed
+from splitserve.errors import DeadlineExceededError
+from splitserve.rpc.status import failure_error
+from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
+
+FETCH_RANK, SEED_RANK = -100, -101
+"""`Precedence.class_rank` on both workers: after the handoffs of all requests, and seeds after fetches."""
+
+AnyCall = TypeVar("AnyCall", decode_pb2.ReserveRequest, prefill_pb2.PrefillRequest)
+
+
+async def fetch_prefix(
+    holder: WorkerClient,
+    taker: WorkerClient,
+    prefix: Prefix,
+    background: BackgroundTasks,
+    limit_s: float,
+    *,
+    rank: int,
+) -> int:
+    """Brings a prefix into the taker's cache within `limit_s`; the blocks that travelled.
+
+    Raises SplitserveError: of either worker, or DeadlineExceededError (FETCH_TOO_SLOW).
+    """
+    fetch = _PrefixFetch(holder, taker, prefix, background, time.monotonic() + limit_s, rank)
+    try:
+        async with asyncio.timeout(limit_s):
+            return await fetch.run()
+    except TimeoutError:
+        message = f"the prefix was not there within {limit_s:.3f} s, in which it is computed"
+        raise DeadlineExceededError(message, reason="FETCH_TOO_SLOW") from None
+    finally:
+        fetch.close()
+
+
+class _PrefixFetch:
+    """One fetch from its reservation to its end. Call `close` in any case."""
+
+    def __init__(
+        self,
+        holder: WorkerClient,
+        taker: WorkerClient,
+        prefix: Prefix,
+        background: BackgroundTasks,
+        deadline_s: float,
+        rank: int,
+    ) -> None:
+        self._holder, self._taker, self._prefix = holder, taker, prefix
+        self._background, self._deadline_s, self._rank = background, deadline_s, rank
+        self._name = f"prefix-{random_hex(16)}"
+        self._collector = OutputCollector()
+        self._push: asyncio.Task[None] | None = None
+        self._ended = self._written = False
+        self._attached = ExitStack()
+        for client in (holder, taker):
+            here = client.attached(self._name, self._collector, decodes=client is taker)
+            self._attached.enter_context(here)
+
+    async def run(self) -> int:
+        """The blocks that travelled. Raises what either worker has failed with."""
+        left_s = self._left_s()
+        reserve = self._filled(decode_pb2.ReserveRequest(writer_agent_id=self._holder.worker.agent_id))
+        response = await self._taker.reserve(reserve, left_s)
+        count = len(response.ticket.block_indices)
+        if not count:
+            return 0  # it has come by itself meanwhile
+        push = self._filled(prefill_pb2.PrefillRequest(ticket=response.ticket))
+        call = self._holder.prefill(push, self._left_s(), self._collector)
+        self._push = self._background.start(call)
+        while not self._ended:
+            await self._collector.wait()
+            self._accept()
+        return count
+
+    def close(self) -> None:
+        """Ends what has not ended on both workers. Never blocks."""
+        self._attached.close()
+        if self._push is not None:
+            self._push.cancel()
+        if not self._ended:
+            no_writer = self._push is None or self._written
+            self._background.start(self._taker.abort(self._name, no_writer, self._deadline_s))
+
+    def _accept(self) -> None:
+        for event in self._collector.take_all():
+            match event:
+                case decode_pb2.SequenceOutput():
+                    self._ended = self._ended or bool(event.delta.finish_reason)
+                    if event.HasField("failure"):
+                        raise failure_error(event.failure.reason, event.failure.message)
+                case prefill_pb2.HandoffDone():
+                    self._written = True
+                case WorkerFailed():
+                    raise event.error
+                case prefill_pb2.FirstToken():
+                    pass  # of a holder that does not know of prefixes, and has computed
+
+    def _filled(self, request: AnyCall) -> AnyCall:
+        prefix = self._prefix
+        request.request_id, request.prefix_only = self._name, True
+        request.token_ids.extend(prefix.token_ids)
+        request.cache_salt = prefix.cache_salt
+        request.sampling.CopyFrom(generation_pb2.SamplingParams(temperature=0.0))
+        request.stop.max_tokens = 1
+        request.precedence.class_rank = self._rank
+        request.timeout.FromNanoseconds(int(self._left_s() * 1e9))
+        if prefix.adapter is not None:
+            request.adapter.CopyFrom(generation_pb2.AdapterRef(**prefix.adapter._asdict()))
+        return request
+
+    def _left_s(self) -> float:
+        return max(1e-3, self._deadline_s - time.monotonic())
