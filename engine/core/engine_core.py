@@ -282,14 +282,14 @@ class EngineCore(Engine):
 
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
-        queue, late = self._scheduler, len(self._pacing.late)
-        waiting = len(queue.waiting)
-        return self._meter.load(self.pool.counts(), queue.running, waiting, queue.waiting_tokens, late)
+        queue, late, counts = self._scheduler, len(self._pacing.late), self.pool.counts()
+        return self._meter.load(counts, queue.running, len(queue.waiting), queue.waiting_tokens, late)
 
     def close(self) -> None:
-        """Closes the runner, and before it those who copy its blocks."""
-        self._kv.close()
-        self._runner.close()
+        """Closes the runner, and before it those who copy its blocks, and the drafter."""
+        for each in (self._kv, self._speculator, self._runner):
+            if each is not None:
+                each.close()
 
     def _enqueue(self, sequence: Sequence) -> None:
         if self._live.get(sequence.request_id) is sequence:  # not if it ended while blocks were read

@@ -29,7 +29,7 @@ from engine.core.engine_core import EngineCore
 from engine.core.model_runner import warm_up
 from engine.core.types import EngineRequest, SamplingParams, StopParams
 from engine.runner.torch_runner import build_torch_runner
-from engine.speculation.speculator import make_drafter, warm_up_drafts
+from engine.speculation.settings import make_drafter, warm_up_drafts
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import resolve_model
