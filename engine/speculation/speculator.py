@@ -33,7 +33,7 @@ from engine.speculation.draft_lengths import (
 )
 from engine.speculation.draft_room import DraftRoom, StreamAccount
 from engine.speculation.drafter import OF_A_MODEL, ComputingDrafter, Draft, Drafter, DraftRequest
-from engine.speculation.prompt_reading import MIN_CHUNK, READY, chunk_tokens, pays, slack_s
+from engine.speculation.prompt_reading import MIN_CHUNK, READY, Reading, ahead_s
 from engine.speculation.row_costs import RowCosts
 
 
@@ -154,8 +154,8 @@ class Speculator:
         )
         if max(behind.values(), default=0) > READY:
             saved_s = plain_s * (1 - 1 / choose(expected, [NOTHING_OWED] * len(batch), longest=math.inf).gain)
-            slack = slack_s(shares, room.longest, plain_s)
-            if self._read(requests, behind, saved_s, slack):
+            reading = Reading(saved_s, ahead_s(shares, room.longest, plain_s), room.regained_s, plain_s)
+            if self._read(requests, behind, reading):
                 return {}
         ready = [
             chances if behind.get(sequence, READY + 1) <= READY else ()
@@ -179,11 +179,10 @@ class Speculator:
         self,
         requests: Mapping[Hashable, DraftRequest],
         behind: Mapping[Hashable, int],
-        saved_s: float,
-        slack: float,
+        reading: Reading,
     ) -> bool:
-        """Has a computing drafter read what it lacks of one sequence, as far as that fits into `slack` seconds. The one
-        that is the least behind goes first. Returns whether there was one that pays, and room for it."""
+        """Has a computing drafter read what it lacks of one sequence, if that pays and there is room for some of it.
+        The one that is the least behind goes first. Returns whether anything was read."""
         assert self._computing is not None
         for key in sorted(behind, key=lambda each: behind[each]):
             late, request = behind[key], requests[key]
@@ -191,8 +190,9 @@ class Speculator:
                 continue
             emitted = len(request.token_ids) - request.prompt_tokens
             further = cast(Sequence, key).further_tokens(self._limits.sequence_tokens)
-            if pays(self._computing.chunk_s(late), emitted, further, saved_s):
-                tokens = chunk_tokens(late, self._computing.chunk_s(MIN_CHUNK), slack)
+            chunk_s = self._computing.chunk_s(MIN_CHUNK)
+            tokens = reading.tokens(late, self._computing.chunk_s(late), chunk_s, emitted, further)
+            if tokens is not None:
                 if tokens:
                     self._computing.catch_up(request, tokens)
                 return tokens > 0

@@ -128,8 +128,13 @@ class EngineConfig(Settings):
     kv_disk_tier_path: Path | None = None
     """A folder on a local disk for KV of prefixes that host memory does not hold, or that is to outlive the worker.
     Each worker has a file of its own there. Needs `kv_host_tier_bytes`. Default: none."""
+    kv_store_master: (
+        Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$"), Option(metavar="HOST:PORT")] | None
+    ) = None
+    """The master of a Mooncake Store that takes the place of the disk: KV of prefixes that host memory does not hold
+    goes to the memory of the store's nodes. Needs the package `mooncake-transfer-engine-non-cuda`. Default: none."""
     kv_disk_tier_bytes: Annotated[int, Field(ge=2**14)] = 2**34
-    """Most bytes of a worker's file in `kv_disk_tier_path`."""
+    """Most bytes of a worker's file in `kv_disk_tier_path`, or of its blocks in the store of `kv_store_master`."""
     speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
     """Drafts of next tokens, which decode steps check several at a time; answers stay the same, token for token.
     `prompt-lookup`: what followed the last tokens when they occurred before, in the prompt or the answer.
