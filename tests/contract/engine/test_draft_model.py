@@ -13,10 +13,13 @@ from engine.core.types import EngineRequest, SamplingParams, StopParams
 from engine.runner.draft_runner import load_draft_model
 from engine.runner.torch_runner import TorchRunner, build_torch_runner
 from engine.speculation.draft_model import DraftModel
+from engine.worker.build import build_engine
 from splitserve.config.engine import EngineConfig
+from splitserve.config.worker import WorkerConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import ModelSource
 from splitserve.models.tokenizer import Tokenizer
+from tests.support.engine.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SETTINGS = {"dtype": "float32", "device": "cpu", "threads": 1, "num_blocks": 64}
@@ -95,3 +98,26 @@ def test_answers_are_those_without(parts: Parts, tmp_path: Path, kind: str) -> N
     assert found == parts.plain
     assert accepted > 12
     assert accepted == drafted if kind == "itself" else accepted < drafted
+
+
+def test_kv_memory_holds_blocks_of_both_models(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path)
+    draft = without_layers(model, tmp_path / "draft", {1})
+    memory = 2**20
+    engine = EngineConfig.model_validate(
+        {
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": 1,
+            "kv_memory_bytes": memory,
+            "speculation": "draft-model",
+            "draft_model": str(draft),
+        }
+    )
+    config = WorkerConfig(worker_id="w", model=str(model), transport="memory", engine=engine)
+    decoding, prefilling = build_engine(config), build_engine(config, decodes=False)
+    block_bytes = decoding.endpoint.memory.layout.block_bytes
+    assert decoding.core.load().total_blocks == memory // (block_bytes + block_bytes // 2)
+    assert prefilling.core.load().total_blocks == memory // block_bytes
+    for parts in (decoding, prefilling):
+        parts.core.close()
