@@ -72,7 +72,7 @@ class TorchRunner(ModelRunner):
         narrow = wire_dtype == FP8_E4M3
         wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
         num_blocks = choose_num_blocks(config, self.layout, wire_bytes + beside_bytes)
-        self._pool = KvCacheMemory(self.layout, num_blocks, model.device)
+        self._pool = KvCacheMemory(self.layout, num_blocks, model.device, beside_bytes)
         self._wire: KvWire = Fp8Wire(self._pool) if narrow else self._plain_wire()
         self._forward = make_forward(model, self._pool, config, self.facts.context_tokens, kernels)
         self._mask_filler = MaskFiller(self.facts.vocabulary_size)

@@ -113,7 +113,9 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
         make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
     )
     core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)
-    runner.populate()
+    for each in (runner, draft_runner):
+        if each is not None:
+            each.populate()
     facts = replace(runner.facts, adapters=adapters)
     return EngineParts(
         core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work, tiers
