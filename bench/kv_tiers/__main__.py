@@ -74,7 +74,7 @@ def shares(quick: bool, trace: Path | None) -> list[ShareRow]:
 def _sizes(prompts: Sequence[ReplayedPrompt]) -> list[tuple[int, int, int]]:
     everything = len({each for prompt in prompts for each in prompt.hashes})
     pool = max(4, everything // 32)
-    return [(pool, 0, 0), *((pool, times * pool, 0) for times in (2, 8, 16))]
+    return [(pool, 0, 0), *((pool, times * pool, 0) for times in (2, 4, 8, 16))]
 
 
 def _row(kind: str, row: Any) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def share_rows(
     endless = share_of(prompts, everything, 0, 0, "age")
     rows = []
     for pool, host, disk in sizes:
-        ways: tuple[Eviction, ...] = ("value", "age") if host else ("age",)
+        ways: tuple[Eviction, ...] = ("history", "age") if host else ("age",)
         for eviction in ways:
             share = share_of(prompts, pool, host, disk, eviction)
             rows.append(ShareRow(trace, pool, host, disk, eviction, share, endless))

@@ -16,7 +16,7 @@ from engine.backends.interface import Forward
 from engine.backends.torch_native.attention import TorchForward
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
-from engine.speculation.speculator import max_decode_rows
+from engine.speculation.settings import max_decode_rows
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event

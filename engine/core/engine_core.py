@@ -282,14 +282,15 @@ class EngineCore(Engine):
 
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
-        queue, late, waiting = self._scheduler, len(self._pacing.late), len(self._scheduler.waiting)
-        work = queue.running, waiting, queue.waiting_tokens, late
-        return self._meter.load(self.pool.counts(), *work, shares_cores=self._runner.shares_cores)
+        queue, counts, shared = self._scheduler, self.pool.counts(), self._runner.shares_cores
+        work = queue.running, len(queue.waiting), queue.waiting_tokens, len(self._pacing.late)
+        return self._meter.load(counts, *work, shares_cores=shared)
 
     def close(self) -> None:
-        """Closes the runner, and before it those who copy its blocks."""
-        self._kv.close()
-        self._runner.close()
+        """Closes the runner, and before it those who copy its blocks, and the drafter."""
+        for each in (self._kv, self._speculator, self._runner):
+            if each is not None:
+                each.close()
 
     def _enqueue(self, sequence: Sequence) -> None:
         if self._live.get(sequence.request_id) is sequence:  # not if it ended while blocks were read

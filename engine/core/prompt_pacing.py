@@ -132,7 +132,7 @@ class PromptPacing:
         self._turn: OldestTurn[Sequence] = OldestTurn()
         self._urgent_s = math.inf
         """The least TTFT target that its prompt could keep, were it alone."""
-        self._meter = meter
+        self.meter = meter
         self._step_s = 0.0
         self._chunk_before = False
         """Whether prompt tokens were computed since the latest step that decoded, or it waited for a neighbour's."""
@@ -151,7 +151,7 @@ class PromptPacing:
             context += sequence.num_computed
             if sequence.pace is not None:
                 streams.append(sequence.pace)
-        decode_fit, prompt_fit = self._meter.fit.latest, self._prompt_fit()
+        decode_fit, prompt_fit = self.meter.fit.latest, self._prompt_fit()
         if not streams or decode_fit is None or prompt_fit is None:
             return None
         self._step_s = decode_fit.step_s(running, context)
@@ -184,7 +184,7 @@ class PromptPacing:
         """Until when the next step may wait; `now` where it may not, because a prompt or a reservation waits, a stream
         has no target, or no steps were measured. Costs O(running)."""
         streams = [each.pace for each in running if each.pace is not None and each.remaining == 1]
-        fit = self._meter.fit.latest
+        fit = self.meter.fit.latest
         if fit is None or self.reservation_waits or len(waiting) or len(streams) < len(running):
             return now
         self._step_s = fit.step_s(len(running), sum(each.num_computed for each in running))
@@ -293,7 +293,7 @@ class PromptPacing:
     def _share(self, decodes: Collection[Sequence]) -> float:
         """The share of the time that streams with targets leave to prompts."""
         paces = [sequence.pace for sequence in decodes if sequence.pace is not None]
-        fit = self._meter.fit.latest
+        fit = self.meter.fit.latest
         if not paces or fit is None:
             return 1.0
         step_s = fit.step_s(len(paces), sum(sequence.num_computed for sequence in decodes))
@@ -304,8 +304,8 @@ class PromptPacing:
 
     def _prompt_fit(self) -> PromptFit | None:
         """The fit, or what the mean rate says, which counts decodes beside prompts as their time: it errs upwards."""
-        rate = self._meter.rates.prefill_tokens_per_s
-        return self._meter.prompt_fit.latest or (PromptFit(0.0, 1 / rate, 0.0) if rate else None)
+        rate = self.meter.rates.prefill_tokens_per_s
+        return self.meter.prompt_fit.latest or (PromptFit(0.0, 1 / rate, 0.0) if rate else None)
 
 
 def _pace(sequence: Sequence, now: float) -> StreamPace | None:

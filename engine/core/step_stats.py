@@ -170,7 +170,7 @@ class StepMeter:
         self.lent = LentSpeed()
         self.totals: TotalsByKind = {"prefill": StepTotals(), "decode": StepTotals()}
         self._busy_since_s: float | None = None
-        self._began_s = 0.0
+        self._began_s = self._guessing_s = 0.0
 
     def expected_s(self, num_new: Mapping[Sequence, int]) -> float | None:
         """The time that a step will take which computes `num_new` tokens of each sequence; None before any was measured
@@ -187,6 +187,10 @@ class StepMeter:
         """A step begins."""
         self._began_s = now if self._busy_since_s is None else self._busy_since_s
 
+    def guessed(self, seconds: float) -> None:
+        """A draft model computed for so long within the step that has begun."""
+        self._guessing_s = seconds
+
     def end(
         self,
         now: float,
@@ -198,7 +202,8 @@ class StepMeter:
         """A step ends that computed `num_new` tokens of each sequence, and drafted ones; `more`: another can follow at
         once. Returns how long it took.
 
-        To the fit of decode steps a drafted token is one more row over its sequence's context, as it is to the device.
+        To the fit of decode steps a drafted token is one more row over its sequence's context, as it is to the device;
+        the time that a draft model took before is no part of it.
         The fit of prompt times is of what the worker can do alone: a step that had `speedup` times as much compute
         counts for as much longer there.
         """
@@ -220,7 +225,9 @@ class StepMeter:
             self.lent.record(duration_s, speedup)
         totals.drafted_tokens += drafted
         totals.accepted_tokens += accepted
-        self._fit_parts(num_new, prefill_tokens, decoding + drafted, duration_s * speedup, drafts)
+        own_s = max(0.0, duration_s - self._guessing_s)
+        self._guessing_s = 0.0
+        self._fit_parts(num_new, prefill_tokens, decoding + drafted, own_s * speedup, drafts)
         return duration_s
 
     def load(

@@ -30,10 +30,13 @@ class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
     It never moves: transports register its address once. On cpu it is an anonymous mapping, page-aligned; see
-    `populate`. Blocks for lane probes follow in the same memory. Raises ConfigError for more than is free there.
+    `populate`. Blocks for lane probes follow in the same memory. Raises ConfigError for more than is free there, with
+    `beside_bytes` that somebody else is going to take for each block.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: torch.device, beside_bytes: int = 0
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
@@ -41,7 +44,7 @@ class BlockMemory:
         total = num_blocks + self._probe_blocks
         self._pages: mmap.mmap | None = None
         if device.type == "cpu":
-            _refuse_more_than_is_free(total * layout.block_bytes)
+            _refuse_more_than_is_free(total * layout.block_bytes + num_blocks * beside_bytes)
             self._pages = _huge_pages(total * layout.block_bytes)
             memory = torch.frombuffer(self._pages, dtype=torch.uint8)
         else:
@@ -85,8 +88,10 @@ class KvCacheMemory(BlockMemory):
     else None.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int, device: torch.device) -> None:
-        super().__init__(layout, num_blocks, device)
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: torch.device, beside_bytes: int = 0
+    ) -> None:
+        super().__init__(layout, num_blocks, device, beside_bytes)
         heads = (2, layout.num_kv_heads, layout.block_size_tokens)
         self.scales: torch.Tensor | None = None
         if layout.dtype == INT8:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -54,18 +55,12 @@ class TorchRunner(ModelRunner):
         config: EngineConfig,
         wire_dtype: str = SAME,
         kernels: CpuKernels | None = None,
+        beside_bytes: int = 0,
     ) -> None:
-        """`kernels` are those that the model was loaded with, if any."""
+        """`kernels` are those that the model was loaded with, if any. `beside_bytes`: memory that somebody else takes
+        for each KV block."""
         self.facts = _facts(model.facts, config)
-        self.layout = KvLayout(
-            model_fingerprint=model.fingerprint,
-            dtype=kv_dtype(config, model.dtype),
-            block_size_tokens=config.block_size_tokens,
-            num_layers=model.attention.num_layers,
-            num_kv_heads=model.attention.num_kv_heads,
-            head_dim=model.attention.head_dim,
-            quantization=config.quantization,
-        )
+        self.layout = kv_layout(model, config)
         self.work = model.work
         if self.work is not None:
             kv_token_bytes = self.layout.block_bytes // self.layout.block_size_tokens
@@ -76,8 +71,8 @@ class TorchRunner(ModelRunner):
         self.overlaps = model.device.type == "cuda"
         narrow = wire_dtype == FP8_E4M3
         wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
-        num_blocks = choose_num_blocks(config, self.layout, wire_bytes)
-        self._pool = KvCacheMemory(self.layout, num_blocks, model.device)
+        num_blocks = choose_num_blocks(config, self.layout, wire_bytes + beside_bytes)
+        self._pool = KvCacheMemory(self.layout, num_blocks, model.device, beside_bytes)
         self._wire: KvWire = Fp8Wire(self._pool) if narrow else self._plain_wire()
         self._forward = make_forward(model, self._pool, config, self.facts.context_tokens, kernels)
         self._mask_filler = MaskFiller(self.facts.vocabulary_size)
@@ -214,6 +209,19 @@ class _Sampling:
         return wanted
 
 
+def kv_layout(model: LoadedModel, config: EngineConfig) -> KvLayout:
+    """The layout of a model's KV blocks."""
+    return KvLayout(
+        model_fingerprint=model.fingerprint,
+        dtype=kv_dtype(config, model.dtype),
+        block_size_tokens=config.block_size_tokens,
+        num_layers=model.attention.num_layers,
+        num_kv_heads=model.attention.num_kv_heads,
+        head_dim=model.attention.head_dim,
+        quantization=config.quantization,
+    )
+
+
 def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
     limit = config.context_tokens
     if limit is None:
@@ -224,20 +232,17 @@ def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
     return ModelFacts(limit, facts.vocabulary_size, facts.eos_token_ids)
 
 
-def build_torch_runner(
-    config: EngineConfig,
-    source: ModelSource,
-    progress: Callable[[float], None],
-    wire_dtype: str = SAME,
-    loaded: Callable[[], None] = lambda: None,
-) -> TorchRunner:
-    """Loads a model and allocates its KV blocks; sets the number of compute threads of the process.
+class Weights(NamedTuple):
+    """A loaded model, and the kernels that it was loaded with, if any."""
 
-    `loaded` is called between the two.
+    model: LoadedModel
+    kernels: CpuKernels | None
 
-    Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
-    `kv_dtype`, `check_wire_dtype`, `choose_backend` and `check_quantization`; the last four before anything is loaded.
-    """
+
+def load_weights(
+    config: EngineConfig, source: ModelSource, progress: Callable[[float], None], wire_dtype: str = SAME
+) -> Weights:
+    """Loads a model; sets the number of compute threads of the process. Raises as `build_torch_runner`."""
     dtype = resolve_dtype(config.dtype)
     check_wire_dtype(wire_dtype, kv_dtype(config, dtype))
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
@@ -247,23 +252,45 @@ def build_torch_runner(
         prepare_device(device)
     check_quantization(config, dtype, device)
     kernels = cpu_kernels(config, dtype, device)
-    model = load_model(source, dtype, device, progress, config.quantization, kernels)
+    return Weights(load_model(source, dtype, device, progress, config.quantization, kernels), kernels)
+
+
+def build_torch_runner(
+    config: EngineConfig,
+    source: ModelSource,
+    progress: Callable[[float], None],
+    wire_dtype: str = SAME,
+    loaded: Callable[[], None] = lambda: None,
+    beside_bytes: int = 0,
+) -> TorchRunner:
+    """Loads a model and allocates its KV blocks; sets the number of compute threads of the process.
+
+    `loaded` is called between the two. `beside_bytes`: as for `TorchRunner`.
+
+    Raises NotFoundError, UnavailableError, UnsupportedModelError and ConfigError as `load_model`, `choose_num_blocks`,
+    `kv_dtype`, `check_wire_dtype`, `choose_backend` and `check_quantization`; the last four before anything is loaded.
+    """
+    model, kernels = load_weights(config, source, progress, wire_dtype)
     loaded()
-    if device.type == "cuda":
-        log_event("engine.experimental", level=logging.WARNING, device=str(device), why=EXPERIMENTAL)
+    if model.device.type == "cuda":
+        log_event("engine.experimental", level=logging.WARNING, device=str(model.device), why=EXPERIMENTAL)
         config = self_tested(config, model)
-    return make_torch_runner(model, config, wire_dtype, kernels)
+    return make_torch_runner(model, config, wire_dtype, kernels, beside_bytes)
 
 
 def make_torch_runner(
-    model: LoadedModel, config: EngineConfig, wire_dtype: str = SAME, kernels: CpuKernels | None = None
+    model: LoadedModel,
+    config: EngineConfig,
+    wire_dtype: str = SAME,
+    kernels: CpuKernels | None = None,
+    beside_bytes: int = 0,
 ) -> TorchRunner:
     """The runner of a loaded model; on cuda with as much KV as `device_memory_share` leaves, unless that is set."""
     if model.device.type == "cuda":
         step_tokens = config.max_step_tokens or DEFAULT_STEP_TOKENS[VRAM]
         trial = partial(TorchRunner, model, wire_dtype=wire_dtype)
         config = with_kv_memory(config, step_tokens, trial, CudaMemory(model.device))
-    return TorchRunner(model, config, wire_dtype, kernels)
+    return TorchRunner(model, config, wire_dtype, kernels, beside_bytes)
 
 
 def cpu_kernels(config: EngineConfig, dtype: str, device: torch.device) -> CpuKernels | None:

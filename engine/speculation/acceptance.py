@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from engine.speculation.drafter import SUPPORTS
 
-_PRIOR_FIRST = (0.35, 0.6, 0.8, 0.95, 0.4)
-_PRIOR_FURTHER = (0.55, 0.7, 0.8, 0.95, 0.8)
+_PRIOR_FIRST = (0.35, 0.6, 0.8, 0.95, 0.4, 0.7)
+_PRIOR_FURTHER = (0.55, 0.7, 0.8, 0.95, 0.8, 0.7)
 """Chances of a draft's first token and of each further one, by support, before anything was measured: about those of
-the texts in `bench.engine.speculation`."""
+the texts in `bench.engine.speculation`; of a draft model, those of pairs in the literature."""
 _PRIOR_TRIALS = 6.0
 _DECAY_SEQUENCE, _DECAY_ALL = 0.85, 0.98
 

@@ -45,6 +45,16 @@ class Share(NamedTuple):
 NOTHING_OWED = Share(0.0, 0.0)
 
 
+class DraftLengths(NamedTuple):
+    """Tokens for each sequence, and the tokens a second that they are expected to give, in those without drafts."""
+
+    gain: float
+    lengths: list[int]
+
+
+NO_LENGTHS = DraftLengths(1.0, [])
+
+
 def choose_lengths(
     chances: Sequence[Sequence[float]],
     shares: Sequence[Share],
@@ -58,6 +68,37 @@ def choose_lengths(
     take. For each number of rows the sequences that are owed tokens have theirs first, and the likeliest of all take
     the rest: no other choice of as many rows gives more, because chances only fall along a draft.
     """
+    return _best(chances, shares, costs, max_rows, longest, 0.0).lengths
+
+
+def choose_guesses(
+    chances: Sequence[Sequence[float]],
+    shares: Sequence[Share],
+    costs: RowCosts,
+    max_rows: int,
+    longest: float,
+    guess_cost: float,
+) -> DraftLengths:
+    """How many tokens to guess for each sequence, where that takes time itself: `guess_cost` plain steps for the first
+    token of all drafts, as many for the second, and so on. Otherwise as `choose_lengths`, with expected chances."""
+    found = NO_LENGTHS
+    for most in range(1, max(map(len, chances), default=0) + 1):
+        cut = [each[:most] for each in chances]
+        best = _best(cut, shares, costs, max_rows, longest, most * guess_cost)
+        if best.gain > found.gain:
+            found = best
+    return found if found.lengths else DraftLengths(1.0, [0] * len(chances))
+
+
+def _best(
+    chances: Sequence[Sequence[float]],
+    shares: Sequence[Share],
+    costs: RowCosts,
+    max_rows: int,
+    longest: float,
+    before: float,
+) -> DraftLengths:
+    """The best lengths of a step before which `before` plain steps pass; none where that does not pay."""
     batch = len(chances)
     ranked = sorted(
         ((chance, -place, index) for index, each in enumerate(chances) for place, chance in enumerate(each)),
@@ -67,7 +108,7 @@ def choose_lengths(
     expected = [[*accumulate(each, initial=1.0)] for each in chances]
     best, chosen = LEAST_GAIN, [0] * batch
     for count in range(1, min(len(ranked), max_rows - batch) + 1):
-        ratio = costs.ratio(batch, count)
+        ratio = costs.ratio(batch, count) + before
         if ratio > longest or (batch + most[count]) / batch <= best * ratio:
             continue
         least = [bisect_left(each, share.least(ratio)) for each, share in zip(expected, shares, strict=True)]
@@ -78,7 +119,7 @@ def choose_lengths(
         gain = sum(each[length] for length, each in zip(lengths, expected, strict=True)) / batch / ratio
         if gain > best:
             best, chosen = gain, lengths
-    return chosen
+    return DraftLengths(best if any(chosen) else 1.0, chosen)
 
 
 def _filled(least: list[int], ranked: Sequence[tuple[float, int, int]], left: int) -> list[int]:
@@ -93,9 +134,11 @@ def _filled(least: list[int], ranked: Sequence[tuple[float, int, int]], left: in
     return lengths
 
 
-def may_pay(batch: int, costs: RowCosts, max_rows: int) -> bool:
-    """Whether any draft could pay for its rows beside so many sequences, were it right."""
+def may_pay(batch: int, costs: RowCosts, max_rows: int, guess_cost: float = 0.0) -> bool:
+    """Whether any draft could pay for its rows beside so many sequences, were it right. `guess_cost`: as in
+    `choose_guesses`."""
     return any(
-        (batch + count) / batch > LEAST_GAIN * costs.ratio(batch, count)
+        (batch + count) / batch
+        > LEAST_GAIN * (costs.ratio(batch, count) + guess_cost * math.ceil(count / batch))
         for count in range(1, min(max_rows - batch, batch * MAX_DRAFT) + 1)
     )

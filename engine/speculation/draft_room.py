@@ -54,6 +54,15 @@ class DraftRoom:
             return math.inf
         return self._longest_s / self._step_s if self._step_s else 0.0
 
+    @property
+    def regained_s(self) -> float:
+        """Seconds that the next step may take longer for each plain one before it."""
+        owed_s = (1 / LEAST_SHARE - 1) * self._step_s
+        return min(
+            owed_s if pace is None else (self._margin * pace.tpot_s - self._step_s) / STEP_TIMES
+            for pace in self._kept
+        )
+
     def shares(self, accounts: Sequence[StreamAccount]) -> list[Share]:
         """What each stream is owed. Those with a target: nothing beyond their due times, unless a prompt waits for what
         is left before them: then the least that is left must not be expected to shrink."""

@@ -7,9 +7,11 @@ from dataclasses import astuple
 
 import cbor2
 
-from engine.tiers.block_store import HostStore
+from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.disk_store import FIELD, open_disk_store, require_folder
 from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.mooncake_store import FIELD as STORE_FIELD
+from engine.tiers.mooncake_store import open_mooncake_store
 from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
@@ -24,10 +26,14 @@ _HASHES = "sha256-cbor-1"
 def check_tiers(config: EngineConfig) -> None:
     """Raises ConfigError for settings of tiers that contradict others, and for a folder that cannot be used."""
     if config.kv_host_tier_bytes is None:
-        if config.kv_disk_tier_path is not None:
-            message = f"{FIELD}: needs kv_host_tier_bytes, since blocks go to the disk through host memory"
-            raise ConfigError(message, field=FIELD)
+        for field, given in ((FIELD, config.kv_disk_tier_path), (STORE_FIELD, config.kv_store_master)):
+            if given is not None:
+                message = f"{field}: needs kv_host_tier_bytes, since blocks go there through host memory"
+                raise ConfigError(message, field=field)
         return
+    if config.kv_disk_tier_path is not None and config.kv_store_master is not None:
+        message = f"{STORE_FIELD}: takes the place of kv_disk_tier_path; set one of them"
+        raise ConfigError(message, field=STORE_FIELD)
     field = "engine.kv_host_tier_bytes"
     if config.kind == "vllm":
         raise ConfigError(f"{field}: engine vllm keeps KV itself, it takes none", field=field)
@@ -50,10 +56,16 @@ def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) ->
         raise ConfigError(message, field=field)
     copier = _pool_copier(memory)
     host = HostStore(copier.host_memory(slots * block_bytes), block_bytes)
-    disk = None
+    disk: BlockStore | None = None
     if config.kv_disk_tier_path is not None:
         identity = identity_of(memory.layout, wire_dtype)
         disk = open_disk_store(config.kv_disk_tier_path, identity, block_bytes, config.kv_disk_tier_bytes)
+    elif config.kv_store_master is not None:
+        identity = identity_of(memory.layout, wire_dtype)
+        disk = open_mooncake_store(
+            config.kv_store_master, block_bytes, max(1, config.kv_disk_tier_bytes // block_bytes), identity
+        )
+    if disk is not None:
         log_event("kv_tier.opened", tier="disk", slots=disk.slots, found=len(disk.found()))
     return KvTiers(copier, host, disk, memory.layout.block_size_tokens)
 

@@ -63,7 +63,7 @@ class KvTiers:
         host: HostStore,
         disk: BlockStore | None,
         block_tokens: int,
-        eviction: Eviction = "value",
+        eviction: Eviction = "history",
     ) -> None:
         self.host = Tier("host", host, eviction)
         self.disk = Tier("disk", disk, eviction) if disk is not None else None

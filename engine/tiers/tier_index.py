@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from splitserve.queues import LazyHeap
 
-Eviction = Literal["value", "age"]
-_MOST_USES = 8
+Eviction = Literal["history", "age"]
+_MOST_USES = 3
 """Uses that count: a prefix that was hot for a day does not stay for another."""
+_REMEMBERED = 4
+"""Blocks that were evicted, in those that a tier holds, whose uses are remembered."""
 
 
 class TierBlock(NamedTuple):
@@ -31,30 +34,32 @@ class Placement(NamedTuple):
 class _Entry:
     __slots__ = ("children", "cost", "parent", "rank", "ready", "slot", "uses")
 
-    def __init__(self, parent: bytes | None, slot: int, cost: float) -> None:
-        self.parent, self.slot, self.cost = parent, slot, cost
-        self.uses, self.children, self.rank, self.ready = 1, 0, 0.0, False
+    def __init__(self, parent: bytes | None, slot: int, cost: float, uses: int) -> None:
+        self.parent, self.slot, self.cost, self.uses = parent, slot, cost, uses
+        self.children, self.rank, self.ready = 0, 0.0, False
 
 
 class TierIndex:
     """The blocks in the `slots` slots of a tier. Every operation costs amortized O(log n) a block.
 
     A block is of use only behind its parent, so a block that has children here is never evicted, and one whose parent
-    is not here is not taken. Among the others, `value` evicts the least rank of GreedyDual with frequencies and costs
-    (Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy", HPL-98-69; all
-    blocks have one size): a rank is the rank of the last block evicted when the block was last used, plus its uses
-    times its cost. `age` evicts the one that was used least recently.
+    is not here is not taken. Among the others, `age` evicts the one that was used least recently. `history` counts a
+    block as used later than it was, for each use before the last one by as many uses of the tier as it has slots, times
+    the block's cost. Uses count beyond an eviction: most blocks are used once, and one that comes again soon will come
+    again. (LRU-K of O'Neil et al. 1993 retains such history, and 2Q, ARC and S3-FIFO have queues of ghosts for it; the
+    comparison is in docs/decisions/0062.)
     """
 
-    def __init__(self, slots: int, eviction: Eviction = "value") -> None:
+    def __init__(self, slots: int, eviction: Eviction = "history") -> None:
         self.slots = slots
         self.evictions = 0
         self._eviction = eviction
         self._entries: dict[bytes, _Entry] = {}
         self._free = list(range(slots - 1, -1, -1))
         self._leaves: LazyHeap[float, bytes] = LazyHeap()
-        self._floor = 0.0
         self._uses = 0
+        self._evicted: OrderedDict[bytes, int] = OrderedDict()
+        """Uses of blocks that are not here any more, those evicted last at the end."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -140,14 +145,17 @@ class TierIndex:
             self._leave(entry)
 
     def _insert(self, block: TierBlock, slot: int, cost: float) -> None:
-        self._entries[block.block_hash] = _Entry(block.parent, slot, cost)
+        uses = min(self._evicted.pop(block.block_hash, 0) + 1, _MOST_USES)
+        self._entries[block.block_hash] = _Entry(block.parent, slot, cost, uses)
         if block.parent is not None:
             self._entries[block.parent].children += 1
             self._leaves.discard(block.parent)
 
     def _rank(self, block_hash: bytes, entry: _Entry) -> None:
         self._uses += 1
-        entry.rank = self._uses if self._eviction == "age" else self._floor + entry.uses * entry.cost
+        entry.rank = self._uses
+        if self._eviction == "history":
+            entry.rank += self.slots * (entry.uses - 1) * entry.cost
         self._offer(block_hash, entry)
 
     def _offer(self, block_hash: bytes, entry: _Entry) -> None:
@@ -167,7 +175,9 @@ class TierIndex:
         if victim is None:
             return None
         entry = self._entries.pop(victim)
-        self._floor = max(self._floor, entry.rank)
+        self._evicted[victim] = entry.uses
+        if len(self._evicted) > _REMEMBERED * self.slots:
+            self._evicted.popitem(last=False)
         self.evictions += 1
         self._leave(entry)
         return victim

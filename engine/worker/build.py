@@ -15,7 +15,7 @@ from engine.kv_cache.kv_dtype import refuse_int8_kv
 from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
-from engine.speculation.speculator import make_drafter, warm_up_drafts
+from engine.speculation.settings import check_drafts, make_drafter, warm_up_drafts
 from engine.tiers.build import check_tiers, make_tiers
 from engine.tiers.kv_tiers import KvTiers
 from engine.worker.decode_warm_up import measure_decode_steps
@@ -69,15 +69,19 @@ class EngineParts:
     """How long the process took until these were built."""
 
 
-def build_engine(config: WorkerConfig, *, measure_decode: bool = False) -> EngineParts:
+def build_engine(config: WorkerConfig, *, measure_decode: bool = False, decodes: bool = True) -> EngineParts:
     """Loads the weights, allocates the KV blocks and registers their memory. Takes as long as loading the weights.
 
-    `measure_decode`: its first load has a fit of decode steps.
+    `measure_decode`: its first load has a fit of decode steps. Workers that do not decode need no drafts.
 
     Raises NotFoundError for a missing model, UnsupportedModelError for one that the engine refuses, ConfigError for
     settings that contradict each other.
     """
     check_tiers(config.engine)
+    check_drafts(config.engine)
+    if not decodes:
+        without = config.engine.model_copy(update={"speculation": "off", "draft_model": None})
+        config = config.model_copy(update={"engine": without})
     clock = StartClock()
     parts = _vllm(config, clock) if config.engine.kind == VLLM else _own(config, measure_decode, clock)
     return replace(parts, start=clock.ready())
@@ -89,7 +93,9 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
     if config.engine.adapters and config.engine.kind != SIMULATED:
         raise ConfigError("engine.adapters: only engine vllm takes them", field="engine.adapters")
     adapters = {name: files.adapter for name, files in read_adapters(config.engine.adapters).items()}
-    runner, served = _simulated(config, clock) if config.engine.kind == SIMULATED else _torch(config, clock)
+    runner, draft_runner, served = (
+        _simulated(config, clock) if config.engine.kind == SIMULATED else _torch(config, clock)
+    )
     tokenizer = load_tokenizer(served.tokenizer_source)
     grammars = GrammarCompiler(tokenizer, runner.facts)
     if config.engine.kind != SIMULATED:
@@ -103,11 +109,13 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
     transport = _polled(_transport(config), runner)
     endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
     drafter, tiers = (
-        make_drafter(config.engine),
+        make_drafter(config.engine, draft_runner, runner.facts.vocabulary_size),
         make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
     )
     core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)
-    runner.populate()
+    for each in (runner, draft_runner):
+        if each is not None:
+            each.populate()
     facts = replace(runner.facts, adapters=adapters)
     return EngineParts(
         core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work, tiers
@@ -144,16 +152,17 @@ def _with_faults(transport: Transport, config: WorkerConfig) -> Transport:
     return FaultyTransport(transport, config.faults)
 
 
-def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ServedAs]:
+def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, None, ServedAs]:
     refuse_int8_kv(config.engine, "engine simulated")
     clock.imported()
     runner = SimulatedRunner(config.engine)
     check_wire_dtype(config.wire_dtype, runner.layout.dtype)
-    return runner, ServedAs(config.served_model_name or SIMULATED, SIMULATED)
+    return runner, None, ServedAs(config.served_model_name or SIMULATED, SIMULATED)
 
 
-def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ServedAs]:
+def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ModelRunner | None, ServedAs]:
     # Imported here, so that simulated workers start without torch.
+    from engine.runner.draft_runner import load_draft_model
     from engine.runner.torch_runner import build_torch_runner
 
     clock.imported()
@@ -166,8 +175,12 @@ def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, Served
             log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
 
     source = resolve_model(config.model)
-    runner = build_torch_runner(config.engine, source, progress, config.wire_dtype, clock.loaded)
-    return runner, ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
+    draft = load_draft_model(config.engine, source)
+    beside = draft.block_bytes if draft is not None else 0
+    runner = build_torch_runner(config.engine, source, progress, config.wire_dtype, clock.loaded, beside)
+    draft_runner = draft.runner(runner.num_blocks) if draft is not None else None
+    served = ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
+    return runner, draft_runner, served
 
 
 def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:

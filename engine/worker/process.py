@@ -89,7 +89,9 @@ class WorkerProcess(Generic[C]):
         self._gpus = GpuMetrics(gpus_in_use(config))
 
     def _build(self) -> tuple[Engine, C]:
-        parts = build_engine(self.config, measure_decode=self._role.neutral)
+        neutral, pool = self._role.neutral, self._role.pool
+        decodes = neutral or pool == registry_pb2.POOL_DECODE
+        parts = build_engine(self.config, measure_decode=neutral, decodes=decodes)
         self.engine.idle_poll_s = idle_poll_s(self.config.transport, parts.endpoint.memory.memory_kind)
         connector = self._role.make_connector(parts, self.epoch, self.engine_idle)
         self._built = parts, connector

@@ -128,12 +128,21 @@ class EngineConfig(Settings):
     kv_disk_tier_path: Path | None = None
     """A folder on a local disk for KV of prefixes that host memory does not hold, or that is to outlive the worker.
     Each worker has a file of its own there. Needs `kv_host_tier_bytes`. Default: none."""
+    kv_store_master: (
+        Annotated[str, Field(pattern=r"^[^\s:]+:\d{1,5}$"), Option(metavar="HOST:PORT")] | None
+    ) = None
+    """The master of a Mooncake Store that takes the place of the disk: KV of prefixes that host memory does not hold
+    goes to the memory of the store's nodes. Needs the package `mooncake-transfer-engine-non-cuda`. Default: none."""
     kv_disk_tier_bytes: Annotated[int, Field(ge=2**14)] = 2**34
-    """Most bytes of a worker's file in `kv_disk_tier_path`."""
-    speculation: Literal["off", "prompt-lookup"] = "off"
+    """Most bytes of a worker's file in `kv_disk_tier_path`, or of its blocks in the store of `kv_store_master`."""
+    speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
     """Drafts of next tokens, which decode steps check several at a time; answers stay the same, token for token.
-    `prompt-lookup`: what followed the last tokens when they occurred before, in the prompt or the answer. Engine vllm
-    takes none. See docs/engine.md."""
+    `prompt-lookup`: what followed the last tokens when they occurred before, in the prompt or the answer.
+    `draft-model`: what `draft_model` says. Engine vllm takes none. See docs/engine.md."""
+    draft_model: Annotated[str, Field(min_length=1, max_length=4096), Option(metavar="MODEL")] | None = None
+    """A much smaller model with the vocabulary of the one that is served, for `speculation` draft-model: a name, a
+    folder or a file, as the model itself. Its KV is part of `kv_memory_bytes`; prefill workers do not load it.
+    Default: none."""
     context_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most prompt plus output tokens of a request. Default and upper bound: the model's own."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Hashable, Sequence
 
-from engine.runner.simulated_runner import expected_tokens
+from engine.core.types import SampledToken, ScheduledSequence
+from engine.runner.simulated_runner import SimulatedRunner, expected_tokens
 from engine.speculation.drafter import Draft, Drafter, DraftRequest
+from splitserve.config.engine import EngineConfig
 
 Guess = Callable[[DraftRequest], list[int]]
 
@@ -65,3 +67,39 @@ def replay(answers: dict[str, list[int]], prompts: dict[str, int], seed: int = 0
         return tokens
 
     return guess
+
+
+class VirtualClock:
+    """Stands still but for what computes."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class VirtualRunner(SimulatedRunner):
+    """Moves a clock instead of sleeping: by `step_s` for a step, and by `token_s` for each token of a chunk."""
+
+    def __init__(self, config: EngineConfig, clock: VirtualClock, step_s: float, token_s: float) -> None:
+        super().__init__(config)
+        self._virtual, self._step_s, self._token_s = clock, step_s, token_s
+        self.computed = 0
+        """Tokens."""
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        chunks = sum(each.num_new for each in batch if each.num_new > 1)
+        self.computed += sum(each.num_new for each in batch)
+        rows = sum(1 + len(each.draft) for each in batch)
+        self._virtual.now += self._step_s * (0.95 + 0.05 * rows) + self._token_s * chunks
+        return super().execute(batch)
+
+
+class OftenRight(VirtualRunner):
+    """A draft model that is another one than the simulated model, for one token in five."""
+
+    def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
+        return [
+            SampledToken(32 + token.token_id % 64) if token is not None and token.token_id % 5 == 0 else token
+            for token in super().execute(batch)
+        ]

@@ -1,4 +1,4 @@
-"""What drafts by prompt lookup save: `python -m bench.engine.speculation`.
+"""What drafts save: `python -m bench.engine.speculation`.
 
 Each prompt is answered greedily and with a seed, plainly and with speculation in turns, one after the other by the same
 model: milliseconds a token after the first one, and the ratio of each pair of neighbours, of CPU time, too. `same`:
@@ -8,6 +8,10 @@ time; `eight` and `many`: 8 and 32, whose answers go on to `--tokens` where othe
 
 `counted` is the ratio in virtual time, see `counted.py`, with the tokens and rows of a step: what other processes do
 has no part in it. `--turns 0` counts only.
+
+Drafts are by prompt lookup, or with `--without-layers` by a draft model: the model itself without these layers. It
+says mostly the same, and takes nearly as long, so that it never pays here. `counted` then has what a draft model would
+save that is right as often and takes `--draft-costs` of the model's time.
 """
 
 from __future__ import annotations
@@ -16,20 +20,28 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from bench.engine.speculation.counted import counted
+from bench.engine.speculation.counted import CostingRunner, VirtualTime, counted
+from bench.engine.speculation.draft_pairs import without_layers
 from bench.engine.turns import show
 from bench.machine import this_machine
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import warm_up
 from engine.core.types import EngineRequest, SamplingParams, StopParams
+from engine.runner.draft_runner import load_draft_model
 from engine.runner.torch_runner import build_torch_runner
-from engine.speculation.speculator import make_drafter, warm_up_drafts
+from engine.speculation.draft_lengths import MAX_SEQUENCES
+from engine.speculation.draft_model import DraftModel
+from engine.speculation.settings import make_drafter, warm_up_drafts
 from splitserve.config.engine import EngineConfig
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import resolve_model
@@ -111,16 +123,24 @@ def ask(core: EngineCore, prompts: list[list[int]], sampling: SamplingParams, st
 class Bench:
     """Two engines over one model, of which one works at a time: with speculation and without."""
 
-    def __init__(self, dtype: str, threads: int) -> None:
+    def __init__(self, dtype: str, threads: int, draft_model: Path | None, costs: Sequence[float]) -> None:
+        """`draft_model`: its folder; None: prompt lookup. `costs`: of it, in steps of the model, to count with."""
         values = {"dtype": dtype, "threads": threads, "kv_memory_bytes": 2**29, "prefix_cache": False}
-        config = EngineConfig.model_validate({**values, "speculation": "prompt-lookup"})
+        given = {"speculation": "prompt-lookup"}
+        if draft_model is not None:
+            given = {"speculation": "draft-model", "draft_model": str(draft_model)}
+        config = EngineConfig.model_validate({**values, **given})
         source = resolve_model(MODEL)
-        runner = build_torch_runner(config, source, lambda _fraction: None)
+        draft = load_draft_model(config, source)
+        beside = draft.block_bytes if draft else 0
+        runner = build_torch_runner(config, source, lambda _fraction: None, beside_bytes=beside)
         warm_up(runner, None, drafts=warm_up_drafts(config))
         self._tokenizer = load_tokenizer(source.tokenizer_source)
-        self._config, self._facts = config, runner.facts
+        self._config, self._facts, self._costs = config, runner.facts, costs if draft else ()
+        self._draft_runner = draft.runner(runner.num_blocks) if draft else None
         self._plain = EngineCore(runner, config, self._tokenizer)
-        self._drafting = EngineCore(runner, config, self._tokenizer, drafter=make_drafter(config))
+        drafter = make_drafter(config, self._draft_runner, self._facts.vocabulary_size)
+        self._drafting = EngineCore(runner, config, self._tokenizer, drafter=drafter)
 
     def row(
         self, kind: str, name: str, texts: list[str], sampling: SamplingParams, turns: int, count: int
@@ -147,7 +167,7 @@ class Bench:
             "prompt": name,
             "sampled": not sampling.greedy,
             "batch": len(prompts),
-            **self._counted(prompts, known),
+            **self._counted(prompts, sampling, known),
         }
         if not turns:
             return row
@@ -161,17 +181,30 @@ class Bench:
             "same": all(a.tokens == b.tokens for a, b in pairs),
         }
 
-    def _counted(self, prompts: list[list[int]], known: list[list[int]]) -> dict[str, float]:
+    def _counted(
+        self, prompts: list[list[int]], sampling: SamplingParams, known: list[list[int]]
+    ) -> dict[str, Any]:
         """What drafts save of these answers by count."""
-        plain, drafting = (
-            counted(prompts, known, self._tokenizer, self._facts.vocabulary_size, drafter)
-            for drafter in (None, make_drafter(self._config))
+        count = partial(
+            counted, prompts, known, self._tokenizer, self._facts.vocabulary_size, sampling=sampling
         )
-        return {
-            "counted": round(plain.seconds / drafting.seconds, 3),
-            "tokens_a_step": round(plain.rows / drafting.steps, 2),
-            "rows_a_step": round(drafting.rows / drafting.steps, 2),
-        }
+        plain = count(None)
+        if (runner := self._draft_runner) is None:
+            drafting = count(make_drafter(self._config))
+            return {
+                "counted": round(plain.seconds / drafting.seconds, 3),
+                "tokens_a_step": round(plain.rows / drafting.steps, 2),
+                "rows_a_step": round(drafting.rows / drafting.steps, 2),
+            }
+        found = {}
+        for cost in self._costs:
+            clock = VirtualTime()
+            drafter = DraftModel(CostingRunner(runner, clock, cost), self._facts.vocabulary_size, clock)
+            drafter.warm_up(min(MAX_SEQUENCES, len(prompts)))
+            drafting = count(drafter, clock, runner.num_blocks)
+            found[f"counted at {cost:g}"] = round(plain.seconds / drafting.seconds, 3)
+            found[f"tokens a step at {cost:g}"] = round(plain.rows / drafting.steps, 2)
+        return found
 
 
 def chat(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -192,12 +225,23 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer, at most")
     parser.add_argument("--prompts", nargs="*", default=[*COPY, *FREE, *BATCHES], help="only these")
+    parser.add_argument(
+        "--without-layers", type=int, nargs="+", help="of the draft model; else prompt lookup"
+    )
+    parser.add_argument(
+        "--draft-costs", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="to count with"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     torch.set_num_threads(options.threads)
     machine = this_machine()
-    bench = Bench(options.dtype, options.threads)
+    with TemporaryDirectory() as folder:
+        draft_model = None
+        if options.without_layers:
+            own = Path(resolve_model(MODEL).path)
+            draft_model = without_layers(own, Path(folder) / "draft", options.without_layers)
+        bench = Bench(options.dtype, options.threads, draft_model, options.draft_costs)
     greedy = SamplingParams(temperature=0.0)
     cases = [
         (kind, name, [text], sampling)

@@ -19,7 +19,7 @@ from engine.backends.interface import Forward, StepLogits, flatten
 from engine.core.types import ScheduledSequence
 from engine.model.attention_interface import AttentionBackend
 from engine.model.loaded_model import LoadedModel
-from engine.speculation.speculator import max_decode_rows
+from engine.speculation.settings import max_decode_rows
 from splitserve.config.engine import EngineConfig
 from splitserve.generation.kv_blocks import blocks_for
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.disk_store import DiskStore, open_disk_store
+from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.tiers.tiers_rig import FailingStore, chain, damage, disk_bytes
 
 SLOTS, BYTES = 6, 512
@@ -41,13 +42,19 @@ def _failing(_: Path) -> BlockStore:
     return store
 
 
+def _mooncake(_: Path) -> BlockStore:
+    """With a master of its own, which ends with the store; the only node lends its memory itself."""
+    return mooncake_store(BYTES, SLOTS, IDENTITY)
+
+
 STORES: dict[str, Make] = {
     "host": lambda _: HostStore(memoryview(bytearray(SLOTS * BYTES)), BYTES),
     "disk": _disk,
     "damaging-disk": _damaging,
     "failing": _failing,
+    "mooncake": _mooncake,
 }
-RELIABLE = ("host", "disk")
+RELIABLE = ("host", "disk", "mooncake")
 
 
 @pytest.fixture(params=STORES)
@@ -56,8 +63,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def store(name: str, tmp_path: Path) -> BlockStore:
-    return STORES[name](tmp_path)
+def store(name: str, tmp_path: Path) -> Iterator[BlockStore]:
+    made = STORES[name](tmp_path)
+    yield made
+    made.close()
 
 
 def content(seed: int) -> memoryview:
@@ -107,4 +116,16 @@ def test_what_is_read_is_what_was_written_or_nothing(store: BlockStore, name: st
 
 def test_a_store_can_be_closed_twice(store: BlockStore) -> None:
     store.close()
+    store.close()
+
+
+def test_a_store_whose_master_ended_has_nothing() -> None:
+    store, (first, second) = mooncake_store(BYTES, SLOTS, IDENTITY), chain(2)
+    store.write(1, first, content(1))
+    store.end_master()
+    with pytest.raises(OSError, match="Mooncake Store took no block"):
+        store.write(2, second, content(2))
+    assert store.read(2, second.block_hash) is None
+    found = store.read(1, first.block_hash)
+    assert found is None or found == content(1)
     store.close()

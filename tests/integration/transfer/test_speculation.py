@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.engine.speculation.draft_pairs import deeper
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.integration.transfer.test_split_parity import BORDERS, MAX_TOKENS
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
+from tests.support.engine.runner_driver import prompt_of
+from tests.support.engine.tiny_models import make_tiny_model
 
 SOME = BORDERS[::8]
 MORE = [2, 15, 17, 48, 55, 65, 96, 105, 112, 128, 200, 257, 300, 513]
@@ -77,4 +81,38 @@ async def test_answers_are_those_of_transformers(log_dir: Path, smollm2: str, le
         assert list(resumed.token_ids) == expected[-1][10:]
         counts = speculated(cluster)
         assert counts["drafted"] >= counts["accepted"] > 20
+        await cluster.assert_no_leaks()
+
+
+@pytest.mark.timeout(300)
+async def test_a_draft_model_on_the_decode_worker_reads_prompts_that_were_handed_over(
+    log_dir: Path, tmp_path: Path
+) -> None:
+    """A model of twelve layers, of which the last ten change little, and its first two as the draft model."""
+    draft = make_tiny_model("llama", tmp_path)
+    model = deeper(draft, tmp_path / "deeper", more=10, scale=0.02)
+    reference = Reference(str(model))
+    prompts = [prompt_of(length) for length in (5, 70, 200)]
+    expected = [reference.greedy(prompt, 80) for prompt in prompts]
+    options = ["--dtype", "float32", "--max-step-tokens", "64", "--metrics-port", "0"]
+    options += ["--speculation", "draft-model", "--draft-model", str(draft)]
+    setup = Cluster(log_dir, model=str(model), engine="torch", worker_options=options)
+    async with running(setup) as cluster:
+        async with AsyncClient(cluster.target, timeout_s=120) as client:
+
+            async def ask(prompt: list[int], begun: Sequence[int] = ()) -> list[int]:
+                count = 80 - len(begun)
+                answer = await client.generate(
+                    [*prompt, *begun], temperature=0.0, max_tokens=count, tpot_ms=500
+                )
+                return list(answer.token_ids)
+
+            alone = [await ask(prompt) for prompt in prompts]
+            together = await asyncio.gather(*(ask(prompt) for prompt in prompts))
+            resumed = await ask(prompts[1], expected[1][:30])
+        assert alone == expected
+        assert together == expected
+        assert resumed == expected[1][30:]
+        counts = speculated(cluster)
+        assert counts["drafted"] > counts["accepted"] > 20
         await cluster.assert_no_leaks()

@@ -27,8 +27,8 @@ def test_more_memory_finds_more_up_to_all_of_it() -> None:
     rows = share_rows("t", prompts, [(40, 0, 0), (40, 80, 0), (40, everything, 0), (40, 40, everything)])
     shares = {(row.host_blocks, row.disk_blocks, row.eviction): row.hit_share for row in rows}
     endless = rows[0].hit_share_endless
-    assert 0 < shares[0, 0, "age"] < shares[80, 0, "value"] < endless
-    assert shares[everything, 0, "value"] == shares[40, everything, "value"] == endless
+    assert 0 < shares[0, 0, "age"] < shares[80, 0, "history"] < endless
+    assert shares[everything, 0, "history"] == shares[40, everything, "history"] == endless
     assert all(row.of_endless <= 1 for row in rows)
 
 

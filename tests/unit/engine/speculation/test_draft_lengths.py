@@ -9,7 +9,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.speculation.draft_lengths import LEAST_GAIN, NOTHING_OWED, Share, choose_lengths, may_pay
+from engine.speculation.draft_lengths import (
+    LEAST_GAIN,
+    NOTHING_OWED,
+    Share,
+    choose_guesses,
+    choose_lengths,
+    may_pay,
+)
 from engine.speculation.row_costs import FORGET_AFTER, RowCosts
 
 MEMORY_BOUND = {1: 1.0, 2: 1.05, 4: 1.15, 8: 1.4, 16: 2.4}
@@ -156,3 +163,29 @@ def test_a_first_time_that_is_out_of_line_counts_little() -> None:
     costs = costs_of({1: 1.0})
     costs.record(8, 100.0)
     assert costs.ratio(1, 7) < 2.5
+
+
+def test_guesses_that_take_time_are_as_long_as_that_pays() -> None:
+    costs, chances = RowCosts(), [[0.8**n for n in range(1, 8)]]
+    lengths = [
+        choose_guesses(chances, [NOTHING_OWED], costs, 16, math.inf, cost).lengths[0]
+        for cost in (0.0, 0.05, 0.2, 0.4, 0.6, 0.9)
+    ]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == choose_lengths(chances, [NOTHING_OWED], costs, 16)[0]
+    assert lengths[0] > lengths[2] > lengths[-1] == 0
+
+
+def test_guesses_are_bounded_by_the_time_that_streams_have_with_the_time_they_take() -> None:
+    costs, chances = RowCosts(), [[0.9**n for n in range(1, 8)]]
+    for longest in (1.0, 1.2, 1.5, 2.0):
+        found = choose_guesses(chances, [NOTHING_OWED], costs, 16, longest, 0.1)
+        (length,) = found.lengths
+        assert not length or costs.ratio(1, length) + 0.1 * length <= longest
+    assert not any(choose_guesses(chances, [Share(0.97, -5.0)], costs, 16, math.inf, 0.1).lengths)
+
+
+def test_nobody_is_asked_where_guessing_takes_too_long() -> None:
+    assert may_pay(1, RowCosts(), 16, 0.5)
+    assert not may_pay(1, RowCosts(), 16, 1.0)
+    assert not may_pay(8, RowCosts(), 16, 1.0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from engine.core.engine_core import EngineCore
+from engine.runner.draft_runner import check_vocabulary
 from engine.speculation.draft_lengths import MAX_ROWS
-from engine.speculation.speculator import make_drafter, max_decode_rows, warm_up_drafts
+from engine.speculation.settings import make_drafter, max_decode_rows, warm_up_drafts
 from engine.worker.build import build_engine
 from splitserve.config.engine import EngineConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
+from tests.support.engine.byte_tokenizer import ByteTokenizer
 from tests.support.engine.engine_rig import request
 
 
@@ -47,4 +49,49 @@ def test_the_simulated_engine_checks_drafts() -> None:
     while parts.core.has_work():
         parts.core.step()
     assert parts.core.step_totals["decode"].drafted_tokens
+    parts.core.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"speculation": "draft-model"}, "engine.draft_model"),
+        ({"draft_model": "some/model"}, "engine.draft_model"),
+        ({"speculation": "prompt-lookup", "draft_model": "some/model"}, "engine.draft_model"),
+        (
+            {"kind": "simulated", "speculation": "draft-model", "draft_model": "some/model"},
+            "engine.speculation",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_before_anything_is_loaded(
+    settings: dict[str, object], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}: ") as refusal:
+        build_engine(worker(**settings))
+    assert refusal.value.field == field
+
+
+class Named(ByteTokenizer):
+    """Names one token otherwise."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"!" if token_id == 65 else super().token_bytes(token_id)
+
+
+class Longer(ByteTokenizer):
+    vocabulary_size = 300
+
+
+@pytest.mark.parametrize("other", [Named(), Longer()])
+def test_a_draft_model_of_another_vocabulary_is_refused(other: ByteTokenizer) -> None:
+    check_vocabulary(ByteTokenizer(), ByteTokenizer())
+    with pytest.raises(ConfigError, match=r"^engine\.draft_model: its vocabulary ") as refusal:
+        check_vocabulary(ByteTokenizer(), other)
+    assert refusal.value.field == "engine.draft_model"
+
+
+def test_workers_that_do_not_decode_take_no_drafts() -> None:
+    parts = build_engine(worker(kind="simulated", num_blocks=64, speculation="prompt-lookup"), decodes=False)
+    assert parts.config.engine.speculation == "off"
     parts.core.close()

@@ -62,7 +62,7 @@ def test_what_is_on_its_way_is_not_evicted() -> None:
     assert put(index, second) == [first.block_hash]
 
 
-@pytest.mark.parametrize("eviction", ["value", "age"])
+@pytest.mark.parametrize("eviction", ["history", "age"])
 def test_the_one_not_used_goes_first(eviction: Eviction) -> None:
     index, (first,), (second,) = TierIndex(2, eviction), chain(1), chain(1, name=1)
     put(index, first, second)
@@ -72,7 +72,7 @@ def test_the_one_not_used_goes_first(eviction: Eviction) -> None:
 
 def test_a_scan_does_not_drive_out_what_is_used_again_and_again() -> None:
     kept = {}
-    for eviction in ("value", "age"):
+    for eviction in ("history", "age"):
         index, hot = TierIndex(8, eviction), chain(4)  # type: ignore[arg-type]
         put(index, *hot)
         for _ in range(4):
@@ -80,7 +80,7 @@ def test_a_scan_does_not_drive_out_what_is_used_again_and_again() -> None:
         for name in range(1, 9):
             put(index, *chain(1, name=name))
         kept[eviction] = sum(each in index for each in hashes_of(hot))
-    assert kept == {"value": 4, "age": 0}
+    assert kept == {"history": 4, "age": 0}
 
 
 def test_what_was_hot_once_goes_in_the_end() -> None:
@@ -93,11 +93,29 @@ def test_what_was_hot_once_goes_in_the_end() -> None:
     assert hot.block_hash not in index
 
 
-def test_the_dearer_block_stays() -> None:
+def test_of_blocks_that_were_used_as_often_the_dearer_one_stays() -> None:
     index, (cheap,), (dear,) = TierIndex(2), chain(1), chain(1, name=1)
     put(index, dear, cost=3.0)
     put(index, cheap)
+    index.touch([dear.block_hash, cheap.block_hash])
     assert put(index, *chain(1, name=2)) == [cheap.block_hash]
+
+
+def test_a_block_that_comes_again_after_it_was_evicted_stays_longer() -> None:
+    index, (again,) = TierIndex(4), chain(1)
+    put(index, again, *(chain(1, name=name)[0] for name in range(1, 6)))
+    assert again.block_hash not in index
+    put(index, again)
+    put(index, *(chain(1, name=name)[0] for name in range(6, 10)))
+    assert again.block_hash in index
+    put(index, *(chain(1, name=name)[0] for name in range(10, 20)))
+    assert again.block_hash not in index
+
+
+def test_what_is_remembered_of_evicted_blocks_is_bounded() -> None:
+    index = TierIndex(4)
+    put(index, *(chain(1, name=name)[0] for name in range(200)))
+    assert len(index._evicted) == 16
 
 
 def test_a_dropped_block_frees_its_slot() -> None:
@@ -122,7 +140,7 @@ def test_only_whole_prefixes_are_restored() -> None:
     assert placed.slot == 2
 
 
-@pytest.mark.parametrize("eviction", ["value", "age"])
+@pytest.mark.parametrize("eviction", ["history", "age"])
 def test_books_stay_right_whatever_happens(eviction: Eviction) -> None:
     """Slots are never shared, and every block that is here has its parents here, unless one was dropped."""
     dice = random.Random(7)

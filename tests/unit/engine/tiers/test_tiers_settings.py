@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,12 @@ HOST = {"kv_host_tier_bytes": 2**16}
     ("values", "field", "text"),
     [
         ({"kv_disk_tier_path": "kv"}, "engine.kv_disk_tier_path", "needs kv_host_tier_bytes"),
+        ({"kv_store_master": "h:1"}, "engine.kv_store_master", "needs kv_host_tier_bytes"),
+        (
+            {**HOST, "kv_store_master": "h:1", "kv_disk_tier_path": "/tmp"},
+            "engine.kv_store_master",
+            "takes the place of",
+        ),
         ({**HOST, "prefix_cache": False}, "engine.kv_host_tier_bytes", "needs the prefix cache"),
         ({**HOST, "kind": "vllm"}, "engine.kv_host_tier_bytes", "engine vllm"),
         ({**HOST, "kv_disk_tier_path": "/proc/none"}, "engine.kv_disk_tier_path", "cannot be made"),
@@ -35,6 +42,15 @@ def test_what_contradicts_is_refused(values: dict[str, object], field: str, text
     with pytest.raises(ConfigError, match=text) as caught:
         check_tiers(EngineConfig.model_validate(values))
     assert caught.value.field == field
+
+
+def test_a_store_without_its_package_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    runner = SimulatedRunner(EngineConfig(num_blocks=4))
+    config = EngineConfig(kv_host_tier_bytes=2**14, kv_store_master="127.0.0.1:1")
+    with pytest.raises(ConfigError, match="needs the package mooncake-transfer-engine-non-cuda") as caught:
+        make_tiers(config, runner.pool_memory, SAME)
+    assert caught.value.field == "engine.kv_store_master"
 
 
 def test_bounds_are_named() -> None:
