@@ -87,6 +87,8 @@ class Attempt:
         self._collector = OutputCollector(lambda: events.emit(RequestObserver.decoded))
         self._prefill_task: asyncio.Task[None] | None = None
         self._pending: deque[generation_pb2.OutputDelta] = deque()
+        self._decodes = False
+        """Whether the decode worker has sent output, after which its outputs change nothing here."""
         self._written = False
         """Whether the transfer report has come."""
         self._direct = direct
@@ -305,10 +307,14 @@ class Attempt:
                     self._accept_failure(event)
 
     def _accept_output(self, output: decode_pb2.SequenceOutput) -> None:
+        if self._decodes and not output.admitted:  # nothing but tokens follows the first output
+            self._pending.append(output.delta)
+            return
         if self.state in AWAITS_DECODE:
             self._enter(AttemptEvent.DECODE_HAS_KV)
         if output.admitted:
             return
+        self._decodes = self.state in ONLY_DECODE_SENDS
         if self._decode is not None:
             self._record.report.decode_worker = self._decode.worker.worker_id
         self._pending.append(output.delta)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from splitserve.errors import SplitserveError
 
 
-class AttemptState(enum.Enum):
+class AttemptState(enum.StrEnum):
     """Progress of an attempt."""
 
     NEW = "new"
@@ -48,7 +48,7 @@ class AttemptState(enum.Enum):
     """A worker failed the attempt, or was lost."""
 
 
-class AttemptEvent(enum.Enum):
+class AttemptEvent(enum.StrEnum):
     """Inputs of the state machine."""
 
     ASK_DECODE = "ask decode"

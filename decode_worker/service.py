@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
@@ -17,6 +17,7 @@ from engine.worker.status import WorkerStatus
 from kv_transfer.transports.poll_dealer import PollDealer
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.config.worker import WorkerConfig
+from splitserve.rpc.carried_calls import CarriedMethod, decode_methods
 from splitserve.v1 import decode_pb2, registry_pb2
 from splitserve.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 
@@ -46,6 +47,10 @@ class DecodeRole(WorkerRole[KvConsumer]):
         """See WorkerRole."""
         add_DecodeServiceServicer_to_server(self._service, server)
         return [decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name]
+
+    def carried_methods(self) -> Mapping[str, CarriedMethod]:
+        """See WorkerRole."""
+        return decode_methods(self._service)
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
         """Does nothing: decode workers write to nobody."""

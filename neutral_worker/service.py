@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.metrics import counter, gauges
+from splitserve.rpc.carried_calls import CarriedMethod
 from splitserve.v1 import registry_pb2
 
 UNKNOWN_LOGGED_EVERY_S = 60.0
@@ -60,6 +61,10 @@ class NeutralRole(WorkerRole[NeutralConnector]):
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """See WorkerRole."""
         return [*self._prefill.add_services(server), *self._decode.add_services(server)]
+
+    def carried_methods(self) -> Mapping[str, CarriedMethod]:
+        """See WorkerRole."""
+        return {**self._prefill.carried_methods(), **self._decode.carried_methods()}
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
         """See PrefillRole. A worker is no peer of itself."""

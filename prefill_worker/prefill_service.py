@@ -51,7 +51,7 @@ class PrefillService(PrefillServiceServicer):
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """See PrefillService.Prefill in the proto."""
-        now = time.monotonic()
+        now, loop = time.monotonic(), asyncio.get_running_loop()
         with self._counting_refusals():
             ticket = KvTicket.from_proto(request.ticket, now) if request.HasField("ticket") else None
         name = engine_id(request.request_id, next(self._numbers))
@@ -81,7 +81,9 @@ class PrefillService(PrefillServiceServicer):
                 if last:
                     return
                 if isinstance(event, FirstTokenReady):
-                    event.sent.set()  # gRPC asks for the next response when it has written this one
+                    # gRPC asks for the next response when it has written this one, a stream of calls writes in the
+                    # turn that follows.
+                    loop.call_soon(event.sent.set)
         finally:
             del self._queues[name]
             if not self._queues:

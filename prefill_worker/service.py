@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
@@ -16,6 +16,7 @@ from prefill_worker.kv_producer import KvProducer
 from prefill_worker.prefill_event import PrefillEvent
 from prefill_worker.prefill_service import PrefillService
 from splitserve.config.worker import WorkerConfig
+from splitserve.rpc.carried_calls import CarriedMethod, prefill_methods
 from splitserve.v1 import prefill_pb2, registry_pb2
 from splitserve.v1.prefill_pb2_grpc import add_PrefillServiceServicer_to_server
 
@@ -44,6 +45,10 @@ class PrefillRole(WorkerRole[KvProducer]):
         """See WorkerRole."""
         add_PrefillServiceServicer_to_server(self._service, server)
         return [prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name]
+
+    def carried_methods(self) -> Mapping[str, CarriedMethod]:
+        """See WorkerRole."""
+        return prefill_methods(self._service)
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
         """Connects to new decode workers; fences those that no coordinator names any more, after PEER_KEPT_S."""

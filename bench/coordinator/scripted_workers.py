@@ -25,8 +25,10 @@ import uvloop
 from decode_worker.output_streams import OutputStreams
 from kv_transfer.layout import KvLayout
 from splitserve.client.registry_client import RegistryClient
+from splitserve.rpc.carried_calls import CarriedCalls, decode_methods, prefill_methods
 from splitserve.rpc.server import make_server
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
+from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 
@@ -198,7 +200,10 @@ async def serve(
     for decode in decodes.values():
         server = make_server()
         add_DecodeServiceServicer_to_server(decode, server.grpc_server)
-        add_PrefillServiceServicer_to_server(ScriptedPrefill(decodes), server.grpc_server)
+        prefill = ScriptedPrefill(decodes)
+        add_PrefillServiceServicer_to_server(prefill, server.grpc_server)
+        calls = CarriedCalls({**decode_methods(decode), **prefill_methods(prefill)}, server.open_rpcs)
+        add_CallServiceServicer_to_server(calls, server.grpc_server)
         addresses.append(f"{HOST}:{await server.start(HOST, 0, [])}")
         servers.append(server)
     print(addresses[0], flush=True)
@@ -267,6 +272,7 @@ def registration(
         ),
         max_step_tokens=STEP_TOKENS,
         max_running_requests=RUNNING,
+        carries_calls=True,
     )
 
 

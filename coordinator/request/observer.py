@@ -20,6 +20,8 @@ from splitserve.v1 import decode_pb2, generation_pb2, inference_pb2, prefill_pb2
 P = ParamSpec("P")
 MAX_FAILURE_CHARACTERS = 300
 """Of an error that an attempt's record keeps."""
+TOLD_TOKENS = 8
+"""How many tokens of a stream observers are told of at once, half a KV block or less."""
 
 
 class RequestObserver:
@@ -67,7 +69,8 @@ class RequestObserver:
         """The decode worker has finished. Its output may not have been sent to the client yet."""
 
     def sent(self, state: RequestState, output_tokens: int) -> None:
-        """`output_tokens` more tokens are sent to the client. The first call implies that the prompt is computed."""
+        """`output_tokens` more tokens were sent to the client. The first call implies that the prompt is computed. Of
+        each attempt the first two deltas are told at once, later ones TOLD_TOKENS at a time, the rest at its end."""
 
     def attempt_completed(self, state: RequestState) -> None:
         """The attempt has sent all of its output."""
@@ -117,12 +120,16 @@ class RequestEvents:
     request nor keeps the event from other observers.
     """
 
-    __slots__ = ("_listeners", "state")
+    __slots__ = ("_listeners", "_tell_at", "_told", "_untold", "state")
 
     def __init__(self, state: RequestState, observers: Iterable[RequestObserver] = ()) -> None:
         self.state = state
         self._listeners: dict[str, list[Callable[..., None]]] = {}
         """The methods that observers override, by event name."""
+        self._untold, self._tell_at = 0, 1
+        """Tokens sent that observers have not been told of, and how many of them they are told of."""
+        self._told = 0
+        """How often they were told of tokens of this attempt."""
         for observer in observers:
             self.observe(observer)
 
@@ -132,6 +139,7 @@ class RequestEvents:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._tell_sent()
         self.emit(RequestObserver.ended, error)
 
     def observe(self, observer: RequestObserver) -> None:
@@ -171,6 +179,7 @@ class RequestEvents:
     ) -> None:
         """Begins an attempt on these workers; `cached_tokens` of the prompt are expected in prefill's cache."""
         self.state.begin_attempt(prefill, decode, cached_tokens, now, candidates)
+        self._told, self._tell_at = 0, 1
         self.emit(RequestObserver.routed)
 
     def prefix_fetched(self, fetched: FetchedPrefix) -> None:
@@ -226,18 +235,22 @@ class RequestEvents:
     def sent(self, delta: generation_pb2.OutputDelta, now: float) -> None:
         """Appends a delta that is about to be sent to the client.
 
-        Raises SplitserveError (OUTPUT_GAP), and emits nothing, unless the delta follows the previous one.
+        Raises SplitserveError (OUTPUT_GAP), and tells nothing, unless the delta follows the previous one.
         """
         self.state.append(delta, now)
-        self.emit(RequestObserver.sent, len(delta.token_ids))
+        self._untold += len(delta.token_ids)
+        if self._untold >= self._tell_at:
+            self._tell_sent()
 
     def attempt_failed(self, error: SplitserveError) -> None:
         """See RequestObserver."""
+        self._tell_sent()
         self.state.attempt.failure = failure_text(error)
         self.emit(RequestObserver.attempt_failed, error)
 
     def attempt_ended(self) -> None:
         """See RequestObserver."""
+        self._tell_sent()
         self.state.end_attempt(time.monotonic())
         self.emit(RequestObserver.attempt_ended)
 
@@ -245,6 +258,14 @@ class RequestEvents:
         """See RequestObserver."""
         self.state.completed = True
         self.emit(RequestObserver.completed)
+
+    def _tell_sent(self) -> None:
+        """Tells what has been sent: for an observer many tokens are no more work than one."""
+        if count := self._untold:
+            self._untold = 0
+            self._told += 1
+            self._tell_at = 1 if self._told < 2 else TOLD_TOKENS
+            self.emit(RequestObserver.sent, count)
 
 
 def failure_text(error: BaseException | None) -> str:

@@ -340,7 +340,7 @@ class RequestState:
         )
 
 
-class Stage(enum.Enum):
+class Stage(enum.StrEnum):
     """What a request in progress is waiting for."""
 
     ADMITTING = "admitting"

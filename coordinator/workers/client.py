@@ -1,4 +1,5 @@
-"""The coordinator's gRPC clients of the workers: one channel each, and one output stream from each decode worker.
+"""The coordinator's gRPC clients of the workers: one channel each, for the calls to the worker (`calls`) and, if it
+decodes, its output stream.
 
 The output stream (`output_reader`) carries the tokens of all requests of this coordinator, into one collector per
 attempt. When the registry drops a worker, its client is closed and every attempt that runs there fails at once.
@@ -9,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
-
-import grpc
 
 from coordinator.background_tasks import BackgroundTasks
+from coordinator.workers.calls.worker_calls import WorkerCalls
 from coordinator.workers.output_collector import OutputCoalescer, OutputCollector, WorkerFailed
 from coordinator.workers.output_reader import OutputReader
 from coordinator.workers.registry import Registry
@@ -29,16 +28,12 @@ from splitserve.errors import (
 )
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
-from splitserve.rpc.status import error_from_rpc
 from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import decode_pb2, prefill_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
-from splitserve.v1.prefill_pb2_grpc import PrefillServiceStub
 
 ABORT_TIMEOUT_S = 2.0
 """How long one try of an abort waits for the worker's answer."""
-ARRIVE_S = 2.0
-"""How long cancelling a Prefill call waits for the call to reach its worker first."""
 READ_AHEAD_BYTES = 32 * 1024
 """Flow-control window of a channel: a few steps of a large batch. When the coordinator lags, the worker then merges
 its output, instead of filling socket buffers with many small stale messages."""
@@ -48,8 +43,6 @@ LAST_BACKOFF_S = 1.0
 REOPEN_S = 1.0
 """How soon a client that could not be made is tried again."""
 UNDELIVERED = (UnavailableError, DeadlineExceededError, CancelledByPeerError)
-
-T = TypeVar("T")
 
 
 class WorkerClient:
@@ -67,25 +60,26 @@ class WorkerClient:
         """`attachments` numbers the output streams of this coordinator upwards."""
         self.worker = worker
         self._coordinator_id = coordinator_id
-        self._metadata = security.metadata
         self._channel = security.channel(
             worker.address,
             "worker" if worker.neutral else worker.pool,
             max_message_bytes=max_message_bytes,
             read_ahead_bytes=READ_AHEAD_BYTES,
         )
-        self._prefill = PrefillServiceStub(self._channel)
-        self._decode = DecodeServiceStub(self._channel)
+        self._calls = WorkerCalls(worker, self._channel, security.metadata)
         self._collectors: dict[str, OutputCollector] = {}
         """Of all attempts here; `_decoded` has those whose output comes from here."""
         self._decoded: dict[str, OutputCollector] = {}
         self.outputs = OutputReader(
-            worker, self._decode, coordinator_id, self._metadata, self._decoded, attachments, coalescer
+            worker,
+            DecodeServiceStub(self._channel),
+            coordinator_id,
+            security.metadata,
+            self._decoded,
+            attachments,
+            coalescer,
         )
         self._lost: UnavailableError | None = None
-        self._reserving: dict[str, grpc.aio.Call] = {}
-        self._failed: dict[str, SplitserveError] = {}
-        """Why reservations are given up. Both by attempt id."""
 
     @contextmanager
     def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
@@ -103,6 +97,14 @@ class WorkerClient:
             del self._collectors[attempt_id]
             self._decoded.pop(attempt_id, None)
 
+    async def run(self, on_open: Callable[[bool], None], loops: LoopRunner) -> None:
+        """Keeps the worker's streams open until cancelled; tells `on_open` of the output stream, if it decodes."""
+        async with asyncio.TaskGroup() as group:
+            if self.worker.carries_calls:
+                group.create_task(loops.run("calls", self._calls.run))
+            if self.worker.decodes:
+                group.create_task(loops.run("outputs", partial(self.outputs.run, on_open)))
+
     async def reserve(
         self, request: decode_pb2.ReserveRequest, timeout_s: float
     ) -> decode_pb2.ReserveResponse:
@@ -114,57 +116,30 @@ class WorkerClient:
             raise UnavailableError(message, reason="NO_OUTPUT_STREAM")
         request.coordinator_id = self._coordinator_id
         request.attachment = self.outputs.attachment
-        call = self._decode.Reserve(request, timeout=timeout_s, metadata=self._metadata)
-        self._reserving[request.request_id] = call
-        try:
-            return await self._response(call)
-        except asyncio.CancelledError:
-            why, task = self._failed.get(request.request_id), asyncio.current_task()
-            if why is None or (task is not None and task.cancelling()):
-                raise
-            raise why from None
-        finally:
-            del self._reserving[request.request_id]
-            self._failed.pop(request.request_id, None)
+        return await self._calls.reserve(request, timeout_s)
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, timeout_s: float, collector: OutputCollector
     ) -> None:
-        """Runs a Prefill call and puts its messages, or its failure, into `collector`.
+        """Calls Prefill and puts its messages, or its failure, into `collector`. Cancelling this cancels the call; see
+        `WorkerCalls.prefill`."""
+        complete = False
 
-        Cancelling this cancels the call once it has reached the worker: if it never arrived, decode could not tell
-        whether its ticket is in use.
-        """
+        def accept(response: prefill_pb2.PrefillResponse) -> None:
+            nonlocal complete
+            if response.HasField("first_token"):
+                complete = response.first_token.delta.finish_reason != 0
+                collector.put(response.first_token)
+            elif response.HasField("handoff"):
+                complete = True
+                collector.put(response.handoff)
+
         try:
-            self._require_live()
-            call = self._prefill.Prefill(request, timeout=timeout_s, metadata=self._metadata)
-            arrived = asyncio.ensure_future(call.initial_metadata())
-            try:
-                complete = False
-                await asyncio.shield(arrived)
-                async for response in call:
-                    if response.HasField("first_token"):
-                        collector.put(response.first_token)
-                        complete = response.first_token.delta.finish_reason != 0
-                    elif response.HasField("handoff"):
-                        collector.put(response.handoff)
-                        complete = True
-                if not complete:
-                    raise UnavailableError(f"{self.worker.name} ended a prefill early", reason="WORKER_LOST")
-            except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
-                raise self._translated(error) from None
-            finally:
-                await self._cancel_call(call, arrived)
+            await self._calls.prefill(request, timeout_s, accept)
+            if not complete:
+                raise UnavailableError(f"{self.worker.name} ended a prefill early", reason="WORKER_LOST")
         except SplitserveError as error:
             collector.put(WorkerFailed(self.worker.key, error))
-
-    async def _cancel_call(self, call: grpc.aio.Call, arrived: asyncio.Future[Any]) -> None:
-        try:
-            if not arrived.done() and self._lost is None:
-                await asyncio.wait([arrived], timeout=ARRIVE_S)
-        finally:
-            call.cancel()
-            arrived.cancel()
 
     async def abort(self, attempt_id: str, no_writer: bool, deadline_s: float) -> None:
         """Calls Abort, again and again until the worker has answered, or is dropped.
@@ -179,9 +154,7 @@ class WorkerClient:
         backoff_s = FIRST_BACKOFF_S
         while self._lost is None:
             try:
-                await self._response(
-                    self._decode.Abort(request, timeout=ABORT_TIMEOUT_S, metadata=self._metadata)
-                )
+                await self._calls.abort(request, ABORT_TIMEOUT_S)
                 return
             except SplitserveError as error:
                 log_event("abort.failed", worker_id=self.worker.worker_id, reason=error.reason)
@@ -192,11 +165,8 @@ class WorkerClient:
 
     def fail(self, attempt_id: str, error: SplitserveError) -> bool:
         """Fails one attempt here, which then goes on elsewhere. False if it is not here any more."""
-        collector, call = self._collectors.get(attempt_id), self._reserving.get(attempt_id)
-        if call is not None:
-            self._failed[attempt_id] = error
-            call.cancel()
-        elif collector is not None:
+        collector = self._collectors.get(attempt_id)
+        if not self._calls.fail_reservation(attempt_id, error) and collector is not None:
             collector.put(WorkerFailed(self.worker.key, error))
         return collector is not None
 
@@ -207,33 +177,13 @@ class WorkerClient:
     def lose(self) -> None:
         """Fails all attempts on this worker; new calls fail at once."""
         self._lost = UnavailableError(f"{self.worker.name} went away", reason="WORKER_LOST")
+        self._calls.lose(self._lost)
         for collector in self._collectors.values():
             collector.put(WorkerFailed(self.worker.key, self._lost))
 
     async def close(self) -> None:
         """Closes the channel and cancels the calls on it."""
         await self._channel.close()
-
-    async def _response(self, call: grpc.aio.UnaryUnaryCall[Any, T]) -> T:
-        try:
-            self._require_live()
-            return await call
-        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
-            raise self._translated(error) from None
-        finally:
-            call.cancel()
-
-    def _require_live(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-
-    def _translated(self, error: grpc.aio.AioRpcError | asyncio.CancelledError) -> BaseException:
-        """Translates what ended a call: its status, a cancellation from outside, or `close`, which cancels too."""
-        if isinstance(error, grpc.aio.AioRpcError):
-            return error_from_rpc(error)
-        task = asyncio.current_task()
-        cancelled_from_outside = task is None or task.cancelling() > 0
-        return error if cancelled_from_outside or self._lost is None else self._lost
 
 
 class WorkerClients:
@@ -315,7 +265,5 @@ class WorkerClients:
             log_exception("worker.no_client", error, worker_id=worker.worker_id)
             return
         self._clients[worker.key] = client
-        if worker.decodes:
-            on_open = partial(self._registry.set_output_open, worker.key)
-            watch = self._loops.run("outputs", partial(client.outputs.run, on_open))
-            self._watchers[worker.key] = group.create_task(watch)
+        on_open = partial(self._registry.set_output_open, worker.key)
+        self._watchers[worker.key] = group.create_task(client.run(on_open, self._loops))

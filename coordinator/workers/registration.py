@@ -73,6 +73,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         registered_pool=_POOLS[request.pool],
         paces_prompts=request.paces_prompts,
         replica_class=request.replica_class,
+        carries_calls=request.carries_calls,
         adapters=_checked_adapters(request.model),
         start=_checked_start(request),
     )

@@ -121,6 +121,8 @@ class Worker:
     """Whether its engine computes prompts only as far as the targets of its streams leave time."""
     replica_class: str = ""
     """The class of replicas that it registered as, for the autoscaler."""
+    carries_calls: bool = False
+    """Whether its short calls may share a stream."""
     circuit: CircuitStatus = CLOSED_CIRCUIT
     isolation: Isolation = NOT_ISOLATED
     prefix_slot: int = -1

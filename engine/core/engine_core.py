@@ -282,12 +282,12 @@ class EngineCore(Engine):
 
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
-        queue, counts, shared = self._scheduler, self.pool.counts(), self._runner.shares_cores
+        queue, shared = self._scheduler, self._runner.shares_cores
         work = queue.running, len(queue.waiting), queue.waiting_tokens, len(self._pacing.late)
-        return self._meter.load(counts, *work, shares_cores=shared)
+        return self._meter.load(self.pool.counts(), *work, shares_cores=shared)
 
     def close(self) -> None:
-        """Closes the runner, and before it those who copy its blocks, and the drafter."""
+        """Closes those who copy the runner's blocks, the drafter, and the runner."""
         for each in (self._kv, self._speculator, self._runner):
             if each is not None:
                 each.close()

@@ -37,6 +37,7 @@ from splitserve.config.worker import WorkerConfig
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event, log_exception
 from splitserve.metrics import reload_metrics, serving_metrics
+from splitserve.rpc.carried_calls import CarriedCalls
 from splitserve.rpc.credentials import cluster_credentials, warn_if_open
 from splitserve.rpc.server import OpenRpcs, RpcServer, make_server
 from splitserve.runtime.loops import LoopRunner
@@ -48,8 +49,10 @@ from splitserve.spot.source import SpotNotice
 from splitserve.spot.watch import follow_notices, notice_sources
 from splitserve.tracing.exporting import exporting_spans
 from splitserve.tracing.finished_span import SpanSink
-from splitserve.v1 import generation_pb2, kv_transfer_pb2, registry_pb2
+from splitserve.v1 import calls_pb2, generation_pb2, kv_transfer_pb2, registry_pb2
+from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 
+CALL_SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallService"].full_name
 SERVER_GRACE_S = 2.0
 CLOSE_S = 10.0
 """How long a dead engine may take to close."""
@@ -147,7 +150,9 @@ class WorkerProcess(Generic[C]):
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
         authorizer = self._security.authorizer({ANY_SERVICE: CALLERS})
         server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)
-        names = self._role.add_services(server.grpc_server)
+        calls = CarriedCalls(self._role.carried_methods(), self.open_rpcs)
+        add_CallServiceServicer_to_server(calls, server.grpc_server)
+        names = [*self._role.add_services(server.grpc_server), CALL_SERVICE]
         warn_if_open("worker", self.config.host, authorizer.closed)
         port = await server.start(self.config.host, self.config.port, names, tls=self._security.server_tls)
         log_event(
@@ -165,6 +170,7 @@ class WorkerProcess(Generic[C]):
                 await self._serve_until(stop, server, self._registration(address))
         finally:
             self._role.close()
+            calls.close()
             # The port closes last: once it refuses connections, this process writes no more KV.
             await self._stop_engine()
             await server.stop(SERVER_GRACE_S)
@@ -278,6 +284,7 @@ class WorkerProcess(Generic[C]):
             neutral=self._role.neutral,
             start=self.parts.start.to_proto() if self.parts.start is not None else None,
             replica_class=self.config.replica_class,
+            carries_calls=True,
         )
 
     def _report(self) -> registry_pb2.ReportRequest:

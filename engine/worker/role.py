@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import grpc
@@ -15,6 +15,7 @@ from engine.worker.engine_thread import KvConnector
 from engine.worker.status import WorkerStatus
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.config.worker import WorkerConfig
+from splitserve.rpc.carried_calls import CarriedMethod
 from splitserve.security.tls import Role
 from splitserve.tracing.finished_span import SpanSink
 from splitserve.v1 import registry_pb2
@@ -96,6 +97,10 @@ class WorkerRole(ABC, Generic[C]):
     @abstractmethod
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """Adds the gRPC services; returns their full names."""
+
+    @abstractmethod
+    def carried_methods(self) -> Mapping[str, CarriedMethod]:
+        """The methods whose calls may be carried; see `CarriedCalls`."""
 
     @abstractmethod
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:

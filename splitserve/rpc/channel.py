@@ -15,7 +15,11 @@ CONNECT_TIMEOUT_MS = 5_000
 """For one attempt. A peer on a busy machine, or one that is just starting, answers the handshake late; a refused
 connection fails at once."""
 LONG_LIVED_METHODS = frozenset(
-    {"/splitserve.v1.RegistryService/Report", "/splitserve.v1.DecodeService/StreamOutputs"}
+    {
+        "/splitserve.v1.RegistryService/Report",
+        "/splitserve.v1.DecodeService/StreamOutputs",
+        "/splitserve.v1.CallService/Carry",
+    }
 )
 """Streams that last as long as the connection; `OpenRpcs` does not count them."""
 

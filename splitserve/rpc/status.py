@@ -7,6 +7,7 @@ metadata `{"field": ...}`) and `google.rpc.RetryInfo`; `error_from_rpc` restores
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from typing import Any, Never
 
 import grpc
@@ -52,6 +53,7 @@ _KINDS: dict[grpc.StatusCode, type[SplitserveError]] = {
         CancelledByPeerError,
     )
 }
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 def status_of(error: SplitserveError) -> status_pb2.Status:
@@ -102,15 +104,23 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> SplitserveError:
 
     A code without a subclass gives a SplitserveError with the code's name as its reason.
     """
-    code = error.code()
-    message = error.details() or code.name.lower().replace("_", " ")
+    return _error(error.code(), error.details() or "", _details(error))
+
+
+def error_from_status(status: status_pb2.Status) -> SplitserveError:
+    """The same of a status that was sent by itself, as `status_of` makes it."""
+    return _error(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message, status.details)
+
+
+def _error(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> SplitserveError:
+    message = message or code.name.lower().replace("_", " ")
     kind = _KINDS.get(code, SplitserveError)
     reason = None if code in _KINDS else code.name
     field: str | None = None
     retry_after_s: float | None = None
     if code == grpc.StatusCode.UNAVAILABLE and any(sign in message for sign in TLS_SIGNS):
         reason = "TLS_FAILED"
-    for detail in _details(error):
+    for detail in details:
         info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
             reason = info.reason or reason

@@ -1,4 +1,4 @@
-"""Writing to a stream of a gRPC server."""
+"""Writing to a stream of gRPC, of a server or of a client."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
 from splitserve.logs import log_event
 
 WRITE_GRACE_S = 1.0
+BATCH_BYTES = 48 * 2**10
+"""A message of a batch is begun anew above this size, so that it is parsed on the reader's event loop."""
 
 
 async def write_whole(context: grpc.aio.ServicerContext[Any, Any], message: Any) -> None:
@@ -35,11 +37,14 @@ def _given_up(write: asyncio.Future[Any]) -> None:
 
 
 class StreamWriter:
-    """Writes the messages of one stream of a gRPC server, one at a time, with or without a task that waits for it."""
+    """Writes the messages of one stream, one at a time, with or without a task that waits for it."""
 
-    def __init__(self, write: Callable[[Any], Awaitable[None]]) -> None:
-        """`write` is that of the call's context."""
+    def __init__(
+        self, write: Callable[[Any], Awaitable[None]], on_written: Callable[[], None] = lambda: None
+    ) -> None:
+        """`write` is that of the call, or of its context. `on_written` is called after each write without a task."""
         self._write = write
+        self._on_written = on_written
         self._begun: Generator[Any, None, None] | None = None
         """A write without a task that is in progress."""
         self._over: asyncio.Future[None] | None = None
@@ -51,6 +56,11 @@ class StreamWriter:
     def is_ready(self) -> bool:
         """Whether `begin` may be called: no write is in progress, and none has failed."""
         return self._begun is None and self._error is None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write without a task has failed; nothing can be written any more."""
+        return self._error is not None
 
     async def write(self, message: Any) -> None:
         """Writes a message, after the one in progress. Raises what gRPC raises, also of a write that `begin` began."""
@@ -91,3 +101,57 @@ class StreamWriter:
         if self._over is not None:
             self._over.set_result(None)
             self._over = None
+        self._on_written()
+
+
+class Sized(Protocol):
+    """What goes into a batch: a protobuf message."""
+
+    def ByteSize(self) -> int:
+        """Its serialized size, bytes."""
+        ...
+
+
+M = TypeVar("M", bound=Sized)
+
+
+class BatchWriter(Generic[M]):
+    """Writes small messages of many senders to one stream: what is put in one turn of the loop, or while a write is in
+    progress, leaves in one message. Holds whatever is put; its senders bound that."""
+
+    def __init__(self, write: Callable[[Any], Awaitable[None]], message_of: Callable[[list[M]], Any]) -> None:
+        """`write`: see StreamWriter. `message_of` makes the message of a batch."""
+        self._writer = StreamWriter(write, self._flush)
+        self._message_of = message_of
+        self._items: list[M] = []
+        self._flushing = False
+
+    def put(self, item: M) -> None:
+        """Adds a message; never blocks. After a failed write, of which the stream's reader hears, it is dropped."""
+        self._items.append(item)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    async def settle(self) -> None:
+        """Waits until all that was put is written, up to WRITE_GRACE_S."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WRITE_GRACE_S):
+                while self._flushing and not self._writer.has_failed:
+                    await self._writer.settle()
+                    await asyncio.sleep(0)
+
+    def _flush(self) -> None:
+        if not self._writer.is_ready:
+            return  # called again when the write is over
+        if not self._items:
+            self._flushing = False
+            return
+        size = count = 0
+        for item in self._items:
+            size += item.ByteSize()
+            if size > BATCH_BYTES and count:
+                break
+            count += 1
+        batch, self._items = self._items[:count], self._items[count:]
+        self._writer.begin(self._message_of(batch))

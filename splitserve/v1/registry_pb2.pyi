@@ -66,6 +66,7 @@ class RegisterRequest(_message.Message):
     NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     REPLICA_CLASS_FIELD_NUMBER: _builtins.int
+    CARRIES_CALLS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -90,6 +91,8 @@ class RegisterRequest(_message.Message):
     """Whether it serves both pools with one engine. `pool` is then the one that it leans to at first. Default false."""
     replica_class: _builtins.str
     """The class of replicas that it belongs to, for the autoscaler. 0..32 of [a-z0-9-]. Default: none is given."""
+    carries_calls: _builtins.bool
+    """Whether it has a CallService. Default false: each call is one of its own."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -119,10 +122,11 @@ class RegisterRequest(_message.Message):
         neutral: _builtins.bool = ...,
         start: Global___StartPhases | None = ...,
         replica_class: _builtins.str = ...,
+        carries_calls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "standby", b"standby", "start", b"start", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "standby", b"standby", "start", b"start", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

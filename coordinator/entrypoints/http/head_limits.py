@@ -96,7 +96,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """See httptools."""
         super().on_message_begin()
         # Lets the application abort a connection whose client does not read, and write without a wait where it does.
-        self.scope["state"] |= {"abort_connection": self.transport.abort, "is_writable": self._is_writable}
+        self.scope["state"] |= {
+            "abort_connection": self.transport.abort,
+            "is_writable": self._is_writable,
+            "write_chunk": self._write_chunk,
+        }
         self._await_head()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -151,7 +155,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _is_writable(self) -> bool:
-        return not self.flow.write_paused
+        return not self.flow.write_paused and not self.transport.is_closing()
+
+    def _write_chunk(self, data: bytes) -> None:
+        """Writes a chunk, not an empty one, of a chunked response that has begun and not ended; only while writable.
+        uvicorn's `send` does the same with a coroutine and a message around it."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     @property
     def _answering(self) -> bool:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from splitserve.client import AsyncClient
 from splitserve.v1 import (
+    calls_pb2,
     decode_pb2,
     generation_pb2,
     inference_pb2,
@@ -288,6 +289,38 @@ def test_reserve_and_abort(workers: dict[str, Target]) -> None:
 
     fuzz()
     assert target.codes["Reserve OK"] > EXAMPLES / 20
+
+
+def test_carried_calls(workers: dict[str, Target]) -> None:
+    """Their requests are those above; here also what carries them is wrong."""
+    target = workers["decode"]
+    reserve = decode_pb2.ReserveRequest(request_id="c", coordinator_id="fuzz", token_ids=range(1, 30))
+    reserve.stop.max_tokens = 3
+    reserve.timeout.seconds = 5
+    abort = decode_pb2.AbortRequest(request_id="c", coordinator_id="fuzz", no_writer=True)
+
+    @FUZZED
+    @given(PICKS)
+    def fuzz(pick: random.Random) -> None:
+        message = calls_pb2.CarryRequest()
+        message.calls.add(number=1, reserve=damaged(pick, changed(pick, reserve).SerializeToString()))
+        message.calls.add(number=2, reserve=changed(pick, reserve).SerializeToString())
+        message.calls.add(number=3, abort=changed(pick, abort).SerializeToString())
+        message.calls.add(number=2, cancel=True)
+        for call in message.calls:
+            call.timeout.seconds = 5
+        if pick.random() < 0.5:
+            message = changed(pick, message)
+        data = message.SerializeToString()
+        target.send(
+            "/splitserve.v1.CallService/Carry",
+            damaged(pick, data) if pick.random() < 0.25 else data,
+            streams=True,
+        )
+        target.send("/splitserve.v1.DecodeService/Abort", abort)
+
+    fuzz()
+    assert target.codes["Carry OK"] > EXAMPLES / 20
 
 
 def test_stream_outputs(workers: dict[str, Target]) -> None:

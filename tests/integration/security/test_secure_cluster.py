@@ -28,6 +28,7 @@ from splitserve.security.api_keys import key_hash, new_key
 from splitserve.security.certificates import write_certificates
 from splitserve.security.tls import Role, TlsFiles, files_in
 from splitserve.v1 import decode_pb2, prefill_pb2, registry_pb2
+from splitserve.v1.calls_pb2_grpc import CallServiceStub
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceStub
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
@@ -77,7 +78,7 @@ async def error_of(answer: Awaitable[object]) -> SplitserveError:
 
 
 async def errors_at_workers(cluster: Cluster, stranger: ClusterCredentials) -> list[SplitserveError]:
-    """What the workers' four calls say to a stranger."""
+    """What the workers' calls say to a stranger."""
     prefill, decode = await addresses(cluster)
     given: Any = {"timeout": PATIENCE_S, "metadata": stranger.metadata}
     async with stranger.channel(prefill, "prefill") as to_prefill, stranger.channel(decode, "decode") as to:
@@ -91,6 +92,8 @@ async def errors_at_workers(cluster: Cluster, stranger: ClusterCredentials) -> l
             await error_of(stub.Reserve(decode_pb2.ReserveRequest(), **given)),
             await error_of(stub.Abort(abort, **given)),
             await error_of(stub.StreamOutputs(outputs, **given).read()),
+            # Without a message, as the registry's below.
+            await error_of(CallServiceStub(to).Carry(**given).read()),
         ]
 
 

@@ -14,8 +14,10 @@ from typing import Any
 from engine.kv_cache.cache_events import KvEventLog, KvEventReader
 from splitserve.client.registry_client import RegistryClient
 from splitserve.errors import SplitserveError, TransferError, UnavailableError
+from splitserve.rpc.carried_calls import CarriedCalls, CarriedMethod, decode_methods, prefill_methods
 from splitserve.rpc.server import OpenRpcs, make_server
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
+from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from tests.support.cluster.registrations import registration
@@ -45,6 +47,8 @@ class FakeWorker:
     """Server, registration and reports of a fake; `start`, then `stop`."""
 
     pool: registry_pb2.Pool.ValueType
+    carries_calls = True
+    """Whether it says at registration that it serves carried calls, as all but old workers do."""
 
     def __init__(self, worker_id: str, coordinator: str, **registered: Any) -> None:
         self.worker_id = worker_id
@@ -72,6 +76,7 @@ class FakeWorker:
         request = registration(
             self.worker_id, self.pool, f"127.0.0.1:{port}", epoch=self.epoch, **self.registered
         )
+        request.carries_calls = self.carries_calls
         self.agent_id = request.endpoint.agent_id
         self.registry = RegistryClient(
             self.coordinator,
@@ -82,6 +87,11 @@ class FakeWorker:
             read_cache=self._read_cache,
         )
         self._membership = self.spawn(self._stay_registered())
+
+    def carry(self, methods: dict[str, CarriedMethod]) -> None:
+        """Serves carried calls of these methods. Call it once, before `start`."""
+        calls = CarriedCalls(methods, self.open_rpcs)
+        add_CallServiceServicer_to_server(calls, self.server.grpc_server)
 
     def spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -167,6 +177,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         self._live: dict[int, decode_pb2.ReserveRequest] = {}
         self._streams: dict[str, asyncio.Queue[decode_pb2.StreamOutputsResponse | None]] = {}
         add_DecodeServiceServicer_to_server(self, self.server.grpc_server)
+        self.carry(decode_methods(self))
 
     @property
     def live(self) -> int:
@@ -303,6 +314,7 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         self.decode_goes_first = False
         self._find_decode = find_decode
         add_PrefillServiceServicer_to_server(self, self.server.grpc_server)
+        self.carry(prefill_methods(self))
 
     def let_go(self) -> None:
         self.first_token_gate.open()

@@ -108,8 +108,9 @@ async def test_tokens_of_decode_are_sent_while_the_task_waits() -> None:
             one.rig.decode.say(output(position))
         assert one.client.got == [1, 2, 3]
         await one.blocked()
-        assert one.sent.tokens == 4
         assert len(one.rig.events.state.token_ids) == 4
+        one.rig.events.attempt_ended()
+        assert one.sent.tokens == 4
 
 
 async def test_the_last_token_is_the_tasks() -> None:

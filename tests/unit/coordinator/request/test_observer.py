@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.request.inference_request import InferenceRequest
-from coordinator.request.observer import RequestEvents, RequestObserver
+from coordinator.request.observer import TOLD_TOKENS, RequestEvents, RequestObserver
 from coordinator.request.state import RequestEstimate, RequestState, Waits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model, Worker
@@ -92,6 +92,22 @@ def test_observers_are_notified_in_order_with_the_state_written() -> None:
         ("attempt_ended", "p"),
         ("ended", type(None)),
     ]
+
+
+def test_tokens_are_told_of_in_batches_and_all_before_the_end() -> None:
+    journal, registry = Journal(), Registry(1.0)
+    with RequestEvents(state(), [journal]) as events:
+        pair = workers(registry)
+        events.routed(*pair, 0, 1.0)
+        for position in range(2 + TOLD_TOKENS + 1):
+            events.sent(delta(position), 2.0)
+        events.attempt_failed(UnavailableError("gone"))
+        events.attempt_ended()
+        events.routed(*pair, 0, 3.0)
+        events.sent(delta(3 + TOLD_TOKENS), 4.0)
+    told = [event[1] for event in journal.events if event[0] == "sent"]
+    assert told == [1, 1, TOLD_TOKENS, 1, 1]
+    assert journal.events[-1][0] == "ended"
 
 
 def test_an_observer_that_raises_affects_neither_the_request_nor_others(

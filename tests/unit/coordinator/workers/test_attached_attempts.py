@@ -13,8 +13,11 @@ from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry
 from splitserve.errors import UnavailableError
+from splitserve.rpc.carried_calls import CarriedCalls, decode_methods
 from splitserve.rpc.server import make_server
+from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import decode_pb2, registry_pb2
+from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from tests.support.cluster.registrations import registration
 
@@ -57,18 +60,22 @@ class Forgetful(DecodeServiceServicer):
         await asyncio.Event().wait()
 
 
-async def test_an_attempt_that_waits_for_room_is_failed_at_once() -> None:
+@pytest.mark.parametrize("carried", [True, False])
+async def test_an_attempt_that_waits_for_room_is_failed_at_once(carried: bool) -> None:
     service, server = Full(), make_server()
     add_DecodeServiceServicer_to_server(service, server.grpc_server)
+    calls = CarriedCalls(decode_methods(service), server.open_rpcs)
+    add_CallServiceServicer_to_server(calls, server.grpc_server)
     port = await server.start("127.0.0.1", 0, [])
     request = registration("d", registry_pb2.POOL_DECODE, f"127.0.0.1:{port}")
+    request.carries_calls = carried
     client = WorkerClient(Registry(1.0).register(request, 0.0), "c", 2**20, itertools.count(1))
     opened, collector, moved = (
         asyncio.Event(),
         OutputCollector(),
         UnavailableError("it moves", reason="MOVED"),
     )
-    reading = asyncio.create_task(client.outputs.run(lambda is_open: opened.set() if is_open else None))
+    reading = asyncio.create_task(client.run(lambda is_open: opened.set() if is_open else None, LoopRunner()))
     await opened.wait()
     with client.attached("a", collector, decodes=True):
         reserving = asyncio.create_task(client.reserve(decode_pb2.ReserveRequest(request_id="a"), 9.0))

@@ -20,6 +20,7 @@ from kv_transfer.transports.memory import MemoryHub, MemoryTransport
 from kv_transfer.transports.poll_dealer import PollDealer
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
 from splitserve.config.worker import WorkerConfig
+from splitserve.rpc.carried_calls import CarriedMethod
 from splitserve.v1 import registry_pb2
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,6 +53,9 @@ class Role(WorkerRole[Connector]):
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         return []
+
+    def carried_methods(self) -> dict[str, CarriedMethod]:
+        return {}
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
         return

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from splitserve.rpc import writing
-from splitserve.rpc.writing import StreamWriter, write_whole
+from splitserve.rpc.writing import BATCH_BYTES, BatchWriter, StreamWriter, write_whole
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -29,6 +29,20 @@ class Wire:
         self.taken.append(message)
         self.done.append(asyncio.get_running_loop().create_future())
         await self.done[-1]
+
+
+class Item(str):
+    """A message of a batch."""
+
+    def __new__(cls, text: str, size: int = 1) -> Item:
+        made = super().__new__(cls, text)
+        made.size = size
+        return made
+
+    size: int
+
+    def ByteSize(self) -> int:
+        return self.size
 
 
 async def turns() -> None:
@@ -178,3 +192,40 @@ async def test_a_client_that_leaves_during_a_write_is_no_error(how: str) -> None
         await turns()
         gc.collect()
         assert not unseen
+
+
+async def test_what_comes_in_one_turn_or_during_a_write_leaves_in_one_message() -> None:
+    wire = Wire()
+    writer: BatchWriter[Item] = BatchWriter(wire.write, "".join)
+    for name in "ab":
+        writer.put(Item(name))
+    await turns()
+    assert wire.taken == ["ab"]
+    for name in "cd":
+        writer.put(Item(name))
+        await turns()
+    assert wire.taken == ["ab"]
+    settling = asyncio.create_task(writer.settle())
+    for done in (0, 1):
+        wire.done[done].set_result(None)
+        await turns()
+    assert wire.taken == ["ab", "cd"]
+    await settling
+    for name in "ef":
+        writer.put(Item(name, BATCH_BYTES))
+    await turns()
+    wire.done[2].set_result(None)
+    await turns()
+    assert wire.taken == ["ab", "cd", "e", "f"]
+
+
+async def test_a_failed_write_ends_a_batch_writer() -> None:
+    wire = Wire()
+    writer: BatchWriter[Item] = BatchWriter(wire.write, "".join)
+    writer.put(Item("a"))
+    await turns()
+    wire.done[0].set_exception(OSError("broken"))
+    await turns()
+    writer.put(Item("b"))
+    await writer.settle()
+    assert wire.taken == ["a"]
