@@ -70,7 +70,6 @@ class EngineCore(Engine):
         self._kv = KVCacheManager(pool, block_size, prefix_cache=config.prefix_cache, tiers=tiers)
         self._meter = meter or StepMeter()
         self.step_totals = self._meter.totals
-        # On cpu steps that only decode, or compute a chunk, are captured; mixed ones are not.
         self._pacing = PromptPacing(self._meter, separate=runner.pool_memory.memory_kind == "DRAM")
         self._scheduler = Scheduler(
             self._kv,

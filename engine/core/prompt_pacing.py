@@ -213,9 +213,8 @@ class PromptPacing:
         if fit is None or not any(_has_due_time(members) for members in classes.values()):
             self._turn.of(None)
             return None
-        second_s = 1 / (
-            self._share(decodes) * self._meter.lent.value
-        )  # what a second's worth of prompts takes beside the streams
+        # What a second's worth of prompts takes beside the streams, on lent cores too.
+        second_s = 1 / (self._share(decodes) * self.meter.lent.value)
         chunk_s = self._chunk_s
         turns: list[tuple[Sequence, Sequence]] = []
         ahead_s, oldest, self._urgent_s = 0.0, None, math.inf
