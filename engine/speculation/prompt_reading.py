@@ -57,7 +57,7 @@ def chunk_tokens(behind: int, chunk_s: float, ahead: float, plain_s: float) -> i
     return min(behind, fitting, MAX_CHUNK) if fitting >= least else 0
 
 
-class Reading(NamedTuple):
+class ReadingChance(NamedTuple):
     """What a step knows: seconds that drafts save a token, that streams are ahead, and that a plain step of `plain_s`
     adds to that."""
 

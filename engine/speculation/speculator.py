@@ -33,7 +33,7 @@ from engine.speculation.draft_lengths import (
 )
 from engine.speculation.draft_room import DraftRoom, StreamAccount
 from engine.speculation.drafter import OF_A_MODEL, ComputingDrafter, Draft, Drafter, DraftRequest
-from engine.speculation.prompt_reading import MIN_CHUNK, READY, Reading, ahead_s
+from engine.speculation.prompt_reading import MIN_CHUNK, READY, ReadingChance, ahead_s
 from engine.speculation.row_costs import RowCosts
 
 
@@ -154,7 +154,7 @@ class Speculator:
         )
         if max(behind.values(), default=0) > READY:
             saved_s = plain_s * (1 - 1 / choose(expected, [NOTHING_OWED] * len(batch), longest=math.inf).gain)
-            reading = Reading(saved_s, ahead_s(shares, room.longest, plain_s), room.regained_s, plain_s)
+            reading = ReadingChance(saved_s, ahead_s(shares, room.longest, plain_s), room.regained_s, plain_s)
             if self._read(requests, behind, reading):
                 return {}
         ready = [
@@ -179,7 +179,7 @@ class Speculator:
         self,
         requests: Mapping[Hashable, DraftRequest],
         behind: Mapping[Hashable, int],
-        reading: Reading,
+        reading: ReadingChance,
     ) -> bool:
         """Has a computing drafter read what it lacks of one sequence, if that pays and there is room for some of it.
         The one that is the least behind goes first. Returns whether anything was read."""

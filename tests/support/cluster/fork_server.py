@@ -27,7 +27,7 @@ ALL = (
 BESIDE: Mapping[str, tuple[str, ...]] = {
     "simulated": (),
     "torch": (*TORCH, "transformers.models.llama.modeling_llama"),
-    "vllm": ("tests.support.cluster.vllm_imports",),
+    "vllm": ("tests.integration.vllm.vllm_imports",),
 }
 
 

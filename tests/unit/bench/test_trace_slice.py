@@ -13,7 +13,7 @@ from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from bench.asking import AskedAnswer
-from bench.autoscaling.trace_slice import BURSTS, forecast_of, outcome_of, parts_of, rules_of
+from bench.autoscaling.trace_slice.run import BURSTS, forecast_of, outcome_of, parts_of, rules_of
 from splitserve.errors import UnavailableError
 
 SLO = Slo(1.0, 0.1)

@@ -59,6 +59,7 @@ ODD: dict[str, Any] = {
     "spot.metadata_url": "http://h:1",
     "model_routes": {"words": {"v1": 95, "v2": 4.123456789}, "more": {"v3": 1}},
     "circuit_breaker": {"enabled": False, "failure_rate": 0.25, "window_s": 4.5},
+    "kv_store_master": "h:1",
     "kubernetes.prefill": "statefulset/p",
     "kubernetes.decode": "deployment/d",
     "min_tolerance_nats": 0.05,

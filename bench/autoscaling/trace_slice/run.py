@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
 from autoscaler.snapshot import PoolName
 from bench.asking import AskedAnswer
 from bench.autoscaling.engine_fit import EVALUATIONS, fitted
-from bench.autoscaling.scaled_cluster import scaled_cluster
+from bench.autoscaling.trace_slice.scaled_cluster import scaled_cluster
 from bench.core_shares import core_shares
 from bench.machine import show_content, this_machine
 from splitserve.config.coordinator import AdmissionConfig
@@ -241,7 +240,3 @@ def main() -> int:
         return 1
     show_content("trace_slice", "bench.autoscaling.trace_slice", machine, found, as_json=options.json)
     return 0 if found["holds"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
