@@ -35,7 +35,7 @@ from autoscaler.reconcile import (
 )
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
-from autoscaler.start_watch import StartLimits, StartWatch
+from autoscaler.start_watch import StartLimits, StartWatch, cold_starts
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
 from splitserve.runtime.deadlines import within
@@ -194,7 +194,7 @@ class ControlLoop:
         """The snapshot with what only the loop knows."""
         self.status.holds_lease = self.lease is None or self.lease.held
         inventory = None if self.actuator is None else self.actuator.gpu_inventory
-        refused = self._refused.at(snapshot.now_s)
+        refused = self._refused.at(snapshot.now_s, cold_starts(snapshot, self.settings.starts))
         return replace(snapshot, acting=self._may_act, gpu_inventory=inventory, short=refused)
 
     async def _replicas(self, snapshot: Snapshot) -> Sequence[ActualReplica]:

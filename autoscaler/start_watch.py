@@ -55,6 +55,13 @@ def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
     }
 
 
+def cold_starts(snapshot: Snapshot, limits: Mapping[PoolName, StartLimits]) -> Mapping[PoolName, float]:
+    """Seconds that a start takes in each pool: as measured, or by the policy file where that is longer."""
+    return {
+        pool: max(snapshot.pool(pool).cold_start_s or 0.0, one.cold_start_s) for pool, one in limits.items()
+    }
+
+
 @dataclass(slots=True)
 class _Life:
     """One replica since its order, or since it was adopted."""
@@ -122,8 +129,9 @@ class StartWatch:
         for life in self._ended(actual):
             news.failed[life.kind] = "ended before it was up for one cold start"
         known = {pool: {replica.name: replica for replica in seen[pool]} for pool in POOLS}
+        cold = cold_starts(snapshot, limits)
         for replica in actual:
-            cold_s = self._cold_s(replica.pool, snapshot, limits)
+            cold_s = cold[replica.pool]
             found = known[replica.pool].get(replica.name)
             said = replica.replica_class or (found.replica_class if found is not None else "")
             life = self._life(replica, limits[replica.pool].class_of(said), news)
@@ -146,8 +154,7 @@ class StartWatch:
                     news.failed[life.kind] = f"not ready within {deadline_s:.0f} s"
         self._adopts = False
         for kind, why in (news.taken | news.failed).items():
-            cold_s = self._cold_s(kind[0], snapshot, limits)
-            self._fail(kind, why, snapshot.now_s, cold_s, counts=kind in news.failed)
+            self._fail(kind, why, snapshot.now_s, cold[kind[0]], counts=kind in news.failed)
         return replace(
             snapshot,
             short=snapshot.short | self._short(snapshot.now_s),
@@ -175,10 +182,6 @@ class StartWatch:
 
     def _row(self, kind: PoolClass) -> _Row:
         return self._rows.setdefault(kind, _Row())
-
-    def _cold_s(self, pool: PoolName, snapshot: Snapshot, limits: Mapping[PoolName, StartLimits]) -> float:
-        measured = snapshot.pool(pool).cold_start_s
-        return max(measured or 0.0, limits[pool].cold_start_s)
 
     def _ended(self, actual: Sequence[ActualReplica]) -> list[_Life]:
         """Forgets the replicas that are gone; those that had not proven themselves and were not told to end."""

@@ -7,14 +7,14 @@ the units, the floor, must be of classes that are not on spot machines.
 
 Search: depth first over the classes, the cheapest per unit first, the last class in one step, with the bounds of the
 fractional problem (branch and bound). It is exact unless it ends at `MAX_NODES`, beyond some hundred replicas of
-several classes; the first mix that it finds is then that of the cheapest class per unit, and what it has is as good or
-better.
+several classes; the first mix that it finds is then that of the cheapest class per unit, with the floor by the cheapest
+that carries it, and what it has is as good or better.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoscaler.classes.replica_class import ReplicaClass
@@ -119,6 +119,11 @@ class _Lack:
         units = count * offer.speed
         return _Lack(self.units - units, self.floor - (0.0 if offer.spot else units))
 
+    def first(self, offer: ClassOffer, most: int) -> int:
+        """The count to try first: what classes on spot machines are for is what is above the floor."""
+        above = max(0.0, self.units - max(0.0, self.floor)) if offer.spot else math.inf
+        return int(min(most, math.ceil(above / offer.speed - _TINY))) if offer.spot else most
+
     def most(self, offer: ClassOffer, budget: float) -> int:
         """More of this class alone are too many, or too dear."""
         lacking = self.units if offer.spot else max(self.units, self.floor)
@@ -147,7 +152,7 @@ class _Search:
         offer = self.offers[place]
         most = lack.most(offer, budget)
         is_last = place == len(self.offers) - 1
-        for count in (most,) if is_last else range(most, -1, -1):
+        for count in (most,) if is_last else _outwards(lack.first(offer, most), most):
             spent = money + money_of(offer, count, self.change)
             rest, money_left = lack.less(offer, count), budget - count * offer.price_per_hour
             if self._nodes > MAX_NODES and self.best:
@@ -156,8 +161,8 @@ class _Search:
                 self.visit(place + 1, rest, money_left, spent, (*counts, count))
 
     def _may_be_better(self, place: int, lack: _Lack, budget: float, money: float) -> bool:
-        """By the floor that the rest of the classes can give at most, then by the fractional problem without a floor:
-        classes come in order of their price per unit."""
+        """By the floor that the rest of the classes can give at most, then by the fractional problem: classes come in
+        order of their price per unit."""
         plain = [offer for offer in self.offers[place:] if not offer.spot]
         most = sum(min(float(one.most), _affordable(one, budget)) * one.speed for one in plain)
         short_floor = max(0.0, lack.floor - most)
@@ -165,17 +170,28 @@ class _Search:
             return True
         if short_floor > self._short_floor + _TINY:
             return False
-        add, left = 0.0, lack.units
-        for offer in self.offers[place:]:
-            if left <= _TINY:
-                break
-            count = min(float(offer.most), left / offer.speed, _affordable(offer, budget))
-            left -= count * offer.speed
-            budget -= count * offer.price_per_hour
-            add += count * offer.price_per_hour * self.change.payback_s / 3600
-        if max(0.0, left) > self._short + _TINY:
+        left, spent = self._fractional(place, lack, budget)
+        add = spent * self.change.payback_s / 3600
+        if left > self._short + _TINY:
             return False
         return left < self._short - _TINY or money + add < self._money - _TINY
+
+    def _fractional(self, place: int, lack: _Lack, budget: float) -> tuple[float, float]:
+        """Units that the rest of the classes cannot give, and what the others cost an hour, if there were parts of
+        replicas: first the floor by those that carry it, then the rest by all."""
+        left, spent = lack.units, 0.0
+        free = {each: float(self.offers[each].most) for each in range(place, len(self.offers))}
+        for of_floor in (True, False):
+            wanted = lack.floor if of_floor else left
+            for each in free:
+                offer = self.offers[each]
+                if wanted <= _TINY or (of_floor and offer.spot):
+                    continue
+                count = min(free[each], wanted / offer.speed, _affordable(offer, budget - spent))
+                free[each] -= count
+                wanted, left = wanted - count * offer.speed, left - count * offer.speed
+                spent += count * offer.price_per_hour
+        return max(0.0, left), spent
 
     def _take(self, lack: _Lack, money: float, counts: tuple[int, ...]) -> None:
         short_floor, short = max(0.0, lack.floor), max(0.0, lack.units)
@@ -188,6 +204,16 @@ class _Search:
                 self.best, self._short_floor, self._short = counts, short_floor, short
                 self._money, self._replicas = money, sum(counts)
                 return
+
+
+def _outwards(first: int, most: int) -> Iterator[int]:
+    """All from 0 to `most`, those next to `first` first."""
+    yield first
+    for away in range(1, most + 1):
+        if first - away >= 0:
+            yield first - away
+        if first + away <= most:
+            yield first + away
 
 
 def _affordable(offer: ClassOffer, budget: float) -> float:

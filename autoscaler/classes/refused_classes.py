@@ -3,15 +3,16 @@ meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autoscaler.reconcile import Action, Start
-from autoscaler.snapshot import PoolClass
+from autoscaler.snapshot import PoolClass, PoolName
 from splitserve.errors import ConfigError, FailedPreconditionError, ResourceExhaustedError, SplitserveError
 
-REFUSED_S = 120.0
-"""How long a class is left alone; then it is tried again."""
+REFUSED_S, REFUSED_COLD_STARTS = 120.0, 2.0
+"""How long a class is left alone, the longer of both; then it is tried again. If that were shorter, its replacement
+would be given up while it starts."""
 
 
 @dataclass(slots=True)
@@ -20,10 +21,11 @@ class RefusedClasses:
 
     _until_s: dict[PoolClass, float] = field(default_factory=dict)
     _now_s: float = 0.0
+    _cold_s: Mapping[PoolName, float] = field(default_factory=dict)
 
-    def at(self, now_s: float) -> frozenset[PoolClass]:
-        """Pool and name of each."""
-        self._now_s = now_s
+    def at(self, now_s: float, cold_s: Mapping[PoolName, float]) -> frozenset[PoolClass]:
+        """Pool and name of each. `cold_s`: how long a start takes now."""
+        self._now_s, self._cold_s = now_s, cold_s
         self._until_s = {known: until for known, until in self._until_s.items() if until > now_s}
         return frozenset(self._until_s)
 
@@ -32,7 +34,8 @@ class RefusedClasses:
         if not isinstance(action, Start) or not action.replica_class:
             return
         if isinstance(error, ResourceExhaustedError | FailedPreconditionError | ConfigError):
-            self._until_s[action.pool, action.replica_class] = self._now_s + REFUSED_S
+            pause_s = max(REFUSED_S, REFUSED_COLD_STARTS * self._cold_s.get(action.pool, 0.0))
+            self._until_s[action.pool, action.replica_class] = self._now_s + pause_s
 
 
 def to_do_without(names: Collection[str], short: Collection[str]) -> set[str]:

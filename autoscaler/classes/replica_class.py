@@ -29,7 +29,7 @@ class ReplicaClass(PolicyModel):
     """How many replicas of the slowest class, which has 1, do its work: by prompt tokens a second in prefill, in
     decode by output tokens a second with which each stream keeps `target_ms`."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = 8
-    """Never more of this class."""
+    """Never more of this class, but for those that drain."""
     spot: bool = False
     """Whether its machines may be taken away at short notice. See `on_demand_floor`."""
     worker_options: tuple[Annotated[str, Field(max_length=256)], ...] = ()

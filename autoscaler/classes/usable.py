@@ -6,6 +6,7 @@ sequence alone: a class that is too slow for these misses the target however man
 
 from __future__ import annotations
 
+from autoscaler.classes.on_demand_floor import NO_FLOOR
 from autoscaler.classes.replica_class import ClassedPool, ReplicaClass
 from autoscaler.snapshot import ClassSignals, PoolName, Snapshot
 
@@ -14,7 +15,8 @@ def too_slow(pool: ClassedPool, name: PoolName, target_s: float | None, snapshot
     """Classes that must not be used now, with one line that says why. `snapshot` is not in units.
 
     A class that has not been measured is judged by those that were, and its speed; before any measurement all may be
-    used. If all are too slow the fastest is used: none does better.
+    used. If all are too slow the fastest is used: none does better. If all are that carry a floor, so is the fastest of
+    them.
     """
     if target_s is None:
         return {}
@@ -22,6 +24,9 @@ def too_slow(pool: ClassedPool, name: PoolName, target_s: float | None, snapshot
     found = {one.name: why for one in pool.classes if (why := judge(pool, one, target_s, snapshot))}
     if len(found) == len(pool.classes):
         found.pop(max(pool.classes, key=lambda one: one.speed).name)
+    plain = [one for one in pool.classes if not one.spot]
+    if pool.floor != NO_FLOOR and plain and all(one.name in found for one in plain):
+        found.pop(max(plain, key=lambda one: one.speed).name)
     return found
 
 

@@ -31,6 +31,8 @@ HALF_LIFE = 4.0
 """So many fetches later one weighs half as much,"""
 HALF_LIFE_S = 120.0
 """and so many seconds later: a fetch that seemed too slow for any other to be tried is forgotten."""
+KEPT_HALF_LIVES = 4
+"""After so many a fetch or a handoff says nothing of the lanes."""
 OTHER_PAIR = 0.25
 """Weight of another pair's fetch,"""
 UNTRIED = 0.3
@@ -98,20 +100,23 @@ class FetchTimes:
 
     def predicted_s(self, pair: Pair, lane_s: float, now: float) -> float:
         """Of a fetch whose bytes the lane alone carries in `lane_s`."""
-        return self.calls_s(pair, now) + self.pace * lane_s
+        return self.calls_s(pair, now) + self.pace(now) * lane_s
 
     def calls_s(self, pair: Pair, now: float) -> float:
         """The fixed part."""
         weighed = [(self._untried_s(pair), UNTRIED)]
         for age, sample in enumerate(reversed(self._fetches)):
             decay = 2.0 ** (-age / HALF_LIFE - max(0.0, now - sample.at_s) / HALF_LIFE_S)
-            rest_s = max(0.0, sample.took_s - self.pace * sample.lane_s)
+            rest_s = max(0.0, sample.took_s - self.pace(now) * sample.lane_s)
             weighed.append((rest_s, decay * (1.0 if sample.pair == pair else OTHER_PAIR)))
         return weighted_median(weighed)
 
-    @property
-    def pace(self) -> float:
+    def pace(self, now: float) -> float:
         """Seconds for each second that the lane alone takes."""
+        for samples in (self._fetches, self._handoffs):
+            while samples and samples[0].at_s < now - KEPT_HALF_LIVES * HALF_LIFE_S:
+                samples.popleft()
+                self._pace = None
         if self._pace is None:
             self._pace = self._measured_pace()
         return self._pace

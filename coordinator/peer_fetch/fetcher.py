@@ -37,7 +37,7 @@ LEAST_TIMEOUT_S = 0.05
 REST_S = 10.0
 """How long a pair of workers whose fetch has failed is left alone."""
 OUTCOMES = ("completed", "failed")
-NO_ROOM = "NO_ROOM_FOR_PREFIX"
+NO_ROOM, TOO_SLOW = "NO_ROOM_FOR_PREFIX", "FETCH_TOO_SLOW"
 """The taker needs its blocks for requests now: no fault of the pair."""
 
 
@@ -121,7 +121,7 @@ class PrefixFetcher:
                 tokens = (*request.prompt, *events.state.token_ids)[: plan.tokens]
                 keys = request.block_keys.get(plan.taker.block_size_tokens, ())
                 keys = keys[: plan.tokens // plan.taker.block_size_tokens]
-                lane_s = self.times.pace * plan.lane_s
+                lane_s = self.times.pace(time.monotonic()) * plan.lane_s
                 under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, lane_s)
             moved = await under_way.wait(limit_s)
         except SplitserveError as error:
@@ -232,13 +232,15 @@ class PrefixFetcher:
         if plan.joined is not None:
             counts.joined += 1  # the fetch itself is counted where it was begun
             return
+        pair = plan.holder.key, plan.taker.key
         if failure:
+            if failure.startswith(TOO_SLOW):  # it would have taken longer yet
+                self.times.record(pair, plan.lane_s, took_s - plan.wait_s, time.monotonic())
             counts.outcomes["failed"] += 1
             if not failure.startswith(NO_ROOM):
-                self._resting[plan.holder.key, plan.taker.key] = time.monotonic() + REST_S
+                self._resting[pair] = time.monotonic() + REST_S
             return
         if moved_tokens >= tokens:  # if some were there already, it says little of the lane
-            pair = plan.holder.key, plan.taker.key
             self.times.record(pair, plan.lane_s, took_s - plan.wait_s, time.monotonic())
         counts.outcomes["completed"] += 1
         counts.tokens += min(tokens, moved_tokens)

@@ -18,7 +18,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from coordinator.peer_fetch.fetch_times import FetchTimes
-from coordinator.peer_fetch.prefix_offer import MARGIN, PrefixOffer, lane_seconds
+from coordinator.peer_fetch.prefix_offer import MARGIN, PrefixOffer, has_room, lane_seconds
 from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.routing.prompt_placement import prompt_fit_of
 from coordinator.workers.prefix_index.hits import PrefixHits
@@ -141,7 +141,7 @@ def offer_of(
     busy_s = under_way.busy_s(holder.key, NO_WORKER, now) + step_seconds(holder) / 2
     fixed_s = busy_s + times.calls_s((holder.key, NO_WORKER), now)
     tired = frozenset(taker for sender, taker in resting if sender == holder.key)
-    return PrefixOffer(holder, whole_tokens(tokens, holder, holder), fixed_s, times.pace, tired)
+    return PrefixOffer(holder, whole_tokens(tokens, holder, holder), fixed_s, times.pace(now), tired)
 
 
 def whole_tokens(tokens: int, holder: Worker, taker: Worker) -> int:
@@ -156,7 +156,8 @@ def compute_seconds(worker: Worker, tokens: int, context_tokens: int) -> float |
     if load.HasField("prompt_fit"):
         fit, most = prompt_fit_of(load.prompt_fit), worker.max_step_tokens or tokens
         # The step that computes the rest of the prompt is needed in any case.
-        return fit.chunk_s(tokens, context_tokens) + (tokens // max(1, most) - 1) * fit.base_s
+        own_s = fit.chunk_s(tokens, context_tokens) + (tokens // max(1, most) - 1) * fit.base_s
+        return own_s / max(1.0, load.lent_speedup)
     return tokens / load.prefill_tokens_per_second if load.prefill_tokens_per_second else None
 
 
@@ -182,11 +183,8 @@ def _plan(
     taker = wanted.taker
     has = wanted.confirmed.blocks(holder.prefix_slot) * holder.block_size_tokens
     tokens = whole_tokens(min(has, wanted.most_tokens), holder, taker)
-    more, load = tokens - held, taker.load
-    # It would be refused there: requests' own reservations go first.
-    if more <= 0 or load.running_requests >= taker.max_running_requests or load.waiting_reservations:
-        return None
-    if load.free_blocks * taker.block_size_tokens < more:
+    more = tokens - held
+    if more <= 0 or not has_room(taker, more):
         return None
     lane_s = lane_seconds(holder, taker, more)
     # A new worker is taken to be as fast as the other.

@@ -33,7 +33,7 @@ class PrefixOffer:
 
     def fetch_s(self, taker: Worker, held: int) -> float | None:
         """Of the tokens after those that a worker holds; None if there are none, or it cannot take them."""
-        if self.tokens <= held or not self.may_go_to(taker):
+        if self.tokens <= held or not self.may_go_to(taker) or not has_room(taker, self.tokens - held):
             return None
         lane_s = lane_seconds(self.holder, taker, self.tokens - held)
         return None if lane_s is None else self.fixed_s + self.pace * lane_s
@@ -42,6 +42,14 @@ class PrefixOffer:
         """The same, if that is by `MARGIN` sooner than computing them in `compute_s`."""
         fetch_s = self.fetch_s(taker, held)
         return fetch_s if fetch_s is not None and fetch_s <= MARGIN * compute_s else None
+
+
+def has_room(taker: Worker, tokens: int) -> bool:
+    """Whether a worker would take so many; requests' own reservations go first there."""
+    load = taker.load
+    if load.running_requests >= taker.max_running_requests or load.waiting_reservations:
+        return False
+    return load.free_blocks * taker.block_size_tokens >= tokens
 
 
 def lane_seconds(holder: Worker, taker: Worker, tokens: int) -> float | None:

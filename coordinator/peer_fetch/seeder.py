@@ -97,6 +97,7 @@ class Seeder:
             part = replace(prefix, token_ids=prefix.token_ids[: source.tokens])
             try:
                 await self._yielding(source.holder, worker, began_s + SEED_S)
+                left_s = began_s + SEED_S - time.monotonic()
                 moved = await self._fetcher.seed(
                     source.holder, worker, part, source.keys, min(left_s, FETCH_S)
                 )

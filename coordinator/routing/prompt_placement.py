@@ -19,6 +19,7 @@ from coordinator.routing.router import Pair, RoutingRequest, cached_tokens
 from coordinator.routing.scores import needed_blocks
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
+from engine.pacing.lending import MIN_LENT_TOKENS
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from splitserve.v1 import registry_pb2
 
@@ -209,7 +210,7 @@ class PromptPlacement:
             # Streams may have a pace where this request has none.
             if asked.may_mix(worker)
             and (worker.paces_prompts or not self._loads.decode[worker.key].targets_s)
-            and not self._lends(worker, pair.prefill)
+            and not (self._lends(worker, pair.prefill) and _is_long(worker, asked.request))
         ]
 
     def _lends(self, decode: Worker, prefill: Worker) -> bool:
@@ -243,6 +244,11 @@ def _kept(pair: Pair) -> Pair:
     """The answer is decoded where its prompt is computed."""
     cost = replace(pair.cost, decode_cached_tokens=pair.cost.cached_tokens, transfer_s=0.0)
     return replace(pair, decode=pair.prefill, cost=cost, local_tokens=NO_LIMIT)
+
+
+def _is_long(worker: Worker, request: RoutingRequest) -> bool:
+    """Whether what a worker lacks of the prompt is so much that lent cores would compute it."""
+    return request.prompt_tokens - cached_tokens(worker, request) >= MIN_LENT_TOKENS
 
 
 def _work_s(worker: Worker, request: RoutingRequest, fit: PromptFit, held: int, speedup: float) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from coordinator.peer_fetch.prefix_offer import PrefixOffer, token_bytes
+from coordinator.peer_fetch.prefix_offer import PrefixOffer, has_room, token_bytes
 from coordinator.routing.scores import crowding
 from coordinator.workers.load import DEFAULT_PREFILL_TOKENS_PER_S, DEFAULT_STEP_S, DecodeLoad, PrefillLoad
 from coordinator.workers.load_ledger import LoadLedger
@@ -183,7 +183,7 @@ class PrefillColumns(WorkerColumns):
             if row is None or lane.refused or lane.gb_per_second <= 0:
                 continue
             worker = self.workers[row]
-            if offer.may_go_to(worker):
+            if offer.may_go_to(worker) and has_room(worker, worker.block_size_tokens):
                 token_s[row] = token_bytes(worker) / (lane.gb_per_second * _GB)
                 latency_s[row] = lane.latency_ms / 1e3
         return token_s, latency_s

@@ -29,8 +29,8 @@ MAX_LAYER_STRIDE = 2**48
 MAX_WAITING_TOKENS = 2**40
 MAX_TOKENS_PER_S = 1e9
 MAX_MS = 1e9
-MAX_LENT_SPEEDUP = 64.0
 """Eleven days: the process may have been stopped for a weekend."""
+MAX_LENT_SPEEDUP = 64.0
 MAX_GB_PER_S = MAX_START_S = 1e6
 MAX_NOTICE_NS = 86_400 * 10**9
 

@@ -339,5 +339,6 @@ class Registry:
 
 
 def _serving_state(worker: Worker) -> tuple[object, ...]:
-    """The part of a report that can alter which pairs may serve."""
-    return worker.reported, worker.draining, worker.pool, worker.connected_agents
+    """The part of a report that can alter which pairs may serve, or that somebody waits for."""
+    noticed = worker.preempted_by_s is not None
+    return worker.reported, worker.draining, worker.pool, worker.connected_agents, noticed

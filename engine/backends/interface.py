@@ -47,6 +47,10 @@ class Forward(ABC):
         """There is nothing to do until the next `logits`."""
         return
 
+    def take_cores(self) -> None:
+        """See `ModelRunner.take_cores`."""
+        return
+
     def demand(self) -> int | None:
         """See `ModelRunner.demand`."""
         return None

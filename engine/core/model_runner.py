@@ -103,6 +103,10 @@ class ModelRunner(ABC):
         """There is nothing to do until the next step. Ignored where nobody can use the device meanwhile."""
         return
 
+    def take_cores(self) -> None:
+        """Ends `rest` before the next step: something else of this worker computes now."""
+        return
+
     def demand(self) -> int | None:
         """None unless a neighbour would compute on this worker's cores now, if it rested. Then a number that changes as
         long as one does so."""

@@ -10,6 +10,7 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, take_last
 from engine.core.prompt_pacing import PromptPacing
 from engine.core.sequence import Sequence, SequenceStatus
+from engine.pacing.lending import MIN_LENT_TOKENS
 from engine.pacing.token_clock import MIN_CHUNK_TOKENS
 from splitserve.errors import SplitserveError
 from splitserve.generation.kv_blocks import watermark_blocks
@@ -212,7 +213,7 @@ class Scheduler:
             self._admit(step, iter(self.waiting.pop, None))
             return
         assert self._pacing is not None
-        step.whole, step.alone = True, self._pacing.separate
+        step.whole, step.alone = True, self._pacing.separate and not step.num_new
         step.budget = min(step.budget, self._pacing.chunk_tokens(order.order[0]))
         self._admit(step, self._by_triage(step, order))
         for sequence in order.order:
@@ -337,12 +338,10 @@ def _first_waiting(order: Turns[Sequence] | None) -> Sequence | None:
 
 def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
     """Schedules the next chunk of a prompt, of at least one token."""
-    if not step.whole:
-        step.give(sequence, _chunk(sequence.remaining, step.budget))
-        return
-    step.give(sequence, min(sequence.remaining, step.budget))
-    if step.alone or step.budget < MIN_CHUNK_TOKENS:
-        step.budget = 0  # too little for one more prompt
+    whole = min(sequence.remaining, step.budget)
+    step.give(sequence, whole if step.whole else _chunk(sequence.remaining, step.budget))
+    if step.whole and (step.budget < MIN_CHUNK_TOKENS or (step.alone and whole >= MIN_LENT_TOKENS)):
+        step.budget = 0  # too little for one more prompt, or nobody would lend this one cores beside another
 
 
 def _chunk(remaining: int, budget: int) -> int:

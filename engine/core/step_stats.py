@@ -221,7 +221,7 @@ class StepMeter:
         totals = self.totals["prefill" if prefill_tokens else "decode"]
         totals.record(prefill_tokens, decoding + drafted, num_new, duration_s)
         totals.lent_steps += speedup > 1
-        if prefill_tokens and not decoding:
+        if prefill_tokens:
             self.lent.record(duration_s, speedup)
         totals.drafted_tokens += drafted
         totals.accepted_tokens += accepted

@@ -14,29 +14,28 @@ _KIB = 1024
 
 
 class _Files(NamedTuple):
-    """Where a version of control groups keeps its figures; `cache`: the line of `memory.stat` that counts page cache
-    which has not been used lately."""
+    """Where a version of control groups keeps its figures; `cache`: lines of `memory.stat` that count page cache."""
 
     limit: str
     used: str
-    cache: str
+    cache: tuple[str, ...]
 
 
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
 
 
 def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
     """Bytes: the least of what the machine has available and what each limit above this process leaves.
 
-    Page cache that the kernel gives up for it counts as free, swap does not. None: nothing is known.
+    Page cache, which the kernel gives up for it, counts as free; swap does not. None: nothing is known.
     """
     machine = _line(proc / "meminfo", "MemAvailable:")
     known = [] if machine is None else [machine * _KIB]
     for folder, files in _groups(proc, cgroups):
         limit, used = _number(folder / files.limit), _number(folder / files.used)
         if limit is not None and used is not None:
-            cache = _line(folder / "memory.stat", files.cache) or 0
+            cache = sum(_line(folder / "memory.stat", name) or 0 for name in files.cache)
             known.append(max(0, limit - used + cache))
     return min(known, default=None)
 

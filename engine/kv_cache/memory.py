@@ -31,7 +31,7 @@ class BlockMemory:
 
     It never moves: transports register its address once. On cpu it is an anonymous mapping, page-aligned; see
     `populate`. Blocks for lane probes follow in the same memory. Raises ConfigError for more than is free there, with
-    `beside_bytes` that somebody else is going to take for each block.
+    `beside_bytes` that are going to be taken for other things.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BlockMemory:
         total = num_blocks + self._probe_blocks
         self._pages: mmap.mmap | None = None
         if device.type == "cpu":
-            _refuse_more_than_is_free(total * layout.block_bytes + num_blocks * beside_bytes)
+            _refuse_more_than_is_free(total * layout.block_bytes + beside_bytes)
             self._pages = _huge_pages(total * layout.block_bytes)
             memory = torch.frombuffer(self._pages, dtype=torch.uint8)
         else:
@@ -167,8 +167,9 @@ def _refuse_more_than_is_free(num_bytes: int) -> None:
     free = free_memory()
     if free is not None and num_bytes > free:
         message = (
-            f"engine.kv_memory_bytes: KV blocks take {num_bytes} bytes, and {free} bytes of memory are free"
-            " on this machine, or below the limit of this container; lower it, or engine.num_blocks"
+            f"engine.kv_memory_bytes: KV blocks, with those for the wire and the host tier, take {num_bytes} bytes,"
+            f" and {free} bytes of memory are free on this machine, or below the limit of this container; lower it, or"
+            " engine.num_blocks or engine.kv_host_tier_bytes"
         )
         raise ConfigError(message, field="engine.kv_memory_bytes")
 

@@ -72,7 +72,8 @@ class TorchRunner(ModelRunner):
         narrow = wire_dtype == FP8_E4M3
         wire_bytes = replace(self.layout, wire_dtype=wire_dtype).block_bytes if narrow else 0
         num_blocks = choose_num_blocks(config, self.layout, wire_bytes + beside_bytes)
-        self._pool = KvCacheMemory(self.layout, num_blocks, model.device, beside_bytes)
+        also = num_blocks * (wire_bytes + beside_bytes) + (config.kv_host_tier_bytes or 0)
+        self._pool = KvCacheMemory(self.layout, num_blocks, model.device, also)
         self._wire: KvWire = Fp8Wire(self._pool) if narrow else self._plain_wire()
         self._forward = make_forward(model, self._pool, config, self.facts.context_tokens, kernels)
         self._mask_filler = MaskFiller(self.facts.vocabulary_size)
@@ -155,6 +156,10 @@ class TorchRunner(ModelRunner):
     def rest(self) -> None:
         """See `ModelRunner.rest`."""
         self._forward.rest()
+
+    def take_cores(self) -> None:
+        """See `ModelRunner.take_cores`."""
+        self._forward.take_cores()
 
     def demand(self) -> int | None:
         """See `ModelRunner.demand`."""

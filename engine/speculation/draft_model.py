@@ -44,11 +44,16 @@ class DraftModel(ComputingDrafter):
     """The draft model behind the interface of drafters."""
 
     def __init__(
-        self, runner: ModelRunner, vocabulary_size: int, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: ModelRunner,
+        vocabulary_size: int,
+        take_cores: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`runner` has at least as many blocks, of as many tokens, as the sequences' tables name. Guesses are below
-        `vocabulary_size`."""
+        `vocabulary_size`. `take_cores` is called before anything is computed."""
         self._runner, self._vocabulary_size, self._clock = runner, vocabulary_size, clock
+        self._take_cores = take_cores
         self._block_size = runner.layout.block_size_tokens
         self.context_tokens = runner.facts.context_tokens
         self._known: dict[Hashable, _Kv] = {}
@@ -59,6 +64,7 @@ class DraftModel(ComputingDrafter):
 
     def drafts(self, asked: Sequence[DraftRequest]) -> list[Draft]:
         """See `Drafter.drafts`. A sequence whose KV or logits here are broken guesses wrong: its acceptance tells."""
+        self._take_cores()
         guessed: dict[Hashable, list[int]] = {each.key: [] for each in asked}
         going = list(asked)
         for each in going:
@@ -102,6 +108,7 @@ class DraftModel(ComputingDrafter):
     def catch_up(self, request: DraftRequest, tokens: int) -> None:
         """See `ComputingDrafter.catch_up`."""
         kv = self._known[request.key]
+        self._take_cores()
         self._forget_content(request, kv.computed, kv.computed + tokens)
         chunk = self._row(request, (), sample=False)._replace(num_new=tokens)
         began_s = self._clock()

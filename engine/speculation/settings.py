@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.core.model_runner import ModelRunner
 from engine.speculation.draft_lengths import MAX_DRAFT, MAX_ROWS, MAX_SEQUENCES
 from engine.speculation.draft_model import DraftModel
@@ -38,12 +40,15 @@ def check_drafts(config: EngineConfig) -> None:
 
 
 def make_drafter(
-    config: EngineConfig, draft_runner: ModelRunner | None = None, vocabulary_size: int = 0
+    config: EngineConfig,
+    draft_runner: ModelRunner | None = None,
+    vocabulary_size: int = 0,
+    take_cores: Callable[[], None] = lambda: None,
 ) -> Drafter | None:
     """The drafter that the settings choose; None without speculation. A draft model is `draft_runner`'s; it guesses
-    tokens below `vocabulary_size`."""
+    tokens below `vocabulary_size`, and calls `take_cores` before it computes."""
     if draft_runner is None:
         return None if config.speculation == "off" else PromptLookup()
-    drafter = DraftModel(draft_runner, vocabulary_size)
+    drafter = DraftModel(draft_runner, vocabulary_size, take_cores)
     drafter.warm_up(min(MAX_SEQUENCES, config.max_running_requests))
     return drafter

@@ -233,6 +233,8 @@ class Speculator:
                 continue
             if count:
                 guesses[sequence] = Draft(draft.token_ids[:count], draft.support)
+            elif self._computing is not None:  # it would cost the same again
+                self._stream(sequence).acceptance.record(draft.support, 1, 0)
         return guesses
 
     def _lengths(

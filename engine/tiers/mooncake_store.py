@@ -26,6 +26,8 @@ _HEAD = struct.Struct("<32sQ")
 _PEER_TO_PEER = "P2PHANDSHAKE"
 """Clients tell each other where their segments are; no metadata server."""
 _BUFFER_BYTES = 2**24
+_NO_SUCH_KEY = -704
+"""OBJECT_NOT_FOUND of the store's error codes."""
 
 
 class MooncakeStore(BlockStore):
@@ -56,7 +58,10 @@ class MooncakeStore(BlockStore):
 
     def read(self, slot: int, block_hash: bytes) -> memoryview | None:
         """See `BlockStore`."""
-        if self._client.get_into(self._key(slot), self._address, self._buffer.nbytes) != self._buffer.nbytes:
+        got = self._client.get_into(self._key(slot), self._address, self._buffer.nbytes)
+        if got < 0 and got != _NO_SUCH_KEY:
+            raise OSError(f"Mooncake Store gave no block: error {got}")
+        if got != self._buffer.nbytes:
             return None
         held, checksum = _HEAD.unpack_from(self._bytes)
         body = self._bytes[_HEAD.size :]

@@ -175,7 +175,8 @@ class TierIndex:
         if victim is None:
             return None
         entry = self._entries.pop(victim)
-        self._evicted[victim] = entry.uses
+        if self._eviction == "history":
+            self._evicted[victim] = entry.uses
         if len(self._evicted) > _REMEMBERED * self.slots:
             self._evicted.popitem(last=False)
         self.evictions += 1

@@ -109,7 +109,7 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
     transport = _polled(_transport(config), runner)
     endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
     drafter, tiers = (
-        make_drafter(config.engine, draft_runner, runner.facts.vocabulary_size),
+        make_drafter(config.engine, draft_runner, runner.facts.vocabulary_size, runner.take_cores),
         make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
     )
     core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)

@@ -12,6 +12,8 @@ import os
 import signal
 import sys
 
+PROGRAM = (sys.executable, "-m", "splitserve")
+"""What each service is, before its arguments."""
 PR_SET_PDEATHSIG = 1
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
 from splitserve.addresses import join_address, reachable_host
 from splitserve.client import AsyncClient
+from splitserve.cluster.child_launch import PROGRAM
 from splitserve.cluster.child_process import ChildSpec, Role
 from splitserve.cluster.placement import Inventory, Place, make_inventory
 from splitserve.cluster.supervisor import Probe
@@ -48,7 +48,7 @@ _COMMANDS: dict[Role, str] = {
 
 def splitserve_command(role: Role, options: Sequence[str]) -> tuple[str, ...]:
     """The production command: `python -m splitserve coordinator ...`."""
-    return (sys.executable, "-m", "splitserve", _COMMANDS[role], *options)
+    return (*PROGRAM, _COMMANDS[role], *options)
 
 
 def cluster_target(config: ClusterConfig) -> str:

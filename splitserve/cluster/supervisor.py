@@ -220,6 +220,8 @@ class LocalCluster:
         self._observer.message(f"{child.spec.name}: started, pid {child.pid}{layout}")
         if process.leaving.is_set():
             child.terminate()  # `remove` was called while it was not running
+        if self._stop.is_set():
+            child.kill()  # who ends the others may have looked before it ran; it serves nobody yet
         return True
 
     async def _unless_stopped(self, start: Coroutine[Any, Any, None]) -> bool:

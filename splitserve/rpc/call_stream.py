@@ -14,7 +14,13 @@ from typing import Any, Literal
 import grpc
 from google.rpc import status_pb2  # type: ignore[import-untyped]
 
-from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.errors import (
+    DeadlineExceededError,
+    PermissionDeniedError,
+    SplitserveError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.status import error_from_rpc, error_from_status
 from splitserve.rpc.writing import BatchWriter
@@ -115,6 +121,8 @@ class CallStream:
             except SplitserveError as broken:
                 error = broken
                 log_event("calls.broken", peer=self._who, reason=error.reason, calls=len(self._calls))
+            except Exception as unforeseen:  # calls wait for the next stream, which is to come at once
+                log_exception("calls.broken", unforeseen)
             finally:
                 self.fail_all(error)
 
@@ -145,10 +153,11 @@ class CallStream:
             raise UnavailableError(f"{self._who} has closed its calls", reason="WORKER_LOST")
         except grpc.aio.AioRpcError as error:
             known = error_from_rpc(error)
-            if type(known) is SplitserveError:  # gRPC loses the status where a write meets the stream's end
-                text = f"the calls to {self._who} have broken: {known.message}"
-                known = UnavailableError(text, reason="WORKER_LOST")
-            raise known from None
+            if isinstance(known, UnauthenticatedError | PermissionDeniedError):
+                raise known from None
+            # It is the stream's, and no call's: none of them was refused, and each may have been carried out.
+            text = f"the calls to {self._who} have broken: {known.message}"
+            raise UnavailableError(text, reason="WORKER_LOST") from None
         finally:
             self._writer = None
             stream.cancel()

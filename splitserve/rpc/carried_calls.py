@@ -22,7 +22,7 @@ from splitserve.errors import (
 from splitserve.rpc.message_bounds import UNCOUNTED_BYTES
 from splitserve.rpc.server import OpenRpcs
 from splitserve.rpc.status import shown_error, status_of
-from splitserve.rpc.writing import BatchWriter
+from splitserve.rpc.writing import BATCH_ITEMS, BatchWriter
 from splitserve.v1 import calls_pb2, decode_pb2, prefill_pb2
 from splitserve.v1.calls_pb2_grpc import CallServiceServicer
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer
@@ -30,6 +30,8 @@ from splitserve.v1.prefill_pb2_grpc import PrefillServiceServicer
 
 MAX_OPEN_CALLS = 2**16
 """Of one stream."""
+MAX_HELD_RESPONSES = 2**13
+"""That wait for a caller who does not read. With more nothing is read from that one."""
 MAX_TIMEOUT_S = 86_400.0
 
 
@@ -73,6 +75,7 @@ class CarriedCalls(CallServiceServicer):
         """`methods`: by the field of CarriedCall that has the request. `open_rpcs` counts each call that is carried."""
         self._methods, self._open_rpcs = methods, open_rpcs
         self._streams: set[_Stream] = set()
+        self._closed = False
 
     async def Carry(  # type: ignore[override]
         self, requests: AsyncIterator[calls_pb2.CarryRequest], context: Any
@@ -80,13 +83,16 @@ class CarriedCalls(CallServiceServicer):
         """See CallService.Carry in the proto."""
         stream = _Stream(self._methods, self._open_rpcs, context.write)
         self._streams.add(stream)
+        if self._closed:
+            stream.close()
         try:
             await stream.serve(requests)
         finally:
             self._streams.discard(stream)
 
     def close(self) -> None:
-        """Ends each stream as soon as it carries no call."""
+        """Ends each stream as soon as it carries no call, also those that are opened later."""
+        self._closed = True
         for stream in self._streams:
             stream.close()
 
@@ -109,6 +115,7 @@ class _Stream:
         try:
             async with asyncio.TaskGroup() as group:
                 self._reading = group.create_task(self._read(requests, group))
+                self._close_if_idle()
         finally:
             await self._writer.settle()
 
@@ -122,8 +129,15 @@ class _Stream:
 
     async def _read(self, requests: AsyncIterator[calls_pb2.CarryRequest], group: asyncio.TaskGroup) -> None:
         async for message in requests:
+            if len(message.calls) > BATCH_ITEMS:
+                text = f"a message has {len(message.calls)} calls; at most {BATCH_ITEMS} are allowed"
+                raise InvalidArgumentError(text, field="calls")
             for call in message.calls:
                 self._accept(call, group)
+            while self._writer.held > MAX_HELD_RESPONSES and not self._writer.has_failed:
+                await self._writer.settle()
+            if self._writer.has_failed:
+                break
         for task in self._tasks.values():
             task.cancel()
 

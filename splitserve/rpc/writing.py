@@ -13,7 +13,7 @@ import grpc
 from splitserve.logs import log_event
 
 WRITE_GRACE_S = 1.0
-BATCH_BYTES = 48 * 2**10
+BATCH_BYTES, BATCH_ITEMS = 48 * 2**10, 4096
 """A message of a batch is begun anew above this size, so that it is parsed on the reader's event loop."""
 
 
@@ -117,7 +117,7 @@ M = TypeVar("M", bound=Sized)
 
 class BatchWriter(Generic[M]):
     """Writes small messages of many senders to one stream: what is put in one turn of the loop, or while a write is in
-    progress, leaves in one message. Holds whatever is put; its senders bound that."""
+    progress, leaves in one message. Holds whatever is put: senders look at `held`."""
 
     def __init__(self, write: Callable[[Any], Awaitable[None]], message_of: Callable[[list[M]], Any]) -> None:
         """`write`: see StreamWriter. `message_of` makes the message of a batch."""
@@ -127,11 +127,24 @@ class BatchWriter(Generic[M]):
         self._flushing = False
 
     def put(self, item: M) -> None:
-        """Adds a message; never blocks. After a failed write, of which the stream's reader hears, it is dropped."""
+        """Adds a message; never blocks. After a failed write it is dropped."""
+        if self._writer.has_failed:
+            self._items.clear()
+            return
         self._items.append(item)
         if not self._flushing:
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
+
+    @property
+    def held(self) -> int:
+        """Messages that wait to be written."""
+        return len(self._items)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a write has failed; nothing is written any more."""
+        return self._writer.has_failed
 
     async def settle(self) -> None:
         """Waits until all that was put is written, up to WRITE_GRACE_S."""
@@ -150,7 +163,7 @@ class BatchWriter(Generic[M]):
         size = count = 0
         for item in self._items:
             size += item.ByteSize()
-            if size > BATCH_BYTES and count:
+            if (size > BATCH_BYTES and count) or count == BATCH_ITEMS:
                 break
             count += 1
         batch, self._items = self._items[:count], self._items[count:]

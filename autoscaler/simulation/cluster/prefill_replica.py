@@ -105,11 +105,15 @@ class ChunkedPrefill(PrefillReplica):
         return {}
 
     def withdraw(self, request: SimulatedRequest, now_s: float) -> None:
-        """Gives up a prompt. The step that it is in takes as long as planned."""
-        self._queued_tokens -= request.remaining
+        """Gives up a prompt; nothing happens while that waits for its reservation. The step that it is in takes as long
+        as planned."""
         if request in self._waiting:
+            self._queued_tokens -= request.remaining
             self._waiting.remove(request)
             return
+        if request not in self._running:
+            return
+        self._queued_tokens -= request.remaining
         self._running.remove(request)
         self._step = [(one, tokens) for one, tokens in self._step or [] if one is not request]
 

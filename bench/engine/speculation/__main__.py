@@ -199,7 +199,7 @@ class Bench:
         found = {}
         for cost in self._costs:
             clock = VirtualTime()
-            drafter = DraftModel(CostingRunner(runner, clock, cost), self._facts.vocabulary_size, clock)
+            drafter = DraftModel(CostingRunner(runner, clock, cost), self._facts.vocabulary_size, clock=clock)
             drafter.warm_up(min(MAX_SEQUENCES, len(prompts)))
             drafting = count(drafter, clock, runner.num_blocks)
             found[f"counted at {cost:g}"] = round(plain.seconds / drafting.seconds, 3)

@@ -56,8 +56,7 @@ class CpuForward(Forward):
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """See `Forward.logits`."""
         self.speedup = 1.0
-        if self._exchange is not None:
-            self._exchange.work()
+        self.take_cores()
         order = [index for index, sequence in enumerate(batch) if sequence.sample]
         logits = None
         if all(sequence.num_new == 1 for sequence in batch):
@@ -73,6 +72,11 @@ class CpuForward(Forward):
         """See `Forward.rest`."""
         if self._exchange is not None:
             self._exchange.rest()
+
+    def take_cores(self) -> None:
+        """See `Forward.take_cores`."""
+        if self._exchange is not None:
+            self._exchange.work()
 
     def demand(self) -> int | None:
         """See `Forward.demand`."""

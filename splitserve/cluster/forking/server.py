@@ -20,11 +20,12 @@ import select
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
-from splitserve.cluster.child_launch import end_with_parent
+from splitserve.cluster.child_launch import PROGRAM, end_with_parent
 from splitserve.cluster.forking.process_title import set_process_title
 
 OUTPUT_AND_ANSWER = 2
@@ -69,7 +70,7 @@ def serve(control: socket.socket, owner: int, modules: Sequence[str]) -> list[st
             if not idle:
                 try:
                     importlib.import_module(modules[imported])
-                except ImportError:
+                except Exception:  # of whatever kind: libraries raise many
                     return None  # a process that is started without this server says why
                 imported += 1
     finally:
@@ -130,7 +131,7 @@ def _become(request: _Request, owner: int, others: Collection[int]) -> list[str]
     os.environ.clear()
     os.environ.update(asked["environment"])
     arguments = [str(argument) for argument in asked["arguments"]]
-    set_process_title([sys.executable, "-m", "splitserve", *arguments])
+    set_process_title([*PROGRAM, *arguments])
     sys.argv[:] = ["splitserve", *arguments]
     return arguments
 
@@ -176,17 +177,29 @@ def fork_here(
     owner = os.getpid()
     if pid := os.fork():
         return pid
-    ours.close()
-    _close_strangers()
-    os.setsid()  # the terminal's Ctrl-C does not reach it
-    end_with_parent(owner)
-    set_process_title([sys.executable, "-m", "splitserve", "fork-server"])
-    # Libraries for arrays would start threads. How many threads compute is set later, by a call.
-    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
-    stdin = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(stdin, 0)
-    os.close(stdin)
-    arguments = serve(theirs, owner, modules)
+    try:
+        ours.close()
+        _close_strangers()
+        os.setsid()  # the terminal's Ctrl-C does not reach it
+        end_with_parent(owner)
+        # The title is written where the first environment is.
+        environment = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(environment)
+        set_process_title([*PROGRAM, "fork-server"])
+        # Libraries for arrays would start threads. How many threads compute is set later, by a call.
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+        stdin = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        arguments = serve(theirs, owner, modules)
+    except BaseException:
+        os._exit(1)  # in no case does it go on as the process that it was forked from
     if arguments is None:
         os._exit(0)
-    sys.exit(run(arguments))
+    try:
+        code = run(arguments)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)

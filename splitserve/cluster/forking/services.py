@@ -5,16 +5,15 @@ Why processes are forked here and nowhere else: docs/decisions/0056-services-are
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from splitserve.cluster.child_launch import PROGRAM
 from splitserve.cluster.child_process import ChildSpec, Role
 from splitserve.cluster.forking.owner import AdoptedProcess, ForkServer
 from splitserve.config.cluster import ClusterConfig
 from splitserve.host_facts import read_host_facts
 
-PROGRAM = (sys.executable, "-m", "splitserve")
 SHARED = ("uvloop", "splitserve.cli.services", "splitserve.rpc.server", "splitserve.models.hf_tokenizer")
 """What a coordinator and the workers import; the former imports the rest by itself, at the same time."""
 WORKERS = ("prefill_worker.service", "decode_worker.service", "neutral_worker.service")

@@ -298,10 +298,15 @@ def test_a_class_that_was_refused_is_left_out_for_a_while() -> None:
 
 def test_what_is_remembered_as_refused() -> None:
     memory, start = RefusedClasses(), Start("prefill", 1, "fast", 1)
-    assert memory.at(100.0) == frozenset()
+    cold = {"prefill": 10.0, "decode": 10.0}
+    assert memory.at(100.0, cold) == frozenset()
     memory.note(start, ResourceExhaustedError("no GPU is free", reason="NO_GPU"))
     memory.note(Start("prefill", 1, "slow"), UnavailableError("no answer"))
     memory.note(Start("prefill", 1), ResourceExhaustedError("no GPU is free", reason="NO_GPU"))
     memory.note(Drain("prefill", ("x",)), FailedPreconditionError("no"))
-    assert memory.at(101.0) == {("prefill", "fast")}
-    assert memory.at(100.0 + REFUSED_S) == frozenset()
+    assert memory.at(101.0, cold) == {("prefill", "fast")}
+    assert memory.at(100.0 + REFUSED_S, cold) == frozenset()
+    memory.at(300.0, {"prefill": REFUSED_S, "decode": 10.0})
+    memory.note(start, ResourceExhaustedError("no GPU is free", reason="NO_GPU"))
+    assert memory.at(300.0 + REFUSED_S, cold), "its replacement is to come up meanwhile"
+    assert not memory.at(300.0 + 2 * REFUSED_S, cold)

@@ -42,7 +42,13 @@ def worth(
 
 
 @settings(max_examples=150, deadline=None)
-@given(OFFERS, st.floats(0, 20), st.floats(0, 1), st.none() | st.floats(0, 12), CHANGES)
+@given(
+    OFFERS,
+    st.floats(0, 20).map(lambda units: round(units, 3)),
+    st.floats(0, 1),
+    st.none() | st.floats(0, 12),
+    CHANGES,
+)
 def test_it_is_as_good_as_the_best_of_all(
     offers: list[ClassOffer], units: float, share: float, budget: float | None, change: ChangeCost
 ) -> None:
@@ -123,3 +129,12 @@ def test_a_thousand_units_of_six_classes_take_no_time() -> None:
     found = cheapest_mix(many, 1000)
     assert found.units >= 1000
     assert found.price_per_hour <= 1000 * 2.8 / 2.85 + 2.8
+
+
+@pytest.mark.parametrize("units", [120, 400])
+def test_a_large_floor_is_carried_by_the_cheapest_that_can(units: int) -> None:
+    """And quickly: this is asked for each unit of a budget."""
+    on_demand = [ClassOffer("p", 1.0, 3.0, 999), ClassOffer("p2", 2.0, 6.5, 999)]
+    spot = [ClassOffer("s", 1.0, 1.0, 999, spot=True), ClassOffer("s2", 2.0, 2.2, 999, spot=True)]
+    found = cheapest_mix([*on_demand, *spot], units, floor=units / 2)
+    assert found.counts == (units // 2, 0, units // 2, 0)

@@ -30,8 +30,9 @@ def test_requests_handoffs_say_how_slow_a_lane_is_beside_its_probe() -> None:
     times = FetchTimes()
     for lane_s in (0.002, 0.004, 0.008, 0.016):
         times.record_handoff(PAIR, lane_s, 0.001 + 1.6 * lane_s, 0.0)
-    assert times.pace == pytest.approx(1.6)
+    assert times.pace(0.0) == pytest.approx(1.6)
     assert times.predicted_s(PAIR, 0.01, 0.0) == pytest.approx(2 * FIRST_CALL_S + 0.016)
+    assert times.pace(3600.0) == 1.0, "an hour later it says nothing any more"
 
 
 @pytest.mark.parametrize(("calls_s", "pace"), [(0.002, 1.0), (0.05, 1.4), (0.02, 5.0), (0.005, 0.6)])

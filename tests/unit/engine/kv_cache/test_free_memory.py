@@ -31,6 +31,7 @@ def group(folder: Path, names: tuple[str, str, str], limit: object, used: int, c
 
 
 V2 = ("memory.max", "memory.current", "inactive_file")
+ACTIVE = ("memory.max", "memory.current", "active_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
@@ -40,11 +41,13 @@ def test_without_limits_it_is_what_the_machine_has(tmp_path: Path) -> None:
     assert free_memory(proc, tmp_path / "cgroup") == 8 * GIB
 
 
-def test_the_narrowest_limit_above_counts_and_old_page_cache_is_free(tmp_path: Path) -> None:
+def test_the_narrowest_limit_above_counts_and_page_cache_is_free(tmp_path: Path) -> None:
     proc = machine(tmp_path / "proc", "0::/a.slice/b.scope\n")
     group(tmp_path / "cgroup/a.slice/b.scope", V2, "max", 0, 0)
     group(tmp_path / "cgroup/a.slice", V2, 6 * GIB, 4 * GIB, GIB)
     assert free_memory(proc, tmp_path / "cgroup") == 3 * GIB
+    group(tmp_path / "cgroup/a.slice", ACTIVE, 6 * GIB, 4 * GIB, 2 * GIB)
+    assert free_memory(proc, tmp_path / "cgroup") == 4 * GIB
 
 
 def test_a_container_sees_its_own_group_at_the_top(tmp_path: Path) -> None:

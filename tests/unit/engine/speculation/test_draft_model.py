@@ -49,7 +49,7 @@ class DraftRig:
         self.model: DraftModel | None = None
         if kind is not None:
             self.draft_runner = kind(config, self.clock, cost * STEP_S, cost * TOKEN_S)
-            self.model = DraftModel(self.draft_runner, 257, self.clock)
+            self.model = DraftModel(self.draft_runner, 257, clock=self.clock)
             self.model.warm_up(8)
         self.core = EngineCore(self.runner, config, ByteTokenizer(), self.clock, self.model)
         self.began_s = self.clock.now
@@ -215,7 +215,7 @@ def test_a_guess_beyond_the_vocabulary_ends_a_draft() -> None:
     prompt = list(b"hello")
     tokens = expected_tokens(prompt, 7)
     above = max(tokens)
-    model = DraftModel(rig.draft_runner, above, rig.clock)
+    model = DraftModel(rig.draft_runner, above, clock=rig.clock)
     (draft,) = model.drafts([DraftRequest("a", prompt, 7, len(prompt), block_ids=[0, 1, 2], table_id=1)])
     assert list(draft.token_ids) == [*tokens[: tokens.index(above)], 0]
 
