@@ -123,3 +123,23 @@ def test_a_server_that_does_not_answer_keeps_nobody_from_ending() -> None:
         # It may not have begun to listen for signals.
         assert up.process.wait(PATIENCE_S) in (0, -signal.SIGTERM)
         assert not psutil.wait_procs([server], timeout=PATIENCE_S)[1]
+
+
+BROKEN = """
+import os, pathlib, sys, time
+from splitserve.cluster.forking.owner import ForkServer
+folder = pathlib.Path(sys.argv[1])
+(folder / "broken_library.py").write_text("raise OSError('libx.so: cannot open shared object file')")
+sys.path.insert(0, str(folder))
+server = ForkServer.start(["broken_library"], lambda arguments: 0)
+print("went on", flush=True)
+if server is not None:
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    server.close()
+"""
+
+
+def test_a_server_that_cannot_import_ends_and_nothing_else_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BROKEN, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+    assert said == "went on\n", "once, in the process that asked"

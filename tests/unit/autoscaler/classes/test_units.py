@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.classes.units import decode_in_units, prefill_in_units, unit_replicas
 from autoscaler.classes.usable import longest_prompt_tokens, too_slow
 from autoscaler.policies.policy_file import SloPool
@@ -96,6 +97,11 @@ def test_a_class_that_takes_too_long_for_the_longest_prompt_is_not_used() -> Non
     assert too_slow(pool(), "prefill", 1.0, given) == {}
     long = pool(longest_prompt_tokens=3000)
     assert too_slow(long, "prefill", 1.0, given).keys() == {"slow"}, "fast makes 5000/s by its speed"
+    spot = ReplicaClass(name="spot", price_per_hour=1.0, speed=9.0, spot=True)
+    floored = long.model_copy(update={"classes": (*long.classes, spot), "on_demand_floor": 1})
+    assert too_slow(floored, "prefill", 0.5, given).keys() == {"slow"}, (
+        "the fastest that carries the floor stays"
+    )
     measured = at(Load(prompt_tokens=1000), slow=ClassSignals(1, 3500.0), fast=ClassSignals(1, 9000.0))
     assert too_slow(long, "prefill", 1.0, measured) == {}
 

@@ -56,3 +56,22 @@ async def test_one_that_has_gone_and_comes_back_is_news() -> None:
     source.there = {"decode-0"}
     watch._woke_s = float("-inf")
     await asyncio.wait_for(watch.pause(10 * PATIENCE_S), PATIENCE_S)
+
+
+class Slow(Source):
+    """Says nothing the first time, as a coordinator does that has waited as long as it may."""
+
+    async def preempted(self, model: str, known: Iterable[str], wait_s: float) -> frozenset[str]:
+        if not self.asked:
+            self.asked = 1
+            return frozenset()
+        return await super().preempted(model, known, wait_s)
+
+
+async def test_a_long_pause_asks_again() -> None:
+    source = Slow()
+    pause = asyncio.create_task(NoticeWatch([source]).pause(10 * PATIENCE_S))
+    await asyncio.sleep(0)
+    source.add("decode-0")
+    await asyncio.wait_for(pause, PATIENCE_S)
+    assert source.asked == 2

@@ -126,3 +126,13 @@ def test_simulate_says_what_was_taken_away(tmp_path: Path, capsys: pytest.Captur
     assert found["failed_requests"] == 0
     assert main(command) == 0
     assert f"{found['preempted_replicas']} replicas preempted" in capsys.readouterr().out
+
+
+def test_a_decode_replica_that_prompts_wait_for_is_taken_away() -> None:
+    """They have a prefill replica by then, and are not queued there yet."""
+    engine = replace(ENGINE, max_running_requests=2)
+    trace = synthetic(TraceShape("constant", 6, 6, 60.0, prompt_tokens=2000, output_tokens=100, seed=1))
+    few = Scenario(trace, engine, Slo(1.0, 0.05), 20.0, preemptions=Preemptions(120.0, 0.5, 2))
+    outcome, _ = run(few, max_replicas=4)
+    assert outcome.preempted_replicas
+    assert all(one.failed or one.finished_s is not None for one in outcome.requests)

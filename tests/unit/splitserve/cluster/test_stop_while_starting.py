@@ -1,0 +1,48 @@
+"""A cluster that is told to end while a process starts ends, whichever comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from splitserve.cluster.child_process import ChildSpec
+from splitserve.cluster.forking.owner import AdoptedProcess
+from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
+from tests.support.scaling.actuator_rigs import Silent
+from tests.support.waiting import PATIENCE_S
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_start_that_comes_about_so_many_turns_after_the_stop(turns: int) -> None:
+    asked, gate = asyncio.Event(), asyncio.Event()
+    started: list[AdoptedProcess] = []
+
+    async def fork(
+        spec: ChildSpec, environment: Mapping[str, str], output: int, files: Sequence[int]
+    ) -> AdoptedProcess:
+        asked.set()
+        await gate.wait()
+        sleeping = subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: ASYNC220
+        sleeping.returncode = 0  # the cluster waits for it
+        started.append(AdoptedProcess(sleeping.pid))
+        return started[-1]
+
+    async def probe() -> str | None:
+        return None
+
+    times = ClusterTimes(unready_drain_s=0.1, drain_margin_s=0.1)
+    cluster = LocalCluster([ChildSpec("worker-0", "worker", ("x",))], probe, Silent(), fork=fork, times=times)
+    running = asyncio.create_task(cluster.run())
+    await asked.wait()
+    cluster.request_stop()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    gate.set()
+    await asyncio.wait_for(running, PATIENCE_S)
+    for process in started:
+        if process.returncode is None:  # the start was given up
+            process.terminate()
+        await asyncio.wait_for(process.wait(), PATIENCE_S)
