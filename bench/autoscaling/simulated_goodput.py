@@ -23,6 +23,7 @@ from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.snapshot import PoolName
 from bench.goodput.mixes import planned
+from bench.goodput.statistics import difference
 
 CPU = EngineModel(
     prefill_token_s=1.33e-3,
@@ -41,6 +42,8 @@ GPU_LENGTHS = {"balanced": (1200, 250), "prefill-heavy": (3360, 94), "decode-hea
 """Mean tokens of prompt and answer, each drawn evenly from half to one and a half of that."""
 SHIFT_S = 40.0
 SYSTEMS = ("split", "unlent", "default", "neutral", "colocated")
+FIXED = ("split", "colocated")
+"""What the default must be no worse than."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +100,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=300)
     chosen = parser.parse_args(arguments)
-    print("| machine, mix | rate |", " | ".join(chosen.systems), "|")
-    print("|" + "---|" * (2 + len(chosen.systems)))
+    against = [name for name in FIXED if name in chosen.systems] if "default" in chosen.systems else []
+    heads = [
+        *chosen.systems,
+        *([f"default less the better of {' and '.join(against)}, points"] if against else []),
+    ]
+    print("| machine, mix | rate |", " | ".join(heads), "|")
+    print("|" + "---|" * (2 + len(heads)))
     for machine in chosen.machines:
         for mix, rates in CASES[machine].rates.items():
             if chosen.mixes and mix not in chosen.mixes:
                 continue
             for rate in chosen.rates or rates:
                 seeds = range(chosen.first_seed, chosen.first_seed + chosen.seeds)
-                cells = [cell(machine, mix, rate, name, seeds, chosen.requests) for name in chosen.systems]
+                outcomes = {
+                    name: [run(machine, mix, rate, name, seed, chosen.requests) for seed in seeds]
+                    for name in chosen.systems
+                }
+                cells = [cell(found) for found in outcomes.values()]
+                if against:
+                    cells.append(gap(outcomes["default"], [outcomes[name] for name in against]))
                 print(f"| {machine}, {mix} | {rate:g} |", " | ".join(cells), "|", flush=True)
     return 0
 
 
-def cell(machine: str, mix: str, rate: float, system: str, seeds: Sequence[int], requests: int) -> str:
+def gap(own: Sequence[Outcome], others: Sequence[Sequence[Outcome]]) -> str:
+    """Attainment of one system less the best of others, by their means over the seeds, with its 95% interval."""
+    found = difference([one.attainment for one in own], [[one.attainment for one in each] for each in others])
+    if found.low is None or found.high is None:
+        return f"{found.value * 100:+.1f}"
+    return f"{found.value * 100:+.1f} ({found.low * 100:+.1f} to {found.high * 100:+.1f})"
+
+
+def cell(outcomes: Sequence[Outcome]) -> str:
     """Means over the seeds."""
-    outcomes = [run(machine, mix, rate, system, seed, requests) for seed in seeds]
     attained, ttft, tpot = (
         fmean(getattr(each, name) for each in outcomes)
         for name in ("attainment", "attainment_ttft", "attainment_tpot")

@@ -10,7 +10,6 @@ from engine.core.kv_cache_manager import KVCacheManager
 from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, take_last
 from engine.core.prompt_pacing import PromptPacing
 from engine.core.sequence import Sequence, SequenceStatus
-from engine.pacing.lending import MIN_LENT_TOKENS
 from engine.pacing.token_clock import MIN_CHUNK_TOKENS
 from splitserve.errors import SplitserveError
 from splitserve.generation.kv_blocks import watermark_blocks
@@ -340,7 +339,7 @@ def _give_chunk(step: SchedulerOutput, sequence: Sequence) -> None:
     """Schedules the next chunk of a prompt, of at least one token."""
     whole = min(sequence.remaining, step.budget)
     step.give(sequence, whole if step.whole else _chunk(sequence.remaining, step.budget))
-    if step.whole and (step.budget < MIN_CHUNK_TOKENS or (step.alone and whole >= MIN_LENT_TOKENS)):
+    if step.whole and (step.alone or step.budget < MIN_CHUNK_TOKENS):
         step.budget = 0  # too little for one more prompt, or nobody would lend this one cores beside another
 
 

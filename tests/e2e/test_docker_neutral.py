@@ -13,7 +13,7 @@ import yaml
 from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
 from tests.support.cluster.streams import tokens
-from tests.support.scaling.compose import FOLDER, Compose
+from tests.support.scaling.compose import FOLDER, Compose, simulated_stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -42,29 +42,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def stack(policy: Path) -> AsyncIterator[Compose]:
     lines = (FOLDER / "neutral" / "neutral.env").read_text().splitlines()
     example = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
-    stack = Compose(
-        "splitserve-neutral",
-        example
-        | {
-            "COMPOSE_PROFILES": "cpu",
-            "MODEL": "simulated",
-            "ENGINE": "simulated",
-            "POLICY": str(policy),
-            "DRAIN_S": "20",
-            "STOP_GRACE": "25s",
-            "PREFILL_OPTIONS": ENGINE,
-            "DECODE_OPTIONS": ENGINE,
-            "AUTOSCALER_OPTIONS": "--window 5 --lease 5",
-        },
-    )
-    try:
-        await stack.up()
+    async with simulated_stack("splitserve-neutral", policy, ENGINE, example) as stack:
         yield stack
-    except BaseException:
-        print(await stack.run("logs", "--no-color", "--tail", "200"))
-        raise
-    finally:
-        await stack.down()
 
 
 async def sides(client: AsyncClient) -> dict[str, str]:

@@ -13,7 +13,7 @@ import yaml
 
 from splitserve.client import AsyncClient
 from tests.support.cluster.streams import tokens
-from tests.support.scaling.compose import Compose
+from tests.support.scaling.compose import Compose, simulated_stack
 
 SCALE_S = 90.0
 POLL_S = 0.2
@@ -88,28 +88,8 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Compo
     policy = tmp_path_factory.mktemp("policy") / "policy.yaml"
     policy.write_text(yaml.safe_dump(POLICY))
     policy.chmod(0o644)
-    stack = Compose(
-        "splitserve-e2e",
-        {
-            "COMPOSE_PROFILES": "cpu",
-            "MODEL": "simulated",
-            "ENGINE": "simulated",
-            "POLICY": str(policy),
-            "DRAIN_S": "20",
-            "STOP_GRACE": "25s",
-            "PREFILL_OPTIONS": ENGINE,
-            "DECODE_OPTIONS": ENGINE,
-            "AUTOSCALER_OPTIONS": "--window 5 --lease 5",
-        },
-    )
-    try:
-        await stack.up()
+    async with simulated_stack("splitserve-e2e", policy, ENGINE) as stack:
         yield stack
-    except BaseException:
-        print(await stack.run("logs", "--no-color", "--tail", "200"))
-        raise
-    finally:
-        await stack.down()
 
 
 async def until(stack: Compose, holds: Callable[[Counter[str]], bool]) -> Counter[str]:

@@ -8,8 +8,10 @@ import resource
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from autoscaler.actuators.docker_template import POOL_LABEL, PROJECT_LABEL
 from autoscaler.snapshot import POOLS
@@ -127,3 +129,33 @@ class Compose:
     def target(self) -> str:
         """The coordinator's published address."""
         return f"127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def simulated_stack(
+    project: str, policy: Path, engine: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> AsyncIterator[Compose]:
+    """A project with simulated engines, up and in the end down; its logs are printed where something fails.
+
+    `engine`: options of both pools' workers.
+    """
+    simulated = {
+        "COMPOSE_PROFILES": "cpu",
+        "MODEL": "simulated",
+        "ENGINE": "simulated",
+        "POLICY": str(policy),
+        "DRAIN_S": "20",
+        "STOP_GRACE": "25s",
+        "PREFILL_OPTIONS": engine,
+        "DECODE_OPTIONS": engine,
+        "AUTOSCALER_OPTIONS": "--window 5 --lease 5",
+    }
+    stack = Compose(project, {**settings, **simulated})
+    try:
+        await stack.up()
+        yield stack
+    except BaseException:
+        print(await stack.run("logs", "--no-color", "--tail", "200"))
+        raise
+    finally:
+        await stack.down()
