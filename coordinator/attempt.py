@@ -198,7 +198,7 @@ class Attempt:
                 raise self._broken
             self._accept(self._collector.take_all())
             if self._pending and self.state not in AWAITS_FIRST_TOKEN:
-                delta = take_merged(self._pending, MAX_MERGED_TOKENS)
+                delta = _next_delta(self._pending)
                 if delta.finish_reason != generation_pb2.FINISH_REASON_UNSPECIFIED:
                     by_decode = bool(self._record.report.decode_worker)
                     self._enter(AttemptEvent.LAST_OUTPUT if by_decode else AttemptEvent.LAST_TOKEN)
@@ -279,7 +279,7 @@ class Attempt:
                 is_plain = self.state is before and self._failure is None
                 if not is_plain or self._events.state.first_token_s is None or not direct.is_ready():
                     return False
-                delta = take_merged(pending, MAX_MERGED_TOKENS)
+                delta = _next_delta(pending)
                 if delta.finish_reason:
                     pending.appendleft(delta)
                     return False
@@ -338,3 +338,8 @@ class Attempt:
 def is_retryable(error: SplitserveError) -> bool:
     """Whether another pair of workers may succeed."""
     return isinstance(error, RETRYABLE)
+
+
+def _next_delta(pending: deque[generation_pb2.OutputDelta]) -> generation_pb2.OutputDelta:
+    """The next delta, with those that follow it."""
+    return pending.popleft() if len(pending) == 1 else take_merged(pending, MAX_MERGED_TOKENS)

@@ -40,8 +40,8 @@ class DecodeService(DecodeServiceServicer):
         return self._reserving
 
     def deliver(self, outputs: Outputs) -> None:
-        """Passes a step's outputs to their streams; runs on the event loop."""
-        self._streams.deliver(outputs)
+        """Passes a step's outputs to their streams; for the engine's thread."""
+        self._loop.call_soon_threadsafe(self._streams.deliver, outputs)
 
     def close(self) -> None:
         """Ends the output streams and leases."""

@@ -337,6 +337,7 @@ class KvConsumer(KvConnector):
                 waiting_reservations=len(self._waiting),
                 handoffs_completed=self._admitted,
                 handoffs_rejected=self._rejected,
+                completions_rejected=sum(self._rejected.values()),
             )
         )
         if self._replies:

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 import grpc
 
 from decode_worker.decode_service import DecodeService
-from decode_worker.kv_consumer import KvConsumer, Outputs
+from decode_worker.kv_consumer import KvConsumer
 from engine.worker.build import EngineParts
 from engine.worker.process import WorkerProcess
 from engine.worker.role import WorkerHost, WorkerRole
-from engine.worker.status import WorkerStatus
 from kv_transfer.transports.poll_dealer import PollDealer
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.config.worker import WorkerConfig
@@ -30,8 +29,7 @@ class DecodeRole(WorkerRole[KvConsumer]):
 
     def __init__(self, worker: WorkerHost[KvConsumer]) -> None:
         self._worker = worker
-        self._loop = asyncio.get_running_loop()
-        self._service = DecodeService(worker, self._loop)
+        self._service = DecodeService(worker, asyncio.get_running_loop())
 
     def make_connector(
         self,
@@ -41,7 +39,7 @@ class DecodeRole(WorkerRole[KvConsumer]):
         polls: PollDealer | None = None,
     ) -> KvConsumer:
         """See WorkerRole. `polls`: of a connector that polls for this one, too."""
-        return KvConsumer(parts, epoch, self._emit, on_idle, self._worker.spans, polls)
+        return KvConsumer(parts, epoch, self._service.deliver, on_idle, self._worker.spans, polls)
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """See WorkerRole."""
@@ -60,10 +58,6 @@ class DecodeRole(WorkerRole[KvConsumer]):
         now = time.monotonic()
         self._worker.engine.post(lambda _core, consumer: consumer.writers_lost(agent_ids, now))
 
-    def rejected_handoffs(self, status: WorkerStatus) -> int:
-        """See WorkerRole."""
-        return sum(status.handoffs_rejected.values())
-
     def busy(self) -> bool:
         """See WorkerRole."""
         return self._service.reserving > 0 or self._worker.connector.status.in_progress > 0
@@ -71,9 +65,6 @@ class DecodeRole(WorkerRole[KvConsumer]):
     def close(self) -> None:
         """See WorkerRole."""
         self._service.close()
-
-    def _emit(self, outputs: Outputs) -> None:
-        self._loop.call_soon_threadsafe(self._service.deliver, outputs)
 
 
 async def serve(config: WorkerConfig) -> None:

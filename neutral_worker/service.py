@@ -15,7 +15,6 @@ from decode_worker.service import DecodeRole
 from engine.worker.build import VLLM, EngineParts
 from engine.worker.process import WorkerProcess
 from engine.worker.role import POOL_NAMES, WorkerRole
-from engine.worker.status import WorkerStatus
 from kv_transfer.transports.transport import TransferEndpoint
 from neutral_worker.leaning import Leaning
 from neutral_worker.neutral_connector import NeutralConnector
@@ -87,12 +86,6 @@ class NeutralRole(WorkerRole[NeutralConnector]):
                 "worker.leaning", worker_id=self._worker.config.worker_id, asked_by=coordinator, **moved
             )
             self._worker.report_soon()
-
-    def rejected_handoffs(self, status: WorkerStatus) -> int:
-        """See WorkerRole."""
-        both = self._worker.connector
-        rejected = self._prefill.rejected_handoffs(both.producer.status)
-        return rejected + self._decode.rejected_handoffs(both.consumer.status)
 
     def busy(self) -> bool:
         """See WorkerRole."""

@@ -71,6 +71,10 @@ class WorkerPart(Generic[W, P]):
         """See `WorkerProcess.service_idle`."""
         self._worker.service_idle()
 
+    def ticket_rejected(self) -> None:
+        """See `WorkerProcess.ticket_rejected`."""
+        self._worker.ticket_rejected()
+
     def report_now(self) -> None:
         """See `WorkerProcess.report_now`."""
         self._worker.report_now()

@@ -28,13 +28,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillService(PrefillServiceServicer):
     """Computes prompts, one per call; cancelling the call ends it."""
 
-    def __init__(self, worker: WorkerHost[KvProducer]) -> None:
-        self._worker = worker
+    def __init__(self, worker: WorkerHost[KvProducer], loop: asyncio.AbstractEventLoop) -> None:
+        self._worker, self._loop = worker, loop
         self._numbers = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[PrefillEvent]] = {}
         """The events of each call, by engine id."""
-        self.rejected_tickets = 0
-        """Tickets rejected since the start."""
 
     @property
     def busy(self) -> bool:
@@ -42,7 +40,10 @@ class PrefillService(PrefillServiceServicer):
         return bool(self._queues)
 
     def deliver(self, events: list[tuple[str, PrefillEvent]]) -> None:
-        """Passes the engine thread's events to their calls; runs on the event loop."""
+        """Passes events to their calls; for the engine's thread."""
+        self._loop.call_soon_threadsafe(self._deliver, events)
+
+    def _deliver(self, events: list[tuple[str, PrefillEvent]]) -> None:
         for name, event in events:
             if queue := self._queues.get(name):
                 queue.put_nowait(event)
@@ -97,7 +98,7 @@ class PrefillService(PrefillServiceServicer):
             yield
         except SplitserveError as error:
             if error.field is not None and error.field.startswith("ticket."):
-                self.rejected_tickets += 1
+                self._worker.ticket_rejected()
                 log_event("ticket.rejected", reason=error.reason, error=error.message)
             raise
 

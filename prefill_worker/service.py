@@ -10,10 +10,8 @@ import grpc
 from engine.worker.build import EngineParts
 from engine.worker.process import WorkerProcess
 from engine.worker.role import WorkerHost, WorkerRole
-from engine.worker.status import WorkerStatus
 from kv_transfer.transports.transport import TransferEndpoint
 from prefill_worker.kv_producer import KvProducer
-from prefill_worker.prefill_event import PrefillEvent
 from prefill_worker.prefill_service import PrefillService
 from splitserve.config.worker import WorkerConfig
 from splitserve.rpc.carried_calls import CarriedMethod, prefill_methods
@@ -32,14 +30,15 @@ class PrefillRole(WorkerRole[KvProducer]):
     pool = registry_pb2.POOL_PREFILL
 
     def __init__(self, worker: WorkerHost[KvProducer]) -> None:
-        self._worker = worker
-        self._service = PrefillService(worker)
-        self._loop = asyncio.get_running_loop()
+        self._worker, self._loop = worker, asyncio.get_running_loop()
+        self._service = PrefillService(worker, self._loop)
         self._peers: dict[str, dict[str, TransferEndpoint]] = {}
 
     def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> KvProducer:
         """See WorkerRole."""
-        return KvProducer(parts, self._emit, on_idle, self._on_peers_changed, spans=self._worker.spans)
+        return KvProducer(
+            parts, self._service.deliver, on_idle, self._on_peers_changed, spans=self._worker.spans
+        )
 
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:
         """See WorkerRole."""
@@ -70,10 +69,6 @@ class PrefillRole(WorkerRole[KvProducer]):
     def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
         """Does nothing: nobody writes to a prefill worker."""
 
-    def rejected_handoffs(self, status: WorkerStatus) -> int:
-        """See WorkerRole."""
-        return self._service.rejected_tickets
-
     def busy(self) -> bool:
         """See WorkerRole."""
         return self._service.busy or self._worker.connector.status.in_progress > 0
@@ -91,9 +86,6 @@ class PrefillRole(WorkerRole[KvProducer]):
 
     def _on_peers_changed(self) -> None:
         self._loop.call_soon_threadsafe(self._worker.report_now)
-
-    def _emit(self, events: list[tuple[str, PrefillEvent]]) -> None:
-        self._loop.call_soon_threadsafe(self._service.deliver, events)
 
 
 async def serve(config: WorkerConfig) -> None:

@@ -68,6 +68,7 @@ class WorkerProcess(Generic[C]):
         self.config = config
         self.epoch = secrets.randbits(63) + 1
         self.open_rpcs = OpenRpcs()
+        self._rejected_tickets = 0
         self.draining = False
         self.notice: SpotNotice | None = None
         """That the machine is taken away; None: no notice."""
@@ -128,6 +129,10 @@ class WorkerProcess(Generic[C]):
         # The status has been published before: a drain that begins later sees it, one that has begun is woken.
         if self.draining:
             self._loop.call_soon_threadsafe(self.service_idle)
+
+    def ticket_rejected(self) -> None:
+        """Counts a ticket that a service has rejected."""
+        self._rejected_tickets += 1
 
     def report_now(self) -> None:
         """Sends a load report to every coordinator without waiting for the heartbeat."""
@@ -294,7 +299,7 @@ class WorkerProcess(Generic[C]):
         load.open_rpcs = self.open_rpcs.count
         load.transfers_in_flight = status.transfers_in_flight
         load.waiting_reservations = status.waiting_reservations
-        load.rejected_handoffs = self._role.rejected_handoffs(status)
+        load.rejected_handoffs = self._rejected_tickets + status.completions_rejected
         return registry_pb2.ReportRequest(
             worker_id=self.config.worker_id,
             epoch=self.epoch,

@@ -12,7 +12,6 @@ from prometheus_client.core import Metric
 from engine.core.engine import Engine
 from engine.worker.build import EngineParts
 from engine.worker.engine_thread import KvConnector
-from engine.worker.status import WorkerStatus
 from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.config.worker import WorkerConfig
 from splitserve.rpc.carried_calls import CarriedMethod
@@ -73,6 +72,9 @@ class WorkerHost(Protocol[C_co]):
     def service_idle(self) -> None:
         """Called on the event loop when a service has no call in progress any more."""
 
+    def ticket_rejected(self) -> None:
+        """Counts a ticket that a service has rejected."""
+
     def report_now(self) -> None:
         """Sends a load report to every coordinator without waiting for the heartbeat."""
 
@@ -112,10 +114,6 @@ class WorkerRole(ABC, Generic[C]):
 
     def on_leaning(self, coordinator: str, pool: registry_pb2.Pool.ValueType) -> None:
         """Handles that a coordinator asks the worker to lean to a pool. Only neutral workers do."""
-
-    @abstractmethod
-    def rejected_handoffs(self, status: WorkerStatus) -> int:
-        """Tickets and completions rejected since the start."""
 
     @abstractmethod
     def busy(self) -> bool:

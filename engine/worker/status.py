@@ -57,5 +57,7 @@ class WorkerStatus:
     handoff_bytes: int = 0
     handoffs_rejected: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Handoffs that failed or were refused, by reason."""
+    completions_rejected: int = 0
+    """Those of them that this worker was to receive."""
     writes: HandoffWrites | None = None
     """Prefill only."""

@@ -63,9 +63,6 @@ class Role(WorkerRole[Connector]):
     def on_ended_writers(self, agent_ids: Sequence[str]) -> None:
         return
 
-    def rejected_handoffs(self, status: WorkerStatus) -> int:
-        return 0
-
     def busy(self) -> bool:
         return self.calls > 0 or (self.connector is not None and self.connector.status.in_progress > 0)
 
