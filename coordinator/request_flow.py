@@ -30,7 +30,7 @@ from coordinator.request.state import RequestState
 from coordinator.routing.first_workers import FirstWorkers
 from coordinator.routing.pair_selector import PairSelector
 from coordinator.routing.router import RETRY_AFTER_S, Router
-from coordinator.workers.client import WorkerClients
+from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError

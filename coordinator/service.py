@@ -46,7 +46,7 @@ from coordinator.routing.pair_selector import make_router
 from coordinator.routing.router import Router
 from coordinator.spot.mover import SpotMover
 from coordinator.tenants.access_control import AccessControl
-from coordinator.workers.client import WorkerClients
+from coordinator.workers.clients import WorkerClients
 from coordinator.workers.output_collector import OutputCoalescer
 from coordinator.workers.prefix_index.index import PrefixIndex
 from coordinator.workers.registry import Registry

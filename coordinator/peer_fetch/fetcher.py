@@ -23,7 +23,7 @@ from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestState
 from coordinator.routing.local_prefill import NO_LIMIT
 from coordinator.routing.router import Pair
-from coordinator.workers.client import WorkerClients
+from coordinator.workers.clients import WorkerClients
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey

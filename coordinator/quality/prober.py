@@ -19,7 +19,7 @@ from coordinator.request.inference_request import InferenceRequest, resolved_sam
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.routing.local_prefill import NO_LIMIT
-from coordinator.workers.client import WorkerClients
+from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Model, Worker
 from splitserve.errors import SplitserveError, UnavailableError

@@ -14,7 +14,7 @@ from coordinator.request.observer import RunningAttempts
 from coordinator.request.state import RequestState
 from coordinator.spot.move_plan import MoveLimits, moves_now
 from coordinator.spot.remaining_work import works_on
-from coordinator.workers.client import WorkerClients
+from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.config.coordinator import SpotMovesConfig

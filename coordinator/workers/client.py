@@ -1,5 +1,7 @@
-"""The coordinator's gRPC clients of the workers: one channel each, for the calls to the worker (`calls`) and, if it
-decodes, its output stream.
+"""The coordinator's client of one worker: Reserve, Prefill and Abort, and, if it decodes, its output stream.
+
+Calls are carried by a stream that they share, which costs a fraction of a call, if the worker serves one. A long prompt
+would hold back what comes after it, so it is a call of its own. A failure, a deadline and a cancellation are the same.
 
 The output stream (`output_reader`) carries the tokens of all requests of this coordinator, into one collector per
 attempt. When the registry drops a worker, its client is closed and every attempt that runs there fails at once.
@@ -8,29 +10,28 @@ attempt. When the registry drops a worker, its client is closed and every attemp
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
+from typing import Any, TypeVar
 
-from coordinator.background_tasks import BackgroundTasks
-from coordinator.workers.calls.worker_calls import WorkerCalls
+import grpc
+from google.protobuf.message import Message
+
 from coordinator.workers.output_collector import OutputCoalescer, OutputCollector, WorkerFailed
 from coordinator.workers.output_reader import OutputReader
-from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Worker, WorkerKey
-from splitserve.errors import (
-    CancelledByPeerError,
-    DeadlineExceededError,
-    SplitserveError,
-    UnavailableError,
-)
-from splitserve.logs import log_event, log_exception
-from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
+from coordinator.workers.snapshot import Worker
+from splitserve.errors import CancelledByPeerError, DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.logs import log_event
+from splitserve.rpc.call_stream import MAX_CARRIED_BYTES, CallStream, CarriedCall
+from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, Metadata
+from splitserve.rpc.status import error_from_rpc
 from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import decode_pb2, prefill_pb2
+from splitserve.v1.calls_pb2_grpc import CallServiceStub
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
+from splitserve.v1.prefill_pb2_grpc import PrefillServiceStub
 
 ABORT_TIMEOUT_S = 2.0
 """How long one try of an abort waits for the worker's answer."""
@@ -40,9 +41,12 @@ its output, instead of filling socket buffers with many small stale messages."""
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 1.0
 """Between two tries of an abort."""
-REOPEN_S = 1.0
-"""How soon a client that could not be made is tried again."""
 UNDELIVERED = (UnavailableError, DeadlineExceededError, CancelledByPeerError)
+ARRIVE_S = 2.0
+"""How long cancelling a Prefill call of its own waits for the call to reach its worker first."""
+
+T = TypeVar("T")
+OnPrefill = Callable[[prefill_pb2.PrefillResponse], None]
 
 
 class WorkerClient:
@@ -186,84 +190,158 @@ class WorkerClient:
         await self._channel.close()
 
 
-class WorkerClients:
-    """A client for every registered worker, kept in step with the registry by `run`."""
+class WorkerCalls:
+    """Calls raise the SplitserveError of the worker's status; UnavailableError (WORKER_LOST) once it is lost."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        background: BackgroundTasks,
-        coordinator_id: str,
-        max_message_bytes: int,
-        security: ClusterCredentials = UNSECURED,
-        coalescer: OutputCoalescer | None = None,
-        loops: LoopRunner | None = None,
-    ) -> None:
-        self._registry = registry
-        self._coalescer = coalescer
-        self._background = background
-        self._coordinator_id = coordinator_id
-        self._max_message_bytes = max_message_bytes
-        self._security = security
-        self._loops = loops or LoopRunner()
-        self._attachments = itertools.count(1)
-        self._clients: dict[WorkerKey, WorkerClient] = {}
-        self._watchers: dict[WorkerKey, asyncio.Task[None]] = {}
-
-    def client_for(self, worker: Worker) -> WorkerClient:
-        """The client of a worker. Raises UnavailableError (WORKER_LOST) if the worker has been dropped."""
-        client = self._clients.get(worker.key)
-        if client is None:
-            raise UnavailableError(f"{worker.name} went away", reason="WORKER_LOST")
-        return client
+    def __init__(self, worker: Worker, channel: grpc.aio.Channel, metadata: Metadata) -> None:
+        """`metadata` goes with each call."""
+        self._worker, self._metadata = worker, metadata
+        self._prefill, self._decode = PrefillServiceStub(channel), DecodeServiceStub(channel)
+        self._stream = CallStream(partial(CallServiceStub(channel).Carry, metadata=metadata), worker.name)
+        self._reserving: dict[str, Callable[[SplitserveError], None]] = {}
+        """What fails a reservation that waits, by attempt id."""
+        self._lost: UnavailableError | None = None
 
     async def run(self) -> None:
-        """Opens and closes clients as workers come and go, until cancelled; then closes all of them."""
+        """Keeps the stream open until cancelled."""
+        await self._stream.run()
+
+    async def reserve(
+        self, request: decode_pb2.ReserveRequest, timeout_s: float
+    ) -> decode_pb2.ReserveResponse:
+        """Calls Reserve."""
+        self._require_live()
         try:
-            async with asyncio.TaskGroup() as group:
-                version = -1
-                while True:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(None if self._reconcile(group) else REOPEN_S):
-                            version = await self._registry.wait_change(version)
+            if (data := self._carried(request)) is None:
+                return await self._reserve_by_itself(request, timeout_s)
+            responses: list[decode_pb2.ReserveResponse] = []
+            call = self._stream.begin("reserve", data, timeout_s, partial(_read_reserved, responses))
+            self._reserving[request.request_id] = call.fail
+            await _end_of(call)
+            if not responses:
+                raise UnavailableError(f"{self._worker.name} ended a reservation early", reason="WORKER_LOST")
+            return responses[0]
         finally:
-            clients = list(self._clients.values())
-            self._clients.clear()
-            self._watchers.clear()
-            for client in clients:
-                client.lose()
-            await asyncio.gather(*(client.close() for client in clients), return_exceptions=True)
+            self._reserving.pop(request.request_id, None)
 
-    def _reconcile(self, group: asyncio.TaskGroup) -> bool:
-        """False if a worker's client could not be made, which may work later."""
-        wanted = {worker.key: worker for worker in self._registry.snapshot().workers}
-        for key in self._clients.keys() - wanted.keys():
-            if watcher := self._watchers.pop(key, None):
-                watcher.cancel()
-            client = self._clients.pop(key)
-            client.lose()
-            self._background.start(client.close())
-        for key in wanted.keys() - self._clients.keys():
-            self._open(wanted[key], group)
-        for key, client in self._clients.items():
-            # A boot that registered again kept its client, and with it its open stream.
-            self._registry.set_output_open(key, client.outputs.is_open)
-        return len(self._clients) == len(wanted)
+    async def prefill(
+        self, request: prefill_pb2.PrefillRequest, timeout_s: float, on_response: OnPrefill
+    ) -> None:
+        """Calls Prefill until its end.
 
-    def _open(self, worker: Worker, group: asyncio.TaskGroup) -> None:
+        Cancelling this cancels the call once it has reached the worker: if it never arrived, decode could not tell
+        whether its ticket is in use.
+        """
+        self._require_live()
+        if (data := self._carried(request)) is None:
+            await self._prefill_by_itself(request, timeout_s, on_response)
+        else:
+            await _end_of(self._stream.begin("prefill", data, timeout_s, partial(_read_prefill, on_response)))
+
+    async def abort(self, request: decode_pb2.AbortRequest, timeout_s: float) -> None:
+        """Calls Abort. On the stream it cannot overtake the reservation that it ends."""
+        self._require_live()
+        if (data := self._carried(request)) is None:
+            call = self._decode.Abort(request, timeout=timeout_s, metadata=self._metadata)
+            await self._response(call)
+        else:
+            await _end_of(self._stream.begin("abort", data, timeout_s, _ignore))
+
+    def fail_reservation(self, attempt_id: str, error: SplitserveError) -> bool:
+        """Fails the Reserve call of an attempt. False if it has none."""
+        fail = self._reserving.get(attempt_id)
+        if fail is not None:
+            fail(error)
+        return fail is not None
+
+    def lose(self, error: UnavailableError) -> None:
+        """Fails the calls on the stream, and all that come; closing the channel fails the others."""
+        self._lost = error
+        self._stream.fail_all(error)
+
+    def _carried(self, request: Message) -> bytes | None:
+        """The request as the stream carries it; None if it has to be a call of its own."""
+        if not self._worker.carries_calls:
+            return None
+        data = request.SerializeToString()
+        return data if len(data) <= MAX_CARRIED_BYTES else None
+
+    async def _reserve_by_itself(
+        self, request: decode_pb2.ReserveRequest, timeout_s: float
+    ) -> decode_pb2.ReserveResponse:
+        call = self._decode.Reserve(request, timeout=timeout_s, metadata=self._metadata)
+        failed: list[SplitserveError] = []
+
+        def fail(error: SplitserveError) -> None:
+            failed.append(error)
+            call.cancel()
+
+        self._reserving[request.request_id] = fail
         try:
-            client = WorkerClient(
-                worker,
-                self._coordinator_id,
-                self._max_message_bytes,
-                self._attachments,
-                self._security,
-                self._coalescer,
-            )
-            client.connect()
-        except Exception as error:  # one worker's address or certificate must not cost the others theirs
-            log_exception("worker.no_client", error, worker_id=worker.worker_id)
-            return
-        self._clients[worker.key] = client
-        on_open = partial(self._registry.set_output_open, worker.key)
-        self._watchers[worker.key] = group.create_task(client.run(on_open, self._loops))
+            return await self._response(call)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not failed or (task is not None and task.cancelling()):
+                raise
+            raise failed[0] from None
+
+    async def _prefill_by_itself(
+        self, request: prefill_pb2.PrefillRequest, timeout_s: float, on_response: OnPrefill
+    ) -> None:
+        call = self._prefill.Prefill(request, timeout=timeout_s, metadata=self._metadata)
+        arrived = asyncio.ensure_future(call.initial_metadata())
+        try:
+            await asyncio.shield(arrived)
+            async for response in call:
+                on_response(response)
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            raise self._translated(error) from None
+        finally:
+            await self._cancel_call(call, arrived)
+
+    async def _cancel_call(self, call: grpc.aio.Call, arrived: asyncio.Future[Any]) -> None:
+        try:
+            if not arrived.done() and self._lost is None:
+                await asyncio.wait([arrived], timeout=ARRIVE_S)
+        finally:
+            call.cancel()
+            arrived.cancel()
+
+    async def _response(self, call: grpc.aio.UnaryUnaryCall[Any, T]) -> T:
+        try:
+            return await call
+        except (grpc.aio.AioRpcError, asyncio.CancelledError) as error:
+            raise self._translated(error) from None
+        finally:
+            call.cancel()
+
+    def _require_live(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _translated(self, error: grpc.aio.AioRpcError | asyncio.CancelledError) -> BaseException:
+        """Translates what ended a call: its status, a cancellation from outside, or `close`, which cancels too."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            return error_from_rpc(error)
+        task = asyncio.current_task()
+        cancelled_from_outside = task is None or task.cancelling() > 0
+        return error if cancelled_from_outside or self._lost is None else self._lost
+
+
+async def _end_of(call: CarriedCall) -> None:
+    try:
+        await call.ended
+    finally:
+        call.cancel()
+
+
+def _read_reserved(responses: list[decode_pb2.ReserveResponse], data: bytes) -> None:
+    responses.append(decode_pb2.ReserveResponse.FromString(data))
+
+
+def _read_prefill(on_response: OnPrefill, data: bytes) -> None:
+    on_response(prefill_pb2.PrefillResponse.FromString(data))
+
+
+def _ignore(_response: bytes) -> None:
+    """What an Abort has ended does not matter."""

@@ -176,7 +176,7 @@ class ChatRequest(GenerationFields):
 
     def _grammar(self) -> generation_pb2.Grammar | None:
         if not self.uses_tools:
-            return format_grammar(self.response_format)
+            return format_grammar(self.response_format) if self.response_format is not None else None
         response_format = self.response_format
         schema = {"type": "object"} if response_format and response_format.type == "json_object" else None
         if response_format and response_format.json_schema:

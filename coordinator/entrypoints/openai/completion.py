@@ -90,7 +90,8 @@ class CompletionRequest(GenerationFields):
     def generate_requests(self) -> list[inference_pb2.GenerateRequest]:
         """One request per choice: all choices of the first prompt, then all of the next."""
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        stop, grammar = self.stop_params(limit), format_grammar(self.response_format)
+        stop, form = self.stop_params(limit), self.response_format
+        grammar = format_grammar(form) if form is not None else None
         requests = []
         for prompt in self.prompt:
             for choice in range(self.choices):

@@ -86,9 +86,9 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
-def format_grammar(response_format: ResponseFormat | None) -> generation_pb2.Grammar | None:
+def format_grammar(response_format: ResponseFormat) -> generation_pb2.Grammar | None:
     """The grammar for a `response_format`; None for plain text."""
-    if response_format is None or response_format.type == "text":
+    if response_format.type == "text":
         return None
     if response_format.json_schema is None:
         return generation_pb2.Grammar(json_object=True)

@@ -42,23 +42,33 @@ def reference(model: str) -> Reference:
     return Reference(model)
 
 
-def leftovers() -> set[Path]:
-    folders = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+def leftovers(scratch: Path) -> set[Path]:
+    folders = (scratch, Path("/dev/shm"))
     return {path for folder in folders for pattern in LEFT_BEHIND for path in folder.glob(pattern)}
 
 
 @pytest.fixture
 async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """A coordinator; the tests start its workers."""
+    """A coordinator; the tests start its workers. Temporary files have a folder of their own: others run beside these."""
     options = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", str(CHUNK)]
     options += ["--kv-memory-bytes", "30000000", "--heartbeat", "0.1", "--lease", "5", "--verify-kv", "all"]
-    setup = Cluster(
-        tmp_path, model=model, engine="vllm", prefill=0, decode=0, worker_options=options, fresh=True
-    )
-    before = leftovers()
-    async with running(setup) as cluster:
-        yield cluster
-    assert leftovers() <= before
+    # A short name: it is part of those of sockets.
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        scratch = Path(name)
+        setup = Cluster(
+            tmp_path,
+            model=model,
+            engine="vllm",
+            prefill=0,
+            decode=0,
+            worker_options=options,
+            environment={"TMPDIR": name},
+            fresh=True,
+        )
+        before = leftovers(scratch)
+        async with running(setup) as cluster:
+            yield cluster
+        assert leftovers(scratch) <= before
 
 
 def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:

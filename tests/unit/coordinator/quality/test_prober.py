@@ -11,7 +11,7 @@ from coordinator.quality import prober
 from coordinator.quality.prober import GoldenPrompt, WorkerProber
 from coordinator.quality.target import targets_of
 from coordinator.request.observer import RequestEvents
-from coordinator.workers.client import WorkerClients
+from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import UnavailableError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.workers.calls.worker_calls import WorkerCalls
+from coordinator.workers.client import WorkerCalls
 from coordinator.workers.registry import Registry
 from splitserve.errors import UnavailableError
 from splitserve.rpc import carried_calls

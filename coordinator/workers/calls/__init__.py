@@ -1,1 +1,0 @@
-"""Calls to one worker. Read `worker_calls.py` first; `splitserve.rpc.call_stream` carries them."""
