@@ -49,7 +49,7 @@ def leftovers(scratch: Path) -> set[Path]:
 
 @pytest.fixture
 async def cluster(model: str, tmp_path: Path) -> AsyncIterator[Cluster]:
-    """A coordinator; the tests start its workers. Temporary files have a folder of their own: others run beside these."""
+    """A coordinator; the tests start its workers. Temporary files have a folder of their own: others run beside it."""
     options = ["--dtype", "float32", "--context-tokens", "512", "--max-step-tokens", str(CHUNK)]
     options += ["--kv-memory-bytes", "30000000", "--heartbeat", "0.1", "--lease", "5", "--verify-kv", "all"]
     # A short name: it is part of those of sockets.
