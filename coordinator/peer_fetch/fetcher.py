@@ -14,7 +14,7 @@ from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch.fetch_times import FetchTimes
 from coordinator.peer_fetch.hot_prefixes import HotPrefixes, Prefix
 from coordinator.peer_fetch.policy import FetchPlan, Wanted, offer_of, plan_fetch
-from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, fetch_prefix
+from coordinator.peer_fetch.prefix_fetch import FETCH_RANK, SEED_RANK, TOO_SLOW, fetch_prefix
 from coordinator.peer_fetch.prefix_offer import PrefixOffer, lane_seconds
 from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.request.candidates import FetchedPrefix
@@ -37,7 +37,7 @@ LEAST_TIMEOUT_S = 0.05
 REST_S = 10.0
 """How long a pair of workers whose fetch has failed is left alone."""
 OUTCOMES = ("completed", "failed")
-NO_ROOM, TOO_SLOW = "NO_ROOM_FOR_PREFIX", "FETCH_TOO_SLOW"
+NO_ROOM = "NO_ROOM_FOR_PREFIX"
 """The taker needs its blocks for requests now: no fault of the pair."""
 
 
@@ -75,12 +75,8 @@ class PrefixFetcher:
 
     def plan(self, state: RequestState, pair: Pair) -> FetchPlan | None:
         """The fetch that is worth it before an attempt on this pair, if any. Call it before the attempt is counted."""
-        request = state.request
-        if not request.block_keys:
-            return None
-        now, prompt_tokens = self._now(), len(request.prompt) + len(state.token_ids)
-        prefixes = self._registry.prefixes
-        confirmed = prefixes.hits_of(request.block_keys, now, confirmed_only=True)
+        request, now, prefixes = state.request, self._now(), self._registry.prefixes
+        confirmed, prompt_tokens = self._confirmed(request, now), _prompt_tokens(state)
         if not confirmed:
             return None
         if not state.attempts:
@@ -97,22 +93,17 @@ class PrefixFetcher:
 
     def offer(self, state: RequestState) -> PrefixOffer | None:
         """What workers that lack the prompt's prefix could get of it, for the choice among them."""
-        request = state.request
-        if not request.block_keys:
+        request, now = state.request, self._now()
+        if not (confirmed := self._confirmed(request, now)):
             return None
-        now, prompt_tokens = self._now(), len(request.prompt) + len(state.token_ids)
-        confirmed = self._registry.prefixes.hits_of(request.block_keys, now, confirmed_only=True)
-        if not confirmed:
-            return None
-        snapshot, model = self._registry.snapshot(), request.model.name
-        return offer_of(
-            snapshot, prompt_tokens, confirmed, self.times, self.under_way, model, self._resting, now
-        )
+        parts = self.times, self.under_way, request.model.name, self._resting
+        return offer_of(self._registry.snapshot(), _prompt_tokens(state), confirmed, *parts, now)
 
     async def fetch(self, plan: FetchPlan, events: RequestEvents) -> None:
         """Carries out a request's fetch, or waits for the one under way, and records it. Raises nothing but
         CancelledError."""
-        request, began_s, failure = events.state.request, time.monotonic(), ""
+        request, began_s = events.state.request, time.monotonic()
+        failure: SplitserveError | None = None
         limit_s = min(max(plan.compute_s, LEAST_TIMEOUT_S), max(1e-3, request.deadline_s - began_s))
         under_way = plan.joined
         moved = 0
@@ -125,7 +116,7 @@ class PrefixFetcher:
                 under_way = self._begin(plan, _prefix_of(request, tokens), keys, limit_s, lane_s)
             moved = await under_way.wait(limit_s)
         except SplitserveError as error:
-            failure = f"{error.reason}: {error.message}"
+            failure = error
         took_s = time.monotonic() - began_s
         self._count(plan, moved * plan.taker.block_size_tokens, took_s, failure)
         events.prefix_fetched(
@@ -136,7 +127,7 @@ class PrefixFetcher:
                 plan.fetch_s,
                 plan.compute_s,
                 took_s,
-                failure,
+                _told(failure),
                 joined=plan.joined is not None,
             )
         )
@@ -155,6 +146,12 @@ class PrefixFetcher:
         moved = await self.under_way.begin(seed, bring).wait(limit_s)
         self.counts.seeded_tokens += moved * taker.block_size_tokens
         return moved
+
+    def _confirmed(self, request: InferenceRequest, now: float) -> PrefixHits | None:
+        """What workers hold of a prompt by their own word; None without anything that has a name."""
+        if not request.block_keys:
+            return None
+        return self._registry.prefixes.hits_of(request.block_keys, now, confirmed_only=True)
 
     def _now(self) -> float:
         """The time; pairs that have rested are no longer known."""
@@ -216,7 +213,9 @@ class PrefixFetcher:
             return pair.decode
         return pair.prefill
 
-    def _count(self, plan: FetchPlan, moved_tokens: int, took_s: float, failure: str) -> None:
+    def _count(
+        self, plan: FetchPlan, moved_tokens: int, took_s: float, failure: SplitserveError | None
+    ) -> None:
         counts, tokens = self.counts, plan.tokens - plan.held_tokens
         log_event(
             "prefix.fetched",
@@ -227,26 +226,33 @@ class PrefixFetcher:
             predicted_ms=round(plan.fetch_s * 1e3, 3),
             compute_ms=round(plan.compute_s * 1e3, 3),
             took_ms=round(took_s * 1e3, 3),
-            failure=failure,
+            failure=_told(failure),
         )
         if plan.joined is not None:
             counts.joined += 1  # the fetch itself is counted where it was begun
             return
-        pair = plan.holder.key, plan.taker.key
-        if failure:
-            if failure.startswith(TOO_SLOW):  # it would have taken longer yet
-                self.times.record(pair, plan.lane_s, took_s - plan.wait_s, time.monotonic())
+        pair, now, reason = (plan.holder.key, plan.taker.key), time.monotonic(), failure and failure.reason
+        # One that was too slow would have taken longer yet. If some were there already, it says little of the lane.
+        if reason == TOO_SLOW or (failure is None and moved_tokens >= tokens):
+            self.times.record(pair, plan.lane_s, took_s - plan.wait_s, now)
+        if failure is not None:
             counts.outcomes["failed"] += 1
-            if not failure.startswith(NO_ROOM):
-                self._resting[pair] = time.monotonic() + REST_S
+            if reason != NO_ROOM:
+                self._resting[pair] = now + REST_S
             return
-        if moved_tokens >= tokens:  # if some were there already, it says little of the lane
-            self.times.record(pair, plan.lane_s, took_s - plan.wait_s, time.monotonic())
         counts.outcomes["completed"] += 1
         counts.tokens += min(tokens, moved_tokens)
         counts.took_s += took_s
         counts.predicted_s += plan.fetch_s
         counts.compute_s += plan.compute_s
+
+
+def _prompt_tokens(state: RequestState) -> int:
+    return len(state.request.prompt) + len(state.token_ids)
+
+
+def _told(failure: SplitserveError | None) -> str:
+    return f"{failure.reason}: {failure.message}" if failure is not None else ""
 
 
 def _prefix_of(request: InferenceRequest, token_ids: Sequence[int]) -> Prefix:

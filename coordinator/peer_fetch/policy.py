@@ -161,6 +161,11 @@ def compute_seconds(worker: Worker, tokens: int, context_tokens: int) -> float |
     return tokens / load.prefill_tokens_per_second if load.prefill_tokens_per_second else None
 
 
+def _compute_s(taker: Worker, holder: Worker, tokens: int, context_tokens: int) -> float | None:
+    """Of the taker; a new worker is taken to be as fast as the other."""
+    return compute_seconds(taker, tokens, context_tokens) or compute_seconds(holder, tokens, context_tokens)
+
+
 def step_seconds(worker: Worker) -> float:
     """Seconds of the step that a worker is in; 0 where it has nothing to do."""
     load = worker.load
@@ -186,9 +191,7 @@ def _plan(
     more = tokens - held
     if more <= 0 or not has_room(taker, more):
         return None
-    lane_s = lane_seconds(holder, taker, more)
-    # A new worker is taken to be as fast as the other.
-    compute_s = compute_seconds(taker, more, held) or compute_seconds(holder, more, held)
+    lane_s, compute_s = lane_seconds(holder, taker, more), _compute_s(taker, holder, more, held)
     if lane_s is None or compute_s is None:
         return None
     wait_s = step_seconds(holder) / 2 + step_seconds(taker)
@@ -201,15 +204,11 @@ def _join(fetch: UnderWay, wanted: Wanted, now: float) -> FetchPlan | None:
     """Waiting for a fetch under way. What it brings beyond the prompt's own prefix does not count."""
     taker = wanted.taker
     keys = wanted.keys.get(taker.block_size_tokens, ())
-    tokens = min(
-        fetch.common_tokens(keys), wanted.most_tokens // taker.block_size_tokens * taker.block_size_tokens
-    )
+    tokens = min(fetch.common_tokens(keys), whole_tokens(wanted.most_tokens, taker, taker))
     held = wanted.held_tokens(wanted.confirmed)
     if tokens <= held:
         return None
-    compute_s = compute_seconds(taker, tokens - held, held) or compute_seconds(
-        fetch.holder, tokens - held, held
-    )
+    compute_s = _compute_s(taker, fetch.holder, tokens - held, held)
     if compute_s is None:
         return None
     left_s = max(fetch.due_s - now, _LEAST_LEFT * (fetch.due_s - fetch.began_s))

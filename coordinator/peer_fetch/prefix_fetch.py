@@ -19,6 +19,7 @@ from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
 FETCH_RANK, SEED_RANK = -100, -101
 """`Precedence.class_rank` on both workers: after the handoffs of all requests, and seeds after fetches."""
 
+TOO_SLOW = "FETCH_TOO_SLOW"
 AnyCall = TypeVar("AnyCall", decode_pb2.ReserveRequest, prefill_pb2.PrefillRequest)
 
 
@@ -40,10 +41,15 @@ async def fetch_prefix(
         async with asyncio.timeout(limit_s):
             return await fetch.run()
     except TimeoutError:
-        message = f"the prefix was not there within {limit_s:.3f} s, in which it is computed"
-        raise DeadlineExceededError(message, reason="FETCH_TOO_SLOW") from None
+        raise too_slow(limit_s) from None
     finally:
         fetch.close()
+
+
+def too_slow(limit_s: float) -> DeadlineExceededError:
+    """The error of a fetch that has not ended within this time."""
+    message = f"the prefix was not there within {limit_s:.3f} s, in which it is computed"
+    return DeadlineExceededError(message, reason=TOO_SLOW)
 
 
 class _PrefixFetch:

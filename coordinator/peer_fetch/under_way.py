@@ -9,8 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from coordinator.background_tasks import BackgroundTasks
+from coordinator.peer_fetch.prefix_fetch import too_slow
 from coordinator.workers.snapshot import Worker, WorkerKey
-from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
+from splitserve.errors import SplitserveError, UnavailableError
 
 
 @dataclass(eq=False, slots=True)
@@ -58,8 +59,7 @@ class UnderWay:
             async with asyncio.timeout(limit_s):
                 return await asyncio.shield(self.outcome)
         except TimeoutError:
-            message = f"the prefix was not there within {limit_s:.3f} s, in which it is computed"
-            raise DeadlineExceededError(message, reason="FETCH_TOO_SLOW") from None
+            raise too_slow(limit_s) from None
         finally:
             self.waiters -= 1
             if not self.waiters and self.task is not None:
