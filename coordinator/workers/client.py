@@ -27,7 +27,7 @@ from splitserve.logs import log_event
 from splitserve.rpc.call_stream import MAX_CARRIED_BYTES, CallStream, CarriedCall
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, Metadata
 from splitserve.rpc.status import error_from_rpc
-from splitserve.runtime.loops import LoopRunner
+from splitserve.runtime.loops import LoopRunner, is_being_cancelled
 from splitserve.v1 import decode_pb2, prefill_pb2
 from splitserve.v1.calls_pb2_grpc import CallServiceStub
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
@@ -83,7 +83,6 @@ class WorkerClient:
             attachments,
             coalescer,
         )
-        self._lost: UnavailableError | None = None
 
     @contextmanager
     def attached(self, attempt_id: str, collector: OutputCollector, *, decodes: bool) -> Iterator[None]:
@@ -93,8 +92,8 @@ class WorkerClient:
         self._collectors[attempt_id] = collector
         if decodes:
             self._decoded[attempt_id] = collector
-        if self._lost is not None:
-            collector.put(WorkerFailed(self.worker.key, self._lost))
+        if (lost := self._calls.lost) is not None:
+            collector.put(WorkerFailed(self.worker.key, lost))
         try:
             yield
         finally:
@@ -156,7 +155,7 @@ class WorkerClient:
             request_id=attempt_id, coordinator_id=self._coordinator_id, no_writer=no_writer
         )
         backoff_s = FIRST_BACKOFF_S
-        while self._lost is None:
+        while self._calls.lost is None:
             try:
                 await self._calls.abort(request, ABORT_TIMEOUT_S)
                 return
@@ -180,10 +179,10 @@ class WorkerClient:
 
     def lose(self) -> None:
         """Fails all attempts on this worker; new calls fail at once."""
-        self._lost = UnavailableError(f"{self.worker.name} went away", reason="WORKER_LOST")
-        self._calls.lose(self._lost)
+        lost = UnavailableError(f"{self.worker.name} went away", reason="WORKER_LOST")
+        self._calls.lose(lost)
         for collector in self._collectors.values():
-            collector.put(WorkerFailed(self.worker.key, self._lost))
+            collector.put(WorkerFailed(self.worker.key, lost))
 
     async def close(self) -> None:
         """Closes the channel and cancels the calls on it."""
@@ -200,7 +199,8 @@ class WorkerCalls:
         self._stream = CallStream(partial(CallServiceStub(channel).Carry, metadata=metadata), worker.name)
         self._reserving: dict[str, Callable[[SplitserveError], None]] = {}
         """What fails a reservation that waits, by attempt id."""
-        self._lost: UnavailableError | None = None
+        self.lost: UnavailableError | None = None
+        """Set once the worker was dropped."""
 
     async def run(self) -> None:
         """Keeps the stream open until cancelled."""
@@ -256,7 +256,7 @@ class WorkerCalls:
 
     def lose(self, error: UnavailableError) -> None:
         """Fails the calls on the stream, and all that come; closing the channel fails the others."""
-        self._lost = error
+        self.lost = error
         self._stream.fail_all(error)
 
     def _carried(self, request: Message) -> bytes | None:
@@ -280,8 +280,7 @@ class WorkerCalls:
         try:
             return await self._response(call)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not failed or (task is not None and task.cancelling()):
+            if not failed or is_being_cancelled():
                 raise
             raise failed[0] from None
 
@@ -301,7 +300,7 @@ class WorkerCalls:
 
     async def _cancel_call(self, call: grpc.aio.Call, arrived: asyncio.Future[Any]) -> None:
         try:
-            if not arrived.done() and self._lost is None:
+            if not arrived.done() and self.lost is None:
                 await asyncio.wait([arrived], timeout=ARRIVE_S)
         finally:
             call.cancel()
@@ -316,16 +315,14 @@ class WorkerCalls:
             call.cancel()
 
     def _require_live(self) -> None:
-        if self._lost is not None:
-            raise self._lost
+        if self.lost is not None:
+            raise self.lost
 
     def _translated(self, error: grpc.aio.AioRpcError | asyncio.CancelledError) -> BaseException:
         """Translates what ended a call: its status, a cancellation from outside, or `close`, which cancels too."""
         if isinstance(error, grpc.aio.AioRpcError):
             return error_from_rpc(error)
-        task = asyncio.current_task()
-        cancelled_from_outside = task is None or task.cancelling() > 0
-        return error if cancelled_from_outside or self._lost is None else self._lost
+        return error if is_being_cancelled() or self.lost is None else self.lost
 
 
 async def _end_of(call: CarriedCall) -> None:

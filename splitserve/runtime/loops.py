@@ -32,13 +32,13 @@ class LoopRunner:
             try:
                 await loop()
             except asyncio.CancelledError as error:
-                if _is_being_cancelled():
+                if is_being_cancelled():
                     raise
                 # A library cancelled what the loop awaited, as gRPC does when a channel is closed.
                 self._failed(name, error)
             except Exception as error:
                 self._failed(name, error)
-                if _is_being_cancelled():
+                if is_being_cancelled():
                     # What failed is the loop's own cleaning up.
                     raise asyncio.CancelledError from error
             else:
@@ -62,6 +62,7 @@ class LoopRunner:
         log_exception("loop.failed", error, loop=name)
 
 
-def _is_being_cancelled() -> bool:
+def is_being_cancelled() -> bool:
+    """Whether somebody cancels the present task; else a CancelledError comes from what it awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
