@@ -21,10 +21,7 @@ from splitserve.logs import log_event
 
 MAX_PAUSE_S = 600.0
 """Longest pause between two orders of a class whose replicas fail."""
-SHORT_S = 120.0
-"""How long a class is left alone, at least, once replicas of it have failed one after the other."""
-SHORT_COLD_STARTS = 2.0
-"""The same in cold starts: what is started in its place comes up meanwhile, and stays until there is better."""
+SHORT_S, SHORT_COLD_STARTS = 120.0, 2.0
 MAX_DOUBLINGS = 4
 """Each failed start doubles the next deadline, so many times at most: what takes longer than thought comes up."""
 _UP = (ReplicaState.READY, ReplicaState.STANDBY)
@@ -53,6 +50,12 @@ def start_limits(policy: ScalingPolicy) -> Mapping[PoolName, StartLimits]:
         )
         for name, pool in policy.pools.items()
     }
+
+
+def short_for_s(cold_start_s: float) -> float:
+    """How long a class of which no more are to be had is left alone, at least; then it is tried again. What is started
+    in its place comes up meanwhile, and stays until there is better."""
+    return max(SHORT_S, SHORT_COLD_STARTS * cold_start_s)
 
 
 def cold_starts(snapshot: Snapshot, limits: Mapping[PoolName, StartLimits]) -> Mapping[PoolName, float]:
@@ -242,7 +245,7 @@ class StartWatch:
         pause_s = 0.0
         if row.length > 1:
             pause_s = min(MAX_PAUSE_S, cold_s / 4 * 2.0 ** min(row.length - 2, 30))
-            row.short_until_s = now_s + max(pause_s, SHORT_S, SHORT_COLD_STARTS * cold_s)
+            row.short_until_s = now_s + max(pause_s, short_for_s(cold_s))
         row.paused_until_s = now_s + pause_s
         self._log(
             "replica.failed_start" if counts else "replica.preempted_at_once",

@@ -121,8 +121,10 @@ class _Lack:
 
     def first(self, offer: ClassOffer, most: int) -> int:
         """The count to try first: what classes on spot machines are for is what is above the floor."""
-        above = max(0.0, self.units - max(0.0, self.floor)) if offer.spot else math.inf
-        return int(min(most, math.ceil(above / offer.speed - _TINY))) if offer.spot else most
+        if not offer.spot:
+            return most
+        above = max(0.0, self.units - max(0.0, self.floor))
+        return min(most, math.ceil(above / offer.speed - _TINY))
 
     def most(self, offer: ClassOffer, budget: float) -> int:
         """More of this class alone are too many, or too dear."""

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 
 from autoscaler.reconcile import Action, Start
 from autoscaler.snapshot import PoolClass, PoolName
+from autoscaler.start_watch import short_for_s
 from splitserve.errors import ConfigError, FailedPreconditionError, ResourceExhaustedError, SplitserveError
-
-REFUSED_S, REFUSED_COLD_STARTS = 120.0, 2.0
-"""How long a class is left alone, the longer of both; then it is tried again. If that were shorter, its replacement
-would be given up while it starts."""
 
 
 @dataclass(slots=True)
@@ -34,8 +31,8 @@ class RefusedClasses:
         if not isinstance(action, Start) or not action.replica_class:
             return
         if isinstance(error, ResourceExhaustedError | FailedPreconditionError | ConfigError):
-            pause_s = max(REFUSED_S, REFUSED_COLD_STARTS * self._cold_s.get(action.pool, 0.0))
-            self._until_s[action.pool, action.replica_class] = self._now_s + pause_s
+            until_s = self._now_s + short_for_s(self._cold_s.get(action.pool, 0.0))
+            self._until_s[action.pool, action.replica_class] = until_s
 
 
 def to_do_without(names: Collection[str], short: Collection[str]) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from autoscaler.classes.on_demand_floor import OnDemandFloor, checked_floor
+from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor, checked_floor
 from autoscaler.policies.behavior import PolicyModel, broken_rule
 
 MAX_CLASSES = 6
@@ -67,7 +67,7 @@ class ClassedPool(PolicyModel):
 
     def _check_floor(self) -> None:
         floor, plain = self.floor, [one for one in self.classes if not one.spot]
-        if not floor.units and not floor.share:
+        if floor == NO_FLOOR:
             return
         if not plain:
             raise broken_rule(f"on_demand_floor ({floor}) needs classes, and one of them without spot")

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
 from typing import Protocol
 
 from autoscaler.signals.early_pause import EarlyPause
 from splitserve.client.scaling_client import MAX_DEMAND_S
-from splitserve.errors import SplitserveError
-
-AGAIN_S = 0.5
-"""Pause after an answer without demand, or none, before the next call."""
 
 
 class DemandSource(Protocol):
@@ -24,10 +18,5 @@ class DemandSource(Protocol):
 class DemandWatch(EarlyPause[DemandSource]):
     """Ends a pause when a request waits for workers."""
 
-    async def _ask(self, source: DemandSource, wait_s: float) -> bool:
-        while True:
-            # One that does not answer is logged by the decision after the pause.
-            with suppress(SplitserveError):
-                if await source.demand(self._model, min(wait_s, MAX_DEMAND_S)):
-                    return True
-            await asyncio.sleep(min(wait_s, AGAIN_S))
+    async def _has_news(self, source: DemandSource, wait_s: float) -> bool:
+        return await source.demand(self._model, min(wait_s, MAX_DEMAND_S))

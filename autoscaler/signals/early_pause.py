@@ -6,9 +6,14 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Generic, TypeVar
 
+from splitserve.errors import SplitserveError
+
 SourceT = TypeVar("SourceT")
+AGAIN_S = 0.5
+"""Pause after an answer without news, or none, before the next call."""
 
 
 class EarlyPause(ABC, Generic[SourceT]):
@@ -51,6 +56,15 @@ class EarlyPause(ABC, Generic[SourceT]):
             await asyncio.gather(*asking, return_exceptions=True)
         return False
 
-    @abstractmethod
     async def _ask(self, source: SourceT, wait_s: float) -> bool:
         """True once there is news of this coordinator; else it asks until it is cancelled."""
+        while True:
+            # One that does not answer, or is of an earlier version, is logged by the decision after the pause.
+            with suppress(SplitserveError):
+                if await self._has_news(source, wait_s):
+                    return True
+            await asyncio.sleep(min(wait_s, AGAIN_S))
+
+    @abstractmethod
+    async def _has_news(self, source: SourceT, wait_s: float) -> bool:
+        """One call, which waits up to `wait_s` seconds, or MAX_DEMAND_S, for news. Raises SplitserveError."""

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from autoscaler.signals.early_pause import EarlyPause
 from splitserve.client.scaling_client import MAX_DEMAND_S
-from splitserve.errors import SplitserveError
 
-AGAIN_S = 0.5
-"""Pause after an answer without news, or none, before the next call."""
 SHARE = 0.9
 """Of a pause that one call takes at most."""
 
@@ -32,14 +27,9 @@ class NoticeWatch(EarlyPause[PreemptionSource]):
         self._told: dict[int, frozenset[str]] = {}
         """What each coordinator said last, by its place."""
 
-    async def _ask(self, source: PreemptionSource, wait_s: float) -> bool:
-        while True:
-            known = frozenset[str]().union(*self._told.values())
-            # It is away, or an earlier version. The decision after the pause says the former.
-            with suppress(SplitserveError):
-                # Answered before the pause ends: what is known then has no more workers that are gone.
-                found = await source.preempted(self._model, known, min(wait_s * SHARE, MAX_DEMAND_S))
-                self._told[self._sources.index(source)] = found
-                if found - known:
-                    return True
-            await asyncio.sleep(min(wait_s, AGAIN_S))
+    async def _has_news(self, source: PreemptionSource, wait_s: float) -> bool:
+        known = frozenset[str]().union(*self._told.values())
+        # Answered before the pause ends: what is known then has no more workers that are gone.
+        found = await source.preempted(self._model, known, min(wait_s * SHARE, MAX_DEMAND_S))
+        self._told[self._sources.index(source)] = found
+        return bool(found - known)

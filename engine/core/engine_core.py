@@ -281,9 +281,9 @@ class EngineCore(Engine):
 
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
-        queue, shared = self._scheduler, self._runner.shares_cores
+        queue = self._scheduler
         work = queue.running, len(queue.waiting), queue.waiting_tokens, len(self._pacing.late)
-        return self._meter.load(self.pool.counts(), *work, shares_cores=shared)
+        return self._meter.load(self.pool.counts(), *work, shares_cores=self._runner.shares_cores)
 
     def close(self) -> None:
         """Closes those who copy the runner's blocks, the drafter, and the runner."""

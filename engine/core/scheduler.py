@@ -38,7 +38,8 @@ class SchedulerOutput:
     """Tokens left of the step's budget."""
     whole: bool = False
     """Whether the first prompts take all prompt tokens, rather than half of what is left of the budget each."""
-    alone: bool = False  # whether at most one prompt is computed
+    alone: bool = False
+    """Whether at most one prompt is computed."""
     failed: list[tuple[Sequence, SplitserveError]] = field(default_factory=list)
     """Sequences that cannot be scheduled, and why. They are in no queue any more, but not ended."""
 
@@ -150,7 +151,8 @@ class Scheduler:
         prefills: list[Sequence] = []
         for sequence in self.running:
             (decodes if sequence.remaining == 1 else prefills).append(sequence)
-        prefills, order, granted = in_order(prefills), None, None
+        prefills = in_order(prefills)
+        order = granted = None
         if self._pacing is not None and self._pacing.active:
             order = self._pacing.order(now, decodes, prefills, self.waiting)
             self._head = _first_waiting(order)

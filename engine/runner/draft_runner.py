@@ -50,6 +50,7 @@ def load_draft_model(config: EngineConfig, target: ModelSource) -> DraftWeights 
             "core_exchange": None,
             "draft_model": None,
             "kv_cache_dtype": "auto",
+            "kv_host_tier_bytes": None,  # the model's own
             "speculation": "off",
         }
     )

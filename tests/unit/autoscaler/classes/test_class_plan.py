@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from autoscaler.classes.class_actions import price_per_hour, reconcile_classes
 from autoscaler.classes.class_bill import pool_bill
-from autoscaler.classes.refused_classes import REFUSED_S, RefusedClasses
+from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decide import make_decide
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import Activate, Bounds, Drain, ReplicaView, Start
 from autoscaler.snapshot import POOLS, ClassSignals, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.start_watch import SHORT_S
 from splitserve.errors import (
     ConfigError,
     FailedPreconditionError,
@@ -305,8 +306,8 @@ def test_what_is_remembered_as_refused() -> None:
     memory.note(Start("prefill", 1), ResourceExhaustedError("no GPU is free", reason="NO_GPU"))
     memory.note(Drain("prefill", ("x",)), FailedPreconditionError("no"))
     assert memory.at(101.0, cold) == {("prefill", "fast")}
-    assert memory.at(100.0 + REFUSED_S, cold) == frozenset()
-    memory.at(300.0, {"prefill": REFUSED_S, "decode": 10.0})
+    assert memory.at(100.0 + SHORT_S, cold) == frozenset()
+    memory.at(300.0, {"prefill": SHORT_S, "decode": 10.0})
     memory.note(start, ResourceExhaustedError("no GPU is free", reason="NO_GPU"))
-    assert memory.at(300.0 + REFUSED_S, cold), "its replacement is to come up meanwhile"
-    assert not memory.at(300.0 + 2 * REFUSED_S, cold)
+    assert memory.at(300.0 + SHORT_S, cold), "its replacement is to come up meanwhile"
+    assert not memory.at(300.0 + 2 * SHORT_S, cold)
