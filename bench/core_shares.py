@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from splitserve.errors import ConfigError
@@ -46,11 +46,10 @@ class CoreShares:
         _move(pid, group)
 
     def close(self) -> None:
-        """Removes the groups. Those of processes that still run stay."""
+        """Removes the groups in the folder. Those of processes that still run stay."""
         _move(os.getpid(), self._folder.parent)
-        for group in [*(self._folder / str(pid) for pid in self._limited), self._free, self._folder]:
-            with suppress(OSError):
-                group.rmdir()
+        for group in [*(self._folder / str(pid) for pid in self._limited), self._free]:
+            _remove(group)
 
 
 def _move(pid: int, group: Path) -> None:
@@ -64,20 +63,24 @@ def core_shares(share: float) -> Iterator[CoreShares]:
     unified = (CGROUPS / "cgroup.controllers").exists()
     top = CGROUPS if unified else CGROUPS / "cpu"
     folder = top / f"splitserve-bench-{os.getpid()}"
-    try:
-        folder.mkdir()
-        if unified:
-            (top / "cgroup.subtree_control").write_text("+cpu")
-            (folder / "cgroup.subtree_control").write_text("+cpu")
-            (folder / "cpu.weight").write_text(str(WEIGHT))
-        else:
-            (folder / "cpu.shares").write_text(str(WEIGHT * 10))
-    except OSError as error:
-        raise ConfigError(
-            f"{folder}: control groups are needed for shares of a core: {error.strerror}"
-        ) from None
-    shares = CoreShares(folder, share, unified=unified)
-    try:
+    with ExitStack() as stack:
+        try:
+            folder.mkdir()
+            stack.callback(_remove, folder)
+            if unified:
+                (top / "cgroup.subtree_control").write_text("+cpu")
+                (folder / "cgroup.subtree_control").write_text("+cpu")
+                (folder / "cpu.weight").write_text(str(WEIGHT))
+            else:
+                (folder / "cpu.shares").write_text(str(WEIGHT * 10))
+            shares = CoreShares(folder, share, unified=unified)
+        except OSError as error:
+            message = f"{folder}: control groups are needed for shares of a core: {error.strerror}"
+            raise ConfigError(message) from None
+        stack.callback(shares.close)
         yield shares
-    finally:
-        shares.close()
+
+
+def _remove(group: Path) -> None:
+    with suppress(OSError):  # a process in it still runs
+        group.rmdir()

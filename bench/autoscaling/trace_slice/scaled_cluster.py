@@ -20,6 +20,7 @@ import psutil
 
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from bench.asking import AskedAnswer, ask, random_prompt
+from bench.autoscaling.from_zero import workers
 from bench.core_shares import CoreShares
 from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
@@ -126,9 +127,6 @@ async def ready_at(process: asyncio.subprocess.Process) -> str:
 async def hold_workers(supervisor: psutil.Process, shares: CoreShares) -> None:
     """Gives each worker its share as soon as it is seen, until it is cancelled."""
     while True:
-        for child in supervisor.children(recursive=True):
-            with suppress(psutil.Error):
-                # A forked service has its command as one string.
-                if {"prefill-worker", "decode-worker"} & set(" ".join(child.cmdline()).split()):
-                    shares.limit(child.pid)
+        for worker in workers(supervisor):
+            shares.limit(worker.pid)
         await asyncio.sleep(POLL_S)
