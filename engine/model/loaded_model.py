@@ -66,11 +66,6 @@ def step_work(
     )
 
 
-def resolve_dtype(dtype: str) -> str:
-    """`EngineConfig.dtype` as "float32" or "bfloat16"."""
-    return "bfloat16" if dtype == "auto" else dtype
-
-
 def eos_token_ids(module: Any) -> frozenset[int]:
     """The tokens that end a sequence: those of the generation settings, else of the model, as in `generate`."""
     tokens = module.generation_config.eos_token_id

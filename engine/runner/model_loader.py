@@ -20,7 +20,6 @@ from engine.model.loaded_model import (
     LoadedModel,
     eos_token_ids,
     model_fingerprint,
-    resolve_dtype,
     step_work,
 )
 from engine.model.probe import probe_logits, probe_model
@@ -42,12 +41,11 @@ def load_model(
 ) -> LoadedModel:
     """Loads a model in evaluation mode.
 
-    `dtype` is "auto" (bfloat16), "float32" or "bfloat16"; `quantization` is "none", or "int8" if `check_quantization`
+    `dtype` is "float32" or "bfloat16"; `quantization` is "none", or "int8" if `check_quantization`
     passed; `kernels` are for bfloat16 on cpu. `progress` is called with 0..1 as weights are loaded. Raises
     UnsupportedModelError for a model family or option that the engine refuses, before weights are read where possible;
     NotFoundError and UnavailableError as `localize_model`.
     """
-    dtype = resolve_dtype(dtype)
     config = _load_config(localize_model(source, weights=False))
     settings = config.to_dict()
     refuse_by_config(settings)

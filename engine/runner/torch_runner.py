@@ -28,8 +28,9 @@ from engine.core.types import ModelFacts, RowsFailedError, SampledToken, Schedul
 from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.kv_dtype import kv_dtype
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
-from engine.model.loaded_model import LoadedModel, resolve_dtype
+from engine.model.loaded_model import LoadedModel
 from engine.runner.device import choose_device
+from engine.runner.dtype import choose_dtype
 from engine.runner.fp8_wire import Fp8Wire
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
 from engine.runner.model_loader import load_model
@@ -248,10 +249,10 @@ def load_weights(
     config: EngineConfig, source: ModelSource, progress: Callable[[float], None], wire_dtype: str = SAME
 ) -> Weights:
     """Loads a model; sets the number of compute threads of the process. Raises as `build_torch_runner`."""
-    dtype = resolve_dtype(config.dtype)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config, device, wire_dtype)
     check_wire_dtype(wire_dtype, kv_dtype(config, dtype))
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    device = choose_device(config.device)
     choose_backend(config.attention_backend, device)
     if device.type == "cuda":
         prepare_device(device)

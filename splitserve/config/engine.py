@@ -66,7 +66,8 @@ class EngineConfig(Settings):
     """LoRA adapters of the model, each served as a model of its name: folders with `adapter_config.json` and
     `adapter_model.safetensors`, at most 128. For engine vllm; see docs/vllm.md. Default: none."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of weights and KV. `auto`: bfloat16 (the simulated engine ignores it)."""
+    """Type of weights and KV, equal on all workers of a model (the simulated engine ignores it). `auto`: bfloat16; on a
+    processor without instructions for it float32, unless another setting is for bfloat16 alone."""
     quantization: Literal["none", "int8"] = "none"
     """Quantization of weights, equal on all workers of a model. `int8`, on cpu only: activations are quantized per
     token, the output layer stays in bfloat16. Faster, less memory, slightly different answers; see

@@ -1,0 +1,39 @@
+"""The dtype that an engine computes in."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from kv_transfer.wire_format import SAME
+from splitserve.config.engine import EngineConfig
+from splitserve.logs import log_event
+
+SLOW = "this processor has no instructions for bfloat16, which takes several times as long as float32"
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor (AVX-512, AMX, AVX-NE-CONVERT, SVE). Without it torch does
+    so element by element."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def choose_dtype(
+    config: EngineConfig, device: torch.device, wire_dtype: str = SAME, native: bool | None = None
+) -> str:
+    """`engine.dtype` as "float32" or "bfloat16".
+
+    "auto" is bfloat16, but float32 on a processor that does not multiply it, unless another setting is for bfloat16
+    alone. `native`: whether the processor does; default: what oneDNN says.
+    """
+    if config.dtype == "float32":
+        return "float32"
+    if device.type != "cpu" or (multiplies_bfloat16() if native is None else native):
+        return "bfloat16"
+    for_bfloat16 = config.quantization != "none" or config.kv_cache_dtype != "auto" or wire_dtype != SAME
+    if config.dtype == "auto" and not for_bfloat16:
+        log_event("engine.dtype", dtype="float32", why=SLOW)
+        return "float32"
+    log_event("engine.slow_dtype", level=logging.WARNING, dtype="bfloat16", why=SLOW)
+    return "bfloat16"
