@@ -58,7 +58,7 @@ class Lent:
         prefill, decode = self.worker("p"), self.worker("d")
         cost = PairCost(0.0, 0.0, 0.0, decode_cached_tokens=held)
         pair = Pair(prefill, decode, 0.0, cost, queued_tokens=self.prefill_load.queued_tokens)
-        events.routed(prefill, decode, 0, 0.0)
+        events.routed(prefill, decode, 0, time.monotonic())
         return events, self.selector.local_prefill_tokens(events.state, pair)
 
 
