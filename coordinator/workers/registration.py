@@ -49,8 +49,8 @@ _POOLS: dict[int, PoolName] = {number: name for name, number in POOLS.items()}
 
 
 class ReplacedBoots:
-    """The latest MAX_REPLACED boots whose ids others have taken. One that still runs would take its id back at once, and
-    so on for ever: of two workers of one id, which only a mistake starts, the one that came last serves."""
+    """The latest MAX_REPLACED boots whose ids others have taken. One that still runs would take its id back at once,
+    and so on for ever: of two workers of one id, which only a mistake starts, the one that came last serves."""
 
     def __init__(self) -> None:
         self._keys: dict[WorkerKey, None] = {}

@@ -45,7 +45,9 @@ async def test_short_answers_stay_and_long_ones_move_before_the_worker_dies(log_
         noticed_s = time.monotonic()
         notice.write_text((datetime.now(UTC) + timedelta(seconds=NOTICE_S)).isoformat(), encoding="utf-8")
         await until(
-            cluster, lambda info: worker(info, "decode-1").preempted_in_seconds <= NOTICE_S, "the second is heard"
+            cluster,
+            lambda info: worker(info, "decode-1").preempted_in_seconds <= NOTICE_S,
+            "the second is heard",
         )
         later = [Reading(client, tokens(90 + n, n), max_tokens=SHORT) for n in range(4)]
         await until(

@@ -120,8 +120,8 @@ class Scaled:
             seed += 1000
 
     async def grows(self, pool: str, kind: str, clients: int, prompt: int, output: int) -> None:
-        """Under such traffic the pool grows, and the other one does not; then it shrinks again. What a load does it does
-        again; what the machine did beside it, it does not."""
+        """Under such traffic the pool grows, and the other one does not; then it shrinks again. What a load does it
+        does again; what the machine did beside it, it does not."""
         for _ in range(REPEATS):
             async with self.traffic(kind, clients, prompt, output):
                 most = await self.until(lambda now: now[pool] == 2)

@@ -211,9 +211,7 @@ async def test_a_standby_joins_without_a_spike_and_leaves_nothing_behind(log_dir
 NEW = ("prefill-9", "decode-9")
 
 
-async def joined(
-    cluster: Cluster, client: AsyncClient, scaling: ScalingClient
-) -> tuple[float, float, float]:
+async def joined(cluster: Cluster, client: AsyncClient, scaling: ScalingClient) -> tuple[float, float, float]:
     """TTFT, see `worst`, under load before new workers start, while they do, and once they serve."""
     async with steady_load(client) as answers:
         await until(lambda: len(answers) > 40)

@@ -320,7 +320,9 @@ def test_a_replaced_boot_that_still_runs_does_not_take_its_id_back() -> None:
     first, second = (registration("d0", DECODE, f"127.0.0.1:{epoch}", epoch=epoch) for epoch in (1, 2))
     registry.register(second, 0.0)
     for _ in range(2):
-        with pytest.raises(FailedPreconditionError, match=r"another worker .* 'd0' since, from 127.0.0.1:2") as caught:
+        with pytest.raises(
+            FailedPreconditionError, match=r"another worker .* 'd0' since, from 127.0.0.1:2"
+        ) as caught:
             registry.register(first, 1.0)
         assert (caught.value.reason, caught.value.field) == ("WORKER_REPLACED", "worker_id")
     registry.report(report("d0", epoch=2), 1.0)

@@ -90,7 +90,11 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
 
 def test_links_to_files_elsewhere_are_followed_and_count_by_what_is_there(tmp_path: Path) -> None:
     """As in a cache of models."""
-    kept, folder, weights = write_adapter(tmp_path / "kept", WEIGHTS), tmp_path / "linked", "adapter_model.safetensors"
+    kept, folder, weights = (
+        write_adapter(tmp_path / "kept", WEIGHTS),
+        tmp_path / "linked",
+        "adapter_model.safetensors",
+    )
     folder.mkdir()
     for file in kept.iterdir():
         (folder / file.name).symlink_to(file)
