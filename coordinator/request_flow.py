@@ -125,7 +125,8 @@ class RequestFlow:
                 log_event("request.failed", reason=error.reason, error=error.message)
                 raise
             except asyncio.CancelledError:
-                log_event("request.cancelled")
+                if state is None or not state.completed:
+                    log_event("request.cancelled")
                 raise
 
     async def _serve(self, events: RequestEvents, send: Send, direct: DirectSend | None) -> None:
@@ -150,8 +151,8 @@ class RequestFlow:
                 events.attempt_ended()
         events.completed()
         done = state.done()
+        _log_completed(done)  # first: who has the last message may end the call before `send` returns
         await send(inference_pb2.GenerateResponse(done=done))
-        _log_completed(done)
 
     def _events_of(self, request: InferenceRequest) -> RequestEvents:
         now = time.monotonic()

@@ -186,7 +186,11 @@ class ClosedFormDecode(DecodeReplica):
         self._plan_next()
 
     def _rejoins(self, request: SimulatedRequest) -> Callable[[float], None]:
-        return lambda now_s: self.join(request, now_s)
+        def joins(now_s: float) -> None:
+            request.computed = request.kv_tokens
+            self.join(request, now_s)
+
+        return joins
 
     def _context_at(self, now_s: float) -> float:
         self._advance(now_s)

@@ -160,7 +160,10 @@ def check_snapshot(seen: Snapshot, total: int, answers: list[Completion]) -> Non
 
 
 def check_scrape(cluster: Cluster, total: int) -> None:
-    (ready,) = [e for e in cluster.members["coordinator"].events() if e["event"] == "metrics.ready"]
+    logged = cluster.members["coordinator"].events()
+    ends = [e["event"] for e in logged if e["event"] in {"request.completed", "request.cancelled"}]
+    assert ends == ["request.completed"] * total, "also of clients that hang up as soon as they have it all"
+    (ready,) = [e for e in logged if e["event"] == "metrics.ready"]
     lines = scrape(ready["port"]).splitlines()
     label = 'model="simulated"'
     for line in (

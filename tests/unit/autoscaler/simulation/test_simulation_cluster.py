@@ -119,6 +119,7 @@ def test_the_last_sequence_gives_way_when_the_pool_is_full() -> None:
     assert second.finished_s is not None
     assert first.finished_s < second.finished_s
     assert second.decoded == pytest.approx(19, abs=1)
+    assert first.remaining == second.remaining == 0
     # It is computed again when the first one has ended, and then decodes what is left.
     expected = first.finished_s + 0.1 + (100 + second.decoded) * 1e-3 + (60 - second.decoded) * 0.1
     assert second.finished_s == pytest.approx(expected, abs=0.01)
