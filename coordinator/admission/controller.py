@@ -99,6 +99,7 @@ class CapacityAdmission:
     async def wait(self, model: str, entry: Entry) -> None:
         """Returns once the entry is admitted. Raises ResourceExhaustedError if it is refused."""
         admission = self.of(model)
+        self._set_help(admission, entry.arrived_s)
         arrival = admission.arrive(entry, entry.arrived_s)
         if arrival.started:
             self._counts[model].waited[entry.priority_class].add(0.0)
@@ -159,13 +160,14 @@ class CapacityAdmission:
         registry = self._registry
         admission.set_workers(registry.snapshot(), model, model in registry.plan.on_demand)
 
-    def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
+    def _set_help(self, admission: ModelAdmission, now: float) -> None:
+        """Decode workers add to prefill capacity as far as they may compute prompts."""
         lent = self._local_prefill == "auto" or self._registry.plan.lends(now)
         share = 1.0 if lent else self._targeted if self._hybrid else 0.0
-        prefills = len(admission.prefill.workers)
-        # Decode workers add to prefill capacity as far as they may compute prompts; stand-ins are in it already.
-        decodes = len(admission.decode.workers.keys() - admission.prefill.workers.keys())
-        admission.prefill.stretch = 1.0 + share * decodes / prefills if prefills else 1.0
+        admission.prefill.set_help(admission.pinned_decodes, share, lent)
+
+    def _release(self, model: str, admission: ModelAdmission, now: float) -> None:
+        self._set_help(admission, now)
         release = admission.release(now)
         for entry in release.started:
             future = self._waiting.get(entry)

@@ -57,6 +57,8 @@ class ModelAdmission:
         self._others_may_fit = False
         self.decodes_anywhere = False
         """Whether the pair policy gives streams to neutral workers that lean to prefill, where others have no room."""
+        self.pinned_decodes = 0
+        """Decode workers that are not in the prefill capacity already, as those that lean both ways are."""
         self.bounds_prefill = True
         """False while decode workers compute all prompts."""
         # Others overtake late ones: forecasts of the two kinds are wrong by different factors.
@@ -78,6 +80,7 @@ class ModelAdmission:
             if self.decodes_anywhere
             else (),
         )
+        self.pinned_decodes = len(self.decode.workers.keys() - self.prefill.workers.keys())
 
     def arrive(self, entry: Entry, now: float) -> Arrival:
         """Starts a new request if the queue is empty and there is capacity; otherwise queues or refuses it."""

@@ -35,19 +35,26 @@ class PrefillPace:
 class PrefillCapacity:
     """Capacity of one model's prefill workers that take new requests.
 
-    `stretch` multiplies `horizon_s` while decode workers compute prompts too.
+    While decode workers compute prompts too, `stretch` multiplies `horizon_s`, and each worker is sent so many long
+    prompts more at a time as there are `helpers`: who computes a prompt is decided once it has left the queue.
     """
 
     def __init__(self, horizon_s: float) -> None:
         self.workers: dict[WorkerKey, PrefillLoad] = {}
         self.horizon_s = horizon_s
-        self.stretch = 1.0
+        self.stretch, self.helpers = 1.0, 0
         self.held_by_long = False
         """Whether the last `fit` failed only because a worker takes one long prompt at a time."""
 
     def set_workers(self, loads: Iterable[PrefillLoad]) -> None:
         """Replaces the set of workers."""
         self.workers = {load.key: load for load in loads}
+
+    def set_help(self, decodes: int, share: float, is_lent: bool) -> None:
+        """So many decode workers compute `share` of the prompts, 0..1, too; `is_lent`: whatever their length."""
+        each = decodes / len(self.workers) if self.workers else 0.0
+        self.stretch = 1.0 + share * each
+        self.helpers = int(each) if is_lent else 0
 
     @property
     def rate(self) -> float | None:
@@ -83,7 +90,7 @@ class PrefillCapacity:
 
     def add_flight(self, load: PrefillLoad, flight: Flight, now: float) -> None:
         """Counts a request as in flight on a worker."""
-        load.add_flight(flight, self.is_long(load, flight), now)
+        load.add_flight(flight, self.is_long(load, flight), now, self.helpers)
 
     def is_long(self, load: PrefillLoad, flight: Flight) -> bool:
         """Whether the prompt is long for that worker."""
@@ -91,7 +98,8 @@ class PrefillCapacity:
 
     def next_long_s(self, now: float) -> float:
         """When the next long prompt may be sent, unless a running one ends earlier; infinity: unknown."""
-        ends = [load.long_until_s - NEARLY_DONE_S for load in self.workers.values() if len(load.long) == 1]
+        full = 1 + self.helpers
+        ends = [load.long_until_s - NEARLY_DONE_S for load in self.workers.values() if len(load.long) == full]
         return min((end_s for end_s in ends if end_s > now), default=float("inf"))
 
     def _has_room(self, load: PrefillLoad, flight: Flight, is_long: bool, now: float) -> bool:
@@ -100,7 +108,8 @@ class PrefillCapacity:
         if load.requests >= load.slots:
             return False
         if is_long:
-            return not load.long or (len(load.long) == 1 and now >= load.long_until_s - NEARLY_DONE_S)
+            more = 1 + self.helpers - len(load.long)
+            return more > 0 or (more == 0 and now >= load.long_until_s - NEARLY_DONE_S)
         horizon = load.rate * self.horizon_s * self.stretch
         room = horizon / 2 if load.long else horizon
         return load.short_tokens + load.others + flight.uncached_tokens <= room

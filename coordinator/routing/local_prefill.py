@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from coordinator.routing.router import Pair
 from coordinator.routing.scores import prefill_score_s
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.load import DecodeLoad
 
 NO_LIMIT = 2**32 - 1
 _NEW_SHARE = 0.1
@@ -81,21 +81,21 @@ class HandoffMeter:
 
 
 def facts_of_pair(
-    pair: Pair, decode: Worker, prompt_tokens: int, meter: HandoffMeter, now: float
+    pair: Pair, decode: DecodeLoad, prompt_tokens: int, meter: HandoffMeter, now: float
 ) -> LocalPrefillFacts:
-    """The facts for a request with `prompt_tokens` uncached tokens on `pair`, whose decode worker is `decode`.
+    """The facts for a request with `prompt_tokens` uncached tokens on `pair`, whose decode worker has this load.
 
-    A decode worker that has not computed a prompt yet is assumed to be as fast as the prefill worker.
+    A decode worker that has not computed a prompt yet is assumed to be as fast as the prefill worker. What this
+    coordinator knows itself of the decode worker goes before its report, which may be half a second old.
     """
     prefill_rate = pair.prefill.load.prefill_tokens_per_second
-    rate = decode.load.prefill_tokens_per_second or prefill_rate
     split_s = 0.0
     if prefill_rate:
         split_s = prefill_score_s(pair.queued_tokens, prompt_tokens, prefill_rate) + meter.handoff_s
     return LocalPrefillFacts(
         split_s=split_s,
-        tokens_per_s=rate,
-        waiting_tokens=decode.load.waiting_tokens,
-        running_requests=decode.load.running_requests,
+        tokens_per_s=decode.report.prefill_tokens_per_second or prefill_rate,
+        waiting_tokens=decode.waiting_prompt_tokens,
+        running_requests=decode.streams,
         arrivals_per_s=meter.arrivals_per_s(now) / max(1, pair.decode_candidates),
     )

@@ -23,8 +23,10 @@ from coordinator.routing.router import RETRY_AFTER_S, Pair, Router, RoutingReque
 from coordinator.workers.load_ledger import ExpectedPrompt
 from coordinator.workers.prefix_index.hits import PrefixHits
 from coordinator.workers.registry import Registry
+from coordinator.workers.snapshot import WorkerKey
 from splitserve.config.coordinator import CoordinatorConfig, Routing
 from splitserve.logs import log_event
+from splitserve.v1 import decode_pb2
 
 SAME_WORKER_AGAIN_S = 0.25
 """How long a resume waits for workers other than those that failed before it accepts the same ones."""
@@ -65,6 +67,8 @@ class PairSelector(RequestObserver):
         self._turns = itertools.count()
         self._expected: dict[str, ExpectedPrompt] = {}
         """By the id of an attempt that waits for its reservation on decode."""
+        self._granted: dict[str, ExpectedPrompt] = {}
+        """By the id of an attempt whose prompt its decode worker is to compute."""
 
     def observers_of(self, request: InferenceRequest) -> Sequence[RequestObserver]:
         """Of a request: this selector, and the book's keeper where the prompt may go before one with a target."""
@@ -131,6 +135,7 @@ class PairSelector(RequestObserver):
 
     def prefilling(self, state: RequestState) -> None:
         """See RequestObserver. Decode has room; the prompt goes to the prefill worker now."""
+        self._withdraw_granted(state)  # more of the prompt was missing there than was believed
         if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:
             expected.begin()
 
@@ -138,9 +143,14 @@ class PairSelector(RequestObserver):
         """See RequestObserver. The prompt will not be sent to the prefill worker."""
         self._withdraw(state)
 
+    def prefilled_locally(self, state: RequestState, local: decode_pb2.LocalPrefill) -> None:
+        """See RequestObserver. The decode worker has computed what it was granted."""
+        self._withdraw_granted(state)
+
     def attempt_ended(self, state: RequestState) -> None:
         """See RequestObserver. A prompt that was never sent to the prefill worker is no longer expected there."""
         self._withdraw(state)
+        self._withdraw_granted(state)
         report = state.attempt.report
         if report.transport and self._computes_locally(state, state.attempt.began_s):
             self._meter.record((report.transfer_ms + report.decode_admit_ms) / 1e3)
@@ -148,6 +158,10 @@ class PairSelector(RequestObserver):
     def _withdraw(self, state: RequestState) -> None:
         if (expected := self._expected.pop(state.attempt.attempt_id, None)) is not None:
             expected.withdraw()
+
+    def _withdraw_granted(self, state: RequestState) -> None:
+        if (granted := self._granted.pop(state.attempt.attempt_id, None)) is not None:
+            granted.withdraw()
 
     def local_prefill_tokens(self, state: RequestState, pair: Pair) -> int:
         """How many prompt tokens the decode worker may compute itself, by `hybrid`, `local_prefill` and the plan in
@@ -165,8 +179,21 @@ class PairSelector(RequestObserver):
             return pair.local_tokens
         if not self._lends_decode(now):
             return 0
-        tokens = len(state.request.prompt) + len(state.token_ids) - pair.cost.cached_tokens
-        return local_prefill_tokens(facts_of_pair(pair, pair.decode, tokens, self._meter, now))
+        return self._grant(state, pair, pair.decode.key, now)
+
+    def _grant(self, state: RequestState, pair: Pair, decode: WorkerKey, now: float) -> int:
+        """Prompt tokens that a lent decode worker may compute. Where that is what it lacks, as far as is known, the
+        prompt counts as ahead of later ones there, and not at the prefill worker."""
+        loads, tokens = self._registry.loads, len(state.request.prompt) + len(state.token_ids)
+        if (load := loads.decode.get(decode)) is None:
+            return 0
+        facts = facts_of_pair(pair, load, tokens - pair.cost.cached_tokens, self._meter, now)
+        granted, lacking = local_prefill_tokens(facts), tokens - pair.cost.decode_cached_tokens
+        if granted >= lacking and (expected := loads.expect_locally(decode, lacking)) is not None:
+            self._granted[state.attempt.attempt_id] = expected
+            if (elsewhere := self._expected.get(state.attempt.attempt_id)) is not None:
+                elsewhere.suspend()
+        return granted
 
     def _computes_locally(self, state: RequestState, now: float) -> bool:
         """Whether a decode worker may compute this prompt now. What a handoff takes is measured only then."""

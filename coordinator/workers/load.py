@@ -71,6 +71,9 @@ class _Load:
     sent_requests: int = 0
     sent_tokens: int = 0
     """Requests and prompt tokens that this coordinator sent since the last report, which may not include them."""
+    expected_tokens: int = 0
+    """Prompt tokens that it is to compute: of a prefill worker those of requests that still wait for a reservation on
+    decode, which no report includes; of a decode worker those that it was granted and has not computed yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -80,8 +83,6 @@ class PrefillLoad(_Load):
     The caller decides which prompts are long; see `coordinator.admission.prefill_capacity`.
     """
 
-    expected_tokens: int = 0
-    """Prompt tokens of requests routed here that still wait for a reservation on decode. No report includes them."""
     others: float = 0.0
     """Waiting prompt tokens of other coordinators."""
     short: dict[Flight, None] = field(default_factory=dict)
@@ -123,13 +124,13 @@ class PrefillLoad(_Load):
         beyond = max(0.0, float(report.waiting_tokens - self.prompt_tokens))
         self.others, self._others_seen = min(beyond, self._others_seen), beyond
 
-    def add_flight(self, flight: Flight, is_long: bool, now: float) -> None:
-        """Counts a request as in flight."""
+    def add_flight(self, flight: Flight, is_long: bool, now: float, helpers: int = 0) -> None:
+        """Counts a request as in flight. So many others (`helpers`) compute long prompts in its place."""
         self.prompt_tokens += flight.prompt_tokens
         if is_long:
             begin_s = max(now, self.long_until_s) if self.long else now
             self.long[flight] = None
-            self.long_until_s = begin_s + flight.uncached_tokens / self.rate
+            self.long_until_s = begin_s + flight.uncached_tokens / self.rate / (1 + helpers)
         else:
             self.short[flight] = None
             self.short_tokens += flight.uncached_tokens
@@ -193,6 +194,17 @@ class DecodeLoad(_Load):
         """Seconds of prompts ahead of one that is computed here, where all are: as reported, and sent since."""
         rate = self.report.prefill_tokens_per_second or DEFAULT_PREFILL_TOKENS_PER_S
         return (self.report.waiting_tokens + self.sent_tokens) / rate
+
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Prompt tokens ahead of one that is computed here: as reported, or granted, which a report may include."""
+        return max(self.report.waiting_tokens, self.expected_tokens)
+
+    @property
+    def streams(self) -> int:
+        """Sequences in its batch. This coordinator knows at once when its own begin and end; without admission all
+        count as others'."""
+        return self.computed + self.other_requests
 
     @property
     def free_blocks(self) -> int:

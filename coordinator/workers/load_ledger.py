@@ -17,17 +17,24 @@ MAX_CHANGES = 2**16
 
 
 class ExpectedPrompt:
-    """A prompt that has been routed to a prefill worker and waits for its reservation on decode."""
+    """A prompt that a worker is to compute: on a prefill worker it waits for its reservation on decode."""
 
-    __slots__ = ("_ledger", "_load", "_tokens")
+    __slots__ = ("_counts", "_ledger", "_load", "_tokens")
 
-    def __init__(self, ledger: LoadLedger, load: PrefillLoad, tokens: int) -> None:
-        self._ledger, self._load, self._tokens = ledger, load, tokens
+    def __init__(self, ledger: LoadLedger, load: PrefillLoad | DecodeLoad, tokens: int) -> None:
+        self._ledger, self._load, self._tokens, self._counts = ledger, load, tokens, True
 
     def grow(self, tokens: int) -> None:
         """So many tokens more are to be computed there."""
         self._tokens += tokens
-        self._ledger.release_expected(self._load, -tokens)
+        if self._counts:
+            self._ledger.release_expected(self._load, -tokens)
+
+    def suspend(self) -> None:
+        """Another worker is thought to compute it: it does not count, unless it begins here after all."""
+        if self._counts:
+            self._ledger.release_expected(self._load, self._tokens)
+        self._counts = False
 
     def begin(self) -> None:
         """The prefill worker is called now: counts the prompt as sent, until the next report."""
@@ -38,7 +45,8 @@ class ExpectedPrompt:
     def withdraw(self) -> None:
         """The prompt will not be sent, or has been. Idempotent."""
         tokens, self._tokens = self._tokens, 0
-        self._ledger.release_expected(self._load, tokens)
+        if self._counts:
+            self._ledger.release_expected(self._load, tokens)
 
 
 class LoadLedger:
@@ -99,17 +107,23 @@ class LoadLedger:
 
     def expect(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
         """Counts a prompt that goes to a prefill worker once decode has room. None for an unknown boot."""
-        load = self.prefill.get(key)
-        if load is None:
-            return None
-        load.expected_tokens += tokens
-        self._log_change(key)
-        return ExpectedPrompt(self, load, tokens)
+        return self._expect(self.prefill.get(key), tokens)
 
-    def release_expected(self, load: PrefillLoad, tokens: int) -> None:
+    def expect_locally(self, key: WorkerKey, tokens: int) -> ExpectedPrompt | None:
+        """Counts a prompt that a decode worker was granted to compute itself. None for an unknown boot."""
+        return self._expect(self.decode.get(key), tokens)
+
+    def release_expected(self, load: PrefillLoad | DecodeLoad, tokens: int) -> None:
         """Takes `tokens` off a worker's expected tokens."""
         load.expected_tokens -= tokens
         self._log_change(load.key)
+
+    def _expect(self, load: PrefillLoad | DecodeLoad | None, tokens: int) -> ExpectedPrompt | None:
+        if load is None:
+            return None
+        load.expected_tokens += tokens
+        self._log_change(load.key)
+        return ExpectedPrompt(self, load, tokens)
 
     def _of(self, key: WorkerKey) -> list[PrefillLoad | DecodeLoad]:
         """Both loads of a neutral worker, which has one report for both."""

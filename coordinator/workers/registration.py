@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker
+from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker, WorkerKey
 from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.addresses import check_address
 from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError, PermissionDeniedError
+from splitserve.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from splitserve.generation.kv_blocks import Adapter
 from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.security.tls import PeerIdentity
@@ -34,11 +39,42 @@ MAX_LENT_SPEEDUP = 64.0
 MAX_GB_PER_S = MAX_START_S = 1e6
 MAX_NOTICE_NS = 86_400 * 10**9
 
+MAX_REPLACED = 1024
+
 POOLS: Mapping[PoolName, registry_pb2.Pool.ValueType] = {
     "prefill": registry_pb2.POOL_PREFILL,
     "decode": registry_pb2.POOL_DECODE,
 }
 _POOLS: dict[int, PoolName] = {number: name for name, number in POOLS.items()}
+
+
+class ReplacedBoots:
+    """The latest MAX_REPLACED boots whose ids others have taken. One that still runs would take its id back at once,
+    and so on for ever: of two workers of one id, which only a mistake starts, the one that came last serves."""
+
+    def __init__(self) -> None:
+        self._keys: dict[WorkerKey, None] = {}
+
+    def add(self, key: WorkerKey) -> None:
+        """A boot was replaced."""
+        self._keys[key] = None
+        while len(self._keys) > MAX_REPLACED:
+            del self._keys[next(iter(self._keys))]
+
+    def check_takes(self, worker: Worker, registered: Worker) -> None:
+        """Checks that a worker may have the id of one that is registered.
+
+        Raises UnavailableError (WORKER_ID_TAKEN) if that one has another certificate, and FailedPreconditionError
+        (WORKER_REPLACED) if it is the one that has replaced the worker.
+        """
+        name = worker.worker_id
+        if registered.certificate != worker.certificate:
+            # Retried: a renewed worker gets its id back once the registry has noticed that its earlier boot has ended.
+            message = f"worker_id: {name!r} is registered with another certificate and still alive"
+            raise UnavailableError(message, reason="WORKER_ID_TAKEN", field="worker_id")
+        if worker.key in self._keys and registered.key != worker.key:
+            message = f"worker_id: another worker has registered as {name!r} since, from {registered.address}"
+            raise FailedPreconditionError(message, reason="WORKER_REPLACED", field="worker_id")
 
 
 def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:

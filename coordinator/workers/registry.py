@@ -14,7 +14,13 @@ from typing import TypeVar
 from coordinator.workers.catalog import ModelCatalog
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import check_fits, check_names, checked_worker, leaning_of
+from coordinator.workers.registration import (
+    ReplacedBoots,
+    check_fits,
+    check_names,
+    checked_worker,
+    leaning_of,
+)
 from coordinator.workers.rotation import NO_PLAN, Joining, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
@@ -29,7 +35,7 @@ from coordinator.workers.snapshot import (
     Worker,
     WorkerKey,
 )
-from splitserve.errors import NotFoundError, UnavailableError
+from splitserve.errors import NotFoundError
 from splitserve.logs import log_event
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
@@ -67,6 +73,7 @@ class Registry:
         self._last_seen_s: dict[WorkerKey, float] = {}
         self._catalog = ModelCatalog()
         self._ended: dict[str, None] = {}
+        self._replaced = ReplacedBoots()
         self._plan = NO_PLAN
         self._asked: dict[WorkerKey, PoolName] = {}
         self._listeners: list[Callable[[Worker | None], None]] = []
@@ -96,16 +103,12 @@ class Registry:
         `certificate` is the fingerprint of the caller's. While a worker is registered, only its own certificate may
         register its id: with another one this raises UnavailableError (WORKER_ID_TAKEN). Raises InvalidArgumentError
         for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH,
-        ADAPTER_MISMATCH) if the worker does not fit the others; the registry is unchanged then.
+        ADAPTER_MISMATCH, WORKER_REPLACED) if the worker does not fit the others; the registry is unchanged then.
         """
         worker = dataclasses.replace(checked_worker(request), certificate=certificate)
         older = self._workers.get(worker.worker_id)
-        if older is not None and older.certificate != certificate:
-            # Retried: a renewed worker gets its id back once the registry has noticed that its earlier boot has ended.
-            message = (
-                f"worker_id: {worker.worker_id!r} is registered with another certificate and still alive"
-            )
-            raise UnavailableError(message, reason="WORKER_ID_TAKEN", field="worker_id")
+        if older is not None:
+            self._replaced.check_takes(worker, older)
         for other in self._workers.values():
             if other.worker_id != worker.worker_id:
                 check_names(worker, other)
@@ -115,6 +118,7 @@ class Registry:
             self._last_seen_s[worker.key] = now
             return older
         if older is not None:
+            self._replaced.add(older.key)
             self.drop(older.key, "replaced by a new boot")
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,7 @@ def read_adapter(name: str, folder: Path) -> AdapterFiles:
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise bad_adapter(name, f"{CONFIG_FILE}: r must be a whole number from 1 on, not {rank!r}")
     try:
+        _check_regular(folder / WEIGHTS_FILE)
         shapes = file_shapes(folder / WEIGHTS_FILE)
         digest = _digest(folder)
     except (OSError, SafetensorError) as error:
@@ -101,16 +103,26 @@ def bad_adapter(name: str, why: str) -> ConfigError:
 def _config(name: str, folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        _check_regular(path)
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
             raise bad_adapter(name, f"{path} must have at most {MAX_CONFIG_BYTES} bytes")
-        config = json.loads(path.read_bytes())
+        config = json.loads(content)
     except OSError as error:
-        raise bad_adapter(name, f"cannot read {path}: {error.strerror}") from None
+        raise bad_adapter(name, f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise bad_adapter(name, f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise bad_adapter(name, f"{path} must be a JSON object")
     return config
+
+
+def _check_regular(path: Path) -> None:
+    """Checks that this is a file, or a link to one, as caches of models have. To read a pipe may take for ever, and so
+    may a device, without an end: of the engine's thread, where an adapter is loaded for a request. Raises OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError("it is no regular file")
 
 
 def _digest(folder: Path) -> str:

@@ -53,7 +53,8 @@ class RegistryServiceServicer:
 
     def Register(self, request, context):
         """Announces a worker. Failures: FAILED_PRECONDITION LAYOUT_MISMATCH (the field named) or TRANSPORT_MISMATCH against
-        the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot.
+        the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot;
+        that one is refused from then on, while the new one is registered (FAILED_PRECONDITION WORKER_REPLACED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

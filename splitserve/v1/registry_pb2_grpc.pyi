@@ -35,7 +35,8 @@ class RegistryServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RegistryServiceAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]
     """Announces a worker. Failures: FAILED_PRECONDITION LAYOUT_MISMATCH (the field named) or TRANSPORT_MISMATCH against
-    the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot.
+    the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot;
+    that one is refused from then on, while the new one is registered (FAILED_PRECONDITION WORKER_REPLACED).
     """
     Report: _grpc.StreamStreamMultiCallable[_registry_pb2.ReportRequest, _registry_pb2.ReportResponse]
     """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
@@ -49,7 +50,8 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_registry_pb2.RegisterRequest, _registry_pb2.RegisterResponse]  # type: ignore[assignment]
     """Announces a worker. Failures: FAILED_PRECONDITION LAYOUT_MISMATCH (the field named) or TRANSPORT_MISMATCH against
-    the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot.
+    the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot;
+    that one is refused from then on, while the new one is registered (FAILED_PRECONDITION WORKER_REPLACED).
     """
     Report: _aio.StreamStreamMultiCallable[_registry_pb2.ReportRequest, _registry_pb2.ReportResponse]  # type: ignore[assignment]
     """Load reports and heartbeats up, peers down, as long as the worker lives. The first message must name a
@@ -66,7 +68,8 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_registry_pb2.RegisterResponse, _abc.Awaitable[_registry_pb2.RegisterResponse]]:
         """Announces a worker. Failures: FAILED_PRECONDITION LAYOUT_MISMATCH (the field named) or TRANSPORT_MISMATCH against
-        the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot.
+        the workers already serving the model, INVALID_ARGUMENT. A worker id seen with a new epoch replaces the old boot;
+        that one is refused from then on, while the new one is registered (FAILED_PRECONDITION WORKER_REPLACED).
         """
 
     @_abc_1.abstractmethod

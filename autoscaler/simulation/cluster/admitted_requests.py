@@ -68,6 +68,7 @@ class AdmittedRequests:
         self._count_output(now_s)
         entry = self._entry(request, now_s)
         self._entries[request], self._requests[entry] = entry, request
+        self._set_help()
         arrival = self._admission.arrive(entry, now_s)
         for refusal in (*arrival.evicted, *filter(None, [arrival.refused])):
             self._drop(refusal.entry, now_s)
@@ -94,13 +95,14 @@ class AdmittedRequests:
         self._admission.ended(entry)
         self._release(now_s)
 
+    def _set_help(self) -> None:
+        lent = self._lent()
+        self._admission.prefill.set_help(self._admission.pinned_decodes, float(lent), lent)
+
     def _release(self, now_s: float) -> None:
         if self._admission.queue.requests:
             self._count_output(now_s)
-            prefills, decodes = len(self._admission.prefill.workers), len(self._admission.decode.workers)
-            self._admission.prefill.stretch = (
-                (prefills + decodes) / prefills if self._lent() and prefills else 1.0
-            )
+            self._set_help()
             release = self._admission.release(now_s)
             for refusal in release.refused:
                 self._drop(refusal.entry, now_s)

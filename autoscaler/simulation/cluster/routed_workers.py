@@ -219,12 +219,12 @@ class RoutedWorkers:
         rate = self.loads.prefill[pair.prefill.key].measured_rate
         if not rate:
             return 0
-        report = self.loads.decode[decode.key].report
+        load = self.loads.decode[decode.key]
         facts = LocalPrefillFacts(
             split_s=prefill_score_s(pair.queued_tokens, tokens, rate) + self._engine.handoff_s,
             tokens_per_s=rate,
-            waiting_tokens=report.waiting_tokens,
-            running_requests=report.running_requests,
+            waiting_tokens=load.waiting_prompt_tokens,
+            running_requests=load.streams,
             arrivals_per_s=self._meter.arrivals_per_s(now_s) / pair.decode_candidates,
         )
         return local_prefill_tokens(facts)

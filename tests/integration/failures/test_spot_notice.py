@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from tests.support.cluster.streams import Reading, busy_prefill, chunks_written,
 pytestmark = pytest.mark.timeout(120)
 
 OPTIONS = ["--simulated-step-s", "0.02", "--heartbeat", "0.1"]
-MARGIN = ["--spot-margin", "1"]
+NOTICE_S, MARGIN_S = 3.0, 1.0
+MARGIN = ["--spot-margin", f"{MARGIN_S:g}"]
 SHORT, LONG = 30, 220
 
 
@@ -40,9 +42,12 @@ async def test_short_answers_stay_and_long_ones_move_before_the_worker_dies(log_
         info = await until(cluster, lambda info: worker(info, "decode-1").state == "draining", "it is known")
         assert 60 < worker(info, "decode-1").preempted_in_seconds <= 90
         assert not worker(info, "decode-0").HasField("preempted_in_seconds")
-        notice.write_text((datetime.now(UTC) + timedelta(seconds=3)).isoformat(), encoding="utf-8")
+        noticed_s = time.monotonic()
+        notice.write_text((datetime.now(UTC) + timedelta(seconds=NOTICE_S)).isoformat(), encoding="utf-8")
         await until(
-            cluster, lambda info: worker(info, "decode-1").preempted_in_seconds <= 3, "the second is heard"
+            cluster,
+            lambda info: worker(info, "decode-1").preempted_in_seconds <= NOTICE_S,
+            "the second is heard",
         )
         later = [Reading(client, tokens(90 + n, n), max_tokens=SHORT) for n in range(4)]
         await until(
@@ -54,7 +59,9 @@ async def test_short_answers_stay_and_long_ones_move_before_the_worker_dies(log_
         answers = [await reading.task for reading in short + long + later]
         for reading, answer in zip(short + long + later, answers, strict=True):
             assert reading.tokens == expected_tokens(reading.prompt, LONG if reading in long else SHORT)
-            assert answer.served_by.attempts == 1 or reading in long
+            # Where the machine stood still, a short one may have been late for the worker's end, too.
+            in_time = reading.times[-1] < noticed_s + NOTICE_S - MARGIN_S - 1
+            assert answer.served_by.attempts == 1 or reading in long or not in_time
         assert 0 < sum(answer.served_by.attempts == 2 for answer in answers) < len(long)
         assert all(answer.served_by.decode_worker == "decode-0" for answer in answers[-4:])
         await cluster.assert_no_leaks()

@@ -11,6 +11,7 @@ import pytest
 
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
+from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens
 from tests.support.journal import settled
@@ -38,9 +39,12 @@ async def ask(client: AsyncClient, prompt: list[int]) -> tuple[str, int]:
     return answer.served_by.prefill_worker, answer.usage.cached_prompt_tokens
 
 
-async def fetched(cluster: Cluster, client: AsyncClient) -> tuple[list[int], dict[str, Any]]:
+async def fetched(
+    cluster: Cluster, client: AsyncClient, first_seed: int = 0
+) -> tuple[list[int], dict[str, Any]]:
     """A prefix that one worker has computed and another one fetched, and the fetch."""
-    for seed in range(20):
+    count = len(fetches(cluster))
+    for seed in range(first_seed, first_seed + 20):
         prefix = tokens(PREFIX, seed)
         first, cached = await ask(client, [*prefix, 1])
         assert cached == 0
@@ -48,7 +52,7 @@ async def fetched(cluster: Cluster, client: AsyncClient) -> tuple[list[int], dic
             3 * HEARTBEAT_S
         )  # the holder reports its blocks; if it is late, with the next prefix
         where, cached = await ask(client, [*prefix, 2, 3])
-        if found := fetches(cluster):
+        if found := fetches(cluster)[count:]:
             assert found[-1]["failure"] == ""
             assert (found[-1]["holder"], found[-1]["taker"], found[-1]["tokens"]) == (first, where, PREFIX)
             assert cached == PREFIX
@@ -61,7 +65,10 @@ async def test_a_prefix_is_fetched_once_a_worker_and_answers_stay_the_same(log_d
     slow = [*WORKERS, "--config", str(faults)]
     setup = Cluster(log_dir, neutral=3, worker_options=slow, coordinator_options=COORDINATOR)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
-        prefix, fetch = await fetched(cluster, client)
+        for repeat in range(REPEATS):
+            prefix, fetch = await fetched(cluster, client, 20 * repeat)
+            if fetch["took_ms"] < fetch["compute_ms"]:
+                break
         assert fetch["took_ms"] < fetch["compute_ms"], "sooner than computing"
         count = len(fetches(cluster))
         for number in range(4):

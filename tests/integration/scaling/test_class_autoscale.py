@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -81,8 +81,11 @@ async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
 
 def options_of(supervisor: psutil.Process, worker: str) -> list[str]:
     """The command line of a worker."""
-    lines = [child.cmdline() for child in supervisor.children(recursive=True)]
-    return next(line for line in lines if worker in line)
+    for child in supervisor.children(recursive=True):
+        with suppress(psutil.Error):  # another one ends just now
+            if worker in (line := child.cmdline()):
+                return line
+    raise AssertionError(f"{worker} does not run")
 
 
 async def test_a_fast_replica_takes_the_place_of_a_slow_one(tmp_path: Path) -> None:

@@ -65,6 +65,21 @@ def test_long_prompts_go_one_by_one_and_leave_half_to_short_ones() -> None:
     assert not sent(capacity, entry(30_000), now=2.97)
 
 
+def test_a_lent_decode_worker_is_sent_a_long_prompt_beside_that_of_its_prefill_worker() -> None:
+    capacity = prefill_capacity()
+    capacity.set_help(1, share=1.0, is_lent=True)
+    first, second, third = (entry(30_000) for _ in range(3))
+    assert [sent(capacity, one) for one in (first, second, third)] == [True, True, False]
+    (load,) = capacity.workers.values()
+    assert load.long_until_s == pytest.approx(3.0), "each takes 3 s, at once"
+    load.remove_flight(second)
+    assert sent(capacity, third)
+    capacity.set_help(1, share=1.0, is_lent=False)  # the plan has expired
+    load.remove_flight(first)
+    assert not sent(capacity, first)
+    assert sent(prefill_capacity(), first)
+
+
 def test_short_prompts_avoid_the_worker_with_the_long_one() -> None:
     capacity = prefill_capacity(2)
     assert sent(capacity, entry(30_000))

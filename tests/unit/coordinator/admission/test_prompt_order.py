@@ -178,8 +178,8 @@ def test_a_long_prompt_never_starves(long: int, shorts: list[int], load: float) 
 def test_an_order_of_a_full_queue_is_made_rarely_and_quickly() -> None:
     order = PromptOrder()
     waiting = [due(10 + number % 700, now=number * 1e-3, number=number + 1) for number in range(1024)]
-    began = time.perf_counter()
+    began = time.thread_time()  # not the time that other processes take
     for look in range(100):
         assert next(iter(order.of(waiting, PrefillPace(2.0 + look * RENEWED_S / 10, 0.0, 1e-4, 1e-4)))).waits
-    each_s = (time.perf_counter() - began) / 100
+    each_s = (time.thread_time() - began) / 100
     assert each_s < 2e-3

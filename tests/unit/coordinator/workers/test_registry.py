@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.workers.registration import MAX_REPLACED
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import CircuitStatus
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
@@ -311,6 +312,32 @@ def test_a_new_boot_replaces_the_old_one() -> None:
         registry.report(report("d0", epoch=1), 0.0)
     assert caught.value.reason == "WORKER_NOT_REGISTERED"
     assert ready(registry) == []
+
+
+def test_a_replaced_boot_that_still_runs_does_not_take_its_id_back() -> None:
+    """Two workers of one id: the one that came last serves, and the other one is told so until it has gone."""
+    registry = connected_pair()
+    first, second = (registration("d0", DECODE, f"127.0.0.1:{epoch}", epoch=epoch) for epoch in (1, 2))
+    registry.register(second, 0.0)
+    for _ in range(2):
+        with pytest.raises(
+            FailedPreconditionError, match=r"another worker .* 'd0' since, from 127.0.0.1:2"
+        ) as caught:
+            registry.register(first, 1.0)
+        assert (caught.value.reason, caught.value.field) == ("WORKER_REPLACED", "worker_id")
+    registry.report(report("d0", epoch=2), 1.0)
+    registry.register(second, 2.0)
+    assert registry.drop(("d0", 2), "its process has ended")
+    assert registry.register(first, 3.0).epoch == 1
+
+
+def test_replaced_boots_are_forgotten_in_the_end() -> None:
+    registry = Registry(5.0)
+    for epoch in range(1, MAX_REPLACED + 3):
+        registry.register(registration("d0", DECODE, epoch=epoch), 0.0)
+    with pytest.raises(FailedPreconditionError):
+        registry.register(registration("d0", DECODE, epoch=MAX_REPLACED + 1), 1.0)
+    assert registry.register(registration("d0", DECODE, epoch=1), 1.0).epoch == 1
 
 
 def test_an_experimental_engine_is_marked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,43 @@ def test_files_that_are_missing_or_damaged_are_refused(
     with pytest.raises(ConfigError, match=file) as caught:
         read_adapter("a", folder)
     assert caught.value.field == "engine.adapters.a"
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, file: str) -> None:
+    """A pipe without a writer never ends, nor does a device that a link leads to."""
+    folder = write_adapter(tmp_path / "a", WEIGHTS)
+    (folder / file).unlink()
+    os.mkfifo(tmp_path / "pipe")
+    for target in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        (folder / file).symlink_to(target)
+        with pytest.raises(ConfigError, match=rf"{file}.*it is no regular file") as caught:
+            read_adapter("a", folder)
+        assert caught.value.field == "engine.adapters.a"
+        (folder / file).unlink()
+
+
+def test_links_to_files_elsewhere_are_followed_and_count_by_what_is_there(tmp_path: Path) -> None:
+    """As in a cache of models."""
+    kept, folder, weights = (
+        write_adapter(tmp_path / "kept", WEIGHTS),
+        tmp_path / "linked",
+        "adapter_model.safetensors",
+    )
+    folder.mkdir()
+    for file in kept.iterdir():
+        (folder / file.name).symlink_to(file)
+    (tmp_path / "current").symlink_to(folder)
+    files = read_adapter("a", tmp_path / "current")
+    assert files.adapter == read_adapter("a", kept).adapter
+    other = write_adapter(tmp_path / "other", {name: weight * 2 for name, weight in WEIGHTS.items()})
+    (folder / weights).unlink()
+    (folder / weights).symlink_to(other / weights)
+    assert read_adapter("a", tmp_path / "current").adapter == read_adapter("a", other).adapter
+    (folder / weights).unlink()
+    (folder / weights).symlink_to(folder / weights)
+    with pytest.raises(ConfigError, match=weights):
+        read_adapter("a", folder)
 
 
 @pytest.mark.parametrize(("shape", "fits"), [((16, 8), True), ((16, 9), False), ((17, 8), False)])
