@@ -167,10 +167,9 @@ async def test_real_weights_share_a_budget_with_another_model(tmp_path: Path, sm
         await cluster.assert_no_leaks()
 
 
-def schedule(least: int) -> dict[str, Any]:
-    return {"kind": "schedule", "classes": ONLY, "min_replicas": 1, "max_replicas": 5} | {
-        "schedule": [{"days": ["mon", "tue", "wed", "thu", "fri", "sat", "sun"], "min_replicas": least}]
-    }
+def schedule(wanted: int) -> dict[str, Any]:
+    always = [{"start": "00:00", "end": "00:00", "replicas": wanted}]
+    return {"kind": "schedule", "classes": ONLY, "max_replicas": 5, "schedule": always}
 
 
 async def test_the_service_keeps_the_budget_and_tells_why(simulated_cluster: Cluster, tmp_path: Path) -> None:
@@ -205,9 +204,11 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
     options += ["--actuator", "kubernetes", "--kubeconfig", str(kubeconfig)]
     autoscaler = ServiceProcess("autoscaler", ["autoscaler", *options], folder)
 
+    most = 9
+
     def ordered() -> int:
         total = sum(workload.replicas for workload in kubernetes.workloads.values())
-        assert total <= 9
+        assert total <= most
         return total
 
     def wait(holds: Callable[[], bool]) -> None:
@@ -244,9 +245,10 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
     assert 'splitserve_autoscaler_desired_replicas{model="a",pool="prefill"}' in text
     assert 'splitserve_autoscaler_shared_limit{resource="money"} 9.0' in text
     # The file is followed: with more money there is more.
-    path.write_text(path.read_text().replace("budget_per_hour: 9", "budget_per_hour: 8"))
+    path.write_text(path.read_text().replace("budget_per_hour: 9", "budget_per_hour: 10"))
     autoscaler.wait_event("file.reloaded")
-    wait(lambda: ordered() == 8)
+    most = 10
+    wait(lambda: ordered() == 10)
     assert autoscaler.terminate() == 0
 
 

@@ -25,13 +25,12 @@ def account(limit: float = 4.0, clock: Clock | None = None, **least: float) -> S
     def needs(price: float) -> dict[str, float]:
         return {MONEY: price}
 
-    made = SharedAccount(
+    return SharedAccount(
         {MONEY: limit},
         {model: (lambda price=price: needs(price)) for model, price in models.items()},  # type: ignore[misc]
         move_after_s=30.0,
         clock=clock or Clock(),
     )
-    return made
 
 
 def has(count: float, resource: str = MONEY) -> Holding:
@@ -149,7 +148,7 @@ def test_without_a_limit_the_inventory_is_what_is_shared() -> None:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Starts, lists, ends, failures and changes of the holder in any order; what really runs never exceeds the limit."""
+    """Starts, lists, ends, failures, another holder, in any order: what really runs never exceeds the limit."""
 
     MODELS = st.sampled_from(["a", "b", "c"])
     LIMIT = 5
