@@ -12,13 +12,12 @@ from pydantic import Field, model_validator
 from autoscaler.classes.class_rules import least_price_per_hour
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
-from splitserve.config.autoscaler import Workload
+from splitserve.config.autoscaler import ReplicaClassName, Workload
 from splitserve.config.base import Settings
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError, InvalidArgumentError
 
 MAX_MODELS = 16
-ClassName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 
 
 class ScaledModel(Settings):
@@ -47,7 +46,7 @@ class SharedModels(Settings):
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """GPUs that all models may have together, for models without `classes`. Default: those of the actuator."""
     class_limits: Annotated[
-        Mapping[ClassName, Annotated[int, Field(ge=1, le=10_000)]], Field(max_length=16)
+        Mapping[ReplicaClassName, Annotated[int, Field(ge=1, le=10_000)]], Field(max_length=16)
     ] = {}
     """Replicas of a class that all models may have together, by its name in their policies: as many as the inventory
     has machines for. Default: no bound but the `max_replicas` of each policy."""

@@ -12,6 +12,7 @@ from splitserve.config.gpu_list import GpuGroups
 from splitserve.config.security import SecuritySettings
 from splitserve.errors import ConfigError
 
+ReplicaClassName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 Workload = Annotated[str, Field(pattern=r"^(deployment|statefulset)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
 
@@ -28,6 +29,12 @@ class KubernetesConfig(Settings):
         "deployment/splitserve-decode"
     )
     """Workload of the decode pool: kind and name."""
+    classes: Annotated[
+        tuple[ReplicaClassName, ...], Field(max_length=16), Option(flag="workload-class", metavar="CLASS")
+    ] = ()
+    """Replica classes of the policy that have workloads of their own, named after those of the pools: with
+    `deployment/decode` and the class `h100` that is `deployment/decode-h100`. Repeatable; a pool may lack one. Default:
+    each pool is one workload."""
     kubeconfig: Path | None = None
     """File with the API server's address and credentials. Default: the pod's service account, or `~/.kube/config`."""
     context: Annotated[str | None, Option(flag="kube-context")] = None
