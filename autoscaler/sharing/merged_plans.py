@@ -61,6 +61,8 @@ class _ModelRotation:
         mine = _Part(self.plans.now_s(), standby, active, lend, leanings)
         parts = self.plans.with_plan(self.model, mine)
         resting = {name for part in parts for name in part.standby}
+        for decision in decisions:
+            decision.model = self.model
         leans: dict[str, PoolName] = {}
         for part in parts:
             leans |= part.leanings

@@ -156,7 +156,7 @@ def test_classes_of_a_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     path.write_text(json.dumps({"prefill": pool, "decode": pool}))
     arguments = (*SHAPE, "--gpu", "h100", *LIGHT, "--slo-ttft", "500", "--slo-tpot", "30", "--scale", "5")
     found = planned(capsys, *arguments, "--policy", str(path))
-    shape, mix = found["split"], found["mix"]
+    shape, mix = found["split"]["candidate"], found["mix"]
     assert mix["decode"]["units"] == shape["decode"]
     assert mix["decode"]["classes"] == {"own": 1, "spot": shape["decode"] - 1}
     assert 0 < mix["cost_per_million_tokens"] <= mix["on_demand_cost_per_million_tokens"]
