@@ -35,14 +35,19 @@ class LoadedPolicy:
 class PolicyFile:
     """The policy in a YAML file, with the code that it names."""
 
-    def __init__(self, path: Path, check: Callable[[ScalingPolicy], None] = lambda rules: None) -> None:
-        """Reads it. `check` says whether a policy fits what it shares with others, and may raise ConfigError. Raises
-        ConfigError."""
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[ScalingPolicy], None] = lambda rules: None,
+        name: str = "policy",
+    ) -> None:
+        """Reads it. `check` says whether a policy fits what it shares with others, and may raise ConfigError; `name` is
+        what metrics and logs call it. Raises ConfigError."""
         self.path, self._check = path, check
         self.value: LoadedPolicy
         """The last version that was right."""
         self._code: list[Path] = []
-        self.files = ReloadedFiles("policy", lambda: [path, *self._code], lambda: _loaded(path), self._adopt)
+        self.files = ReloadedFiles(name, lambda: [path, *self._code], lambda: _loaded(path), self._adopt)
         self.files.start()
 
     def poll(self) -> LoadedPolicy | None:

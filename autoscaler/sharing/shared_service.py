@@ -19,7 +19,15 @@ from autoscaler.control_loop import ControlLoop
 from autoscaler.decisions.decisions_page import DECISIONS_PATH, shared_document
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
-from autoscaler.service import Sharing, control_loop, holder_name, lease_length_s, make_actuator, run_until
+from autoscaler.service import (
+    PLAN_INTERVALS,
+    Sharing,
+    control_loop,
+    holder_name,
+    lease_length_s,
+    make_actuator,
+    run_until,
+)
 from autoscaler.sharing.merged_plans import MergedPlans
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import (
@@ -91,16 +99,16 @@ async def model_loops(
         {model: partial(_least, one) for model, one in rules.items()},
         move_after_s=shared.move_after_s,
     )
-    starting, plans, loops = asyncio.Lock(), MergedPlans(DEFAULT_VALID_S), {}
+    slowest_s = max(interval_s or one().interval_s for one in rules.values())
+    starting, loops = asyncio.Lock(), dict[str, ControlLoop]()
+    plans = MergedPlans(max(DEFAULT_VALID_S, PLAN_INTERVALS * slowest_s))
     histories = {one.name: HistoryFile(one.history_file) for one in shared.models if one.history_file}
     async with AsyncExitStack() as stack:
         lease = None
         if lease_s is not None and not dry_run and any(actuators.values()):
             made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
             clients = [await stack.enter_async_context(client) for client in made]
-            slowest_s = max(interval_s or one().interval_s for one in rules.values())
-            lasts_s = lease_length_s(lease_s, slowest_s)
-            lease = SharedLease(clients, holder_name(), lasts_s, account.forget)
+            lease = SharedLease(clients, holder_name(), lease_length_s(lease_s, slowest_s), account.forget)
             stack.push_async_callback(lease.release)
         for model, policy in policies.items():
             own, inner = ModelAccount(account, model, rules[model]), actuators[model]
@@ -132,7 +140,7 @@ def policies_of(shared: SharedModels) -> dict[str, PolicyFile]:
             check_shared(shared, {name: file.value.rules for name, file in files.items()} | {model: rules})
 
     for model in shared.models:
-        files[model.name] = PolicyFile(model.policy, partial(fits, model.name))
+        files[model.name] = PolicyFile(model.policy, partial(fits, model.name), f"policy of {model.name}")
     check_shared(shared, {name: file.value.rules for name, file in files.items()})
     return files
 
@@ -192,9 +200,9 @@ async def serve_models(config: AutoscalerConfig) -> None:
                 api_key=read_key(config.api_key_file),
             )
         )
-        certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
-        budget = FileWatcher(_followed(path, shared, scaled))
-        reloaded = [*(file.files for file in scaled.policies.values()), *certificates.files, *budget.files]
+        certificates = security.server_tls.file if security.server_tls else None
+        followed = FileWatcher(_followed(path, shared, scaled), certificates)
+        reloaded = [*(file.files for file in scaled.policies.values()), *followed.files]
         with serving_metrics(
             lambda: [
                 *shared_metrics({model: loop.status for model, loop in scaled.loops.items()}, scaled.account),
@@ -208,8 +216,7 @@ async def serve_models(config: AutoscalerConfig) -> None:
             security.token,
         ):
             log_event("autoscaler.ready", actuator=config.actuator, models=list(scaled.loops))
-            files = [("files", certificates.follow), ("budget", budget.follow)]
-            await run_until([*scaled.background, *files], loops, stop)
+            await run_until([*scaled.background, ("files", followed.follow)], loops, stop)
 
 
 def _config_of(config: AutoscalerConfig, model: ScaledModel) -> AutoscalerConfig:
