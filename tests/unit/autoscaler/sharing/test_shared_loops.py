@@ -26,9 +26,10 @@ from autoscaler.snapshot import ClassSignals, PoolName, Replica, ReplicaState, S
 from splitserve.errors import UnavailableError
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock
-from tests.support.scaling.snapshots import Load, snapshot
+from tests.support.scaling.snapshots import Load, arrivals, snapshot
 
 STEP_S, COLD_S, DRAIN_S = 5.0, 20.0, 10.0
+BEGAN_S = 600.0
 PRICED = [{"name": "only", "price_per_hour": 1.0, "max_replicas": 40}]
 
 
@@ -68,6 +69,7 @@ class Served(FakeActuator):
         mine = {pool: self.seen(pool) for pool in ("prefill", "decode")}
         return replace(
             found,
+            arrivals=arrivals(self.load, now_s, max(0.0, now_s - 600), STEP_S),
             prefill=replace(
                 p,
                 replicas=mine["prefill"],
@@ -129,7 +131,7 @@ class World:
     def __init__(
         self, limits: dict[str, float], policies: dict[str, ScalingPolicy], loads: dict[str, Load]
     ) -> None:
-        self.clock, self.starting = Clock(3600.0), asyncio.Lock()
+        self.clock, self.starting = Clock(BEGAN_S), asyncio.Lock()
         least = {model: (lambda one=one: least_uses(one)) for model, one in policies.items()}
         self.account = SharedAccount(limits, least, move_after_s=30.0, clock=self.clock)  # type: ignore[arg-type]
         self.limits = limits
@@ -166,10 +168,9 @@ class World:
         return {model: len(one.there) for model, one in self.served.items()}
 
 
-HOUR = 3600.0
-FIRST = Load(bursts=((0.0, HOUR + 600, 4.0),))
+FIRST = Load(bursts=((0.0, BEGAN_S + 600, 4.0),))
 """High until ten minutes have passed, then low; and the other way round."""
-SECOND = Load(bursts=((HOUR + 600, 10 * HOUR, 4.0),))
+SECOND = Load(bursts=((BEGAN_S + 600, 1e9, 4.0),))
 
 
 def two(limits: dict[str, float], classes: Sequence[dict[str, Any]] = PRICED) -> World:
