@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from autoscaler.sharing.shared_view import Pool, SharedView, summed
+from autoscaler.sharing.shared_view import P, Pool, SharedView, summed
 from autoscaler.sharing.shares import GPUS, Claim, Rung, Uses
 from splitserve.errors import UnavailableError
 
@@ -107,10 +107,10 @@ class SharedAccount:
         if entry.holding is not None:
             entry.holding = holding
 
-    def claim(self, model: str, claims: Mapping[str, Claim], worth_moving: bool) -> None:
+    def claim(self, model: str, claims: Mapping[P, Claim], worth_moving: bool) -> None:
         """What a decision of the model wants."""
         entry, now_s = self._entries[model], self._clock()
-        entry.claims, entry.claimed_s = dict(claims), now_s
+        entry.claims, entry.claimed_s = {str(pool): one for pool, one in claims.items()}, now_s
         if not worth_moving:
             self._moving_since_s = None
         elif self._moving_since_s is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from autoscaler.sharing.shares import Claim, Split, Uses, left_of, settled_share
 
+P = TypeVar("P", bound=str)
 Pool = tuple[str, str]
 """A model and one of its pools."""
 
@@ -58,7 +60,7 @@ class SharedView:
         """What this model has."""
         return self.used.get(self.model, {}).get(name, 0.0)
 
-    def granted(self, own: Mapping[str, Claim]) -> Granted:
+    def granted(self, own: Mapping[P, Claim]) -> Granted:
         """What this model may have, with these claims of its own by pool. All models reckon alike: in the order of
         their names."""
         claims = {**self.others, **{(self.model, pool): claim for pool, claim in own.items()}}

@@ -23,12 +23,12 @@ from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_metrics import shared_metrics
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from autoscaler.snapshot import ClassSignals, PoolName, Replica, ReplicaState, Snapshot
-from splitserve.errors import UnavailableError
+from splitserve.errors import ResourceExhaustedError, UnavailableError
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock
 from tests.support.scaling.snapshots import Load, arrivals, snapshot
 
-STEP_S, COLD_S, DRAIN_S = 5.0, 20.0, 10.0
+STEP_S, COLD_S, DRAIN_S = 10.0, 20.0, 10.0
 BEGAN_S = 600.0
 PRICED = [{"name": "only", "price_per_hour": 1.0, "max_replicas": 40}]
 
@@ -63,7 +63,7 @@ class Served(FakeActuator):
 
     async def observe(self) -> Snapshot:
         now_s = self.world.clock.now
-        found = snapshot(now_s, self.load)
+        found = replace(snapshot(1.0), now_s=now_s)
         kind = self.policy.prefill.classes[0].name if self.policy.prefill.classes else ""
         p, d = found.prefill, found.decode
         mine = {pool: self.seen(pool) for pool in ("prefill", "decode")}
@@ -98,6 +98,8 @@ class Served(FakeActuator):
 
     async def start(self, pool: PoolName, count: int, kind: Any = None) -> None:
         before = set(self.there)
+        if self.gpu_inventory is not None and len(before) + count > self.gpu_inventory:
+            raise ResourceExhaustedError("no GPU is free", reason="NO_GPU")
         await super().start(pool, count, kind)
         for name in self.there.keys() - before:
             self.there[name] = replace(self.there[name], created_wall_s=self.world.clock.now)
@@ -168,9 +170,9 @@ class World:
         return {model: len(one.there) for model, one in self.served.items()}
 
 
-FIRST = Load(bursts=((0.0, BEGAN_S + 600, 4.0),))
+FIRST = Load(bursts=((0.0, BEGAN_S + 300, 4.0),))
 """High until ten minutes have passed, then low; and the other way round."""
-SECOND = Load(bursts=((BEGAN_S + 600, 1e9, 4.0),))
+SECOND = Load(bursts=((BEGAN_S + 300, 1e9, 4.0),))
 
 
 def two(limits: dict[str, float], classes: Sequence[dict[str, Any]] = PRICED) -> World:
@@ -190,12 +192,12 @@ async def test_the_load_moves_from_one_model_to_the_other(
     limits: dict[str, float], classes: Sequence[dict[str, Any]]
 ) -> None:
     world = two(limits, classes)
-    await world.run(600)
+    await world.run(300)
     first = world.counts()
     assert first["a"] > first["b"] > 1
     assert sum(first.values()) >= 14, "what there is, is used"
     before = world.starts()
-    await world.run(900)
+    await world.run(500)
     then = world.counts()
     assert then["b"] > then["a"] > 1
     assert sum(then.values()) >= 14
@@ -208,9 +210,9 @@ async def test_steady_loads_move_nothing_to_and_fro() -> None:
     policies = {"a": rules(), "b": rules()}
     loads = {"a": Load(requests_per_s=30.0), "b": Load(requests_per_s=31.0)}
     world = World({MONEY: 14.0}, policies, loads)
-    await world.run(600)
+    await world.run(300)
     before, counts = world.starts(), world.counts()
-    await world.run(1800)
+    await world.run(500)
     assert (world.starts(), world.counts()) == (before, counts)
 
 
@@ -233,18 +235,18 @@ async def test_reasons_say_budget_and_who_has_it() -> None:
 async def test_gpus_that_no_budget_limits_are_shared_by_inventory() -> None:
     world = two({}, ())
     world.limits, world.gpus = {GPUS: 16.0}, 16
-    await world.run(600)
+    await world.run(300)
     assert world.counts()["a"] > world.counts()["b"] > 1
-    await world.run(900)
+    await world.run(500)
     assert world.counts()["b"] > world.counts()["a"] > 1
 
 
 async def test_the_other_goes_on_while_one_is_stuck_or_fails() -> None:
     world = two({MONEY: 16.0})
-    await world.run(300)
+    await world.run(200)
     counts = world.counts()
     world.away = {"a"}
-    await world.run(600)
+    await world.run(400)
     assert world.counts()["a"] == counts["a"], "nobody ends what is not theirs"
     assert world.counts()["b"] == 16 - counts["a"]
     world.away = set()
@@ -252,7 +254,7 @@ async def test_the_other_goes_on_while_one_is_stuck_or_fails() -> None:
     await world.run(60)
     assert world.counts()["b"] == 16 - counts["a"]
     world.served["a"].failure = None
-    await world.run(600)
+    await world.run(400)
     assert world.counts()["b"] > world.counts()["a"]
 
 
@@ -274,10 +276,10 @@ async def test_after_a_restart_what_is_found_counts() -> None:
 
 async def test_replicas_of_a_host_that_does_not_answer_keep_their_place_on_the_account() -> None:
     world = two({MONEY: 16.0})
-    await world.run(300)
+    await world.run(100)
     a = world.served["a"]
     a.there = {name: replace(one, presence=Presence.UNKNOWN) for name, one in a.there.items()}
-    await world.run(300)
+    await world.run(60)
     a.there = {name: replace(one, presence=Presence.GIVEN_UP) for name, one in a.there.items()}
     world.loops["a"].observe = nobody  # type: ignore[assignment]
     await world.loops["a"].actuator.replicas()  # type: ignore[union-attr]

@@ -161,7 +161,7 @@ def test_the_least_of_a_new_model_has_room_at_once() -> None:
     assert price([one, other], found.rungs) <= 6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), st.floats(1, 20))
 def test_shares_are_kept_within_the_limits_and_come_to_rest(data: st.DataObject, budget: float) -> None:
     claims = data.draw(CLAIMS)
