@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import time
@@ -20,8 +19,8 @@ from autoscaler.sharing.shared_service import ModelLoops, model_loops
 from splitserve.client import AsyncClient
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.worker_processes import WorkerProcesses
 from tests.support.scaling.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
-from tests.support.scaling.worker_processes import WorkerProcesses
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(300)
@@ -74,9 +73,9 @@ class Asking:
     async def _ask(self) -> None:
         while not self._stop.is_set():
             made = await self._client.generate(
-                [7] * 40,
+                [7] * 16,
                 model=self._model,
-                max_tokens=24,
+                max_tokens=8,
                 temperature=0.0,
                 ignore_eos=True,
                 timeout_s=PATIENCE_S,
@@ -119,14 +118,14 @@ async def follow_the_load(
         try:
             await asyncio.gather(*(client.wait_ready(START_S, model=name) for name in actuators))
             first, second = Asking(client, "one"), Asking(client, "other")
-            first.begin(2 * budget)
+            first.begin(2 * more + 4)
             await until(lambda: actuators["one"].count("decode") == 1 + more, "the first model has the rest")
             second.begin(1)
             await until(lambda: len(second.answers) > 2 and bool(first.answers), "both are served")
             await until(lambda: "one" in told(scaled, "one"), "the reason")
             await first.end()
             more_of_it = Asking(client, "other")
-            more_of_it.begin(2 * budget)
+            more_of_it.begin(2 * more + 4)
             await until(
                 lambda: actuators["other"].count("decode") == 1 + more, "the second model has the rest"
             )
@@ -235,14 +234,13 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
     assert {one["model"] for one in autoscaler.events() if one["event"] == "scaling.decided"} == {"a", "b"}
     port = autoscaler.wait_event("metrics.ready")["port"]
     command = [sys.executable, "-m", "splitserve", "autoscaler", "explain", "--target", f"127.0.0.1:{port}"]
+    command += ["--model", "a", "--last", "20"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
     assert "bound by money_budget" in said
     assert "within a budget of 9 an hour (a has " in said
     assert "all models together: 9 of 9 money (a has " in said
-    only_a = subprocess.run(
-        [*command, "--json", "--model", "a"], capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
-    assert {one["model"] for one in json.loads(only_a.stdout)["decisions"]} == {"a"}
+    assert " for a  " in said
+    assert " for b  " not in said
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
         text = page.read().decode()
     assert 'splitserve_autoscaler_desired_replicas{model="a",pool="prefill"}' in text
@@ -255,21 +253,9 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
     assert autoscaler.terminate() == 0
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--models", "MODELS", "--model", "a"], "error: model must not be given with models (--models)"),
-        (
-            ["--models", "MODELS", "--policy", "MODELS"],
-            "error: policy must not be given with models (--models)",
-        ),
-        (["--models", "/nowhere.yaml"], "error: "),
-    ],
-)
-def test_wrong_settings_end_it_with_one_line(tmp_path: Path, given: list[str], said: str) -> None:
-    path = write_models(tmp_path, 6)
-    options = [str(path) if option == "MODELS" else option for option in given]
+def test_wrong_settings_end_it_with_one_line(tmp_path: Path) -> None:
+    options = ["--models", str(write_models(tmp_path, 6)), "--model", "a"]
     command = [sys.executable, "-m", "splitserve", "autoscaler", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(said), done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: model must not be given with models (--models)")

@@ -11,6 +11,7 @@ import yaml
 from autoscaler.sharing.models_file import check_same_models, load_models
 from autoscaler.sharing.shared_service import policies_of
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError
 
 ONLY = [{"name": "only", "price_per_hour": 2.0}]
@@ -100,3 +101,14 @@ def test_other_models_need_a_restart(tmp_path: Path) -> None:
     shared = load_models(write(tmp_path, {}, a=both(PRICED), b=both(PRICED)))
     with pytest.raises(ConfigError, match="that needs a restart"):
         check_same_models(shared, load_models(write(tmp_path, {"models": MODELS[:1]}, a=both(PRICED))))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("policy", "p.yaml"), ("shadow", ("s.yaml",)), ("model", "a"), ("history_file", "h")]
+)
+def test_what_differs_by_model_is_in_the_file(field: str, value: Any) -> None:
+    config = AutoscalerConfig.model_validate({"models": "models.yaml", field: value})
+    with pytest.raises(ConfigError, match=f"^{field} must not be given with models") as caught:
+        config.models_file  # noqa: B018
+    assert caught.value.field == field
+    assert AutoscalerConfig.model_validate({"models": "models.yaml"}).models_file == Path("models.yaml")
