@@ -112,8 +112,7 @@ async def control_loop(
                 rotation.valid_s = _plan_s(change.settings)
             return change if change is None or sharing is None else sharing.changed(change)
 
-        if sharing is not None:
-            first = sharing.changed(first)
+        first = first if sharing is None else sharing.changed(first)
         yield ControlLoop(
             observe=observer.observe,
             decide=first.decide,

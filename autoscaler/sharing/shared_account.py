@@ -1,7 +1,8 @@
 """The account of one inventory that several models share: what each has, has ordered and claims.
 
 What is shared is never exceeded: nothing is ordered but through `reserve`, which counts all that exists, what drains
-included, and all that was ordered and is not listed yet. Until each model has said what it has, nobody gets more.
+included, and all that was ordered and is not listed yet. Until each model has said what it has and wants, nobody gets
+more; one that says nothing of its wishes is waited for a while only.
 One event loop uses it; no call waits.
 """
 
@@ -70,7 +71,7 @@ class SharedAccount:
         self.limits = dict(limits)
         self.move_after_s = move_after_s
         self._entries = {model: _Entry(one) for model, one in sorted(least.items())}
-        self._clock = clock
+        self._clock, self._began_s = clock, clock()
         self._moving_since_s: float | None = None
         self._generation = 0
 
@@ -81,8 +82,13 @@ class SharedAccount:
 
     @property
     def unknown(self) -> list[str]:
-        """Models of which it is not known what they have."""
-        return [model for model, entry in self._entries.items() if entry.holding is None]
+        """Models of which it is not known what they have or, for a while, what they want."""
+        waits = self._clock() - self._began_s < STALE_S
+        return [
+            model
+            for model, entry in self._entries.items()
+            if entry.holding is None or (waits and entry.claimed_s == -math.inf)
+        ]
 
     @property
     def used(self) -> Mapping[str, Mapping[str, float]]:
@@ -147,9 +153,7 @@ class SharedAccount:
         Raises UnavailableError: SHARED_UNKNOWN while it is not known what a model has, SHARED_BUDGET where there is no
         room for one."""
         if unknown := self.unknown:
-            message = (
-                f"budget: what {', '.join(unknown)} has is not known yet; nothing is started for {model}"
-            )
+            message = f"budget: what {', '.join(unknown)} has and wants is not known yet; nothing is started for {model}"
             raise UnavailableError(message, reason="SHARED_UNKNOWN")
         for number in range(count):
             short = [name for name in self.limits if self._is_short(name, each.get(name, 0.0))]

@@ -14,7 +14,7 @@ Pool = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class ModelShare:
     """What a model may have now."""
 
     rungs: tuple[int, ...]
@@ -60,7 +60,7 @@ class SharedView:
         """What this model has."""
         return self.used.get(self.model, {}).get(name, 0.0)
 
-    def granted(self, own: Mapping[P, Claim]) -> Granted:
+    def granted(self, own: Mapping[P, Claim]) -> ModelShare:
         """What this model may have, with these claims of its own by pool. All models reckon alike: in the order of
         their names."""
         claims = {**self.others, **{(self.model, pool): claim for pool, claim in own.items()}}
@@ -71,7 +71,7 @@ class SharedView:
         rungs = dict(zip(order, split.rungs, strict=True))
         left = left_of(known, split.rungs, self.limits)
         mine = tuple(rungs[self.model, pool] for pool in own)
-        return Granted(mine, {name: max(0.0, amount) for name, amount in left.items()}, split.worth_moving)
+        return ModelShare(mine, {name: max(0.0, amount) for name, amount in left.items()}, split.worth_moving)
 
     def who(self, name: str) -> str:
         """Who has how much, for people: "llama has 3, qwen 2"."""

@@ -73,8 +73,10 @@ def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> t
         ]
         if not able:
             return tuple(at)
-        # Of equal ones the first claim, and there the smallest step.
-        step, number = max(able, key=lambda one: (one[0].gain, -one[1]))
+        # Of equal ones the claim that has climbed least, of these the first, and there the smallest step.
+        step, number = max(
+            able, key=lambda one: (one[0].gain, -_climbed(claims[one[1]], at[one[1]]), -one[1])
+        )
         at[number] = step.rung
         steps[number] = _steps(claims[number], step.rung, limits)
         left = left_of(claims, at, limits)
@@ -84,6 +86,10 @@ def left_of(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> dict[st
     """What these rungs leave of each limit; negative: they take more."""
     taken = [claim.rungs[rung].uses for claim, rung in zip(claims, at, strict=True)]
     return {name: limit - sum(uses.get(name, 0.0) for uses in taken) for name, limit in limits.items()}
+
+
+def _climbed(claim: Claim, rung: int) -> float:
+    return rung / max(1, len(claim.rungs) - 1)
 
 
 def _steps(claim: Claim, before: int, limits: Uses) -> list[_Step]:

@@ -40,6 +40,7 @@ def has(count: float, resource: str = MONEY) -> Holding:
 def known(made: SharedAccount, **counts: float) -> SharedAccount:
     for model, count in counts.items():
         made.holds(model, has(count), made.generation)
+        made.claim(model, {}, worth_moving=False)
     return made
 
 
@@ -58,11 +59,21 @@ def test_what_is_ordered_counts_until_it_is_listed() -> None:
 
 def test_nothing_is_ordered_before_all_have_said_what_they_have() -> None:
     made = known(account(), a=0)
-    with pytest.raises(UnavailableError, match="what b has is not known") as refused:
+    with pytest.raises(UnavailableError, match="what b has and wants is not known") as refused:
         made.reserve("a", "decode", 1, ONE)
     assert refused.value.reason == "SHARED_UNKNOWN"
     known(made, b=3)
     assert made.reserve("a", "decode", 2, ONE) == 1
+
+
+def test_who_has_not_decided_yet_is_waited_for_a_while() -> None:
+    clock = Clock()
+    made = known(account(clock=clock), a=0)
+    made.holds("b", has(0), made.generation)
+    with pytest.raises(UnavailableError, match="what b has and wants is not known"):
+        made.reserve("a", "decode", 1, ONE)
+    clock.now += STALE_S
+    assert made.reserve("a", "decode", 1, ONE) == 1
 
 
 def test_a_list_from_before_another_stopped_acting_says_nothing() -> None:
@@ -115,7 +126,8 @@ def test_a_model_that_is_stuck_keeps_what_it_has_and_claims_no_more() -> None:
 
 
 def test_before_its_first_decision_a_model_claims_the_least_that_it_needs() -> None:
-    made = known(account(b=2.0), a=0, b=0)
+    made = known(account(b=2.0), a=0)
+    made.holds("b", has(0), made.generation)
     assert made.view("a").granted({"decode": want(4)}).rungs == (2,)
 
 
@@ -156,6 +168,8 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.account = SharedAccount({MONEY: float(self.LIMIT)}, dict.fromkeys("abc", nothing))
+        for model in "abc":
+            self.account.claim(model, {}, worth_moving=False)
         self.real = dict.fromkeys("abc", 0)
         self.asked: dict[str, tuple[int, int]] = {}
 

@@ -79,6 +79,11 @@ def test_one_more_that_saves_nothing_is_not_the_end() -> None:
     assert share_budget([Claim(tuple(rungs)), Claim(tuple(steady), weight=20)], 3.0) == (0, 1)
 
 
+def test_of_equals_each_gets_its_part() -> None:
+    rungs = tuple(rung(n, float(n), 1.0) for n in range(1, 4))
+    assert share_budget([Claim(rungs)] * 4, 9.0) == (2, 1, 1, 1)
+
+
 def test_more_traffic_weighs_more() -> None:
     rungs = (rung(1, 1.0, 0.5), rung(2, 2.0, 0.9))
     assert share_budget([Claim(rungs, 1.0), Claim(rungs, 3.0)], 3.0) == (0, 1)
