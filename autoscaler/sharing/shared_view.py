@@ -63,7 +63,8 @@ class SharedView:
     def granted(self, own: Mapping[P, Claim]) -> ModelShare:
         """What this model may have, with these claims of its own by pool. All models reckon alike: in the order of
         their names."""
-        claims = {**self.others, **{(self.model, pool): claim for pool, claim in own.items()}}
+        claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
+        claims |= self.others
         order = sorted(claims)
         known = [claims[one] for one in order]
         held = [self.live.get(one, {}) for one in order]

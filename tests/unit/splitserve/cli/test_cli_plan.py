@@ -154,12 +154,17 @@ def test_classes_of_a_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     pool = {"target_ms": 100, "classes": [own, spot], "on_demand_floor": 1}
     path = tmp_path / "policy.yaml"
     path.write_text(json.dumps({"prefill": pool, "decode": pool}))
-    arguments = (*SHAPE, "--gpu", "h100", *LIGHT, "--slo-ttft", "500", "--slo-tpot", "30", "--scale", "5")
+    engine, log = tmp_path / "engine.json", tmp_path / "log.csv"
+    engine.write_text(json.dumps(asdict(PRESETS["h100-8b"])))
+    log.write_text("when,prompt,answer\n" + "".join(f"{at * 0.025},900,50\n" for at in range(60)))
+    read = ("--trace", str(log), "--columns", "timestamp=when,input_length=prompt,output_length=answer")
+    arguments = (*read, "--engine-model", str(engine), "--ttft-ms", "300")
     found = planned(capsys, *arguments, "--policy", str(path))
     shape, mix = found["split"]["candidate"], found["mix"]
     assert mix["decode"]["units"] == shape["decode"]
-    assert mix["decode"]["classes"] == {"own": 1, "spot": shape["decode"] - 1}
-    assert 0 < mix["cost_per_million_tokens"] <= mix["on_demand_cost_per_million_tokens"]
+    assert shape["prefill"] > 1
+    assert mix["prefill"]["classes"] == {"own": 1, "spot": shape["prefill"] - 1}
+    assert 0 < mix["cost_per_million_tokens"] < mix["on_demand_cost_per_million_tokens"]
     assert main(["plan", *arguments, "--policy", str(path)]) == 0
     text = capsys.readouterr().out
     assert "prefill of the policy's classes: 1 own" in text
