@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
+from autoscaler.policies.joint_limits import gpu_budget, link_carries
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.sharing.shared_view import GpuShare
 from autoscaler.sharing.shares import Claim
-from autoscaler.snapshot import LEAVING, PoolName, Snapshot
+from autoscaler.snapshot import PoolName, Snapshot
 
 Cause = Literal[
     "policy",
@@ -217,14 +218,6 @@ def _within_ratio(policy: ScalingPolicy, p: int, d: int, notes: Notes) -> tuple[
     return p, d
 
 
-def link_carries(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
-    """Busy prefill replicas whose KV the shared link can carry; None while unknown or not shared."""
-    rate, kv_bytes = snapshot.prefill.tokens_per_s, snapshot.link.kv_bytes_per_token
-    if policy.link_gb_per_s is None or not rate or not kv_bytes:
-        return None
-    return max(1, math.ceil(policy.link_gb_per_s * 1e9 / (kv_bytes * rate) - 1e-9))
-
-
 @dataclass(frozen=True, slots=True)
 class Proposals:
     """Both pools' proposals, and what they may have of the GPUs that several models share."""
@@ -240,21 +233,6 @@ class Proposals:
     def overload(self, p: int, d: int) -> float:
         """Demand over capacity of the worse pool, with `p` prefill and `d` decode replicas."""
         return max(self.prefill.need / max(p, 1), self.decode.need / max(d, 1))
-
-
-def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
-    """GPUs for both pools: the policy's, else the actuator's inventory and what workers of others have beside it."""
-    if policy.gpu_budget is not None or snapshot.gpu_inventory is None:
-        return policy.gpu_budget
-    if policy.prefill.classes or policy.decode.classes:
-        return None  # units are no GPUs: `max_replicas` of each class says how many there are
-    return snapshot.gpu_inventory + sum(
-        pool.gpus_per_replica * sum(not r.ours and r.state not in LEAVING for r in replicas)
-        for pool, replicas in (
-            (policy.prefill, snapshot.prefill.replicas),
-            (policy.decode, snapshot.decode.replicas),
-        )
-    )
 
 
 def _within_budget(

@@ -153,7 +153,8 @@ class SharedAccount:
         Raises UnavailableError: SHARED_UNKNOWN while it is not known what a model has, SHARED_BUDGET where there is no
         room for one."""
         if unknown := self.unknown:
-            message = f"budget: what {', '.join(unknown)} has and wants is not known yet; nothing is started for {model}"
+            what = f"what {', '.join(unknown)} has and wants is not known yet"
+            message = f"budget: {what}; nothing is started for {model}"
             raise UnavailableError(message, reason="SHARED_UNKNOWN")
         for number in range(count):
             short = [name for name in self.limits if self._is_short(name, each.get(name, 0.0))]
