@@ -59,6 +59,9 @@ class SharedModels(Settings):
         counts = Counter(model.name for model in self.models)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"model {twice[0]} is there twice")
+        histories = Counter(model.history_file for model in self.models if model.history_file is not None)
+        if again := [file for file, count in histories.items() if count > 1]:
+            raise ValueError(f"history_file {again[0]} is there twice: each model needs its own")
         return self
 
     @property
@@ -143,3 +146,16 @@ def check_same_models(before: SharedModels, after: SharedModels) -> None:
     """Raises ConfigError where a file that is read again names other models or files of theirs."""
     if before.models != after.models:
         raise _broken("models", "are others than at the start: that needs a restart")
+
+
+def check_workloads(workloads: Mapping[str, tuple[str, str]]) -> None:
+    """Raises ConfigError where two models, or two pools, have one workload on Kubernetes: two hands on one replica count
+    fight. `workloads`: of prefill and decode, by model."""
+    counts = Counter(workload for pair in workloads.values() for workload in pair)
+    for model, pair in workloads.items():
+        if twice := [workload for workload in pair if counts[workload] > 1]:
+            message = (
+                f"must have workloads of their own, and {twice[0]} of {model} is another's too: give each "
+                "prefill_workload and decode_workload"
+            )
+            raise _broken("models", message)

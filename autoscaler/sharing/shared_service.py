@@ -35,6 +35,7 @@ from autoscaler.sharing.models_file import (
     SharedModels,
     check_same_models,
     check_shared,
+    check_workloads,
     least_uses,
     load_models,
 )
@@ -180,10 +181,13 @@ async def serve_models(config: AutoscalerConfig) -> None:
     shared = load_models(path)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
     loops, stop = LoopRunner(), stop_signal()
+    own = {model.name: _config_of(config, model) for model in shared.models}
+    if config.actuator == "kubernetes":
+        check_workloads({name: (one.kubernetes.prefill, one.kubernetes.decode) for name, one in own.items()})
     async with AsyncExitStack() as stack:
         actuators = {}
-        for model in shared.models:
-            actuators[model.name] = made = make_actuator(_config_of(config, model))
+        for name, one in own.items():
+            actuators[name] = made = make_actuator(one)
             if made is not None:
                 stack.push_async_callback(made.close)
         stack.callback(log_event, "autoscaler.stopped")

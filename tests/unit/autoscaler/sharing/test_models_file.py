@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autoscaler.sharing.models_file import check_same_models, load_models
+from autoscaler.sharing.models_file import check_same_models, check_workloads, load_models
 from autoscaler.sharing.shared_service import policies_of
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from splitserve.config.autoscaler import AutoscalerConfig
@@ -54,6 +54,7 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
         ({"models": [MODELS[0], MODELS[0]]}, PRICED, "model a is there twice"),
         ({"models": [{"name": "a b", "policy": "a.yaml"}]}, PRICED, "models.0.name"),
         ({"models": [{**MODELS[0], "prefill_workload": "pod/x"}]}, PRICED, "models.0.prefill_workload"),
+        ({"models": [{**one, "history_file": "h.json"} for one in MODELS]}, PRICED, "h.json is there twice"),
         ({"class_limits": {"only": 0}}, PRICED, "class_limits.only"),
         ({"class_limits": {"none": 3}}, PRICED, "class_limits names none, which is a class of no policy"),
         ({"move_after_s": -1}, PRICED, "move_after_s"),
@@ -71,6 +72,13 @@ def test_what_it_must_keep(tmp_path: Path, file: dict[str, Any], a: dict[str, An
     path = write(tmp_path, file, a=both(a), b=both(PRICED))
     with pytest.raises(ConfigError, match=said):
         policies_of(load_models(path))
+
+
+def test_no_workload_is_scaled_by_two() -> None:
+    check_workloads({"a": ("deployment/p", "deployment/d"), "b": ("deployment/q", "deployment/e")})
+    for other in (("deployment/p", "deployment/e"), ("deployment/e", "deployment/e")):
+        with pytest.raises(ConfigError, match="must have workloads of their own, and deployment/"):
+            check_workloads({"a": ("deployment/p", "deployment/d"), "b": other})
 
 
 def test_the_least_of_all_must_fit_the_gpus(tmp_path: Path) -> None:
