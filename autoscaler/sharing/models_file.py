@@ -149,8 +149,8 @@ def check_same_models(before: SharedModels, after: SharedModels) -> None:
 
 
 def check_workloads(workloads: Mapping[str, tuple[str, str]]) -> None:
-    """Raises ConfigError where two models, or two pools, have one workload on Kubernetes: two hands on one replica count
-    fight. `workloads`: of prefill and decode, by model."""
+    """Raises ConfigError where two models, or two pools, have one workload on Kubernetes: two hands on one count fight.
+    `workloads`: of prefill and decode, by model."""
     counts = Counter(workload for pair in workloads.values() for workload in pair)
     for model, pair in workloads.items():
         if twice := [workload for workload in pair if counts[workload] > 1]:
