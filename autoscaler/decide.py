@@ -27,6 +27,7 @@ from autoscaler.policies.slo.slo_decode import recommend_decode
 from autoscaler.policies.slo.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
+from autoscaler.sharing.gpu_shares import gpu_claims, gpu_share
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 
@@ -66,8 +67,13 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
         units = in_units(policy, snapshot)
         prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, units, zero)
         decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, units, zero)
-        plan = joint_plan(policy, units, prefill, decode, before.lending)
-        plan = with_classes(policy, snapshot, units, plan, Proposals(prefill, decode))
+        proposals = Proposals(prefill, decode)
+        claims = gpu_claims(policy, units, proposals)
+        most = gpu_share(policy, units, claims)
+        plan = joint_plan(policy, units, prefill, decode, before.lending, most)
+        if most is not None:
+            plan = replace(plan, claims=claims, worth_moving=most.worth_moving)
+        plan = with_classes(policy, snapshot, units, plan, proposals)
         return plan, PlanMemory(
             _recorded(policy.prefill, "prefill", after_p, plan.prefill, prefill.current, snapshot),
             _recorded(policy.decode, "decode", after_d, plan.decode, decode.current, snapshot),

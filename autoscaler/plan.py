@@ -7,13 +7,16 @@ first, then from the less loaded pool. Pure and deterministic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
+from autoscaler.policies.joint_limits import gpu_budget, link_carries
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
-from autoscaler.snapshot import LEAVING, PoolName, Snapshot
+from autoscaler.sharing.shared_view import GpuShare
+from autoscaler.sharing.shares import Claim
+from autoscaler.snapshot import PoolName, Snapshot
 
 Cause = Literal[
     "policy",
@@ -91,6 +94,12 @@ class ScalingPlan:
     """Decode workers compute prompts themselves, where that is faster, while prefill replicas start."""
     budget_per_hour: float | None = None
     """What all replicas of pools with classes may cost, those that start or drain included."""
+    class_room: Mapping[str, int] = field(default_factory=dict)
+    """How many more replicas of a class may be started now, where several models share its limit."""
+    claims: Mapping[PoolName, Claim] = field(default_factory=dict)
+    """What the pools want, for other models on the same inventory to know; empty where there are none."""
+    worth_moving: bool = False
+    """Whether all of these models together would do much better if some gave up what they have."""
 
     def pool(self, name: PoolName) -> PoolPlan:
         """The plan of one pool."""
@@ -158,9 +167,15 @@ def one_neutral(policy: ScalingPolicy, prefill: Proposal, decode: Proposal) -> P
 
 
 def joint_plan(
-    policy: ScalingPolicy, snapshot: Snapshot, prefill: Proposal, decode: Proposal, lending: bool = False
+    policy: ScalingPolicy,
+    snapshot: Snapshot,
+    prefill: Proposal,
+    decode: Proposal,
+    lending: bool = False,
+    most: GpuShare | None = None,
 ) -> ScalingPlan:
-    """The plan for both pools. `lending`: the last plan lent decode workers to prefill."""
+    """The plan for both pools. `lending`: the last plan lent decode workers to prefill. `most`: its share of the
+    GPUs of several models."""
     prefill = one_neutral(policy, prefill, decode)
     p, d = prefill.count, decode.count
     notes: Notes = {
@@ -174,7 +189,8 @@ def joint_plan(
         why = f"the link carries the KV of {carried} prefill replicas: more add nothing"
         notes["prefill"].append(("link", why))
     standby = (policy.prefill.warm_standby, policy.decode.warm_standby)
-    p, d, standby = _within_budget(policy, snapshot, Proposals(prefill, decode), p, d, standby, notes)
+    proposals = Proposals(prefill, decode, most)
+    p, d, standby = _within_budget(policy, snapshot, proposals, p, d, standby, notes)
     plans = (
         PoolPlan(p, standby[0], _text(notes["prefill"]), prefill.error, notes["prefill"][-1][0]),
         PoolPlan(d, standby[1], _text(notes["decode"]), decode.error, notes["decode"][-1][0]),
@@ -202,20 +218,13 @@ def _within_ratio(policy: ScalingPolicy, p: int, d: int, notes: Notes) -> tuple[
     return p, d
 
 
-def link_carries(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
-    """Busy prefill replicas whose KV the shared link can carry; None while unknown or not shared."""
-    rate, kv_bytes = snapshot.prefill.tokens_per_s, snapshot.link.kv_bytes_per_token
-    if policy.link_gb_per_s is None or not rate or not kv_bytes:
-        return None
-    return max(1, math.ceil(policy.link_gb_per_s * 1e9 / (kv_bytes * rate) - 1e-9))
-
-
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Both pools' proposals."""
+    """Both pools' proposals, and what they may have of the GPUs that several models share."""
 
     prefill: Proposal
     decode: Proposal
+    most: GpuShare | None = None
 
     def pool(self, name: PoolName) -> Proposal:
         """That of one pool."""
@@ -224,21 +233,6 @@ class Proposals:
     def overload(self, p: int, d: int) -> float:
         """Demand over capacity of the worse pool, with `p` prefill and `d` decode replicas."""
         return max(self.prefill.need / max(p, 1), self.decode.need / max(d, 1))
-
-
-def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
-    """GPUs for both pools: the policy's, else the actuator's inventory and what workers of others have beside it."""
-    if policy.gpu_budget is not None or snapshot.gpu_inventory is None:
-        return policy.gpu_budget
-    if policy.prefill.classes or policy.decode.classes:
-        return None  # units are no GPUs: `max_replicas` of each class says how many there are
-    return snapshot.gpu_inventory + sum(
-        pool.gpus_per_replica * sum(not r.ours and r.state not in LEAVING for r in replicas)
-        for pool, replicas in (
-            (policy.prefill, snapshot.prefill.replicas),
-            (policy.decode, snapshot.decode.replicas),
-        )
-    )
 
 
 def _within_budget(
@@ -250,7 +244,9 @@ def _within_budget(
     standby: tuple[int, int],
     notes: Notes,
 ) -> tuple[int, int, tuple[int, int]]:
-    budget = gpu_budget(policy, snapshot)
+    budget, among = gpu_budget(policy, snapshot), ""
+    if (most := proposals.most) is not None and (budget is None or most.gpus < budget):
+        budget, among = most.gpus, most.among
     if budget is None or _gpus(policy, p, d, standby) <= budget:
         return p, d, standby
     standby = _less_standby(policy, p, d, standby, budget)
@@ -259,7 +255,7 @@ def _within_budget(
         p, d = _shared(policy, proposals, p, d, budget)
         for name, count, before in (("prefill", p, wanted[0]), ("decode", d, wanted[1])):
             if count < before:
-                why = f"{before} wanted, {count} within a budget of {budget} GPUs"
+                why = f"{before} wanted, {count} within a budget of {budget} GPUs{among}"
                 notes["prefill" if name == "prefill" else "decode"].append(("gpu_budget", why))
     return p, d, standby
 

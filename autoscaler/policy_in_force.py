@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,13 +35,19 @@ class LoadedPolicy:
 class PolicyFile:
     """The policy in a YAML file, with the code that it names."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads it. Raises ConfigError."""
-        self.path = path
+    def __init__(
+        self,
+        path: Path,
+        check: Callable[[ScalingPolicy], None] = lambda rules: None,
+        name: str = "policy",
+    ) -> None:
+        """Reads it. `check` says whether a policy fits what it shares with others, and may raise ConfigError; `name` is
+        what metrics and logs call it. Raises ConfigError."""
+        self.path, self._check = path, check
         self.value: LoadedPolicy
         """The last version that was right."""
         self._code: list[Path] = []
-        self.files = ReloadedFiles("policy", lambda: [path, *self._code], lambda: _loaded(path), self._adopt)
+        self.files = ReloadedFiles(name, lambda: [path, *self._code], lambda: _loaded(path), self._adopt)
         self.files.start()
 
     def poll(self) -> LoadedPolicy | None:
@@ -58,6 +64,7 @@ class PolicyFile:
         return None  # they change right now
 
     def _adopt(self, policy: LoadedPolicy) -> None:
+        self._check(policy.rules)
         self.value, self._code = policy, source_files(policy.rules)
 
 

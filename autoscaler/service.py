@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,8 @@ from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
+from autoscaler.sharing.merged_plans import MergedPlans
+from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.signals.demand_watch import DemandWatch
 from autoscaler.signals.history_file import HistoryFile
 from autoscaler.signals.notice_watch import NoticeWatch
@@ -49,6 +52,19 @@ LEASE_INTERVALS = 3
 """A lease lasts this many intervals at least, so that its holder renews it in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the control loops of several models on one inventory have in common, and one model's part in it."""
+
+    account: ModelAccount
+    plans: MergedPlans
+    lease: Lease | None = None
+
+    def changed(self, change: PolicyChange) -> PolicyChange:
+        """The policy with decisions that see the account."""
+        return replace(change, decide=self.account.deciding(change.decide))
+
+
 @asynccontextmanager
 async def control_loop(
     policy: PolicyFile,
@@ -64,10 +80,11 @@ async def control_loop(
     api_key: str | None = None,
     shadows: Shadows | None = None,
     history: HistoryFile | None = None,
+    sharing: Sharing | None = None,
 ) -> AsyncIterator[ControlLoop]:
     """A connected control loop; the caller runs it. The actuator is not closed here. With `lease_s` it acts only while
     it holds the coordinators' lease, which it gives up at the end. Forecasts go on from `history`, which the caller
-    runs."""
+    runs. With `sharing` it is one of several, whose lease it has."""
     shadows = shadows or Shadows()
     async with AsyncExitStack() as stack:
         made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
@@ -82,10 +99,9 @@ async def control_loop(
         first = in_force.first()
         if history is not None:
             history.restore(observer, in_force.history_s)
-        lease = None
-        if lease_s is not None and actuator is not None and not dry_run:
-            lasts_s = min(MAX_LEASE_S, max(lease_s, LEASE_INTERVALS * first.settings.interval_s))
-            lease = Lease(clients, f"{socket.gethostname()[:60]}/{uuid.uuid4()}", model, lasts_s)
+        lease = None if sharing is None else sharing.lease
+        if lease is None and lease_s is not None and actuator is not None and not dry_run:
+            lease = Lease(clients, holder_name(), model, lease_length_s(lease_s, first.settings.interval_s))
             stack.push_async_callback(lease.release)
         on_demand, valid_s = partial(_on_demand, policy, observer), _plan_s(first.settings)
         rotation = CoordinatorRotation(clients, valid_s, lease, on_demand)
@@ -94,12 +110,13 @@ async def control_loop(
             change = in_force.poll()
             if change is not None:
                 rotation.valid_s = _plan_s(change.settings)
-            return change
+            return change if change is None or sharing is None else sharing.changed(change)
 
+        first = first if sharing is None else sharing.changed(first)
         yield ControlLoop(
             observe=observer.observe,
             decide=first.decide,
-            rotation=rotation,
+            rotation=rotation if sharing is None else sharing.plans.rotation(model, rotation),
             actuator=actuator,
             settings=first.settings,
             lease=lease,
@@ -109,6 +126,16 @@ async def control_loop(
             rest=NoticeWatch(clients, model).pause,
             journal=DecisionJournal(first.attainment),
         )
+
+
+def holder_name() -> str:
+    """Unique to this run of the autoscaler."""
+    return f"{socket.gethostname()[:60]}/{uuid.uuid4()}"
+
+
+def lease_length_s(given_s: float, interval_s: float) -> float:
+    """How long a lease lasts that is renewed at each interval."""
+    return min(MAX_LEASE_S, max(given_s, LEASE_INTERVALS * interval_s))
 
 
 def _on_demand(policy: PolicyFile, observer: Observer) -> Sequence[registry_pb2.ServedModel]:
@@ -121,7 +148,7 @@ async def serve(config: AutoscalerConfig) -> None:
 
     Raises ConfigError for a wrong policy file or actuator, FailedPreconditionError for a taken metrics port.
     """
-    policy, shadows = PolicyFile(config.policy), shadows_of(config.shadow, config.shadow_window_s)
+    policy, shadows = PolicyFile(config.one_policy), shadows_of(config.shadow, config.shadow_window_s)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
     loops = LoopRunner()
     certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
@@ -160,10 +187,10 @@ async def serve(config: AutoscalerConfig) -> None:
                 security.token,
             ):
                 log_event("autoscaler.ready", actuator=config.actuator, interval_s=loop.settings.interval_s)
-                background = {"scaling": loop.run, "scoring": scoring.run, "files": certificates.follow}
+                background = [("scaling", loop.run), ("scoring", scoring.run), ("files", certificates.follow)]
                 if history is not None:
-                    background["history"] = history.run
-                await _run_until(background, loops, stop)
+                    background.append(("history", history.run))
+                await run_until(background, loops, stop)
     finally:
         if actuator is not None:
             await actuator.close()
@@ -173,7 +200,7 @@ async def serve(config: AutoscalerConfig) -> None:
 def _scoring(config: AutoscalerConfig, loop: ControlLoop) -> ShadowScoring:
     """Of the policy in force and its shadows; without shadows there is nothing to compare."""
     shadows = [ScoredPolicy("shadow", path) for path in config.shadow]
-    policies = [ScoredPolicy("in_force", config.policy), *shadows] if shadows else []
+    policies = [ScoredPolicy("in_force", config.one_policy), *shadows] if shadows else []
     return ShadowScoring(loop.journal, policies, config.shadow_window_s)
 
 
@@ -223,11 +250,12 @@ def _kubernetes(config: AutoscalerConfig) -> Actuator:
     return KubernetesActuator.connect(config.kubernetes)
 
 
-async def _run_until(
-    background: Mapping[str, Callable[[], Awaitable[None]]], loops: LoopRunner, stop: asyncio.Event
+async def run_until(
+    background: Sequence[tuple[str, Callable[[], Awaitable[None]]]], loops: LoopRunner, stop: asyncio.Event
 ) -> None:
+    """Runs these loops, each with its name, until `stop` is set."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(loops.run(name, loop)) for name, loop in background.items()]
+        tasks = [group.create_task(loops.run(name, loop)) for name, loop in background]
         await stop.wait()
         for task in tasks:
             task.cancel()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from autoscaler.sharing.shared_view import SharedView
 from splitserve.histograms import Histogram
 
 PoolName = Literal["prefill", "decode"]
@@ -209,6 +210,8 @@ class Snapshot:
     """Registered workers of other models. Nothing else in the snapshot says anything about them."""
     short: frozenset[PoolClass] = frozenset()
     """Classes of replicas of which no more are to be had now: starts were refused, or failed one after the other."""
+    shared: SharedView | None = None
+    """What other models on the same inventory have and claim; None where there are none."""
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     """Further exported metrics by name, for `target` policies; None while unknown."""
 

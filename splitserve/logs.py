@@ -35,6 +35,16 @@ _request_ids: ContextVar[Mapping[str, str]] = ContextVar("request_ids", default=
 
 
 @contextmanager
+def log_context(**fields: str) -> Iterator[None]:
+    """Adds these to every event logged in this context and in tasks started from it, beside what is there already."""
+    token = _request_ids.set({**_request_ids.get(), **fields})
+    try:
+        yield
+    finally:
+        _request_ids.reset(token)
+
+
+@contextmanager
 def request_context(request_id: str, trace_id: str = "") -> Iterator[None]:
     """Adds `request_id`, and `trace_id` unless it is empty, to every event logged in this context and in tasks started
     from it. A field of an event's own goes before them."""

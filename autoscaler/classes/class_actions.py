@@ -51,10 +51,11 @@ def reconcile_classes(
     room = math.inf
     if plan.budget_per_hour is not None:
         room = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
+    places = dict(plan.class_room)
     for pool in classed:
         ours = [one for one in pools[pool] if one.ours]
         held = frozenset(name for where, name in paused if where == pool)
-        found = _Classed(pool, plan.pool(pool), ours, held).actions(room)
+        found = _Classed(pool, plan.pool(pool), ours, held).actions(room, places)
         room -= sum(_price(plan.pool(pool), one) for one in found if isinstance(one, Start))
         actions += found
     return tuple(actions)
@@ -84,8 +85,9 @@ class _Classed:
     paused: frozenset[str] = frozenset()
     """Classes of which nothing is ordered now."""
 
-    def actions(self, room: float) -> list[Action]:
-        """`room`: money for an hour that may be spent on more."""
+    def actions(self, room: float, places: dict[str, int]) -> list[Action]:
+        """`room`: money for an hour that may be spent on more. `places`: how many more there may be of limited classes;
+        those that are taken are taken off."""
         actions: list[Action] = []
         blocked: list[float] = []
         for share in sorted(self.plan.mix, key=lambda share: share.spot):
@@ -94,6 +96,7 @@ class _Classed:
             lacking = share.count - len(in_state(there, ReplicaState.READY))
             actions += [Activate(self.pool, one.name) for one in resting[: max(0, lacking)]]
             count = 0 if share.name in self.paused else max(0, -self._surplus(share))
+            count = min(count, places.get(share.name, count))
             affordable = _affordable(count, share.price_per_hour, room)
             if affordable < count:
                 blocked.append(share.price_per_hour)
@@ -101,6 +104,8 @@ class _Classed:
                 # Where all are alike nobody has to choose.
                 name = share.name if len(self.plan.mix) > 1 else ""
                 actions.append(Start(self.pool, affordable, name, share.gpus))
+                if share.name in places:
+                    places[share.name] -= affordable
                 room -= affordable * share.price_per_hour
         if not in_state(self.ours, ReplicaState.DRAINING):
             makes_room = bool(blocked) and self._makes_room(min(blocked), room)

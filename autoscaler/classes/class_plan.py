@@ -2,16 +2,18 @@
 
 Before it, everything counts in units, replicas of speed 1 (`units.py`): policies, `behavior`, ratio and link know of
 no classes. Here the units that are wanted become replicas: the classes that can meet the target (`usable.py`), the
-cheapest mix of them (`mix.py`), and where both pools together cost too much, a share for each (`money_budget.py`).
+cheapest mix of them (`mix.py`), and where both pools together cost too much, or several models do, a share for each
+(`autoscaler/sharing/shares.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, cheapest_mix, offers_of
-from autoscaler.classes.money_budget import Claim, Rung, share_budget
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.refused_classes import to_do_without
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
@@ -20,8 +22,12 @@ from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposal, Proposals, Sc
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
 from autoscaler.policies.slo.slo_decode import decode_shares
 from autoscaler.policies.slo.slo_prefill import prefill_shares
+from autoscaler.sharing.shared_view import SharedView
+from autoscaler.sharing.shares import MONEY, Claim, Rung, of_class, share
 from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
 
+MOST_RUNGS = 32
+"""Steps of a ladder; of a pool that wants more units each is of several."""
 _HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)
 
 
@@ -98,29 +104,65 @@ class ClassedDemand:
             (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
         )
 
-    def steady(self, units: float) -> ClassMix:
+    def steady(self, units: float, without: Collection[str] = ()) -> ClassMix:
         """The cheapest mix, whatever runs now."""
-        return cheapest_mix(self.offers, units, floor=self.floor.within(units))
+        offers = [replace(one, most=0) if one.name in without else one for one in self.offers]
+        return cheapest_mix(offers, units, floor=self.floor.within(units))
 
-    def mix(self, units: float, budget_per_hour: float | None = None) -> ClassMix:
-        """The cheapest mix that is worth coming to."""
-        return cheapest_mix(self.offers, units, budget_per_hour, self.change, self.floor.within(units))
+    def mix(
+        self,
+        units: float,
+        budget_per_hour: float | None = None,
+        most: Mapping[str, float] = MappingProxyType({}),
+    ) -> ClassMix:
+        """The cheapest mix that is worth coming to, with no more of each class than `most` says."""
+        offers = [
+            replace(one, most=int(min(one.most, most.get(one.name, one.most) + 1e-9))) for one in self.offers
+        ]
+        return cheapest_mix(offers, units, budget_per_hour, self.change, self.floor.within(units))
 
-    def claim(self, proposal: Proposal, snapshot: Snapshot) -> Claim:
-        """Its ladder under a budget: one rung a unit. `snapshot` is in units."""
-        steps = [self.least + step for step in range(int(self.units - self.least + 1e-9) + 1)]
-        steps += [self.units] if steps[-1] < self.units - 1e-9 else []
-        mixes = [self.steady(units) for units in steps]
-        totals = [mix.units + self.floor.others for mix in mixes]
+    def claim(self, proposal: Proposal, snapshot: Snapshot, limited: Collection[str] = ()) -> Claim:
+        """Its ladder: one rung a unit, and of classes that are `limited` further ones without them. `snapshot` is in
+        units."""
+        names = [one.name for one in self.offers if one.name in limited]
+        without = [(), *((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
+        found: dict[tuple[float, tuple[int, ...]], ClassMix] = {}
+        for units in self._steps():
+            for left_out in without:
+                mix = self.steady(units, left_out)
+                if not left_out or mix.units >= units - 1e-9:
+                    found.setdefault((units, mix.counts), mix)
+        mixes = sorted(((units, mix) for (units, _), mix in found.items()), key=_by_capacity)
+        totals = [mix.units + self.floor.others for _, mix in mixes]
         shares = expected_shares(self.name, self.pool, snapshot, [int(total) for total in totals])
         served = [min(1.0, total / proposal.need) if proposal.need > 0 else 1.0 for total in totals]
-        rungs = zip(steps, mixes, shares or served, served, strict=True)
-        recent = [b for b in snapshot.arrivals if b.start_s >= snapshot.now_s - snapshot.window_s]
-        requests = sum(bucket.requests for bucket in recent) / snapshot.window_s
+        rungs = zip(mixes, shares or served, served, strict=True)
         return Claim(
-            tuple(Rung(units, mix.price_per_hour, share, part) for units, mix, share, part in rungs),
-            max(requests, 1e-3),
+            tuple(Rung(units, self.uses(mix), kept, part) for (units, mix), kept, part in rungs),
+            weight_of(snapshot),
         )
+
+    def _steps(self) -> list[float]:
+        span = int(self.units - self.least + 1e-9)
+        stride = max(1, math.ceil(span / MOST_RUNGS))
+        steps = [self.least + step for step in range(0, span + 1, stride)]
+        return steps + ([self.units] if steps[-1] < self.units - 1e-9 else [])
+
+    def uses(self, mix: ClassMix) -> dict[str, float]:
+        """What a mix takes of what may be limited."""
+        counts = zip(self.offers, mix.counts, strict=True)
+        return {MONEY: mix.price_per_hour} | {of_class(one.name): float(count) for one, count in counts}
+
+
+def _by_capacity(one: tuple[float, ClassMix]) -> tuple[float, float]:
+    units, mix = one
+    return units, mix.price_per_hour
+
+
+def weight_of(snapshot: Snapshot) -> float:
+    """Requests a second."""
+    recent = [b for b in snapshot.arrivals if b.start_s >= snapshot.now_s - snapshot.window_s]
+    return max(sum(bucket.requests for bucket in recent) / snapshot.window_s, 1e-3)
 
 
 def expected_shares(
@@ -144,15 +186,21 @@ def with_classes(
     ]
     if not wanted:
         return plan
+    if snapshot.shared is not None:
+        return _within_shares(wanted, proposals, units, plan, snapshot.shared)
     budget = policy.budget_per_hour
     granted = [one.units for one in wanted]
     mixes = [one.mix(one.units) for one in wanted]
     if budget is not None and sum(mix.price_per_hour for mix in mixes) > budget:
         granted, mixes = _within_budget(wanted, proposals, units, budget)
+    of_budget = "" if budget is None else f"a budget of {budget:g} an hour"
     for one, given, mix in zip(wanted, granted, mixes, strict=True):
-        after = _planned(one, plan.pool(one.name), given, mix, budget)
-        plan = replace(plan, prefill=after) if one.name == "prefill" else replace(plan, decode=after)
+        plan = _with_pool(plan, one.name, _planned(one, plan.pool(one.name), given, mix, of_budget))
     return replace(plan, budget_per_hour=budget)
+
+
+def _with_pool(plan: ScalingPlan, name: PoolName, pool: PoolPlan) -> ScalingPlan:
+    return replace(plan, prefill=pool) if name == "prefill" else replace(plan, decode=pool)
 
 
 def _within_budget(
@@ -161,7 +209,7 @@ def _within_budget(
     """Units and mix of each pool. Mixes that keep what runs may be dearer than the cheapest: each may cost what the
     cheapest of the others leave."""
     claims = [one.claim(proposals.pool(one.name), units) for one in wanted]
-    rungs = [claim.rungs[at] for claim, at in zip(claims, share_budget(claims, budget), strict=True)]
+    rungs = [claim.rungs[at] for claim, at in zip(claims, share(claims, {MONEY: budget}), strict=True)]
     left = budget - sum(rung.price_per_hour for rung in rungs)
     mixes = []
     for one, rung in zip(wanted, rungs, strict=True):
@@ -171,6 +219,43 @@ def _within_budget(
     return [rung.units for rung in rungs], mixes
 
 
+def _within_shares(
+    wanted: Sequence[ClassedDemand],
+    proposals: Proposals,
+    units: Snapshot,
+    plan: ScalingPlan,
+    shared: SharedView,
+) -> ScalingPlan:
+    """As `_within_budget`, with what other models on the inventory claim. What is wanted is by shares; what may be
+    started now is what nobody has."""
+    limits = shared.limits
+    limited = {one.name for pool in wanted for one in pool.offers if of_class(one.name) in limits}
+    claims = {one.name: one.claim(proposals.pool(one.name), units, limited) for one in wanted}
+    got = shared.granted(claims)
+    rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
+    left, money = dict(got.left), None
+    if MONEY in limits:
+        mine = sum(rung.price_per_hour for rung in rungs) + left[MONEY]
+        money = min(mine, shared.own(MONEY) + shared.free(MONEY))
+    for one, rung in zip(wanted, rungs, strict=True):
+        most = {name: rung.uses.get(of_class(name), 0.0) + left[of_class(name)] for name in limited}
+        mix = one.mix(rung.units, rung.price_per_hour + left[MONEY] if MONEY in left else None, most)
+        uses = one.uses(mix)
+        left = {name: max(0.0, left[name] + rung.uses.get(name, 0.0) - uses.get(name, 0.0)) for name in left}
+        short = {name for name in limited if mix.units < rung.units - 1e-9 or rung.units < one.units - 1e-9}
+        what = [f"a budget of {limits[MONEY]:g} an hour ({shared.who(MONEY)})"] if MONEY in limits else []
+        what += [f"{limits[of_class(n)]:g} {n} ({shared.who(of_class(n))})" for n in sorted(short)]
+        after = _planned(one, plan.pool(one.name), rung.units, mix, f"{' and '.join(what)} for all models")
+        plan = _with_pool(plan, one.name, after)
+    return replace(
+        plan,
+        budget_per_hour=money,
+        class_room={name: int(shared.free(of_class(name)) + 1e-9) for name in limited},
+        claims=claims,
+        worth_moving=got.worth_moving,
+    )
+
+
 def _ours_by_class(pool: AnyPool, replicas: Sequence[Replica]) -> dict[str, int]:
     found = dict.fromkeys(pool.speeds, 0)
     for one in replicas:
@@ -178,9 +263,7 @@ def _ours_by_class(pool: AnyPool, replicas: Sequence[Replica]) -> dict[str, int]
     return found
 
 
-def _planned(
-    one: ClassedDemand, before: PoolPlan, granted: float, mix: ClassMix, budget: float | None
-) -> PoolPlan:
+def _planned(one: ClassedDemand, before: PoolPlan, granted: float, mix: ClassMix, limit: str) -> PoolPlan:
     shares = tuple(
         ClassShare(
             known.name,
@@ -197,7 +280,7 @@ def _planned(
     notes = [before.reason]
     if granted < one.units - 1e-9:
         cause = "money_budget"
-        notes.append(f"{one.units:g} wanted, {granted:g} within a budget of {budget:g} an hour")
+        notes.append(f"{one.units:g} wanted, {granted:g} within {limit}")
     elif mix.units < granted - 1e-9:
         cause = "bounds"
         notes.append(f"{granted:g} wanted, {mix.units:g} is all that the classes give")

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor, checked_floor
 from autoscaler.policies.behavior import PolicyModel, broken_rule
+from splitserve.config.autoscaler import ReplicaClassName
 
 MAX_CLASSES = 6
 
@@ -16,9 +17,9 @@ MAX_CLASSES = 6
 class ReplicaClass(PolicyModel):
     """One class of replicas of a pool."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
+    name: ReplicaClassName
     """Its name: 1 to 32 of a-z, 0-9 and inner dashes. Workers report it (`replica_class`); Docker finds the container
-    to copy by its label `splitserve.class`."""
+    to copy by its label `splitserve.class`, Kubernetes the workload by its name."""
     gpu: Annotated[str, Field(max_length=64)] = ""
     """What it runs on, for people: "H100", "MIG 3g.40gb"."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None

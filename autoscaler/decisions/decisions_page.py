@@ -19,6 +19,16 @@ def decisions_document(
     return {"decisions": [_document(one) for one in reversed(decisions)], "replays": [*replays]}
 
 
+def shared_document(
+    decisions: Mapping[str, Sequence[ScalingDecision]], limits: Mapping[str, float], used: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The page of several models that share `limits`; `used` says what each has of them."""
+    found = [(one.wall_s, one.number, model, one) for model, made in decisions.items() for one in made]
+    latest = sorted(found, key=lambda entry: entry[:3], reverse=True)
+    documents = [{"model": model, **_document(one)} for _, _, model, one in latest]
+    return {"decisions": documents, "replays": [], "shared": {"limits": {**limits}, "used": {**used}}}
+
+
 def _document(decision: ScalingDecision) -> dict[str, Any]:
     return {
         "number": decision.number,

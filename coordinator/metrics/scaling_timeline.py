@@ -12,7 +12,9 @@ from splitserve.v1 import registry_pb2, scaling_pb2
 MAX_DECISIONS = 2
 MAX_ENTRIES = 200
 """Decisions that the timeline keeps."""
-MAX_CAUSE, MAX_REASON = 64, 1024
+MAX_CAUSE, MAX_REASON, MAX_MODEL = 64, 1024, 128
+MAX_LATEST = 64
+"""Models and pools whose latest decision is kept apart; the one that was sent longest ago gives way."""
 MAX_ACTIONS, MAX_ACTION = 16, 200
 """Actions of a decision, and characters of each; more are cut."""
 _POOLS = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}
@@ -23,6 +25,8 @@ class TimelineEntry:
     """A decision about one pool, from its first plan until another one differed."""
 
     at_unix_s: float
+    model: str
+    """Empty where the autoscaler scales one, or all."""
     pool: str
     desired: int
     standby: int
@@ -42,7 +46,7 @@ class ScalingTimeline:
 
     def __init__(self) -> None:
         self._entries: deque[TimelineEntry] = deque(maxlen=MAX_ENTRIES)
-        self._latest: dict[str, TimelineEntry] = {}
+        self._latest: dict[tuple[str, str], TimelineEntry] = {}
 
     @property
     def entries(self) -> Sequence[TimelineEntry]:
@@ -51,19 +55,22 @@ class ScalingTimeline:
 
     @property
     def latest(self) -> Sequence[TimelineEntry]:
-        """The last decision about each pool, counts and reason as of the last plan."""
-        return tuple(self._latest[pool] for pool in _POOLS.values() if pool in self._latest)
+        """The last decision about each pool of each model, counts and reason as of the last plan."""
+        order = list(_POOLS.values())
+        return tuple(sorted(self._latest.values(), key=lambda one: (one.model, order.index(one.pool))))
 
     def add(self, request: scaling_pb2.ApplyPlanRequest, now_unix_s: float) -> None:
         """Takes the decisions of a checked plan. A decision that differs from the one before gets an entry."""
         for decision in request.decisions:
             entry = _entry(decision, request.lend_decode_to_prefill, now_unix_s)
-            before = self._latest.get(entry.pool)
+            before = self._latest.pop((entry.model, entry.pool), None)
             if before is None or _essence(before) != _essence(entry):
                 self._entries.append(entry)
             else:
                 entry = replace(entry, at_unix_s=before.at_unix_s)
-            self._latest[entry.pool] = entry
+            self._latest[entry.model, entry.pool] = entry
+            if len(self._latest) > MAX_LATEST:
+                del self._latest[next(iter(self._latest))]
 
 
 def check_decisions(request: scaling_pb2.ApplyPlanRequest) -> None:
@@ -80,6 +87,7 @@ def check_decisions(request: scaling_pb2.ApplyPlanRequest) -> None:
 def _entry(decision: scaling_pb2.PoolDecision, lend: bool, now_unix_s: float) -> TimelineEntry:
     return TimelineEntry(
         at_unix_s=now_unix_s,
+        model=decision.model[:MAX_MODEL],
         pool=_POOLS[decision.pool],
         desired=decision.desired,
         standby=decision.standby,

@@ -22,6 +22,7 @@ from autoscaler.policies.policy_file import (
 )
 from autoscaler.policies.schedule import ScheduleWindow
 from autoscaler.policies.slo.slo_tuning import SloTuning
+from autoscaler.sharing.models_file import ScaledModel, SharedModels
 from coordinator.records.tenant_costs import PriceFile
 from coordinator.tenants.policy_file import TenantPolicy, TenantsFile
 from splitserve.cli.up import SHOWN
@@ -114,6 +115,8 @@ SECTIONS = [
     ),
     Section("Faults (section `faults` of a worker, for tests only)", FaultPlan),
     Section("Trigger (a nested mapping in `faults`)", Trigger),
+    Section("File of models (see [shared-budget.md](shared-budget.md))", SharedModels),
+    Section("File of models: an entry of `models`", ScaledModel),
     Section("Policy file (see [autoscaling.md](autoscaling.md))", ScalingPolicy),
     Section("Policy file: a pool, `kind: slo`", SloPool),
     Section("Policy file: section `slo` of a pool", SloTuning),

@@ -72,6 +72,11 @@ def _unless_followed(service: Callable[..., None]) -> Callable[..., None]:
 
 def _run_autoscaler(settings: AutoscalerConfig) -> None:
     _configure_logging("autoscaler")
+    if settings.models is not None:
+        from autoscaler.sharing.shared_service import serve_models
+
+        _run(serve_models(settings))
+        return
     from autoscaler.service import serve
 
     _run(serve(settings))

@@ -10,7 +10,9 @@ from pydantic import Field
 from splitserve.config.base import CoordinatorAddress, Option, Port, Settings
 from splitserve.config.gpu_list import GpuGroups
 from splitserve.config.security import SecuritySettings
+from splitserve.errors import ConfigError
 
+ReplicaClassName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
 Workload = Annotated[str, Field(pattern=r"^(deployment|statefulset)/[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
 
 
@@ -27,6 +29,12 @@ class KubernetesConfig(Settings):
         "deployment/splitserve-decode"
     )
     """Workload of the decode pool: kind and name."""
+    classes: Annotated[
+        tuple[ReplicaClassName, ...], Field(max_length=16), Option(flag="workload-class", metavar="CLASS")
+    ] = ()
+    """Replica classes of the policy that have workloads of their own, named after those of the pools: with
+    `deployment/decode` and the class `h100` that is `deployment/decode-h100`. Repeatable; a pool may lack one. Default:
+    each pool is one workload."""
     kubeconfig: Path | None = None
     """File with the API server's address and credentials. Default: the pod's service account, or `~/.kube/config`."""
     context: Annotated[str | None, Option(flag="kube-context")] = None
@@ -60,8 +68,11 @@ class DockerConfig(Settings):
 class AutoscalerConfig(SecuritySettings):
     """The autoscaler as a separate service."""
 
-    policy: Path
-    """Policy file that says how each pool scales."""
+    policy: Path | None = None
+    """Policy file that says how each pool scales. Either this or `models`."""
+    models: Path | None = None
+    """File of several models that share one inventory, each with a policy file of its own, and what they may have
+    together (docs/shared-budget.md)."""
     coordinators: Annotated[
         tuple[CoordinatorAddress, ...],
         Field(min_length=1),
@@ -101,3 +112,24 @@ class AutoscalerConfig(SecuritySettings):
     """Section `docker`."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """Section `kubernetes`."""
+
+    @property
+    def one_policy(self) -> Path:
+        """The policy file of one model. Raises ConfigError where there is none."""
+        if self.policy is None:
+            message = "policy: Field required, or a file of several models: models (--models)"
+            raise ConfigError(message, field="policy")
+        return self.policy
+
+    @property
+    def models_file(self) -> Path:
+        """The file of several models. Raises ConfigError where a setting is given that its models have."""
+        alone = {"policy": self.policy, "model": self.model, "history_file": self.history_file}
+        for name, value in {**alone, "shadow": self.shadow}.items():
+            if value:
+                message = (
+                    f"{name} must not be given with models (--models), whose file has what differs by model"
+                )
+                raise ConfigError(message, field=name)
+        assert self.models is not None
+        return self.models

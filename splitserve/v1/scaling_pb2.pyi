@@ -687,6 +687,7 @@ class PoolDecision(_message.Message):
     CAUSE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     NEXT_ACTIONS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     pool: _registry_pb2.Pool.ValueType
     """Which pool. Required."""
     desired: _builtins.int
@@ -701,6 +702,8 @@ class PoolDecision(_message.Message):
     """What decided the number last: a label of `splitserve_autoscaler_reason`. At most 64 characters."""
     reason: _builtins.str
     """One line for people. At most 1024 characters; longer is cut."""
+    model: _builtins.str
+    """The model, where the sender scales several. At most 128 characters; longer is cut. Empty: it scales one, or all."""
     @_builtins.property
     def next_actions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it is about to do, for example "start 2" or "drain decode-3". At most 16 of at most 200 characters; longer is cut."""
@@ -716,10 +719,11 @@ class PoolDecision(_message.Message):
         cause: _builtins.str = ...,
         reason: _builtins.str = ...,
         next_actions: _abc.Iterable[_builtins.str] | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "desired", b"desired", "next_actions", b"next_actions", "pool", b"pool", "ready", b"ready", "reason", b"reason", "standby", b"standby", "starting", b"starting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "desired", b"desired", "model", b"model", "next_actions", b"next_actions", "pool", b"pool", "ready", b"ready", "reason", b"reason", "standby", b"standby", "starting", b"starting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

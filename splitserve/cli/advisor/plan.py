@@ -15,6 +15,8 @@ from splitserve.cli.advisor.plan_inputs import (
     MOST_REQUESTS,
     GivenReplica,
     GivenTraffic,
+    mixed,
+    read_policy,
     read_price,
     read_replicas,
     read_traffic,
@@ -24,6 +26,7 @@ from splitserve.cli.output import shown_progress, write
 
 if TYPE_CHECKING:
     from autoscaler.advisor.candidates import ClusterShape
+    from autoscaler.policies.policy_file import ScalingPolicy
     from autoscaler.sizing.bill import GpuPrice
     from autoscaler.sizing.sizing import SizingTerms
 
@@ -117,6 +120,15 @@ Prices = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Price file with gpu_hour.", rich_help_panel=MONEY)
 ]
 
+PolicyFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Policy whose classes, spot ones above its floor, the pools are to be mixed of.",
+        rich_help_panel=MONEY,
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command."""
@@ -152,6 +164,7 @@ def plan(
     price: Price = None,
     currency: Currency = "USD",
     prices: Prices = None,
+    policy: PolicyFile = None,
     max_replicas: MaxReplicas = 256,
     limit: Limit = 120.0,
     as_json: options.AsJson = False,
@@ -164,7 +177,8 @@ def plan(
     terms = SizingTerms(goal, max_replicas, rate is not None, limit)
     traffic = GivenTraffic(trace, columns, rate, prompt_tokens, output_tokens, scale, time_scale, seed)
     replica = GivenReplica(model, shape, gpu, engine_model, gpus_per_replica, efficiency, lane_gb_per_s)
-    found = _planned(traffic, replica, terms, (ttft_ms, tpot_ms), read_price(price, currency, prices, gpu))
+    money = read_price(price, currency, prices, gpu), read_policy(policy)
+    found = _planned(traffic, replica, terms, (ttft_ms, tpot_ms), money)
     write(f"{json.dumps(found)}\n" if as_json else plan_text(found))
 
 
@@ -173,7 +187,7 @@ def _planned(
     replica: GivenReplica,
     terms: SizingTerms,
     targets_ms: tuple[float, float],
-    price: GpuPrice | None,
+    money: tuple[GpuPrice | None, ScalingPolicy | None],
 ) -> dict[str, Any]:
     """What `--json` prints."""
     from autoscaler.advisor.achieved import traffic_figures
@@ -184,7 +198,7 @@ def _planned(
     from autoscaler.sizing.replica_choice import cheapest
     from splitserve.config.coordinator import AdmissionConfig
 
-    slo = Slo(targets_ms[0] / 1e3, targets_ms[1] / 1e3)
+    slo, (price, policy) = Slo(targets_ms[0] / 1e3, targets_ms[1] / 1e3), money
     whole, reported = read_traffic(traffic, slo)
     longest = max(one.prompt_tokens + one.output_tokens for one in whole.requests)
     designs, model, notes = read_replicas(replica, reported, longest)
@@ -213,6 +227,7 @@ def _planned(
     return {
         "best": "colocated" if found.best is found.colocated else "split",
         **billed,
+        "mix": mixed(policy, found.split, cut),
         "currency": None if price is None else price.currency,
         "replica": {**asdict(design), "gpu": replica.gpu},
         "other_replicas": [

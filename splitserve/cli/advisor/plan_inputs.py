@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 
 if TYPE_CHECKING:
+    from autoscaler.advisor.advice import Prediction
     from autoscaler.advisor.reported_engine import ReportedEngine
+    from autoscaler.policies.policy_file import ScalingPolicy
     from autoscaler.simulation.outcome import Slo
     from autoscaler.simulation.traces.lengths import LengthDistribution
     from autoscaler.simulation.traces.trace import Trace
@@ -191,3 +193,23 @@ def read_price(price: float | None, currency: str, prices: Path | None, gpu: str
         message = f"prices: {prices} has no gpu_hour for {gpu or 'a GPU without --gpu'} ({names})"
         raise InvalidArgumentError(message, field="prices")
     return GpuPrice(known[gpu.lower()], file.currency)
+
+
+def read_policy(path: Path | None) -> ScalingPolicy | None:
+    """The policy whose classes are to be mixed. Raises InvalidArgumentError for a pool without classes."""
+    from autoscaler.policies.policy_file import load_policy
+
+    if path is None:
+        return None
+    policy = load_policy(path)
+    for name, pool in policy.pools.items():
+        if not pool.classes:
+            raise InvalidArgumentError(f"policy: {name} has no classes with prices in {path}", field="policy")
+    return policy
+
+
+def mixed(policy: ScalingPolicy | None, split: Prediction | None, trace: Trace) -> dict[str, Any] | None:
+    """The bill of two pools of the policy's classes; None without a policy, and where two pools miss the goal."""
+    from autoscaler.sizing.mix_bill import mix_bill
+
+    return None if policy is None or split is None else mix_bill(policy, split, trace).to_json()

@@ -67,6 +67,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     if best["replica_cost_per_hour"] is not None:
         yield f"One replica more costs {best['replica_cost_per_hour']:.2f} an hour, one less saves as much."
     yield f"Apply: {best['apply']}"
+    yield from _mix_lines(found.get("mix"))
     replica = found["replica"]
     gpus = f"{replica['gpus']} x {replica['gpu'] or 'GPU'}"
     if replica["weights_gb"] is not None:
@@ -80,3 +81,23 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     for other in found["other_replicas"]:
         yield f"Replicas of {other['gpus_per_replica']} GPUs: {other['name']}, {other['gpus']} GPUs"
     yield from (f"note: {note}" for note in found["notes"])
+
+
+def _mix_lines(mix: Mapping[str, Any] | None) -> Iterator[str]:
+    """The pools as mixes of a policy's classes."""
+    if mix is None:
+        return
+    for pool in ("prefill", "decode"):
+        one = mix[pool]
+        counts = " + ".join(f"{count} {name}" for name, count in one["classes"].items() if count)
+        yield (
+            f"{pool} of the policy's classes: {counts} for {one['units']} units, {one['on_demand_units']:g} of "
+            f"them not on spot machines: {one['cost_per_hour']:.2f} an hour"
+        )
+    told = f"{mix['cost_per_hour']:.2f} an hour, {mix['cost_per_million_tokens']:.2f} / 1M tokens"
+    if mix["on_demand_cost_per_hour"] is not None:
+        told += (
+            f"; without spot machines {mix['on_demand_cost_per_hour']:.2f}, "
+            f"{mix['on_demand_cost_per_million_tokens']:.2f} / 1M tokens"
+        )
+    yield f"Both pools: {told}"

@@ -30,12 +30,14 @@ Endpoint = Annotated[
         help="The autoscaler's metrics endpoint: its --host and --metrics-port.",
     ),
 ]
+Model = Annotated[str | None, typer.Option("--model", help="Only this one, where several share a budget.")]
 Last = Annotated[int, typer.Option("--last", min=1, max=240, help="Decisions to show, the latest first.")]
 
 
 def explain_scaling(
     target: Endpoint,
     last: Last = 5,
+    model: Model = None,
     as_json: options.AsJson = False,
     tls: options.TlsClient = None,
     cluster_token_file: options.ClusterTokenFile = None,
@@ -44,11 +46,16 @@ def explain_scaling(
     from splitserve.rpc.credentials import read_token
 
     page = _fetched(target, tls, read_token(cluster_token_file))
-    page["decisions"] = page["decisions"][:last]
+    mine = [one for one in page["decisions"] if model in (None, one.get("model"))]
+    page["decisions"] = mine[:last]
     if as_json:
         write(f"{json.dumps(page)}\n")
         return
-    lines = [*_lines(page["decisions"]), *_replay_lines(page["replays"])]
+    lines = [
+        *_shared_lines(page.get("shared")),
+        *_lines(page["decisions"]),
+        *_replay_lines(page["replays"]),
+    ]
     write("".join(f"{line}\n" for line in lines))
 
 
@@ -98,6 +105,14 @@ def _context(tls: Path) -> ssl.SSLContext:
     return context
 
 
+def _shared_lines(shared: Mapping[str, Any] | None) -> Iterator[str]:
+    """What several models share, and who has it."""
+    for name, limit in (shared or {"limits": {}})["limits"].items():
+        used = {model: uses.get(name, 0.0) for model, uses in (shared or {})["used"].items()}
+        who = ", ".join(f"{model} {amount:g}" for model, amount in used.items()).replace(" ", " has ", 1)
+        yield f"all models together: {sum(used.values()):g} of {limit:g} {name} ({who})"
+
+
 def _lines(decisions: list[Mapping[str, Any]]) -> Iterator[str]:
     """Plain text, the same piped and on a terminal."""
     if not decisions:
@@ -107,7 +122,8 @@ def _lines(decisions: list[Mapping[str, Any]]) -> Iterator[str]:
             yield ""
         notes = "" if decision["acted"] else "  (not acted on)"
         notes += "" if decision["complete"] else "  (a coordinator was silent)"
-        title = _bold(f"decision {decision['number']}")
+        of_model = f" for {decision['model']}" if "model" in decision else ""
+        title = _bold(f"decision {decision['number']}{of_model}")
         yield f"{title}  {decision['time']}{notes}"
         for name, pool in decision["pools"].items():
             yield from _pool_lines(name, pool, decision["window_s"])

@@ -42,6 +42,10 @@ NOT_SERVED_HERE = {
         ("splitserve_leaning", "splitserve_leaning_changes_total"),
         "needs a neutral worker: tests/unit/neutral_worker/test_neutral_role.py",
     ),
+    **dict.fromkeys(
+        ("splitserve_autoscaler_shared_limit", "splitserve_autoscaler_shared_used"),
+        "needs several models: tests/integration/scaling/test_shared_budget.py",
+    ),
     **dict.fromkeys(QUALITY, "needs the quality watch, which is off"),
     **dict.fromkeys(READINGS, "needs a GPU: tests/unit/engine/worker/test_worker_metrics.py"),
 }

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.plan import Proposal, gpu_budget, joint_plan, link_carries
+from autoscaler.plan import Proposal, joint_plan
+from autoscaler.policies.joint_limits import gpu_budget, link_carries
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.snapshot import Replica, ReplicaState
 from tests.support.scaling.snapshots import snapshot

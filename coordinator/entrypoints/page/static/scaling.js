@@ -28,10 +28,14 @@ function now(one) {
   return el(
     "div",
     {},
-    el("h3", {}, `${one.pool}: ${one.desired} wanted${standby}, ${one.ready} ready, ${one.starting} starting`),
+    el("h3", {}, `${named(one)}: ${one.desired} wanted${standby}, ${one.ready} ready, ${one.starting} starting`),
     el("p", {}, `next: ${next}`),
     el("p", { class: "note" }, `${one.cause}: ${one.reason}`),
   );
+}
+
+function named(one) {
+  return one.model ? `${one.model} ${one.pool}` : one.pool;
 }
 
 function upcoming(one) {
@@ -46,7 +50,7 @@ function timeline(entries) {
       "tr",
       {},
       el("td", {}, clock(one.at_unix_s)),
-      el("td", {}, one.pool),
+      el("td", {}, named(one)),
       el("td", {}, String(one.desired)),
       el("td", {}, one.cause),
       el("td", { class: "id" }, one.actions.join(", ") || "none"),

@@ -43,13 +43,15 @@ def pod(deployment: dict[str, Any]) -> dict[str, Any]:
     return deployment["spec"]["template"]["spec"]
 
 
+CLASSED = found("classes", "Deployment")
 DEPLOYMENTS = {
     name: deployment
     for file in ("coordinator", "workers", "autoscaler")
     for name, deployment in found(file, "Deployment").items()
 }
-POLICY = parse_policy(
-    yaml.safe_load(found("autoscaler", "ConfigMap")["splitserve-policy"]["data"]["policy.yaml"])
+POLICY, CLASSED_POLICY = (
+    parse_policy(yaml.safe_load(found(file, "ConfigMap")["splitserve-policy"]["data"]["policy.yaml"]))
+    for file in ("autoscaler", "classes")
 )
 
 
@@ -61,9 +63,9 @@ def test_every_file_holds_named_documents(path: Path) -> None:
         assert document["metadata"]["name"].startswith("splitserve-")
 
 
-@pytest.mark.parametrize("name", DEPLOYMENTS)
+@pytest.mark.parametrize("name", [*DEPLOYMENTS, *CLASSED])
 def test_commands_and_labels(name: str) -> None:
-    deployment = DEPLOYMENTS[name]
+    deployment = (DEPLOYMENTS | CLASSED)[name]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels == {"app": name}
     command, *options = pod(deployment)["containers"][0]["args"]
@@ -175,3 +177,43 @@ def apps(selector: dict[str, Any]) -> list[str]:
         assert (expression["key"], expression["operator"]) == ("app", "In")
         named += expression["values"]
     return named
+
+
+def test_each_class_of_the_example_is_a_deployment_like_that_of_its_pool() -> None:
+    classes = {one.name: one for one in CLASSED_POLICY.decode.classes}
+    assert {f"{POOLS[1]}-{name}" for name in classes} == set(CLASSED)
+    plain = pod(DEPLOYMENTS[POOLS[1]])
+    for name, kind in classes.items():
+        worker = pod(CLASSED[f"{POOLS[1]}-{name}"])
+        own = worker["containers"][0]
+        assert f"--replica-class={name}" in own["args"]
+        assert set(plain["containers"][0]["args"]) < set(own["args"])
+        assert own["resources"]["limits"] == {"nvidia.com/gpu": CLASSED_POLICY.decode.gpus_per_replica}
+        assert worker["terminationGracePeriodSeconds"] >= CLASSED_POLICY.decode.drain_s + 5
+        assert {**worker, "containers": 0, "nodeSelector": 0, "tolerations": 0} == {
+            **plain,
+            "containers": 0,
+            "nodeSelector": 0,
+            "tolerations": 0,
+        }
+        assert {**own, "args": 0} == {**plain["containers"][0], "args": 0}
+        spot = "cloud.google.com/gke-spot"
+        assert (spot in worker["nodeSelector"]) == kind.spot
+        assert [entry["key"] for entry in worker.get("tolerations", ())] == ([spot] if kind.spot else [])
+        assert any(option.startswith("--spot-provider=") for option in own["args"]) == kind.spot
+
+
+def test_the_autoscaler_may_scale_each_class() -> None:
+    names = [one.name for one in CLASSED_POLICY.decode.classes]
+    (rule,) = found("classes", "Role")["splitserve-autoscaler-classes"]["rules"]
+    assert rule["resourceNames"] == [f"{pool}-{name}" for pool in POOLS for name in names]
+    assert (rule["resources"], rule["verbs"]) == (["deployments/scale"], ["get", "patch"])
+    binding = found("classes", "RoleBinding")["splitserve-autoscaler-classes"]
+    assert binding["subjects"] == found("autoscaler", "RoleBinding")["splitserve-autoscaler"]["subjects"]
+
+
+def test_the_network_policies_of_classes_name_their_pods() -> None:
+    first, second = (policy["spec"] for policy in found("classes", "NetworkPolicy").values())
+    assert set(apps(first["podSelector"])) == set(CLASSED)
+    assert set(apps(second["podSelector"])) == {"splitserve-coordinator", POOLS[0]}
+    assert set(apps(second["ingress"][0]["from"][0]["podSelector"])) == set(CLASSED)

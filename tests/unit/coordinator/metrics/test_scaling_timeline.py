@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.metrics.scaling_timeline import MAX_ENTRIES, ScalingTimeline, check_decisions
+from coordinator.metrics.scaling_timeline import MAX_ENTRIES, MAX_LATEST, ScalingTimeline, check_decisions
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -36,6 +36,29 @@ def test_the_latest_decision_keeps_the_time_it_was_first_made() -> None:
     timeline.add(plan(2, "0.9 busy", ready=2), 20.0)
     (latest,) = timeline.latest
     assert (latest.at_unix_s, latest.ready, latest.reason) == (10.0, 2, "0.9 busy")
+
+
+def test_models_that_one_autoscaler_scales_are_told_apart() -> None:
+    timeline = ScalingTimeline()
+    for at_s in (10.0, 20.0):
+        for model, desired in (("b", 3), ("a", 2)):
+            timeline.add(plan(desired, model=model), at_s)
+            timeline.add(plan(desired, model=model, pool=registry_pb2.POOL_DECODE), at_s)
+    assert [(one.model, one.pool, one.desired, one.at_unix_s) for one in timeline.latest] == [
+        ("a", "prefill", 2, 10.0),
+        ("a", "decode", 2, 10.0),
+        ("b", "prefill", 3, 10.0),
+        ("b", "decode", 3, 10.0),
+    ]
+    assert len(timeline.entries) == 4, "none is told twice"
+
+
+def test_whoever_makes_up_models_fills_nothing() -> None:
+    timeline = ScalingTimeline()
+    for number in range(3 * MAX_LATEST):
+        timeline.add(plan(1, model=f"{number}" * 500), float(number))
+    assert len(timeline.latest) == MAX_LATEST
+    assert max(len(one.model) for one in timeline.latest) == 128
 
 
 def test_it_is_bounded() -> None:

@@ -147,3 +147,28 @@ def test_a_gpu_without_a_price(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     prices.write_text("currency: EUR\n")
     assert main(["plan", *LIGHT, *SHAPE, "--gpu", "H100", "--prices", str(prices)]) == 2
     assert "has no gpu_hour for H100 (none)" in capsys.readouterr().err
+
+
+def test_classes_of_a_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own, spot = {"name": "own", "price_per_hour": 2.5}, {"name": "spot", "price_per_hour": 1, "spot": True}
+    pool = {"target_ms": 100, "classes": [own, spot], "on_demand_floor": 1}
+    path = tmp_path / "policy.yaml"
+    path.write_text(json.dumps({"prefill": pool, "decode": pool}))
+    engine, log = tmp_path / "engine.json", tmp_path / "log.csv"
+    engine.write_text(json.dumps(asdict(PRESETS["h100-8b"])))
+    log.write_text("when,prompt,answer\n" + "".join(f"{at * 0.025},900,50\n" for at in range(60)))
+    read = ("--trace", str(log), "--columns", "timestamp=when,input_length=prompt,output_length=answer")
+    arguments = (*read, "--engine-model", str(engine), "--ttft-ms", "300")
+    found = planned(capsys, *arguments, "--policy", str(path))
+    shape, mix = found["split"]["candidate"], found["mix"]
+    assert mix["decode"]["units"] == shape["decode"]
+    assert shape["prefill"] > 1
+    assert mix["prefill"]["classes"] == {"own": 1, "spot": shape["prefill"] - 1}
+    assert 0 < mix["cost_per_million_tokens"] < mix["on_demand_cost_per_million_tokens"]
+    assert main(["plan", *arguments, "--policy", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "prefill of the policy's classes: 1 own" in text
+    assert "; without spot machines " in text
+    path.write_text(json.dumps({"prefill": pool, "decode": {"target_ms": 100}}))
+    assert main(["plan", *arguments, "--policy", str(path)]) == 2
+    assert "policy: decode has no classes with prices" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from autoscaler.decisions.attainment import AttainmentModel
-from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_document
+from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_document, shared_document
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
@@ -139,3 +139,28 @@ def test_mutual_tls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert explain(server, "--tls", str(tmp_path / "ca.pem")) == 1, "without a certificate of its own"
     finally:
         server.close()
+
+
+def test_several_models_and_what_they_share(capsys: pytest.CaptureFixture[str]) -> None:
+    journals = {model: DecisionJournal() for model in ("a", "b")}
+    for journal in journals.values():
+        journal.enter(snapshot(), PLAN, {"prefill": (), "decode": ()}, (), acted=True)
+    document = shared_document(
+        {model: journal.decisions for model, journal in journals.items()},
+        {"money": 9.0},
+        {"a": {"money": 6.0}, "b": {"money": 2.0}},
+    )
+    server = MetricsServer(
+        "127.0.0.1", 0, CollectorRegistry(), None, {DECISIONS_PATH: lambda: document}, None
+    )
+    try:
+        target = f"127.0.0.1:{server.server_port}"
+        assert main(["autoscaler", "explain", "--target", target]) == 0
+        everything = capsys.readouterr().out
+        assert main(["autoscaler", "explain", "--target", target, "--model", "b"]) == 0
+        of_b = capsys.readouterr().out
+    finally:
+        server.close()
+    assert everything.startswith("all models together: 8 of 9 money (a has 6, b 2)\n")
+    assert ["decision 1 for a" in text for text in (everything, of_b)] == [True, False]
+    assert ["decision 1 for b" in text for text in (everything, of_b)] == [True, True]

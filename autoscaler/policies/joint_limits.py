@@ -1,0 +1,31 @@
+"""What limits both pools together, apart from what they want: the shared link, and the GPUs. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.snapshot import LEAVING, Snapshot
+
+
+def link_carries(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
+    """Busy prefill replicas whose KV the shared link can carry; None while unknown or not shared."""
+    rate, kv_bytes = snapshot.prefill.tokens_per_s, snapshot.link.kv_bytes_per_token
+    if policy.link_gb_per_s is None or not rate or not kv_bytes:
+        return None
+    return max(1, math.ceil(policy.link_gb_per_s * 1e9 / (kv_bytes * rate) - 1e-9))
+
+
+def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
+    """GPUs for both pools: the policy's, else the actuator's inventory and what workers of others have beside it."""
+    if policy.gpu_budget is not None or snapshot.gpu_inventory is None:
+        return policy.gpu_budget
+    if policy.prefill.classes or policy.decode.classes:
+        return None  # units are no GPUs: `max_replicas` of each class says how many there are
+    return snapshot.gpu_inventory + sum(
+        pool.gpus_per_replica * sum(not r.ours and r.state not in LEAVING for r in replicas)
+        for pool, replicas in (
+            (policy.prefill, snapshot.prefill.replicas),
+            (policy.decode, snapshot.decode.replicas),
+        )
+    )

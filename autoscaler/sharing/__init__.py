@@ -1,0 +1,1 @@
+"""Several models on one inventory and one budget: who may have how much of it. Read `shares.py` first."""

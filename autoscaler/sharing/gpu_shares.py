@@ -1,0 +1,59 @@
+"""How many GPUs a model without classes may have where several share an inventory. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoscaler.classes.class_plan import MOST_RUNGS, expected_shares, weight_of
+from autoscaler.plan import Proposals, joint_plan
+from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
+from autoscaler.sharing.shared_view import GpuShare
+from autoscaler.sharing.shares import GPUS, Claim, Rung
+from autoscaler.snapshot import PoolName, Snapshot
+
+
+def gpu_claims(policy: ScalingPolicy, snapshot: Snapshot, proposals: Proposals) -> dict[PoolName, Claim]:
+    """The claims of both pools, for all that they want without a budget for several models; none without a limit on
+    GPUs that is shared."""
+    shared = snapshot.shared
+    if shared is None or GPUS not in shared.limits:
+        return {}
+    wanted = joint_plan(
+        policy, replace(snapshot, gpu_inventory=None), proposals.prefill, proposals.decode, False
+    )
+    return {
+        name: _claim(name, pool, snapshot, proposals, wanted.pool(name).desired)
+        for name, pool in policy.pools.items()
+    }
+
+
+def gpu_share(policy: ScalingPolicy, snapshot: Snapshot, claims: Mapping[PoolName, Claim]) -> GpuShare | None:
+    """What the model may have by its share; None where none is limited. What others still have it may not start."""
+    shared = snapshot.shared
+    if shared is None or not claims:
+        return None
+    got = shared.granted(claims)
+    mine = sum(claim.rungs[at].uses[GPUS] for claim, at in zip(claims.values(), got.rungs, strict=True))
+    live = sum(shared.live.get((shared.model, name), {}).get(GPUS, 0.0) for name in policy.pools)
+    gpus = min(mine + got.left[GPUS], live + shared.free(GPUS))
+    return GpuShare(
+        int(gpus + 1e-9),
+        f", of {shared.limits[GPUS]:g} for all models ({shared.who(GPUS)})",
+        got.worth_moving,
+    )
+
+
+def _claim(name: PoolName, pool: AnyPool, snapshot: Snapshot, proposals: Proposals, wanted: int) -> Claim:
+    proposal = proposals.pool(name)
+    least = min(wanted, proposal.least)
+    stride = max(1, -(-(wanted - least) // MOST_RUNGS))
+    counts = [*range(least, wanted, stride), wanted]
+    served = [min(1.0, count / proposal.need) if proposal.need > 0 else 1.0 for count in counts]
+    shares = expected_shares(name, pool, snapshot, counts) or served
+    rungs = zip(counts, shares, served, strict=True)
+    each = pool.gpus_per_replica
+    return Claim(
+        tuple(Rung(float(count), {GPUS: float(count * each)}, kept, part) for count, kept, part in rungs),
+        weight_of(snapshot),
+    )

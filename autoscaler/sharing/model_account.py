@@ -1,0 +1,128 @@
+"""One model's part in a shared account: its actuator and its decisions as the account sees them.
+
+The control loop knows nothing of it. What its actuator lists is what the model has, what it starts is taken from the
+account first, and each decision sees what the others have and claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind, counted
+from autoscaler.classes.class_plan import gpus_of
+from autoscaler.plan import Decide, Memory, ScalingPlan
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.sharing.shared_account import Holding, SharedAccount
+from autoscaler.sharing.shared_view import summed
+from autoscaler.sharing.shares import GPUS, MONEY, Uses, of_class
+from autoscaler.snapshot import LEAVING, POOLS, PoolName, Replica, Snapshot
+from splitserve.errors import UnavailableError
+
+
+def uses_of(rules: ScalingPolicy, pool: PoolName, replica_class: str) -> dict[str, float]:
+    """What one replica takes of what may be limited."""
+    settings = rules.pools[pool]
+    uses = {GPUS: float(gpus_of(settings, replica_class))}
+    if settings.classes:
+        kind = settings.class_named(replica_class)
+        uses |= {MONEY: kind.price_per_hour, of_class(kind.name): 1.0}
+    return uses
+
+
+class ModelAccount:
+    """`rules` gives the policy that is in force."""
+
+    def __init__(self, account: SharedAccount, model: str, rules: Callable[[], ScalingPolicy]) -> None:
+        self.account, self.model, self._rules = account, model, rules
+        self._listed: Sequence[ActualReplica] | None = None
+        self._seen: Mapping[str, Replica] = {}
+
+    def deciding(self, decide: Decide) -> Decide:
+        """The same decider, which sees the account, and whose claims the account gets."""
+
+        def decide_within(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+            self._see(snapshot)
+            view = self.account.view(self.model, snapshot.gpu_inventory)
+            plan, after = decide(memory, replace(snapshot, shared=view))
+            self.account.claim(self.model, plan.claims, plan.worth_moving)
+            return plan, after
+
+        return decide_within
+
+    def listed(self, replicas: Sequence[ActualReplica], generation: int) -> None:
+        """What the actuator lists, asked in this generation of the account."""
+        self._listed = replicas
+        self.account.holds(self.model, self._holding(), generation)
+
+    def uses_of(self, pool: PoolName, replica_class: str) -> Uses:
+        """What one replica takes by the policy that is in force."""
+        return uses_of(self._rules(), pool, replica_class)
+
+    def _see(self, snapshot: Snapshot) -> None:
+        """Workers say themselves of which class they are, and that they are leaving."""
+        there = (*snapshot.prefill.replicas, *snapshot.decode.replicas)
+        self._seen = {one.name: one for one in there if one.registered}
+        if self._listed is not None:
+            self.account.corrected(self.model, self._holding())
+
+    def _holding(self) -> Holding:
+        used: list[Uses] = []
+        live: dict[str, list[Uses]] = defaultdict(list)
+        for one in counted(self._listed or (), self._seen.keys()):
+            known = self._seen.get(one.name)
+            kind = one.replica_class or (known.replica_class if known is not None else "")
+            uses = self.uses_of(one.pool, kind)
+            used.append(uses)
+            if not one.stopping and (known is None or known.state not in LEAVING):
+                live[one.pool].append(uses)
+        return Holding(summed(used), {pool: summed(live[pool]) for pool in POOLS})
+
+
+class AccountedActuator(Actuator):
+    """Another actuator, which starts nothing that the account has no room for."""
+
+    def __init__(self, inner: Actuator, account: ModelAccount, starting: asyncio.Lock) -> None:
+        """`starting` is common to the actuators of all models: two that chose a place at the same moment would choose
+        the same."""
+        self._inner, self._account, self._starting = inner, account, starting
+        self.proves_end = inner.proves_end
+
+    async def replicas(self) -> tuple[ActualReplica, ...]:
+        """See Actuator."""
+        generation = self._account.account.generation
+        found = await self._inner.replicas()
+        self._account.listed(found, generation)
+        return found
+
+    @property
+    def gpu_inventory(self) -> int | None:
+        """See Actuator."""
+        return self._inner.gpu_inventory
+
+    @property
+    def hosts(self) -> Mapping[str, bool]:
+        """See Actuator."""
+        return self._inner.hosts
+
+    async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
+        """See Actuator. Raises UnavailableError (SHARED_BUDGET, SHARED_UNKNOWN) where the account has no room for all
+        of them; those that it has room for stay ordered."""
+        async with self._starting:
+            each = self._account.uses_of(pool, kind.replica_class)
+            able = self._account.account.reserve(self._account.model, pool, count, each)
+            # What has been refused is no more on the account once the next list says so.
+            await self._inner.start(pool, able, kind)
+        if able < count:
+            message = f"budget: {able} of {count} {pool} replicas had room beside what other models have"
+            raise UnavailableError(message, reason="SHARED_BUDGET")
+
+    async def stop(self, pool: PoolName, names: Sequence[str], drain_s: float) -> None:
+        """See Actuator."""
+        await self._inner.stop(pool, names, drain_s)
+
+    async def close(self) -> None:
+        """See Actuator."""
+        await self._inner.close()

@@ -1,0 +1,161 @@
+"""The file of models that share one inventory: their policies, and what all of them may have together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from autoscaler.classes.class_rules import least_price_per_hour
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from splitserve.config.autoscaler import ReplicaClassName, Workload
+from splitserve.config.base import Settings
+from splitserve.config.yaml_file import read_yaml_file
+from splitserve.errors import ConfigError, InvalidArgumentError
+
+MAX_MODELS = 16
+
+
+class ScaledModel(Settings):
+    """One model."""
+
+    name: Annotated[str, Field(pattern=r"^\S{1,128}$")]
+    """The model as its workers serve it (`--served-model-name`)."""
+    policy: Path
+    """Its policy file; a relative path begins at the folder of this file."""
+    history_file: Path | None = None
+    """As the autoscaler's setting of this name, for this model; relative likewise."""
+    prefill_workload: Workload | None = None
+    """On Kubernetes: workload of its prefill pool, kind and name."""
+    decode_workload: Workload | None = None
+    """On Kubernetes: workload of its decode pool."""
+
+
+class SharedModels(Settings):
+    """The whole file."""
+
+    models: Annotated[tuple[ScaledModel, ...], Field(min_length=1, max_length=MAX_MODELS)]
+    """The models; changing them needs a restart."""
+    budget_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Money for an hour that all replicas of all models may cost together, those that start or drain included. It needs
+    `classes` in both pools of each model. Default: no bound."""
+    gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """GPUs that all models may have together, for models without `classes`. Default: those of the actuator."""
+    class_limits: Annotated[
+        Mapping[ReplicaClassName, Annotated[int, Field(ge=1, le=10_000)]], Field(max_length=16)
+    ] = {}
+    """Replicas of a class that all models may have together, by its name in their policies: as many as the inventory
+    has machines for. Default: no bound but the `max_replicas` of each policy."""
+    move_after_s: Annotated[float, Field(ge=0, le=86_400)] = 30.0
+    """What a model has and wants is taken for another one only once that was clearly better for all together for so
+    long."""
+
+    @model_validator(mode="after")
+    def _is_each_once(self) -> Self:
+        counts = Counter(model.name for model in self.models)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"model {twice[0]} is there twice")
+        histories = Counter(model.history_file for model in self.models if model.history_file is not None)
+        if again := [file for file, count in histories.items() if count > 1]:
+            raise ValueError(f"history_file {again[0]} is there twice: each model needs its own")
+        return self
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """What the account limits."""
+        money = {} if self.budget_per_hour is None else {MONEY: self.budget_per_hour}
+        gpus = {} if self.gpu_budget is None else {GPUS: float(self.gpu_budget)}
+        return money | gpus | {of_class(name): float(most) for name, most in self.class_limits.items()}
+
+
+def load_models(path: Path) -> SharedModels:
+    """Reads the file; paths in it become paths from here. Raises ConfigError naming file, line and field."""
+    file = read_yaml_file(path)
+    with file.naming_lines():
+        try:
+            found = file.validated(SharedModels, "models")
+        except ConfigError:
+            raise
+        except InvalidArgumentError as error:
+            raise ConfigError(f"models: {error.message}", field=error.field or "models") from None
+    folder = path.absolute().parent
+    return found.model_copy(update={"models": tuple(_from(folder, model) for model in found.models)})
+
+
+def _from(folder: Path, model: ScaledModel) -> ScaledModel:
+    history = None if model.history_file is None else folder / model.history_file
+    return model.model_copy(update={"policy": folder / model.policy, "history_file": history})
+
+
+def check_shared(shared: SharedModels, policies: Mapping[str, ScalingPolicy]) -> None:
+    """Raises ConfigError where the policies do not fit what they share."""
+    for model, rules in policies.items():
+        _check_policy(shared, model, rules)
+    least = sum(least_uses(rules).get(MONEY, 0.0) for rules in policies.values())
+    if shared.budget_per_hour is not None and least > shared.budget_per_hour:
+        raise _broken(
+            "budget_per_hour",
+            f"({shared.budget_per_hour:g}) must hold min_replicas of all models, with their on_demand_floor: {least:g}",
+        )
+    gpus = sum(rules.least_gpus for rules in policies.values())
+    if shared.gpu_budget is not None and gpus > shared.gpu_budget:
+        raise _broken(
+            "gpu_budget",
+            f"({shared.gpu_budget}) must hold min_replicas and warm_standby of all models: {gpus}",
+        )
+    known = {one.name for rules in policies.values() for pool in rules.pools.values() for one in pool.classes}
+    if strange := sorted(set(shared.class_limits) - known):
+        raise _broken("class_limits", f"names {strange[0]}, which is a class of no policy")
+
+
+def _check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None:
+    if rules.budget_per_hour is not None:
+        raise _broken("budget_per_hour", f"belongs into the file of models, not into the policy of {model}")
+    for name, pool in rules.pools.items():
+        if shared.budget_per_hour is not None and not pool.classes:
+            raise _broken(
+                "budget_per_hour",
+                f"({shared.budget_per_hour:g}) needs {name}.classes with their prices in the policy of {model}",
+            )
+        if shared.gpu_budget is not None and pool.classes:
+            raise _broken(
+                "gpu_budget",
+                f"({shared.gpu_budget}) counts GPUs of one kind, and the policy of {model} has {name}.classes: "
+                "give class_limits",
+            )
+
+
+def least_uses(rules: ScalingPolicy) -> dict[str, float]:
+    """What a model must be able to have: that of its fewest replicas that can serve."""
+    pools = list(rules.pools.values())
+    if any(pool.classes for pool in pools):
+        priced = all(pool.classes for pool in pools)
+        return {MONEY: least_price_per_hour(pools, rules.least_awake)} if priced else {}
+    return {GPUS: float(rules.least_gpus)}
+
+
+def _broken(field: str, text: str) -> ConfigError:
+    return ConfigError(f"{field} {text}", field=field)
+
+
+def check_same_models(before: SharedModels, after: SharedModels) -> None:
+    """Raises ConfigError where a file that is read again names other models or files of theirs."""
+    if before.models != after.models:
+        raise _broken("models", "are others than at the start: that needs a restart")
+
+
+def check_workloads(workloads: Mapping[str, tuple[str, str]]) -> None:
+    """Raises ConfigError where two models, or two pools, have one workload on Kubernetes: two hands on one count fight.
+    `workloads`: of prefill and decode, by model."""
+    counts = Counter(workload for pair in workloads.values() for workload in pair)
+    for model, pair in workloads.items():
+        if twice := [workload for workload in pair if counts[workload] > 1]:
+            message = (
+                f"must have workloads of their own, and {twice[0]} of {model} is another's too: give each "
+                "prefill_workload and decode_workload"
+            )
+            raise _broken("models", message)

@@ -1,0 +1,188 @@
+"""The account of one inventory that several models share: what each has, has ordered and claims.
+
+What is shared is never exceeded: nothing is ordered but through `reserve`, which counts all that exists, what drains
+included, and all that was ordered and is not listed yet. Until each model has said what it has and wants, nobody gets
+more; one that says nothing of its wishes is waited for a while only.
+One event loop uses it; no call waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from autoscaler.sharing.shared_view import P, Pool, SharedView, summed
+from autoscaler.sharing.shares import GPUS, Claim, Rung, Uses
+from splitserve.errors import UnavailableError
+
+STALE_S = 60.0
+"""A model that has not decided for so long claims what it has, and no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What exists of one model."""
+
+    used: Uses
+    """All of it."""
+    live: Mapping[str, Uses]
+    """By pool, without what drains."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    least: Callable[[], Uses]
+    """What it must be able to have before it has decided."""
+    holding: Holding | None = None
+    """None: not known yet."""
+    ordered: list[tuple[str, Uses]] = field(default_factory=list)
+    """By pool: not on a list yet."""
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    claimed_s: float = -math.inf
+
+    @property
+    def used(self) -> dict[str, float]:
+        here = [] if self.holding is None else [self.holding.used]
+        return summed([*here, *(uses for _, uses in self.ordered)])
+
+    def live(self) -> dict[str, Uses]:
+        """By pool."""
+        here = {} if self.holding is None else dict(self.holding.live)
+        for pool, uses in self.ordered:
+            here[pool] = summed([here.get(pool, {}), uses])
+        return here
+
+
+class SharedAccount:
+    """`limits` are for all models together; what they do not name is not limited."""
+
+    def __init__(
+        self,
+        limits: Uses,
+        least: Mapping[str, Callable[[], Uses]],
+        *,
+        move_after_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`least`: by model, what it must be able to have before its first decision. What others have is taken only
+        once that was worth it for `move_after_s`."""
+        self.limits = dict(limits)
+        self.move_after_s = move_after_s
+        self._entries = {model: _Entry(one) for model, one in sorted(least.items())}
+        self._clock, self._began_s = clock, clock()
+        self._moving_since_s: float | None = None
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """A list that was begun in an earlier one says nothing now."""
+        return self._generation
+
+    @property
+    def unknown(self) -> list[str]:
+        """Models of which it is not known what they have or, for a while, what they want."""
+        waits = self._clock() - self._began_s < STALE_S
+        return [
+            model
+            for model, entry in self._entries.items()
+            if entry.holding is None or (waits and entry.claimed_s == -math.inf)
+        ]
+
+    @property
+    def used(self) -> Mapping[str, Mapping[str, float]]:
+        """What each model has and has ordered."""
+        return {model: entry.used for model, entry in self._entries.items()}
+
+    def forget(self) -> None:
+        """Another may have acted until now: what there is has to be looked at anew."""
+        self._generation += 1
+        for entry in self._entries.values():
+            entry.holding = None
+
+    def holds(self, model: str, holding: Holding, generation: int) -> None:
+        """A list that was begun in this generation, after the model's last order had been answered."""
+        if generation == self._generation:
+            entry = self._entries[model]
+            entry.holding, entry.ordered = holding, []
+
+    def corrected(self, model: str, holding: Holding) -> None:
+        """The same list, better understood. What was ordered since stays."""
+        entry = self._entries[model]
+        if entry.holding is not None:
+            entry.holding = holding
+
+    def claim(self, model: str, claims: Mapping[P, Claim], worth_moving: bool) -> None:
+        """What a decision of the model wants."""
+        entry, now_s = self._entries[model], self._clock()
+        entry.claims, entry.claimed_s = {str(pool): one for pool, one in claims.items()}, now_s
+        if not worth_moving:
+            self._moving_since_s = None
+        elif self._moving_since_s is None:
+            self._moving_since_s = now_s
+
+    def view(self, model: str, inventory: int | None = None) -> SharedView:
+        """For a decision of the model. `inventory`: GPUs that it and the others that claim GPUs have and may get, where
+        the account has no limit of them."""
+        now_s = self._clock()
+        limits, used = dict(self.limits), {name: entry.used for name, entry in self._entries.items()}
+        others = {name: entry for name, entry in self._entries.items() if name != model}
+        if GPUS not in limits and inventory is not None:
+            sharing = [name for name, entry in others.items() if _claims_gpus(entry)]
+            limits[GPUS] = inventory + sum(used[name].get(GPUS, 0.0) for name in sharing)
+            used = {
+                name: uses if name in (model, *sharing) else {n: a for n, a in uses.items() if n != GPUS}
+                for name, uses in used.items()
+            }
+        live: dict[Pool, Uses] = {
+            (name, pool): uses for name, entry in self._entries.items() for pool, uses in entry.live().items()
+        }
+        claims: dict[Pool, Claim] = {}
+        for name, entry in others.items():
+            stale = now_s - entry.claimed_s > STALE_S
+            own = {"": _as_it_is(entry)} if stale else entry.claims
+            claims |= {(name, pool): claim for pool, claim in own.items()}
+        since_s = self._moving_since_s
+        may_move = since_s is not None and now_s - since_s >= self.move_after_s
+        return SharedView(model, limits, used, live, claims, may_move)
+
+    def reserve(self, model: str, pool: str, count: int, each: Uses) -> int:
+        """Takes what `count` replicas use, or as many of them as there is room for, and returns how many; at least 1.
+
+        Raises UnavailableError: SHARED_UNKNOWN while it is not known what a model has, SHARED_BUDGET where there is no
+        room for one."""
+        if unknown := self.unknown:
+            what = f"what {', '.join(unknown)} has and wants is not known yet"
+            message = f"budget: {what}; nothing is started for {model}"
+            raise UnavailableError(message, reason="SHARED_UNKNOWN")
+        for number in range(count):
+            short = [name for name in self.limits if self._is_short(name, each.get(name, 0.0))]
+            if short and not number:
+                raise UnavailableError(self._full(model, short[0], each), reason="SHARED_BUDGET")
+            if short:
+                return number
+            self._entries[model].ordered.append((pool, each))
+        return count
+
+    def _is_short(self, name: str, amount: float) -> bool:
+        used = sum(entry.used.get(name, 0.0) for entry in self._entries.values())
+        return amount > 0 and used + amount > self.limits[name] + 1e-9
+
+    def _full(self, model: str, name: str, each: Uses) -> str:
+        who = SharedView(model, self.limits, self.used).who(name)
+        return (
+            f"budget: one more for {model} takes {each[name]:g} of {name}, and of {self.limits[name]:g} for all models "
+            f"{who}"
+        )
+
+
+def _claims_gpus(entry: _Entry) -> bool:
+    return any(GPUS in claim.rungs[0].uses for claim in entry.claims.values())
+
+
+def _as_it_is(entry: _Entry) -> Claim:
+    """Of a model that has not decided lately: what it has, or the least that it must have."""
+    used, least = entry.used, entry.least()
+    uses = {name: max(used.get(name, 0.0), least.get(name, 0.0)) for name in used.keys() | least.keys()}
+    return Claim((Rung(0.0, uses, 0.0),))

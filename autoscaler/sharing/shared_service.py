@@ -1,0 +1,252 @@
+"""The autoscaler of several models on one inventory: a control loop for each, one account, one lease.
+
+A loop that is stuck or fails holds up no other: what its model has stays on the account, and the others share the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from autoscaler.actuators.actuator import Actuator
+from autoscaler.control_loop import ControlLoop
+from autoscaler.decisions.decisions_page import DECISIONS_PATH, shared_document
+from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.policy_in_force import PolicyFile
+from autoscaler.service import (
+    PLAN_INTERVALS,
+    Sharing,
+    control_loop,
+    holder_name,
+    lease_length_s,
+    make_actuator,
+    run_until,
+)
+from autoscaler.sharing.merged_plans import MergedPlans
+from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
+from autoscaler.sharing.models_file import (
+    ScaledModel,
+    SharedModels,
+    check_same_models,
+    check_shared,
+    check_workloads,
+    least_uses,
+    load_models,
+)
+from autoscaler.sharing.shared_account import SharedAccount
+from autoscaler.sharing.shared_lease import SharedLease
+from autoscaler.sharing.shared_metrics import shared_metrics
+from autoscaler.signals.history_file import HistoryFile
+from splitserve.client.scaling_client import DEFAULT_VALID_S, ScalingClient
+from splitserve.config.autoscaler import AutoscalerConfig
+from splitserve.errors import SplitserveError
+from splitserve.logs import log_context, log_event
+from splitserve.metrics import reload_metrics, serving_metrics
+from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
+from splitserve.runtime.loops import LoopRunner
+from splitserve.runtime.process import stop_signal
+from splitserve.runtime.reload import FileWatcher, ReloadedFiles
+from splitserve.security.api_keys import read_key
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoops:
+    """The control loops by model; the caller runs them with `background`."""
+
+    loops: Mapping[str, ControlLoop]
+    account: SharedAccount
+    policies: Mapping[str, PolicyFile]
+    histories: Mapping[str, HistoryFile]
+
+    @property
+    def background(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
+        """All that is to be run, with the names of the metric."""
+        scaling = [("scaling", partial(_run_as, model, loop.run)) for model, loop in self.loops.items()]
+        history = [("history", partial(_run_as, model, one.run)) for model, one in self.histories.items()]
+        return [*scaling, *history]
+
+
+async def _run_as(model: str, run: Callable[[], Awaitable[None]]) -> None:
+    with log_context(model=model):
+        await run()
+
+
+@asynccontextmanager
+async def model_loops(
+    shared: SharedModels,
+    coordinators: Sequence[str],
+    actuators: Mapping[str, Actuator | None],
+    *,
+    interval_s: float | None = None,
+    window_s: float = 60.0,
+    dry_run: bool = False,
+    lease_s: float | None = None,
+    security: ClusterCredentials = UNSECURED,
+    api_key: str | None = None,
+) -> AsyncIterator[ModelLoops]:
+    """Connected control loops. The actuators, one a model, are not closed here.
+
+    Raises ConfigError for a wrong policy, or one that does not fit the others."""
+    policies = policies_of(shared)
+    rules = {model: partial(_rules, file) for model, file in policies.items()}
+    account = SharedAccount(
+        shared.limits,
+        {model: partial(_least, one) for model, one in rules.items()},
+        move_after_s=shared.move_after_s,
+    )
+    slowest_s = max(interval_s or one().interval_s for one in rules.values())
+    starting, loops = asyncio.Lock(), dict[str, ControlLoop]()
+    plans = MergedPlans(max(DEFAULT_VALID_S, PLAN_INTERVALS * slowest_s))
+    histories = {one.name: HistoryFile(one.history_file) for one in shared.models if one.history_file}
+    async with AsyncExitStack() as stack:
+        lease = None
+        if lease_s is not None and not dry_run and any(actuators.values()):
+            made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
+            clients = [await stack.enter_async_context(client) for client in made]
+            lease = SharedLease(clients, holder_name(), lease_length_s(lease_s, slowest_s), account.forget)
+            stack.push_async_callback(lease.release)
+        for model, policy in policies.items():
+            own, inner = ModelAccount(account, model, rules[model]), actuators[model]
+            loops[model] = await stack.enter_async_context(
+                control_loop(
+                    policy,
+                    coordinators,
+                    None if inner is None else AccountedActuator(inner, own, starting),
+                    interval_s=interval_s,
+                    window_s=window_s,
+                    model=model,
+                    dry_run=dry_run,
+                    security=security,
+                    api_key=api_key,
+                    history=histories.get(model),
+                    sharing=Sharing(own, plans, lease),
+                )
+            )
+        await _first_look(loops)
+        yield ModelLoops(loops, account, policies, histories)
+
+
+def policies_of(shared: SharedModels) -> dict[str, PolicyFile]:
+    """The policy files by model; each new version of one must fit the others. Raises ConfigError."""
+    files: dict[str, PolicyFile] = {}
+
+    def fits(model: str, rules: ScalingPolicy) -> None:
+        if len(files) == len(shared.models):
+            check_shared(shared, {name: file.value.rules for name, file in files.items()} | {model: rules})
+
+    for model in shared.models:
+        files[model.name] = PolicyFile(model.policy, partial(fits, model.name), f"policy of {model.name}")
+    check_shared(shared, {name: file.value.rules for name, file in files.items()})
+    return files
+
+
+def _rules(file: PolicyFile) -> ScalingPolicy:
+    return file.value.rules
+
+
+def _least(rules: Callable[[], ScalingPolicy]) -> dict[str, float]:
+    return least_uses(rules())
+
+
+async def _first_look(loops: Mapping[str, ControlLoop]) -> None:
+    """So that no first decision has to wait for what another model has. The loops look again."""
+
+    async def look(model: str, actuator: Actuator, within_s: float) -> None:
+        try:
+            async with asyncio.timeout(within_s):
+                await actuator.replicas()
+        except (SplitserveError, TimeoutError) as error:
+            log_event("shared.unknown", level=logging.WARNING, model=model, error=str(error))
+
+    looks = [
+        look(model, loop.actuator, loop.settings.observe_s)
+        for model, loop in loops.items()
+        if loop.actuator is not None
+    ]
+    await asyncio.gather(*looks)
+
+
+async def serve_models(config: AutoscalerConfig) -> None:
+    """Runs the autoscaler of the models in the configured file until SIGTERM or SIGINT. Replicas stay as they are.
+
+    Raises ConfigError for a wrong file, policy or actuator, FailedPreconditionError for a taken metrics port.
+    """
+    path = config.models_file
+    shared = load_models(path)
+    security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
+    loops, stop = LoopRunner(), stop_signal()
+    own = {model.name: _config_of(config, model) for model in shared.models}
+    if config.actuator == "kubernetes":
+        check_workloads({name: (one.kubernetes.prefill, one.kubernetes.decode) for name, one in own.items()})
+    async with AsyncExitStack() as stack:
+        actuators = {}
+        for name, one in own.items():
+            actuators[name] = made = make_actuator(one)
+            if made is not None:
+                stack.push_async_callback(made.close)
+        stack.callback(log_event, "autoscaler.stopped")
+        scaled = await stack.enter_async_context(
+            model_loops(
+                shared,
+                config.coordinators,
+                actuators,
+                interval_s=config.interval_s,
+                window_s=config.window_s,
+                dry_run=config.dry_run,
+                lease_s=config.lease_s,
+                security=security,
+                api_key=read_key(config.api_key_file),
+            )
+        )
+        certificates = security.server_tls.file if security.server_tls else None
+        followed = FileWatcher(_followed(path, shared, scaled), certificates)
+        reloaded = [*(file.files for file in scaled.policies.values()), *followed.files]
+        with serving_metrics(
+            lambda: [
+                *shared_metrics({model: loop.status for model, loop in scaled.loops.items()}, scaled.account),
+                loops.metric(),
+                *reload_metrics(reloaded),
+            ],
+            config.host,
+            config.metrics_port,
+            security.server_tls,
+            {DECISIONS_PATH: lambda: _page(scaled)},
+            security.token,
+        ):
+            log_event("autoscaler.ready", actuator=config.actuator, models=list(scaled.loops))
+            await run_until([*scaled.background, ("files", followed.follow)], loops, stop)
+
+
+def _config_of(config: AutoscalerConfig, model: ScaledModel) -> AutoscalerConfig:
+    workloads = {"prefill": model.prefill_workload, "decode": model.decode_workload}
+    given = {pool: name for pool, name in workloads.items() if name is not None}
+    kubernetes = config.kubernetes.model_copy(update=given)
+    return config.model_copy(update={"model": model.name, "kubernetes": kubernetes})
+
+
+def _followed(path: Path, shared: SharedModels, scaled: ModelLoops) -> ReloadedFiles[SharedModels]:
+    """The file's limits, which are followed; its models are not."""
+
+    def load() -> SharedModels:
+        found = load_models(path)
+        check_shared(found, {model: file.value.rules for model, file in scaled.policies.items()})
+        return found
+
+    def adopt(found: SharedModels) -> None:
+        check_same_models(shared, found)
+        scaled.account.limits, scaled.account.move_after_s = found.limits, found.move_after_s
+
+    files = ReloadedFiles("models", lambda: [path], load, adopt)
+    files.start()
+    return files
+
+
+def _page(scaled: ModelLoops) -> dict[str, Any]:
+    decisions = {model: loop.journal.decisions for model, loop in scaled.loops.items()}
+    return shared_document(decisions, scaled.account.limits, scaled.account.used)

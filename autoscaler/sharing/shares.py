@@ -1,0 +1,178 @@
+"""What is limited (money, GPUs, replicas of a class), shared by several pools, of one model or of several. Pure.
+
+Each pool has a ladder: what it takes to have ever more of what it wants, and which share of its requests would then
+meet the target. From the lowest rungs on, the next step goes where it saves most predicted attainment for what it
+takes of the scarcest thing, as a share of all there is of it. A step may climb several rungs at once: one replica more
+of an overloaded pool may save nothing, and the third one all. Where no step saves any attainment, the share of the
+demand that is served counts, then what was wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_TINY = 1e-9
+WORTH_MOVING = 0.1
+"""What others have is taken only if that lowers the loss of all together by this share."""
+
+Uses = Mapping[str, float]
+"""Amounts by what is limited: `MONEY` an hour, `GPUS`, replicas of a class."""
+MONEY, GPUS = "money", "gpus"
+
+
+def of_class(name: str) -> str:
+    """What stands for the replicas of a class in `Uses`."""
+    return f"class {name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One capacity that a pool may have. Shares lie between 0 and 1."""
+
+    units: float
+    uses: Uses
+    attainment: float
+    """Predicted share of requests within the target."""
+    served: float = 1.0
+    """Share of the demand that it has capacity for."""
+
+    @property
+    def price_per_hour(self) -> float:
+        """What it costs."""
+        return self.uses.get(MONEY, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one pool wants: its rungs, from the least that it must have to all that it wants. Several rungs may have the
+    same units, of different classes."""
+
+    rungs: tuple[Rung, ...]
+    weight: float = 1.0
+    """Requests per second: a share of more requests is worth more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    gain: tuple[float, float, float]
+    rung: int
+
+
+def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> tuple[int, ...]:
+    """The rung of each claim, climbed from `start` (default: the lowest). These are always given; beyond them no limit
+    is exceeded."""
+    at = list(start) or [0] * len(claims)
+    left = left_of(claims, at, limits)
+    steps = [_steps(claim, rung, limits) for claim, rung in zip(claims, at, strict=True)]
+    while True:
+        able = [
+            (step, number)
+            for number, claim in enumerate(claims)
+            if (step := _first_fit(claim, at[number], steps[number], left)) is not None
+        ]
+        if not able:
+            return tuple(at)
+        # Of equal ones the claim that has climbed least, of these the first, and there the smallest step.
+        step, number = max(
+            able, key=lambda one: (one[0].gain, -_climbed(claims[one[1]], at[one[1]]), -one[1])
+        )
+        at[number] = step.rung
+        steps[number] = _steps(claims[number], step.rung, limits)
+        left = left_of(claims, at, limits)
+
+
+def left_of(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> dict[str, float]:
+    """What these rungs leave of each limit; negative: they take more."""
+    taken = [claim.rungs[rung].uses for claim, rung in zip(claims, at, strict=True)]
+    return {name: limit - sum(uses.get(name, 0.0) for uses in taken) for name, limit in limits.items()}
+
+
+def _climbed(claim: Claim, rung: int) -> float:
+    return rung / max(1, len(claim.rungs) - 1)
+
+
+def _steps(claim: Claim, before: int, limits: Uses) -> list[_Step]:
+    """All steps from a rung, the best first."""
+    found = [_Step(_gain(claim, before, rung, limits), rung) for rung in range(before + 1, len(claim.rungs))]
+    return sorted(found, key=lambda step: (step.gain, -step.rung), reverse=True)
+
+
+def _first_fit(claim: Claim, before: int, steps: Sequence[_Step], left: Mapping[str, float]) -> _Step | None:
+    here = claim.rungs[before]
+    for step in steps:
+        there = claim.rungs[step.rung]
+        more = {name: there.uses.get(name, 0.0) - here.uses.get(name, 0.0) for name in left}
+        fits = all(more[name] <= max(left[name], 0.0) + _TINY for name in left)
+        # The same capacity of other classes is only for what is otherwise exceeded.
+        relieves = any(left[name] < -_TINY and more[name] < -_TINY for name in left)
+        if fits and (there.units > here.units + _TINY or relieves):
+            return step
+    return None
+
+
+def _gain(claim: Claim, before: int, after: int, limits: Uses) -> tuple[float, float, float]:
+    """What a step saves, for each share of the scarcest thing that it takes."""
+    low, high = claim.rungs[before], claim.rungs[after]
+    taken = max((_part(low, high, name, limit) for name, limit in limits.items()), default=0.0)
+    price = max(taken, _TINY)
+    return (
+        round(claim.weight * (high.attainment - low.attainment) / price, 9),
+        round(claim.weight * (high.served - low.served) / price, 9),
+        (high.units - low.units) / price,
+    )
+
+
+def _part(low: Rung, high: Rung, name: str, limit: float) -> float:
+    return (high.uses.get(name, 0.0) - low.uses.get(name, 0.0)) / max(limit, _TINY)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who may have what now."""
+
+    rungs: tuple[int, ...]
+    """One a claim."""
+    worth_moving: bool = False
+    """Whether all together would do much better if some gave up what they have."""
+
+
+def settled_share(
+    claims: Sequence[Claim], limits: Uses, held: Sequence[Uses], may_move: bool = True
+) -> Split:
+    """As `share`, but what a pool has (`held`, one a claim) and wants it keeps, unless moving it is worth that and
+    `may_move`. A lowest rung that has no room otherwise moves it at once."""
+    best = share(claims, limits)
+    kept = [_kept(claim, uses, limits) for claim, uses in zip(claims, held, strict=True)]
+    if any(left < -_TINY for left in left_of(claims, kept, limits).values()):
+        return Split(best)
+    stay = share(claims, limits, kept)
+    if not _is_worth(_loss(claims, best), _loss(claims, stay)):
+        return Split(stay)
+    return Split(best if may_move else stay, worth_moving=True)
+
+
+def _kept(claim: Claim, held: Uses, limits: Uses) -> int:
+    """The highest rung that takes no more than the pool has; the lowest it gets in any case."""
+    able = [
+        number
+        for number, rung in enumerate(claim.rungs)
+        if all(rung.uses.get(name, 0.0) <= held.get(name, 0.0) + _TINY for name in limits)
+    ]
+    return max(able, default=0)
+
+
+def _loss(claims: Sequence[Claim], at: Sequence[int]) -> tuple[float, float]:
+    """Requests a second that miss their target, and that are not served."""
+    rungs = [(claim.weight, claim.rungs[rung]) for claim, rung in zip(claims, at, strict=True)]
+    missed = sum(weight * (1 - rung.attainment) for weight, rung in rungs)
+    return missed, sum(weight * (1 - rung.served) for weight, rung in rungs)
+
+
+def _is_worth(after: tuple[float, float], before: tuple[float, float]) -> bool:
+    for new, old in zip(after, before, strict=True):
+        if new < (1 - WORTH_MOVING) * old - _TINY:
+            return True
+        if new > old + _TINY:
+            return False
+    return False

@@ -1,0 +1,69 @@
+"""Plans of several models as one, and the lease that their loops have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoscaler.sharing.merged_plans import MergedPlans
+from autoscaler.sharing.shared_lease import SharedLease
+from splitserve.v1 import scaling_pb2
+from tests.support.scaling.signal_sources import Clock
+
+
+class Told:
+    def __init__(self) -> None:
+        self.plans: list[tuple[list[str], list[str], bool, dict[str, str]]] = []
+
+    async def apply(
+        self,
+        standby: Sequence[str],
+        active: Sequence[str],
+        lend: bool,
+        decisions: Any,
+        leanings: Mapping[str, Any],
+    ) -> None:
+        self.plans.append((list(standby), list(active), lend, dict(leanings)))
+
+
+async def test_each_plan_says_what_the_others_said_last() -> None:
+    told, clock = Told(), Clock()
+    plans = MergedPlans(30.0, clock)
+    a, b = plans.rotation("a", told), plans.rotation("b", told)
+    await a.apply(["a1"], ["a0"], True, (), {"a0": "prefill"})
+    await b.apply([], ["b0"], False, (), {"b0": "decode"})
+    assert told.plans[-1] == (["a1"], ["a0", "b0"], True, {"a0": "prefill", "b0": "decode"})
+    await a.apply([], ["a0", "a1"], False, (), {})
+    assert told.plans[-1] == ([], ["a0", "a1", "b0"], False, {"b0": "decode"})
+    clock.now += 31
+    await a.apply([], ["a0"], False, (), {})
+    assert told.plans[-1] == ([], ["a0"], False, {}), "the other's has expired"
+
+
+class Granting:
+    target = "one"
+
+    def __init__(self) -> None:
+        self.granted, self.calls, self.at_once = True, 0, 0
+
+    async def acquire_lease(
+        self, holder: str, *, valid_s: float, model: str = "", number: int = 0
+    ) -> scaling_pb2.AcquireLeaseResponse:
+        self.calls += 1
+        self.at_once += 1
+        assert self.at_once == 1
+        assert model == "", "of all models"
+        await asyncio.sleep(0)
+        self.at_once -= 1
+        return scaling_pb2.AcquireLeaseResponse(granted=self.granted, number=7, holder=holder)
+
+
+async def test_whoever_takes_the_lease_looks_anew() -> None:
+    source, taken = Granting(), []
+    lease = SharedLease([source], "me", 30.0, lambda: taken.append(1))
+    assert await asyncio.gather(lease.renew(), lease.renew()) == [True, True]
+    assert taken == [1]
+    lease.lose()
+    await lease.renew()
+    assert taken == [1, 1]

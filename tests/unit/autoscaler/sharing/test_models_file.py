@@ -1,0 +1,122 @@
+"""The file of several models: what it must keep, alone and with the policies that it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from autoscaler.sharing.models_file import check_same_models, check_workloads, load_models
+from autoscaler.sharing.shared_service import policies_of
+from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from splitserve.config.autoscaler import AutoscalerConfig
+from splitserve.errors import ConfigError
+
+ONLY = [{"name": "only", "price_per_hour": 2.0}]
+PRICED: dict[str, Any] = {"target_ms": 100, "classes": ONLY}
+PLAIN: dict[str, Any] = {"target_ms": 100, "gpus_per_replica": 2}
+MODELS = [{"name": "a", "policy": "a.yaml"}, {"name": "b", "policy": "b.yaml"}]
+
+
+def write(folder: Path, file: dict[str, Any], **policies: dict[str, Any]) -> Path:
+    for name, policy in policies.items():
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(policy))
+    path = folder / "models.yaml"
+    path.write_text(yaml.safe_dump({"models": MODELS, **file}))
+    return path
+
+
+def both(pool: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"prefill": pool, "decode": pool, **more}
+
+
+def test_it_names_policies_beside_it_and_what_is_shared(tmp_path: Path) -> None:
+    file = {"budget_per_hour": 8, "class_limits": {"only": 3}, "move_after_s": 5}
+    shared = load_models(write(tmp_path, file, a=both(PRICED), b=both(PRICED)))
+    assert shared.limits == {MONEY: 8.0, of_class("only"): 3.0}
+    assert [model.policy for model in shared.models] == [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    assert policies_of(shared).keys() == {"a", "b"}
+
+
+def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
+    shared = load_models(write(tmp_path, {"gpu_budget": 8}, a=both(PLAIN), b=both(PLAIN)))
+    assert shared.limits == {GPUS: 8.0}
+    assert len(policies_of(shared)) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "a", "said"),
+    [
+        ({"budget_per_hour": 0}, PRICED, "budget_per_hour: Input should be greater than 0"),
+        ({"models": []}, PRICED, "models: "),
+        ({"models": [MODELS[0], MODELS[0]]}, PRICED, "model a is there twice"),
+        ({"models": [{"name": "a b", "policy": "a.yaml"}]}, PRICED, "models.0.name"),
+        ({"models": [{**MODELS[0], "prefill_workload": "pod/x"}]}, PRICED, "models.0.prefill_workload"),
+        ({"models": [{**one, "history_file": "h.json"} for one in MODELS]}, PRICED, "h.json is there twice"),
+        ({"class_limits": {"only": 0}}, PRICED, "class_limits.only"),
+        ({"class_limits": {"none": 3}}, PRICED, "class_limits names none, which is a class of no policy"),
+        ({"move_after_s": -1}, PRICED, "move_after_s"),
+        ({"strange": 1}, PRICED, "strange"),
+        ({"budget_per_hour": 8}, PLAIN, r"budget_per_hour \(8\) needs prefill.classes .* in the policy of a"),
+        (
+            {"budget_per_hour": 7},
+            PRICED,
+            r"budget_per_hour \(7\) must hold min_replicas of all models, .*: 8",
+        ),
+        ({"gpu_budget": 9}, PRICED, r"gpu_budget \(9\) counts GPUs of one kind, and the policy of a has"),
+    ],
+)
+def test_what_it_must_keep(tmp_path: Path, file: dict[str, Any], a: dict[str, Any], said: str) -> None:
+    path = write(tmp_path, file, a=both(a), b=both(PRICED))
+    with pytest.raises(ConfigError, match=said):
+        policies_of(load_models(path))
+
+
+def test_no_workload_is_scaled_by_two() -> None:
+    check_workloads({"a": ("deployment/p", "deployment/d"), "b": ("deployment/q", "deployment/e")})
+    for other in (("deployment/p", "deployment/e"), ("deployment/e", "deployment/e")):
+        with pytest.raises(ConfigError, match="must have workloads of their own, and deployment/"):
+            check_workloads({"a": ("deployment/p", "deployment/d"), "b": other})
+
+
+def test_the_least_of_all_must_fit_the_gpus(tmp_path: Path) -> None:
+    path = write(tmp_path, {"gpu_budget": 7}, a=both(PLAIN), b=both(PLAIN))
+    with pytest.raises(ConfigError, match=r"gpu_budget \(7\) must hold min_replicas .* of all models: 8"):
+        policies_of(load_models(path))
+
+
+def test_a_policy_has_no_budget_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path, {}, a=both(PRICED, budget_per_hour=20), b=both(PRICED))
+    with pytest.raises(ConfigError, match="belongs into the file of models, not into the policy of a"):
+        policies_of(load_models(path))
+
+
+def test_a_new_version_of_a_policy_must_fit_the_others(tmp_path: Path) -> None:
+    shared = load_models(write(tmp_path, {"budget_per_hour": 10}, a=both(PRICED), b=both(PRICED)))
+    files = policies_of(shared)
+    before = files["a"].value
+    write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "min_replicas": 3}), b=both(PRICED))
+    with pytest.raises(ConfigError, match=r"budget_per_hour \(10\) must hold min_replicas of all models"):
+        files["a"].poll()
+    assert files["a"].value is before
+    write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "max_replicas": 5}), b=both(PRICED))
+    assert files["a"].poll() is not None
+
+
+def test_other_models_need_a_restart(tmp_path: Path) -> None:
+    shared = load_models(write(tmp_path, {}, a=both(PRICED), b=both(PRICED)))
+    with pytest.raises(ConfigError, match="that needs a restart"):
+        check_same_models(shared, load_models(write(tmp_path, {"models": MODELS[:1]}, a=both(PRICED))))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("policy", "p.yaml"), ("shadow", ("s.yaml",)), ("model", "a"), ("history_file", "h")]
+)
+def test_what_differs_by_model_is_in_the_file(field: str, value: Any) -> None:
+    config = AutoscalerConfig.model_validate({"models": "models.yaml", field: value})
+    with pytest.raises(ConfigError, match=f"^{field} must not be given with models") as caught:
+        config.models_file  # noqa: B018
+    assert caught.value.field == field
+    assert AutoscalerConfig.model_validate({"models": "models.yaml"}).models_file == Path("models.yaml")
