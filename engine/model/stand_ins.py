@@ -52,7 +52,7 @@ STAND_INS: Mapping[str, Mapping[str, Any]] = {
 """By module, what stands for the compiler. Whoever wants more of it gets the compiler."""
 
 
-class _Imported(importlib.abc.Loader):
+class Imported(importlib.abc.Loader):
     """Loads a module that its package has imported meanwhile."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -101,7 +101,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.close()
         importlib.import_module(package)
         imported = sys.modules.get(name)
-        return None if imported is None else importlib.machinery.ModuleSpec(name, _Imported(imported))
+        return None if imported is None else importlib.machinery.ModuleSpec(name, Imported(imported))
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None

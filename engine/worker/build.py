@@ -161,7 +161,8 @@ def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, No
 
 
 def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ModelRunner | None, ServedAs]:
-    # Imported here, so that simulated workers start without torch.
+    # Imported here, so that simulated workers start without torch, whose import is a lean one if it is the first.
+    import engine.model.lean_torch  # noqa: F401
     from engine.runner.draft_runner import load_draft_model
     from engine.runner.torch_runner import build_torch_runner
 

@@ -1,0 +1,53 @@
+"""torch, imported without the code of what only training, compiling and exporting use, until someone uses that.
+
+Two fifths of `import torch` are such modules, and this engine touches none of them. It must be imported before torch is;
+in a process that had imported torch before, nothing changes. Why: docs/decisions/0061-cold-start.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from engine.model.deferred_modules import DeferringFinder, run
+
+META = "torch._meta_registrations"
+"""Shapes of operations' results, for those that are not computed: for the compiler, and for some on the meta device."""
+DEFERRED: dict[str, tuple[str, ...]] = {
+    META: (),
+    "torch._higher_order_ops": ("cond", "while_loop"),
+    "torch._lobpcg": ("lobpcg",),
+    "torch._native": (),
+    "torch.ao": (),
+    "torch.distributed": (),
+    "torch.distributed._meta_registrations": (),
+    "torch.export": (),
+    "torch.func": ("vmap",),
+    "torch.masked": (),
+    "torch.nn.intrinsic": (),
+    "torch.nn.qat": (),
+    "torch.nn.quantizable": (),
+    "torch.nn.quantized": (),
+    "torch.quantization": (),
+    "torch.onnx": (),
+    "torch.testing": (),
+}
+NEEDS = dict.fromkeys(
+    ("torch._dynamo", "torch._inductor", "torch._subclasses"),
+    (META, "torch.distributed._meta_registrations", "torch._native"),
+)
+
+
+def complete_meta_device() -> bool:
+    """Runs what was left out of the meta device. False if nothing was."""
+    return run(META)
+
+
+def _import() -> None:
+    if "torch" in sys.modules:
+        return
+    sys.meta_path.insert(0, DeferringFinder(DEFERRED, NEEDS))
+    importlib.import_module("torch")
+
+
+_import()
