@@ -1,16 +1,19 @@
 """torch, imported without the code of what only training, compiling and exporting use, until someone uses that.
 
-Two fifths of `import torch` are such modules, and this engine touches none of them. It must be imported before torch is;
-in a process that had imported torch before, nothing changes. Why: docs/decisions/0061-cold-start.md.
+A large part of `import torch` are such modules, and this engine touches none of them. Import this before torch; in a
+process that had imported torch before, nothing changes. Why: docs/decisions/0061-cold-start.md.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
 from engine.model.deferred_modules import DeferringFinder, run
 
+T = TypeVar("T")
 META = "torch._meta_registrations"
 """Shapes of operations' results, for those that are not computed: for the compiler, and for some on the meta device."""
 DEFERRED: dict[str, tuple[str, ...]] = {
@@ -38,9 +41,14 @@ NEEDS = dict.fromkeys(
 )
 
 
-def complete_meta_device() -> bool:
-    """Runs what was left out of the meta device. False if nothing was."""
-    return run(META)
+def with_whole_meta_device(make: Callable[[], T]) -> T:
+    """What `make` returns; again with what was left out of the meta device, if it fails without."""
+    try:
+        return make()
+    except NotImplementedError:
+        if not run(META):
+            raise
+        return make()
 
 
 def _import() -> None:

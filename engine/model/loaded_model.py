@@ -101,7 +101,9 @@ def model_fingerprint(
     }
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode())
     checksums, tied = _Checksums(), tied or {}
-    names = [name for name in sorted(tensors) if not _same_memory(tensors[name], tensors.get(tied.get(name, "")))]
+    names = [
+        name for name in sorted(tensors) if not _same_memory(tensors[name], tensors.get(tied.get(name, "")))
+    ]
     contents = {name: checksums.content(tensors[name].detach()) for name in names}
     for name, other in tied.items():
         if name in contents and contents[name] == contents.get(other):

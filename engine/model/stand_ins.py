@@ -59,9 +59,11 @@ class Imported(importlib.abc.Loader):
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The module that there is."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
+        """Leaves it as it is."""
         module.__spec__ = self._spec
 
 

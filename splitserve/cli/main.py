@@ -16,7 +16,6 @@ from typer.exceptions import TyperException
 from splitserve import __version__
 from splitserve.cli.commands import CommandGroup
 from splitserve.cli.output import write
-from splitserve.runtime.library_ahead import load_ahead
 
 if TYPE_CHECKING:
     from splitserve.errors import SplitserveError
@@ -59,7 +58,6 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Without a command: the help, and the code of wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    load_ahead(given, os.environ)
     code = exit_code_of(lambda: app(args=given or ["--help"], standalone_mode=False))
     return code if given else EXIT_USAGE
 

@@ -1,35 +1,32 @@
 """Loads torch's library on a thread while the interpreter imports other code.
 
 Half a second of a start is the system's loader, at work on one large library: that needs no interpreter, and so can
-take another core. `import torch` finds the library loaded; where it is not yet, it waits for the rest.
+take another core. `import torch` finds the library loaded; where it is not yet, it waits for the rest. The loader takes
+one library at a time, so those that the other code needs are loaded before: `FIRST`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-COMPUTING = frozenset({"up", "worker", "prefill-worker", "decode-worker"})
-"""Commands that need the library, or whose children do."""
-OTHER_ENGINES = ("simulated", "vllm")
-VARIABLE = "SPLITSERVE_ENGINE_KIND"
-HELP = frozenset({"-h", "--help"})
+FIRST = ("numpy", "psutil", "uvloop", "google.protobuf.json_format", "grpc")
 
 _loading: threading.Thread | None = None
 
 
-def load_ahead(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Begins to load the library if this command line is going to need it. One that cannot be loaded is left to
-    `import torch`, which says why."""
+def load_ahead() -> None:
+    """Begins to load the library, if torch is installed and not imported. One that cannot be loaded is left to `import
+    torch`, which says why."""
     global _loading
-    if _loading is not None or "torch" in sys.modules or not needs_torch(arguments, environment):
-        return
-    library = torch_library()
+    library = None if _loading is not None or "torch" in sys.modules else torch_library()
     if library is not None:
+        for name in FIRST:
+            importlib.import_module(name)
         _loading = threading.Thread(target=_load, args=[library], name="load-torch", daemon=True)
         _loading.start()
 
@@ -40,14 +37,6 @@ def finish_loading() -> None:
     if _loading is not None:
         _loading.join()
         _loading = None
-
-
-def needs_torch(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a command computes with torch, as far as its command line and environment tell."""
-    if not arguments or arguments[0] not in COMPUTING or HELP & set(arguments):
-        return False
-    given = [environment.get(VARIABLE, ""), *arguments]
-    return not any(one.removeprefix("--engine=") in OTHER_ENGINES for one in given)
 
 
 def torch_library() -> Path | None:
@@ -62,7 +51,7 @@ def torch_library() -> Path | None:
 
 
 def _load(library: Path) -> None:
-    # Imported here: few commands load anything.
+    # Imported here: a command that loads nothing does without it.
     import ctypes
 
     # Not `ctypes.CDLL(library)`, which keeps the interpreter's lock.

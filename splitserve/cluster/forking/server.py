@@ -38,7 +38,7 @@ ADOPTION_POLL_S = 0.001
 
 
 Step = str | Callable[[], object]
-"""What the server does before it forks: a module to import, or a function to call, which leaves no thread behind."""
+"""What the server does before it forks: a module to import, or a function to call."""
 
 
 class _Request(NamedTuple):
@@ -64,7 +64,9 @@ def serve(control: socket.socket, owner: int, steps: Sequence[Step]) -> list[str
                 if not kind:
                     return None
                 pending.append(_Request(kind[0], *files))
-            for request in [one for one in pending if one.steps <= taken]:
+            # A step may have a thread until another step ends it.
+            ready = [one for one in pending if one.steps <= taken] if idle or _is_alone() else []
+            for request in ready:
                 if _fork():
                     others = [file for one in pending if one is not request for file in one[1:]]
                     pending.clear()
@@ -83,9 +85,14 @@ def serve(control: socket.socket, owner: int, steps: Sequence[Step]) -> list[str
             _close(one[1:])
 
 
+def _is_alone() -> bool:
+    """Whether this process has a single thread."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
 def _fork() -> bool:
     """Forks a process that is no child of this one; True in that process, and False in this one, forked or not."""
-    if len(os.listdir("/proc/self/task")) > 1:
+    if not _is_alone():
         return False
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

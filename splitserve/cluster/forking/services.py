@@ -16,7 +16,7 @@ from splitserve.cluster.forking.owner import AdoptedProcess, ForkServer
 from splitserve.cluster.forking.server import Step
 from splitserve.config.cluster import ClusterConfig
 from splitserve.host_facts import read_host_facts
-from splitserve.runtime.library_ahead import finish_loading
+from splitserve.runtime.library_ahead import finish_loading, load_ahead
 
 SHARED = ("uvloop", "splitserve.cli.services", "splitserve.rpc.server", "splitserve.models.hf_tokenizer")
 """What a coordinator and the workers import; the former imports the rest by itself, at the same time."""
@@ -53,11 +53,11 @@ def fork_services(config: ClusterConfig, run: Callable[[list[str]], int]) -> Ser
     needs: dict[Role, int] = {"coordinator": len(SHARED)}
     on_cpu = config.engine.device == "cpu" or not read_host_facts().gpus
     if kind == "simulated" or (kind == "torch" and on_cpu):
-        steps += WORKERS
         if kind == "torch":
-            steps += [*TORCH, partial(_keep_weights, config)]
+            steps += [load_ahead, *WORKERS, finish_loading, *TORCH, partial(_keep_weights, config)]
+        else:
+            steps += WORKERS
         needs |= {"prefill": len(steps), "decode": len(steps), "worker": len(steps)}
-    finish_loading()
     server = ForkServer.start(steps, run)
     return None if server is None else ServiceForks(server, needs)
 

@@ -78,7 +78,9 @@ def test_a_model_that_cannot_be_loaded_is_left_to_the_worker(folder: Path, tmp_p
     assert not weights._kept
 
 
-def test_what_was_logged_is_logged_where_they_are_taken(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_was_logged_is_logged_where_they_are_taken(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "splitserve"):
         keep_weights(config(), str(folder))
         events = [event.getMessage() for event in weights._kept[0].events]
