@@ -51,7 +51,10 @@ class _Deferred(importlib.abc.Loader):
         raise AttributeError(f"module {name!r} has no attribute {wanted!r}")
 
     def _function(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(self._module, name)(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(self._module, name)(*args, **kwargs)
+
+        return call
 
     def run(self) -> None:
         module, content = self._module, vars(self._module)
@@ -96,6 +99,7 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """A module that stays empty, or none of these; before that runs what the module needs."""
         if name in self._names:
             spec = importlib.machinery.PathFinder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
