@@ -39,7 +39,7 @@ class _Deferred(importlib.abc.Loader):
 
     def _look_up(self, wanted: str) -> Any:
         name, content = self._module.__name__, vars(self._module)
-        if not wanted.startswith("__"):
+        if not wanted.startswith("__") or wanted == "__all__":
             with _LOCK:
                 if wanted in self._functions and name in _EMPTY:
                     return self._given.setdefault(wanted, self._function(wanted))
