@@ -137,8 +137,7 @@ async def test_an_early_one_is_loaded_once_and_tried_again_after_a_failure() -> 
     for failures in (0, 1):
         loader = Loader(failures)
         tokenizers = PromptTokenizers(loader, threads=1, early=["s"])
-        while loader.loads == 0 or (failures and "s" in tokenizers._loading):
-            await asyncio.sleep(0)
+        await asyncio.wait(tokenizers._loading.values())
         assert await tokenizers.tokenizer("s") is loader.tokenizer
         assert loader.loads == 1 + failures
         tokenizers.close()
