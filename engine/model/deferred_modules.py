@@ -7,6 +7,7 @@ So nothing is replaced: who uses such a module has the real one, only later.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -52,7 +53,8 @@ class _Deferred(importlib.abc.Loader):
 
     def _function(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(self._module, name)(*args, **kwargs)
+            run(self._module.__name__)
+            return vars(self._module)[name](*args, **kwargs)
 
         return call
 
@@ -92,8 +94,8 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
 
     def __init__(self, names: Mapping[str, Sequence[str]], needs: Mapping[str, Sequence[str]]) -> None:
         """`names`: the modules, and of each the functions that its root package takes from it; until the module's code
-        has run, the root has others in their place, which run it when they are called. `needs`: modules that must
-        not be imported before the code of some of these has run, which they do not name."""
+        has run, the root has others in their place, which run it when they are called. `needs`: modules, and
+        those whose code must have run before theirs."""
         self._names, self._needs = names, needs
 
     def find_spec(
@@ -106,6 +108,7 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
                 spec.loader = _Deferred(spec.loader, self._names[name])
             return spec
         for needed in self._needs.get(name, ()):
+            importlib.import_module(needed)
             run(needed)
         package = name.rpartition(".")[0]
         if package in _EMPTY:

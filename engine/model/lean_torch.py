@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import TypeVar
 
 from engine.model.deferred_modules import DeferringFinder, run
@@ -18,9 +19,7 @@ META = "torch._meta_registrations"
 """Shapes of operations' results, for those that are not computed: for the compiler, and for some on the meta device."""
 DEFERRED: dict[str, tuple[str, ...]] = {
     META: (),
-    "torch._higher_order_ops": ("cond", "while_loop"),
     "torch._lobpcg": ("lobpcg",),
-    "torch._native": (),
     "torch.ao": (),
     "torch.distributed": (),
     "torch.distributed._meta_registrations": (),
@@ -35,10 +34,16 @@ DEFERRED: dict[str, tuple[str, ...]] = {
     "torch.onnx": (),
     "torch.testing": (),
 }
-NEEDS = dict.fromkeys(
-    ("torch._dynamo", "torch._inductor", "torch._subclasses"),
-    (META, "torch.distributed._meta_registrations", "torch._native"),
-)
+FOR_CUDA = ("cuda.bindings", "pynvml")
+"""What torch asks for, and does without where it is missing. A build without CUDA never uses it."""
+_COMPILING = (META, "torch.distributed._meta_registrations")
+NEEDS = {
+    "torch._dynamo": _COMPILING,
+    "torch._inductor": _COMPILING,
+    "torch.export._trace": _COMPILING,
+    # These two import each other, which only works in this order: export would be the first to do so.
+    "torch._higher_order_ops": ("torch.fx.passes",),
+}
 
 
 def with_whole_meta_device(make: Callable[[], T]) -> T:
@@ -55,7 +60,13 @@ def _import() -> None:
     if "torch" in sys.modules:
         return
     sys.meta_path.insert(0, DeferringFinder(DEFERRED, NEEDS))
-    importlib.import_module("torch")
+    absent = [name for name in FOR_CUDA if version("torch").endswith("+cpu") and name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    try:
+        importlib.import_module("torch")
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
 
 _import()

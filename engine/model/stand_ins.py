@@ -57,6 +57,7 @@ class Imported(importlib.abc.Loader):
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__
+        module.__spec__ = None  # else the import system would take that in place of this one, and run its code again
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """The module that there is."""
