@@ -56,8 +56,10 @@ class Imported(importlib.abc.Loader):
     """Loads a module that its package has imported meanwhile."""
 
     def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
-        module.__spec__ = None  # else the import system would take that in place of this one, and run its code again
+        self._content, self._spec = vars(module), module.__spec__
+        # Else the import system would take that in place of this one, and run the module's code again.
+        self._content["__spec__"] = None
+        self._module = module
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """The module that there is."""
@@ -65,7 +67,7 @@ class Imported(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Leaves it as it is."""
-        module.__spec__ = self._spec
+        self._content["__spec__"] = self._spec
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
