@@ -12,9 +12,11 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 FIRST = ("numpy", "psutil", "uvloop", "google.protobuf.json_format", "grpc")
+END_POLL_S = 0.0005
 
 _loading: threading.Thread | None = None
 
@@ -36,6 +38,9 @@ def finish_loading() -> None:
     global _loading
     if _loading is not None:
         _loading.join()
+        # The kernel's thread ends a moment after the interpreter's.
+        while os.path.exists(f"/proc/self/task/{_loading.native_id}"):
+            time.sleep(END_POLL_S)
         _loading = None
 
 
