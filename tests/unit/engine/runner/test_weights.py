@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from engine.runner.weights import keep_weights, load_weights
 from splitserve.config.engine import EngineConfig
 from splitserve.models.sources import resolve_model
 from tests.support.engine.tiny_models import make_tiny_model
-from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -87,51 +83,3 @@ def test_what_was_logged_is_logged_where_they_are_taken(
         assert not caplog.records
         assert taken(config(), folder)
     assert [record.getMessage() for record in caplog.records] == events
-
-
-FORKED = """
-import os, sys
-from engine.core.model_runner import warm_up
-from engine.runner.torch_runner import build_torch_runner
-from engine.runner.weights import keep_weights
-from splitserve.config.engine import EngineConfig
-from splitserve.models.sources import resolve_model
-from engine.core.types import SamplingParams, ScheduledSequence
-
-config = EngineConfig(kv_memory_bytes=20_000_000, device="cpu", dtype="float32", threads=2)
-def answer():
-    runner = build_torch_runner(config, resolve_model(sys.argv[1]), lambda fraction: None)
-    warm_up(runner, None)
-    tokens, computed = list(range(40, 90)), 0
-    for _ in range(12):
-        row = ScheduledSequence(
-            "one", tokens, 50, computed, len(tokens) - computed, list(range(8)), True, SamplingParams(temperature=0.0)
-        )
-        computed = len(tokens)
-        tokens.append(runner.execute([row])[0].token_id)
-    return tokens
-
-keep_weights(config, sys.argv[1])
-assert len(os.listdir("/proc/self/task")) == 1
-sys.stdout.flush()
-for _ in range(2):
-    if not os.fork():
-        print(answer(), flush=True)
-        os._exit(0)
-    assert os.wait()[1] == 0
-from engine.runner import weights
-weights._kept.clear()
-print(answer())
-"""
-
-
-@pytest.mark.timeout(120)
-def test_a_forked_worker_gives_the_same_tokens(folder: Path) -> None:
-    command = [sys.executable, "-c", FORKED, str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    first, second, alone = done.stdout.splitlines()
-    assert first == second == alone
