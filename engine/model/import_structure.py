@@ -26,6 +26,8 @@ MODULE = "transformers.utils.import_utils"
 FUNCTION = "create_import_structure_from_path"
 MAX_BYTES = 16 << 20
 _FORMAT = 1
+UNUSABLE = (OSError, ImportError, ValueError, TypeError, AttributeError, RecursionError)
+"""What reading may raise: nothing kept, no record of the installation, or a text that is not one of these."""
 
 Structure = dict[Any, Any]
 """By folder the structure below it; by a frozenset of library names, the classes of each module."""
@@ -76,10 +78,10 @@ def kept(create: Callable[[str], Structure]) -> Callable[[str], Structure]:
         try:
             text = texts.get(str(folder)) or read(folder)
             structure = from_text(text)
-        except (OSError, ValueError):
+        except UNUSABLE:
             structure = create(module_path)
             text = to_text(structure)
-            with suppress(OSError):  # a folder that cannot be written: made at each start
+            with suppress(OSError, ImportError):  # a folder that cannot be written: made at each start
                 write(folder, text)
         texts[str(folder)] = text
         return structure

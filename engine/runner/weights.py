@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +28,10 @@ from splitserve.models.sources import ModelSource, resolve_model
 
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 """With this variable `transformers` reads weights on the thread that asks."""
+
+
+MAX_KEPT_BYTES = 2 << 30
+"""Files of larger models are read by each worker, which shows how far it is; nobody waits for them meanwhile."""
 
 
 class Weights(NamedTuple):
@@ -71,15 +75,17 @@ def keep_weights(config: EngineConfig, model: str) -> None:
     """Loads a model's weights for processes that are forked from this one later: a worker with such settings takes
     them. Computes on one thread, and leaves none behind.
 
-    A model that is not on this machine or cannot be loaded is left to the workers, who say why.
+    A model that is large, not on this machine or cannot be loaded is left to the workers, who say why.
     """
     config = config.model_copy(update={"threads": 1})
     try:
         with recorded_events() as events, _variable(SYNCHRONOUS, "1"):
             source = resolve_model(model)
-            if not source.is_local:
+            if not source.is_local or source.gguf_file:
                 return
             key = _WeightsKey.of(config, source, choose_device(config.device))
+            if sum(size for _, size, _, _ in key.files) > MAX_KEPT_BYTES:
+                return
             weights = load_weights(config, source, lambda _fraction: None)
     except Exception:  # of whatever kind: libraries raise many, and this process has to live
         return
@@ -88,8 +94,15 @@ def keep_weights(config: EngineConfig, model: str) -> None:
 
 def _take(config: EngineConfig, source: ModelSource, device: torch.device) -> Weights | None:
     """The kept weights, if they are these. To be used once: they are of one engine then."""
-    if not _kept or not source.is_local or _kept[0].key != _WeightsKey.of(config, source, device):
+    if not _kept or not source.is_local:
         return None
+    with suppress(OSError):  # files that come and go: loading says which
+        if _kept[0].key == _WeightsKey.of(config, source, device):
+            return _taken()
+    return None
+
+
+def _taken() -> Weights:
     weights, events = _kept[0].weights, _kept[0].events
     _kept.clear()
     repeat_events(events)

@@ -8,6 +8,7 @@ one library at a time, so those that the other code needs are loaded before: `FI
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -45,14 +46,22 @@ def finish_loading() -> None:
 
 
 def torch_library() -> Path | None:
-    """The library of the installed torch, which is not imported for that; None where there is none."""
-    if sys.platform != "linux":
+    """The library of the installed torch, which is not imported for that; None where there is none, and for builds with
+    CUDA, which load their libraries in an order of their own."""
+    if sys.platform != "linux" or not _is_cpu_build():
         return None
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
     library = Path(spec.origin).with_name("lib") / "libtorch_cpu.so"
     return library if library.is_file() else None
+
+
+def _is_cpu_build() -> bool:
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _load(library: Path) -> None:

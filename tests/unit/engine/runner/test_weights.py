@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from engine.runner import weights
 from engine.runner.weights import keep_weights, load_weights
 from splitserve.config.engine import EngineConfig
+from splitserve.errors import SplitserveError
 from splitserve.models.sources import resolve_model
 from tests.support.engine.tiny_models import make_tiny_model
 
@@ -72,6 +74,20 @@ def test_a_model_that_cannot_be_loaded_is_left_to_the_worker(folder: Path, tmp_p
     (folder / "model.safetensors").write_bytes(b"torn")
     keep_weights(config(), str(folder))
     assert not weights._kept
+
+
+def test_a_large_model_is_left_to_the_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAX_KEPT_BYTES", 1000)
+    keep_weights(config(), str(folder))
+    assert not weights._kept
+
+
+def test_files_that_are_gone_are_missed_where_they_are_loaded(folder: Path) -> None:
+    keep_weights(config(), str(folder))
+    source = resolve_model(str(folder))
+    shutil.rmtree(folder)
+    with pytest.raises(SplitserveError):
+        load_weights(config(), source, lambda _fraction: None)
 
 
 def test_what_was_logged_is_logged_where_they_are_taken(
