@@ -34,7 +34,8 @@ from engine.kv_cache.kv_dtype import kv_dtype
 from engine.kv_cache.memory import KvCacheMemory
 from engine.model.loaded_model import LoadedModel
 from engine.runner.model_loader import load_model
-from engine.runner.torch_runner import build_torch_runner, cpu_kernels
+from engine.runner.torch_runner import build_torch_runner
+from engine.runner.weights import cpu_kernels
 from kv_transfer.layout import INT8, KvLayout
 from splitserve.cluster.placement import available_cores
 from splitserve.config.cluster import ClusterConfig

@@ -90,7 +90,7 @@ class Coordinator:
         self.registry = Registry(config.heartbeat_timeout_s, PrefixIndex(config.max_indexed_blocks))
         self.loops = LoopRunner()
         self.failure_detector = FailureDetector(self.registry, self.loops)
-        self.tokenizers = PromptTokenizers(load, config.tokenizer_threads)
+        self.tokenizers = PromptTokenizers(load, config.tokenizer_threads, config.tokenizers)
         self.stats = RequestStats(config.long_prompt_tokens)
         self.estimates = Estimates(self.registry)
         self.breakers = CircuitBreakerRegistry(self.registry, config.circuit_breaker)

@@ -37,7 +37,8 @@ class EncodedPrompt(NamedTuple):
 class PromptTokenizers:
     """The tokenizers of all models, each loaded once. `load` is called on a pool thread."""
 
-    def __init__(self, load: Callable[[str], Tokenizer], threads: int) -> None:
+    def __init__(self, load: Callable[[str], Tokenizer], threads: int, early: Sequence[str] = ()) -> None:
+        """`early`: sources to load now, which needs a running event loop."""
         self._load = load
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="tokenizer")
         self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
@@ -45,14 +46,12 @@ class PromptTokenizers:
         """Long prompts that are being tokenized, by everything that the result depends on."""
         self._warm: set[tuple[str, str, bool]] = set()
         """(source, prompt form, has tools) seen before: the first such request compiles a chat template."""
+        for source in early:
+            self._task(source)
 
     async def tokenizer(self, source: str) -> Tokenizer:
         """The tokenizer of a source. Errors of loading are raised here, and the next call tries again."""
-        task = self._loading.get(source)
-        if task is None:
-            task = self._loading[source] = asyncio.create_task(self._loaded(source))
-            # Retrieves the exception: if all waiters are gone, asyncio must not report it as never retrieved.
-            task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        task = self._task(source)
         if task.done():
             return task.result()
         # Shielded: cancelling one caller must not cancel the load for the others.
@@ -123,6 +122,14 @@ class PromptTokenizers:
         for task in self._loading.values():
             task.cancel()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _task(self, source: str) -> asyncio.Task[Tokenizer]:
+        task = self._loading.get(source)
+        if task is None:
+            task = self._loading[source] = asyncio.create_task(self._loaded(source))
+            # Retrieves the exception: if all waiters are gone, asyncio must not report it as never retrieved.
+            task.add_done_callback(lambda done: None if done.cancelled() else done.exception())
+        return task
 
     async def _loaded(self, source: str) -> Tokenizer:
         try:

@@ -35,6 +35,9 @@ class Forward(ABC):
     speedup: float = 1.0
     """How many times as much compute as this worker's own the last step had: neighbours may have lent cores."""
 
+    prepares_steps: bool = True
+    """See `ModelRunner.prepares_steps`."""
+
     @abstractmethod
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """Writes the new positions' KV; returns the logits of the sampled ones. May return before both are done."""

@@ -24,6 +24,10 @@ DEFAULT_STEP_TOKENS = {"DRAM": 512, "VRAM": 2048}
 """Default of `max_step_tokens` by the pool's memory kind: just enough to fill the device. With small chunks all but the
 last chunk's KV is sent while later ones are computed, and a cancelled prompt stops soon."""
 
+PROMPT_TOKENS = 64
+SHORT_PROMPT_TOKENS = 8
+"""Length of the warm-up's prompt where steps are prepared, and where they are not."""
+
 PendingStep = Callable[[], list[SampledToken | None]]
 """Waits for a step that was begun. Call it once, before the next step begins; see `ModelRunner.begin`."""
 
@@ -94,6 +98,17 @@ class ModelRunner(ABC):
     def shares_cores(self) -> bool:
         """Whether this worker and neighbours of its host lend each other cores."""
         return False
+
+    @property
+    def prepares_steps(self) -> bool:
+        """Whether a step's first time makes something for all like it: compiles, captures. Else it takes as long as
+        any other, and a short one shows that all works."""
+        return True
+
+    @property
+    def warm_up_tokens(self) -> int:
+        """Length of the warm-up's prompt."""
+        return PROMPT_TOKENS if self.prepares_steps else SHORT_PROMPT_TOKENS
 
     def populate(self) -> None:
         """Called once, when the engine is ready: what it only needs later may be prepared behind it."""
@@ -179,19 +194,19 @@ def _joined(tokens: list[SampledToken]) -> SampledToken:
     return tokens[0] if len(tokens) == 1 else replace(tokens[0], following=tuple(tokens[1:]))
 
 
-PROMPT_TOKENS = 64
-"""Length of the warm-up's prompt."""
-
-
 def warm_up(
     runner: ModelRunner,
     max_step_tokens: int | None,
-    prompt_tokens: int = PROMPT_TOKENS,
+    prompt_tokens: int | None = None,
     drafts: Sequence[int] = (),
 ) -> int:
-    """Computes a prompt of up to `prompt_tokens` and one token more, in blocks that nobody owns yet, to compile and
-    allocate early. The token also with `drafts` of these lengths. Returns the length of the prompt, whose KV is in the
-    first blocks; 0 where none was computed."""
+    """Computes a prompt of up to `prompt_tokens` (by default those of the runner) and one token more, in blocks that
+    nobody owns yet, to compile and allocate early. The token also with `drafts` of these lengths, unless nothing is
+    made for them. Returns the length of the prompt, whose KV is in the first blocks; 0 where none was computed."""
+    if prompt_tokens is None:
+        prompt_tokens = runner.warm_up_tokens
+    if not runner.prepares_steps:
+        drafts = ()
     size = runner.layout.block_size_tokens
     limit = min(max_step_tokens or prompt_tokens + 1, runner.num_blocks * size, runner.facts.context_tokens)
     prompt = min(prompt_tokens, limit - 1)

@@ -95,8 +95,12 @@ def model_fingerprint(
         if not name.startswith(_NOT_FINGERPRINTED) and not name.endswith("_token_id")
     }
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode())
-    contents = {name: _content(tensors[name].detach()) for name in sorted(tensors)}
-    for name, other in (tied or {}).items():
+    checksums, tied = _Checksums(), tied or {}
+    names = [
+        name for name in sorted(tensors) if not _same_memory(tensors[name], tensors.get(tied.get(name, "")))
+    ]
+    contents = {name: checksums.content(tensors[name].detach()) for name in names}
+    for name, other in tied.items():
         if name in contents and contents[name] == contents.get(other):
             del contents[name]
     for name, content in contents.items():
@@ -104,27 +108,43 @@ def model_fingerprint(
     return digest.hexdigest()
 
 
-def _content(tensor: torch.Tensor) -> bytes:
-    """Shape and checksums of a tensor."""
-    return str(list(tensor.shape)).encode() + _checksums(tensor)
+def _same_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    if other is None or tensor.data_ptr() != other.data_ptr() or tensor.device != other.device:
+        return False
+    return (tensor.shape, tensor.stride(), tensor.dtype) == (other.shape, other.stride(), other.dtype)
 
 
-def _checksums(tensor: torch.Tensor) -> bytes:
-    """A checksum of 8 bytes for each chunk of the tensor: the sum, modulo 2^64, of its words times odd numbers that
-    depend on their positions. A difference in one word cannot vanish: odd numbers divide no power of two."""
-    flat = tensor.reshape(-1)
-    sums = [
-        _checksum(flat[start : start + _CHUNK_ELEMENTS]) for start in range(0, len(flat), _CHUNK_ELEMENTS)
-    ]
-    return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+class _Checksums:
+    """Checksums of tensors: of each chunk the sum, modulo 2^64, of its words times odd numbers that depend on their
+    positions in it. A difference in one word cannot vanish: odd numbers divide no power of two."""
+
+    def __init__(self) -> None:
+        self._odds: dict[torch.device, torch.Tensor] = {}
+
+    def content(self, tensor: torch.Tensor) -> bytes:
+        """Shape and checksums of a tensor, 8 bytes a chunk."""
+        flat = tensor.reshape(-1)
+        starts = range(0, len(flat), _CHUNK_ELEMENTS)
+        sums = [self._sum(_words(flat[start : start + _CHUNK_ELEMENTS])) for start in starts]
+        checksums = torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+        return str(list(tensor.shape)).encode() + checksums
+
+    def _sum(self, words: torch.Tensor) -> torch.Tensor:
+        odds = self._odds.get(words.device)
+        if odds is None or len(odds) < len(words):
+            odds = torch.arange(len(words), dtype=torch.int64, device=words.device)
+            odds = self._odds[words.device] = odds.mul_(_MULTIPLIER).bitwise_or_(1)
+        odds = odds[: len(words)]
+        # On cpu in one pass without intermediate results. CUDA has no such product of integers.
+        return torch.dot(words, odds) if words.device.type == "cpu" else (words * odds).sum()
 
 
-def _checksum(elements: torch.Tensor) -> torch.Tensor:
-    if elements.is_floating_point():
-        missing = -len(elements) % _ELEMENTS_A_WORD
-        padded = torch.nn.functional.pad(elements.to(torch.bfloat16), (0, missing))
-        words = padded.contiguous().view(torch.int64)
-    else:
-        words = elements.to(torch.int64)
-    positions = torch.arange(len(words), dtype=torch.int64, device=words.device)
-    return (words * (positions * _MULTIPLIER | 1)).sum()
+def _words(elements: torch.Tensor) -> torch.Tensor:
+    """A flat tensor as words of 8 bytes: four elements in bfloat16, or one that is no floating-point number."""
+    if not elements.is_floating_point():
+        return elements.to(torch.int64)
+    halves = elements.to(torch.bfloat16)
+    missing = -len(halves) % _ELEMENTS_A_WORD
+    if missing or halves.storage_offset() % _ELEMENTS_A_WORD:
+        halves = torch.nn.functional.pad(halves, (0, missing))
+    return halves.contiguous().view(torch.int64)

@@ -52,17 +52,22 @@ STAND_INS: Mapping[str, Mapping[str, Any]] = {
 """By module, what stands for the compiler. Whoever wants more of it gets the compiler."""
 
 
-class _Imported(importlib.abc.Loader):
+class Imported(importlib.abc.Loader):
     """Loads a module that its package has imported meanwhile."""
 
     def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
+        self._content, self._spec = vars(module), module.__spec__
+        # Else the import system would take that in place of this one, and run the module's code again.
+        self._content["__spec__"] = None
+        self._module = module
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The module that there is."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        """Leaves it as it is."""
+        self._content["__spec__"] = self._spec
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -101,7 +106,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.close()
         importlib.import_module(package)
         imported = sys.modules.get(name)
-        return None if imported is None else importlib.machinery.ModuleSpec(name, _Imported(imported))
+        return None if imported is None else importlib.machinery.ModuleSpec(name, Imported(imported))
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None

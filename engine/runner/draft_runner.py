@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.model.loaded_model import LoadedModel
-from engine.runner.torch_runner import TorchRunner, Weights, kv_layout, load_weights
+from engine.runner.torch_runner import TorchRunner, kv_layout
+from engine.runner.weights import Weights, load_weights
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError
 from splitserve.models.hf_tokenizer import load_tokenizer

@@ -22,7 +22,7 @@ def multiplies_bfloat16() -> bool:
 def choose_dtype(
     config: EngineConfig, device: torch.device, wire_dtype: str = SAME, native: bool | None = None
 ) -> str:
-    """`engine.dtype` as "float32" or "bfloat16".
+    """`engine.dtype` as "float32" or "bfloat16". Pure but for what oneDNN says.
 
     "auto" is bfloat16, but float32 on a processor that does not multiply it, unless another setting is for bfloat16
     alone. `native`: whether the processor does; default: what oneDNN says.
@@ -32,8 +32,15 @@ def choose_dtype(
     if device.type != "cpu" or (multiplies_bfloat16() if native is None else native):
         return "bfloat16"
     for_bfloat16 = config.quantization != "none" or config.kv_cache_dtype != "auto" or wire_dtype != SAME
-    if config.dtype == "auto" and not for_bfloat16:
-        log_event("engine.dtype", dtype="float32", why=SLOW)
-        return "float32"
-    log_event("engine.slow_dtype", level=logging.WARNING, dtype="bfloat16", why=SLOW)
-    return "bfloat16"
+    return "float32" if config.dtype == "auto" and not for_bfloat16 else "bfloat16"
+
+
+def log_dtype(config: EngineConfig, device: torch.device, dtype: str, native: bool | None = None) -> None:
+    """Logs what a processor without bfloat16 costs: `engine.dtype` where float32 was chosen for it, a warning
+    `engine.slow_dtype` where bfloat16 is computed all the same."""
+    if device.type != "cpu" or (multiplies_bfloat16() if native is None else native):
+        return
+    if dtype == "bfloat16":
+        log_event("engine.slow_dtype", level=logging.WARNING, dtype=dtype, why=SLOW)
+    elif config.dtype == "auto":
+        log_event("engine.dtype", dtype=dtype, why=SLOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from engine.backends.cpu.linears import pack_linears, replace_norms
 from engine.core.types import ModelFacts
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
+from engine.model.lean_torch import with_whole_meta_device
 from engine.model.lean_transformers import AutoConfig, AutoModelForCausalLM, no_init_weights
 from engine.model.loaded_model import (
     LoadedModel,
@@ -95,7 +97,9 @@ def _skeleton(config: Any) -> Any:
     """The model without weights: its class and its modules, on the meta device."""
     try:
         with torch.device("meta"), no_init_weights(), without_compiler():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return with_whole_meta_device(
+                lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            )
     except (ValueError, ImportError, TypeError, RuntimeError) as error:
         reason = _first_line(error)
         raise UnsupportedModelError(f"model type {config.model_type} is not supported: {reason}") from None
@@ -116,14 +120,9 @@ def _load_weights(
         }  # loads tensors to the device one by one, without a whole copy on the host
     try:
         with report_progress(progress, gguf=bool(source.gguf_file)), without_compiler():
-            module, info = AutoModelForCausalLM.from_pretrained(
-                source.path,
-                dtype=dtype,
-                attn_implementation=ATTENTION_NAME,
-                local_files_only=True,
-                output_loading_info=True,
-                **options,
-            )
+            load = partial(AutoModelForCausalLM.from_pretrained, source.path, dtype=dtype)
+            named = {"attn_implementation": ATTENTION_NAME, "local_files_only": True, **options}
+            module, info = with_whole_meta_device(lambda: load(output_loading_info=True, **named))
     except OSError as error:
         raise NotFoundError(f"model {source.path}: {_first_line(error)}") from None
     except (ValueError, ImportError) as error:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
-from engine.backends.cpu.int8_linears import check_quantization
 from engine.backends.cpu.kernels import CpuKernels
-from engine.backends.cuda.forward import prepare_device
 from engine.backends.interface import StepLogits
-from engine.backends.select import choose_backend, make_forward
+from engine.backends.select import make_forward
 from engine.core.model_runner import (
     DEFAULT_STEP_TOKENS,
     ModelRunner,
@@ -29,20 +25,18 @@ from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.kv_dtype import kv_dtype
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
 from engine.model.loaded_model import LoadedModel
-from engine.runner.device import choose_device
-from engine.runner.dtype import choose_dtype
 from engine.runner.fp8_wire import Fp8Wire
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
-from engine.runner.model_loader import load_model
 from engine.runner.sampler import NanLogitsError, sample
 from engine.runner.sampling_row import SamplingRow
 from engine.runner.self_test.device_checks import EXPERIMENTAL, self_tested
 from engine.runner.structured_output import Mask, MaskFiller
+from engine.runner.weights import load_weights
 from kv_transfer.layout import FP8_E4M3, SAME, KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
-from kv_transfer.wire_format import KvWire, PlainWire, check_wire_dtype
+from kv_transfer.wire_format import KvWire, PlainWire
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import ConfigError, UnavailableError
+from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.models.sources import ModelSource
 
@@ -149,6 +143,11 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.shares_cores`."""
         return self._forward.shares_cores
 
+    @property
+    def prepares_steps(self) -> bool:
+        """See `ModelRunner.prepares_steps`."""
+        return self._forward.prepares_steps
+
     def populate(self) -> None:
         """See `ModelRunner.populate`."""
         self._pool.populate()
@@ -238,29 +237,6 @@ def _facts(facts: ModelFacts, config: EngineConfig) -> ModelFacts:
     return ModelFacts(limit, facts.vocabulary_size, facts.eos_token_ids)
 
 
-class Weights(NamedTuple):
-    """A loaded model, and the kernels that it was loaded with, if any."""
-
-    model: LoadedModel
-    kernels: CpuKernels | None
-
-
-def load_weights(
-    config: EngineConfig, source: ModelSource, progress: Callable[[float], None], wire_dtype: str = SAME
-) -> Weights:
-    """Loads a model; sets the number of compute threads of the process. Raises as `build_torch_runner`."""
-    device = choose_device(config.device)
-    dtype = choose_dtype(config, device, wire_dtype)
-    check_wire_dtype(wire_dtype, kv_dtype(config, dtype))
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    choose_backend(config.attention_backend, device)
-    if device.type == "cuda":
-        prepare_device(device)
-    check_quantization(config, dtype, device)
-    kernels = cpu_kernels(config, dtype, device)
-    return Weights(load_model(source, dtype, device, progress, config.quantization, kernels), kernels)
-
-
 def build_torch_runner(
     config: EngineConfig,
     source: ModelSource,
@@ -297,14 +273,3 @@ def make_torch_runner(
         trial = partial(TorchRunner, model, wire_dtype=wire_dtype)
         config = with_kv_memory(config, step_tokens, trial, CudaMemory(model.device))
     return TorchRunner(model, config, wire_dtype, kernels, beside_bytes)
-
-
-def cpu_kernels(config: EngineConfig, dtype: str, device: torch.device) -> CpuKernels | None:
-    """Our cpu kernels if this engine uses them; None, and a log event, if they cannot be compiled here."""
-    if config.cpu_kernels == "off" or device.type != "cpu" or dtype != "bfloat16":
-        return None
-    try:
-        return CpuKernels(torch.get_num_threads())
-    except UnavailableError as error:
-        log_event("engine.cpu_kernels_off", why=error.message)
-        return None

@@ -32,7 +32,8 @@ from splitserve.errors import ConfigError, UnsupportedModelError
 from splitserve.host_facts import host_id
 from splitserve.logs import log_event
 from splitserve.models.hf_tokenizer import load_tokenizer
-from splitserve.models.sources import localize_model, resolve_model
+from splitserve.models.sources import localize_model, read_ahead, resolve_model
+from splitserve.runtime.process import without_collector
 
 SIMULATED = "simulated"
 VLLM = "vllm"
@@ -161,9 +162,13 @@ def _simulated(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, No
 
 
 def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ModelRunner | None, ServedAs]:
-    # Imported here, so that simulated workers start without torch.
-    from engine.runner.draft_runner import load_draft_model
-    from engine.runner.torch_runner import build_torch_runner
+    source = resolve_model(config.model)
+    read_ahead(source)
+    # Imported here, so that simulated workers start without torch, whose import is a lean one if it is the first.
+    with without_collector():
+        import engine.model.lean_torch  # noqa: F401
+        from engine.runner.draft_runner import load_draft_model
+        from engine.runner.torch_runner import build_torch_runner
 
     clock.imported()
     logged = -1.0
@@ -174,7 +179,6 @@ def _torch(config: WorkerConfig, clock: StartClock) -> tuple[ModelRunner, ModelR
             logged = fraction
             log_event("worker.loading", worker_id=config.worker_id, fraction=round(fraction, 3))
 
-    source = resolve_model(config.model)
     draft = load_draft_model(config.engine, source)
     beside = draft.block_bytes if draft is not None else 0
     runner = build_torch_runner(config.engine, source, progress, config.wire_dtype, clock.loaded, beside)

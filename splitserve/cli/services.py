@@ -95,13 +95,19 @@ def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
 
     _claim_cores(settings)
     settings = claim_gpus(settings)
+    from splitserve.runtime.library_ahead import load_ahead
+    from splitserve.runtime.process import without_collector
+
+    if settings.engine.kind == "torch":
+        load_ahead()
     # Imported late: torch reads the number of threads on import.
-    if kind == "prefill":
-        from prefill_worker.service import serve
-    elif kind == "decode":
-        from decode_worker.service import serve
-    else:
-        from neutral_worker.service import serve
+    with without_collector():
+        if kind == "prefill":
+            from prefill_worker.service import serve
+        elif kind == "decode":
+            from decode_worker.service import serve
+        else:
+            from neutral_worker.service import serve
     _run(serve(settings))
 
 

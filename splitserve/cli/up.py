@@ -237,12 +237,12 @@ def _scaling(config: ClusterConfig, security: ClusterCredentials) -> LocalScalin
 
 def _provide_model(config: ClusterConfig) -> None:
     """Checks before the start that the model can be loaded; fetches an embedded one."""
-    from splitserve.models.sources import EMBEDDED, resolve_model
+    from splitserve.models.sources import EMBEDDED, read_ahead, resolve_model
 
     if config.engine.kind == "simulated":
         return
     try:
-        resolve_model(config.model)
+        read_ahead(resolve_model(config.model))
     except NotFoundError:
         if config.model not in EMBEDDED:
             raise

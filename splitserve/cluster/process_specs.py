@@ -20,9 +20,10 @@ from splitserve.config.security import CeilingConfig, TlsConfig
 from splitserve.config.tracing import TracingConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.core_list import format_cores
-from splitserve.errors import ConfigError, ResourceExhaustedError
+from splitserve.errors import ConfigError, NotFoundError, ResourceExhaustedError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.worker_gpus import check_gpu_count
+from splitserve.models.sources import resolve_model
 from splitserve.rpc.credentials import ClusterCredentials, new_token, read_token
 from splitserve.security.tls import client_files
 from splitserve.v1 import inference_pb2
@@ -100,13 +101,25 @@ def each_coordinator(config: ClusterConfig) -> list[ClusterConfig]:
 
 def coordinator_specs(config: ClusterConfig, command: CommandFactory = splitserve_command) -> list[ChildSpec]:
     """The coordinators' specs: `coordinator`, `coordinator-1`, …"""
-    shared = {"tls": _tls(config), "cluster_token_file": config.cluster_token_file}
+    shared: dict[str, object] = {"tls": _tls(config), "cluster_token_file": config.cluster_token_file}
+    shared["tokenizers"] = (*config.coordinator.tokenizers, *_own_tokenizer(config))
     specs = []
     for number, seen in enumerate(each_coordinator(config)):
         options = arguments(seen.coordinator.model_copy(update=shared))
         name = f"coordinator-{number}" if number else "coordinator"
         specs.append(ChildSpec(name, "coordinator", command("coordinator", options)))
     return specs
+
+
+def _own_tokenizer(config: ClusterConfig) -> tuple[str, ...]:
+    """The tokenizer that the workers are going to name, if it is on this machine."""
+    if config.engine.kind == "simulated":
+        return ()
+    try:
+        source = resolve_model(config.model)
+    except NotFoundError:
+        return ()
+    return (source.tokenizer_source,) if source.is_local else ()
 
 
 def worker_spec(

@@ -266,6 +266,9 @@ class CoordinatorConfig(SecuritySettings):
     apart."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads for chat templates and tokenization."""
+    tokenizers: Annotated[tuple[str, ...], Field(max_length=64), Option(flag="tokenizer")] = ()
+    """Models whose tokenizers are loaded at the start, named as workers name them: a first worker does not wait for
+    that then. What cannot be loaded is tried again when it comes. `splitserve up` gives its model. Default: none."""
     metrics_port: Port | None = None
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
     model_routes: ModelRouteWeights = Field(default_factory=dict)

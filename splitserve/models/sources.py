@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,6 +119,22 @@ def resolve_model(name: str) -> ModelSource:
     if not _HUB_ID.match(name) or name.endswith(".gguf"):
         raise NotFoundError(f"model: no such folder or file: {name}")
     return ModelSource(name, None, name.rsplit("/", 1)[-1])
+
+
+def read_ahead(source: ModelSource) -> None:
+    """Has the system read a local model's weights into its page cache, where they are not there yet, while this process
+    does other things. What cannot be read is found when it is needed."""
+    folder = Path(source.path)
+    files = [folder / source.gguf_file] if source.gguf_file else sorted(folder.glob("*.safetensors"))
+    if files and sys.platform == "linux":
+        # On a thread: the system says that it has begun once it has room for all that it is going to read.
+        threading.Thread(target=_advise, args=[files], name="read-ahead", daemon=True).start()
+
+
+def _advise(files: Sequence[Path]) -> None:
+    for path in files:
+        with suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def localize_model(source: ModelSource, *, weights: bool = True) -> ModelSource:

@@ -7,7 +7,8 @@ import gc
 import os
 import resource
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 SECOND_SIGNAL_EXIT_CODE = 130
 
@@ -77,6 +78,18 @@ YOUNG_GENERATION_THRESHOLD = 5_000
 of collections a second under load, which find almost nothing: messages, tasks and futures end by reference count. A
 refused request does not, because gRPC's abort ties its error to its frames: some 50 objects. A collection that finds
 20,000 of them stops the event loop for 12 ms and more, one of 5,000 for 3."""
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """For imports: modules and classes stay, and looking for others among them is 6% of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def relax_collector() -> None:

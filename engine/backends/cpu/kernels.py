@@ -86,6 +86,10 @@ class CpuKernels:
         """On cores of this worker's own."""
         return self._threads
 
+    @threads.setter
+    def threads(self, threads: int) -> None:
+        self._threads = threads
+
     def run(self, ops: Ops) -> None:
         """Computes operations `[n]` of dtype `OP`, one after the other; does not record them."""
         if self._borrowed is None:

@@ -128,6 +128,8 @@ class TorchNativeAttention:
 class TorchForward(Forward):
     """The forward pass with attention in plain torch, on any device."""
 
+    prepares_steps = False
+
     def __init__(self, model: LoadedModel, pool: KvCacheMemory, contiguous_kv_bytes: int) -> None:
         self._module, self._device, self._dtype = model.module, model.device, DTYPES[model.dtype]
         self._block_size = pool.layout.block_size_tokens

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from splitserve.cluster.forking.server import GO, fork_here
+from splitserve.cluster.forking.server import GO, Step, fork_here
 
 FORK_S = 120.0
 """How long a process is waited for, most of it for imports on a busy machine. Then the server is given up."""
@@ -61,14 +61,14 @@ class ForkServer:
         self._pid = pid
 
     @classmethod
-    def start(cls, modules: Sequence[str], run: Callable[[list[str]], int]) -> ForkServer | None:
-        """Forks the server, which begins to import `modules`; `run` gets a process's arguments and returns its exit
+    def start(cls, steps: Sequence[Step], run: Callable[[list[str]], int]) -> ForkServer | None:
+        """Forks the server, which begins to take `steps`; `run` gets a process's arguments and returns its exit
         code. None where that cannot be: this process has threads, or the system is not Linux."""
         if sys.platform != "linux" or threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > 1:
             return None
         ours, theirs = socket.socketpair()
         try:
-            pid = fork_here(theirs, ours, modules, run)
+            pid = fork_here(theirs, ours, steps, run)
         except OSError:
             ours.close()
             return None
@@ -83,12 +83,12 @@ class ForkServer:
         output: int,
         *,
         files: Sequence[int] = (),
-        modules: int,
+        steps: int,
     ) -> AdoptedProcess | None:
         """A process that runs `splitserve ARGUMENTS` in a session of its own, with `output` for its standard output and
         error, and `files` under the same numbers. None where the server is not there any more, or cannot fork.
 
-        `modules`: so many of the server's must be imported before.
+        `steps`: so many of the server's must be taken before.
         """
         if self._control is None:
             return None
@@ -97,7 +97,7 @@ class ForkServer:
         try:
             with ours, adopting():
                 with theirs:
-                    socket.send_fds(self._control, [bytes([modules])], [output, theirs.fileno()])
+                    socket.send_fds(self._control, [bytes([steps])], [output, theirs.fileno()])
                 async with asyncio.timeout(FORK_S):
                     pid = await _ask(ours, json.dumps(asked).encode() + b"\n", files)
                     if pid is None:

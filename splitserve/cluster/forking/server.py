@@ -1,8 +1,8 @@
 """A process that has imported what services need, and forks: a service then starts in milliseconds, not seconds.
 
 The pattern is that of multiprocessing's fork server, with a set of modules to preload. `serve` runs in the server;
-`owner.py` holds the other end of its socket. A request is one byte, the number of modules that
-must be imported first, with two files: the process's output, and a stream socket over which all else is said, see
+`owner.py` holds the other end of its socket. A request is one byte, the number of steps that
+must be taken first, with two files: the process's output, and a stream socket over which all else is said, see
 `_become`. The process becomes a child of whoever asked, which must be a subreaper: it is forked twice, and the one
 between ends at once. So the server may end, in whatever way, and no process ends with it.
 
@@ -37,30 +37,36 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ADOPTION_POLL_S = 0.001
 
 
+Step = str | Callable[[], object]
+"""What the server does before it forks: a module to import, or a function to call."""
+
+
 class _Request(NamedTuple):
-    modules: int
+    steps: int
     output: int
     answer: int
 
 
-def serve(control: socket.socket, owner: int, modules: Sequence[str]) -> list[str] | None:
-    """Imports the modules in order, and forks a process for each request as soon as those that it needs are imported.
+def serve(control: socket.socket, owner: int, steps: Sequence[Step]) -> list[str] | None:
+    """Takes the steps in order, and forks a process for each request as soon as those that it needs are taken.
 
     Returns in a process that was forked: the arguments of its command line. In the server: None, once `owner` has
-    closed its end, or where a module cannot be imported; what was not answered by then is closed. A process that is
+    closed its end, or where a step fails; what was not answered by then is closed. A process that is
     forked meanwhile has this process's output until it takes on its own.
     """
-    imported, pending = 0, list[_Request]()
+    taken, pending = 0, list[_Request]()
     gc.disable()  # modules and classes stay: looking for others among them is 6% of the imports
     try:
         while True:
-            idle = imported >= len(modules)
+            idle = taken >= len(steps)
             if select.select([control], [], [], None if idle and not pending else 0)[0]:
                 kind, files, _, _ = socket.recv_fds(control, 1, OUTPUT_AND_ANSWER)
                 if not kind:
                     return None
                 pending.append(_Request(kind[0], *files))
-            for request in [one for one in pending if one.modules <= imported]:
+            # A step may have a thread until another step ends it.
+            ready = [one for one in pending if one.steps <= taken] if idle or _is_alone() else []
+            for request in ready:
                 if _fork():
                     others = [file for one in pending if one is not request for file in one[1:]]
                     pending.clear()
@@ -68,19 +74,25 @@ def serve(control: socket.socket, owner: int, modules: Sequence[str]) -> list[st
                 pending.remove(request)
                 _close(request[1:])
             if not idle:
+                step = steps[taken]
                 try:
-                    importlib.import_module(modules[imported])
+                    importlib.import_module(step) if isinstance(step, str) else step()
                 except Exception:  # of whatever kind: libraries raise many
                     return None  # a process that is started without this server says why
-                imported += 1
+                taken += 1
     finally:
         for one in pending:
             _close(one[1:])
 
 
+def _is_alone() -> bool:
+    """Whether this process has a single thread."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
 def _fork() -> bool:
     """Forks a process that is no child of this one; True in that process, and False in this one, forked or not."""
-    if len(os.listdir("/proc/self/task")) > 1:
+    if not _is_alone():
         return False
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -168,7 +180,7 @@ def _close_strangers() -> None:
 
 
 def fork_here(
-    theirs: socket.socket, ours: socket.socket, modules: Sequence[str], run: Callable[[list[str]], int]
+    theirs: socket.socket, ours: socket.socket, steps: Sequence[Step], run: Callable[[list[str]], int]
 ) -> int:
     """Forks the server from this process, which must have one thread; returns the server's process id here.
 
@@ -192,7 +204,7 @@ def fork_here(
         stdin = os.open(os.devnull, os.O_RDONLY)
         os.dup2(stdin, 0)
         os.close(stdin)
-        arguments = serve(theirs, owner, modules)
+        arguments = serve(theirs, owner, steps)
     except BaseException:
         os._exit(1)  # in no case does it go on as the process that it was forked from
     if arguments is None:

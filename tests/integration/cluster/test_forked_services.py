@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,10 +23,10 @@ SERVER = "fork-server"
 
 
 class Up:
-    """A running `splitserve up` with simulated engines."""
+    """A running `splitserve up`."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "splitserve", "up", "--engine", "simulated", "--grpc-port", "0"]
+    def __init__(self, options: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "splitserve", "up", *options, "--grpc-port", "0"]
         read, write = os.pipe()
         self.stranger = os.readlink(f"/proc/self/fd/{write}")
         self.process = subprocess.Popen(
@@ -67,8 +68,9 @@ def open_files(pid: int) -> list[str]:
 
 
 @contextmanager
-def running_up() -> Iterator[Up]:
-    up = Up()
+def running_up(*options: str) -> Iterator[Up]:
+    """With simulated engines unless there are options."""
+    up = Up(options or ("--engine", "simulated"))
     family: list[psutil.Process] = []
     try:
         yield up
@@ -123,6 +125,27 @@ def test_a_server_that_does_not_answer_keeps_nobody_from_ending() -> None:
         # It may not have begun to listen for signals.
         assert up.process.wait(PATIENCE_S) in (0, -signal.SIGTERM)
         assert not psutil.wait_procs([server], timeout=PATIENCE_S)[1]
+
+
+@pytest.mark.timeout(180)
+def test_workers_are_forked_with_real_weights(tmp_path: Path) -> None:
+    """One that loads them itself says how far it is, again and again; one that takes them is done at once."""
+    with running_up(
+        "--model", "smollm2-135m-instruct", "--kv-memory-bytes", "50000000", "--log-dir", str(tmp_path)
+    ) as up:
+        up.ready()
+        children = up.children()
+        assert children.keys() == {*NAMES, SERVER}
+        children["prefill-worker"].kill()
+        log = tmp_path / "prefill-0.log"
+        wait_until("it is there again", lambda: log.read_text().count('"worker.ready"') == 2)
+        for name in ("prefill-0", "decode-0"):
+            lines = (tmp_path / f"{name}.log").read_text().splitlines()
+            events = [json.loads(line) for line in lines if line.startswith("{")]
+            loading = [event["fraction"] for event in events if event["event"] == "worker.loading"]
+            assert set(loading) == {1.0}
+        child = children["decode-worker"].memory_full_info()
+        assert child.pss < child.rss - 150_000_000  # the weights are in one place
 
 
 BROKEN = """

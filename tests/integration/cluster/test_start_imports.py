@@ -52,6 +52,7 @@ def test_a_worker_imports_nothing_for_training_and_compiling() -> None:
 
 
 START = """
+import engine.model.lean_torch
 from engine.core.model_runner import warm_up
 from engine.runner.torch_runner import build_torch_runner
 from splitserve.config.engine import EngineConfig
@@ -62,9 +63,41 @@ assert warm_up(runner, None)
 """
 
 
+UNUSED_OF_TORCH = (
+    "torch._refs",
+    "torch.ao.quantization",
+    "torch.export.exported_program",
+    "torch.masked.maskedtensor",
+    "cuda.bindings",
+    "pynvml",
+)
+
+
 @pytest.mark.timeout(180)
 def test_nor_where_it_loads_weights_and_captures_its_first_steps() -> None:
-    assert loaded(START, HEAVY) == []
+    assert loaded(START, (*HEAVY, *UNUSED_OF_TORCH)) == []
+
+
+USES = """
+import engine.model.lean_torch, engine.runner.torch_runner
+import torch
+taken = torch.vmap
+assert torch.equal(torch.vmap(lambda x: x + 1)(torch.ones(3)), torch.full((3,), 2.0))
+assert torch.vmap is torch.func.vmap and torch.vmap is not taken
+assert torch.masked.as_masked_tensor and torch.nn.quantized.Linear and torch.quantization.QConfig
+assert torch.ao.quantization is __import__("torch.ao.quantization").ao.quantization
+assert torch.compile(lambda x: x.sin() + 1, backend="eager")(torch.zeros(1)) == 1
+class Module(torch.nn.Module):
+    def forward(self, x):
+        return x.cos()
+program = torch.export.export(Module(), (torch.zeros(2),))
+assert torch.equal(program.module()(torch.zeros(2)), torch.ones(2))
+"""
+
+
+@pytest.mark.timeout(180)
+def test_who_uses_what_is_left_out_of_torch_has_it() -> None:
+    assert loaded(USES, ("torch._refs",)) == ["torch._refs"]
 
 
 @pytest.mark.timeout(120)

@@ -133,6 +133,16 @@ async def test_a_failed_load_is_tried_again() -> None:
     tokenizers.close()
 
 
+async def test_an_early_one_is_loaded_once_and_tried_again_after_a_failure() -> None:
+    for failures in (0, 1):
+        loader = Loader(failures)
+        tokenizers = PromptTokenizers(loader, threads=1, early=["s"])
+        await asyncio.wait(tokenizers._loading.values())
+        assert await tokenizers.tokenizer("s") is loader.tokenizer
+        assert loader.loads == 1 + failures
+        tokenizers.close()
+
+
 async def test_chat_without_a_template() -> None:
     tokenizers = PromptTokenizers(load_word_tokenizer, threads=1)
     request = inference_pb2.GenerateRequest(chat={"messages": [{"role": "user"}]})  # type: ignore[arg-type]

@@ -33,3 +33,17 @@ def test_a_prompt_and_a_token(settings: dict[str, int], steps: tuple[int, ...]) 
     runner = Counting(config)
     warm_up(runner, config.max_step_tokens)
     assert runner.steps == steps
+
+
+class Plain(Counting):
+    """A runner whose steps take the same time whether they are the first of their kind or not."""
+
+    prepares_steps = False
+
+
+def test_a_short_prompt_where_steps_need_no_preparation() -> None:
+    runner = Plain(EngineConfig(kind="simulated", simulated_step_s=0.0))
+    assert warm_up(runner, None, drafts=range(1, 8)) == 8
+    assert runner.steps == (8, 1)
+    warm_up(runner, None, prompt_tokens=20)
+    assert runner.steps == (8, 1, 20, 1)

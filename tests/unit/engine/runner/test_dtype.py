@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.runner.dtype import choose_dtype, multiplies_bfloat16
+from engine.runner.dtype import choose_dtype, log_dtype, multiplies_bfloat16
 from splitserve.config.engine import EngineConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -39,7 +39,8 @@ def test_a_narrower_wire_is_for_bfloat16() -> None:
 def test_without_instructions_the_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     for dtype, native in (("bfloat16", False), ("auto", False), ("auto", True)):
-        choose_dtype(EngineConfig(dtype=dtype), CPU, native=native)  # type: ignore[arg-type]
+        config = EngineConfig(dtype=dtype)  # type: ignore[arg-type]
+        log_dtype(config, CPU, choose_dtype(config, CPU, native=native), native=native)
     assert [record.message for record in caplog.records] == ["engine.slow_dtype", "engine.dtype"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import RepositoryNotFoundError
@@ -236,6 +237,21 @@ def test_tied_weights_count_where_they_differ() -> None:
     assert model_fingerprint({}, weights | {"out": weights["in"] + 1}, tied) != base
     assert model_fingerprint({}, {"out": weights["in"]}, tied) != base
     assert model_fingerprint({}, weights | {"out": weights["in"]}) != base
+
+
+def test_fingerprints_are_the_sums_that_they_were() -> None:
+    """A cluster of two versions agrees on a model. The sums, computed anew, in chunks of other lengths than words."""
+    weights = torch.randn((1 << 22) + 7, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    digest = hashlib.sha256(b"{}w " + f"[{len(weights)}]".encode())
+    for chunk in weights.split(1 << 22):
+        halves = np.zeros(-(-len(chunk) // 4) * 4, np.uint16)
+        halves[: len(chunk)] = chunk.view(torch.uint16).numpy()
+        words = halves.view(np.uint64)
+        odds = np.arange(len(words), dtype=np.uint64) * np.uint64(-7046029254386353131 % 2**64) | np.uint64(1)
+        digest.update((words * odds).sum(dtype=np.uint64).tobytes())
+    assert model_fingerprint({}, {"w": weights}) == digest.hexdigest()
+    beside = torch.cat([weights[:1], weights])[1:]  # at an address between two words
+    assert model_fingerprint({}, {"w": beside}) == digest.hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ def test_a_cluster_gives_each_worker_its_cores_and_engine() -> None:
     assert "--simulated-step-s 0.5" in command
     assert "--drain 7.0" in command
     assert specs[3].layout == "cores 2, 1 thread"
+
+
+def test_the_coordinator_is_told_which_tokenizer_comes(tmp_path: Path) -> None:
+    def named(model: str, kind: str) -> str | None:
+        engine = EngineConfig.model_validate({"kind": kind})
+        coordinator = CoordinatorConfig(grpc_port=4000)
+        specs = cluster_specs(ClusterConfig(model=model, engine=engine, coordinator=coordinator), [0, 1])
+        return dict(pairwise(specs[0].command)).get("--tokenizer")
+
+    (tmp_path / "config.json").write_text("{}")
+    assert named(str(tmp_path), "torch") == str(tmp_path)
+    assert named(str(tmp_path), "simulated") is None
+    assert named("some-org/not-here", "torch") is None
+    assert named(str(tmp_path / "nothing"), "torch") is None
 
 
 def test_neutral_workers_share_out_cores_gpus_and_leanings() -> None:

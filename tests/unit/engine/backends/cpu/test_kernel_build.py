@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.backends.cpu import build
-from engine.runner import torch_runner
+from engine.runner import weights
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import UnavailableError
 from tests.support.waiting import PATIENCE_S
@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     logged: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(torch_runner, "log_event", lambda event, **fields: logged.append((event, fields)))
+    monkeypatch.setattr(weights, "log_event", lambda event, **fields: logged.append((event, fields)))
     return logged
 
 
@@ -52,7 +52,7 @@ def refused(events: list[tuple[str, dict[str, Any]]], reason: str) -> None:
     with pytest.raises(UnavailableError, match=reason) as error:
         build.load_library()
     assert "\n" not in error.value.message
-    assert torch_runner.cpu_kernels(EngineConfig(), "bfloat16", CPU) is None
+    assert weights.cpu_kernels(EngineConfig(), "bfloat16", CPU) is None
     assert events == [("engine.cpu_kernels_off", {"why": error.value.message})]
 
 
@@ -148,9 +148,9 @@ def test_compiled_once_for_each_processor(
 
 def test_kernels_are_for_bfloat16_on_cpu(events: list[tuple[str, dict[str, Any]]]) -> None:
     off = EngineConfig.model_validate({"cpu_kernels": "off"})
-    assert torch_runner.cpu_kernels(off, "bfloat16", CPU) is None
-    assert torch_runner.cpu_kernels(EngineConfig(), "float32", CPU) is None
-    assert torch_runner.cpu_kernels(EngineConfig(), "bfloat16", torch.device("meta")) is None
+    assert weights.cpu_kernels(off, "bfloat16", CPU) is None
+    assert weights.cpu_kernels(EngineConfig(), "float32", CPU) is None
+    assert weights.cpu_kernels(EngineConfig(), "bfloat16", torch.device("meta")) is None
     assert events == []
 
 

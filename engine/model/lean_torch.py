@@ -1,0 +1,72 @@
+"""torch, imported without the code of what only training, compiling and exporting use, until someone uses that.
+
+A large part of `import torch` are such modules, and this engine touches none of them. Import this before torch; in a
+process that had imported torch before, nothing changes. Why: docs/decisions/0061-cold-start.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import TypeVar
+
+from engine.model.deferred_modules import DeferringFinder, run
+
+T = TypeVar("T")
+META = "torch._meta_registrations"
+"""Shapes of operations' results, for those that are not computed: for the compiler, and for some on the meta device."""
+DEFERRED: dict[str, tuple[str, ...]] = {
+    META: (),
+    "torch._lobpcg": ("lobpcg",),
+    "torch.ao": (),
+    "torch.distributed": (),
+    "torch.distributed._meta_registrations": (),
+    "torch.export": (),
+    "torch.func": ("vmap",),
+    "torch.masked": (),
+    "torch.nn.intrinsic": (),
+    "torch.nn.qat": (),
+    "torch.nn.quantizable": (),
+    "torch.nn.quantized": (),
+    "torch.quantization": (),
+    "torch.onnx": (),
+    "torch.testing": (),
+}
+FOR_CUDA = ("cuda.bindings", "pynvml")
+"""What torch asks for, and does without where it is missing. A build without CUDA never uses it."""
+_COMPILING = (META, "torch.distributed._meta_registrations")
+NEEDS = {
+    "torch._dynamo": _COMPILING,
+    "torch._inductor": _COMPILING,
+    "torch.export._trace": _COMPILING,
+    # These two import each other, which only works in this order: export would be the first to do so.
+    "torch._higher_order_ops": ("torch.fx.passes",),
+}
+
+
+def with_whole_meta_device(make: Callable[[], T]) -> T:
+    """What `make` returns; again with what was left out of the meta device, if it fails without."""
+    try:
+        return make()
+    except NotImplementedError:
+        if not run(META):
+            raise
+        return make()
+
+
+def _import() -> None:
+    if "torch" in sys.modules:
+        return
+    sys.meta_path.insert(0, DeferringFinder(DEFERRED, NEEDS))
+    absent = [name for name in FOR_CUDA if version("torch").endswith("+cpu") and name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    try:
+        importlib.import_module("torch")
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+_import()

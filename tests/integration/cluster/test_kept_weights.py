@@ -1,0 +1,65 @@
+"""Workers that are forked from a process that has their weights compute what a worker that loads them does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from splitserve.models.sources import resolve_model
+from tests.support.engine.tiny_models import make_tiny_model
+from tests.support.waiting import PATIENCE_S
+
+FORKED = """
+import os, sys
+from engine.core.model_runner import warm_up
+from engine.runner.torch_runner import build_torch_runner
+from engine.runner.weights import keep_weights
+from splitserve.config.engine import EngineConfig
+from splitserve.models.sources import resolve_model
+from engine.core.types import SamplingParams, ScheduledSequence
+
+config = EngineConfig(kv_memory_bytes=20_000_000, device="cpu", dtype="float32", threads=2)
+def answer():
+    runner = build_torch_runner(config, resolve_model(sys.argv[1]), lambda fraction: None)
+    warm_up(runner, None)
+    tokens, computed = list(range(40, 90)), 0
+    for _ in range(12):
+        row = ScheduledSequence(
+            "one", tokens, 50, computed, len(tokens) - computed, list(range(8)), True, SamplingParams(temperature=0.0)
+        )
+        computed = len(tokens)
+        tokens.append(runner.execute([row])[0].token_id)
+    return tokens
+
+keep_weights(config, sys.argv[1])
+assert len(os.listdir("/proc/self/task")) == 1
+sys.stdout.flush()
+for _ in range(2):
+    if not os.fork():
+        print(answer(), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+from engine.runner import weights
+weights._kept.clear()
+print(answer())
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("family", ["llama", None], ids=["tiny", "real"])
+def test_a_forked_worker_gives_the_same_tokens(family: str | None, tmp_path: Path) -> None:
+    folder = (
+        resolve_model("smollm2-135m-instruct").path if family is None else make_tiny_model(family, tmp_path)
+    )
+    command = [sys.executable, "-c", FORKED, str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, alone = done.stdout.splitlines()
+    assert first == second == alone
