@@ -91,12 +91,17 @@ def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
     _claim_cores(settings)
     settings = claim_gpus(settings)
     # Imported late: torch reads the number of threads on import.
-    if kind == "prefill":
-        from prefill_worker.service import serve
-    elif kind == "decode":
-        from decode_worker.service import serve
-    else:
+    trades = settings.trades_prefixes
+    if kind == "worker":
         from neutral_worker.service import serve
+    elif kind == "prefill" and trades:
+        from neutral_worker.trading_worker import serve_prefill as serve
+    elif kind == "prefill":
+        from prefill_worker.service import serve
+    elif trades:
+        from neutral_worker.trading_worker import serve_decode as serve
+    else:
+        from decode_worker.service import serve
     _run(serve(settings))
 
 
