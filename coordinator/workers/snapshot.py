@@ -203,7 +203,7 @@ class Worker:
 
     @property
     def takes_prefixes(self) -> bool:
-        """Whether prefixes may be brought to it now. Without an output stream a prefill worker only computes prompts."""
+        """Whether prefixes may be brought to it now. A prefill worker without an output stream computes prompts."""
         return self.decodes or (self.trades_prefixes and self.output_open)
 
     def writes_to(self, other: Worker) -> bool:
