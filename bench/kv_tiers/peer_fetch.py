@@ -1,9 +1,9 @@
 """What a fetch from a peer's cache is worth: `python -m bench.kv_tiers.peer_fetch`.
 
-Three neutral workers, or two prefill workers and a decode worker, behind a coordinator that takes turns, so that a prompt comes to a worker that lacks what the
-other one has just computed. Each turn has a new prefix: the first prompt is computed; of the second, with another tail,
-the prefix is fetched, as far as the coordinator chooses to. Reported are times to the first token, and of the fetches
-what was predicted and what they took.
+Three neutral workers, or two prefill workers and a decode worker, behind a coordinator that takes turns, so that a
+prompt comes to a worker that lacks what the other one has just computed. Each turn has a new prefix: the first prompt
+is computed; of the second, with another tail, the prefix is fetched, as far as the coordinator chooses to. Reported are
+times to the first token, and of the fetches what was predicted and what they took.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def main() -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 1024])
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--pinned", action="store_true", help="pools of two prefill workers and a decode worker")
+    parser.add_argument(
+        "--pinned", action="store_true", help="pools of two prefill workers and a decode worker"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args()
     machine = this_machine()

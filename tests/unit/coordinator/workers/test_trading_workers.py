@@ -62,7 +62,7 @@ def test_those_that_trade_write_to_each_other_and_hear_of_ended_writers() -> Non
         "d1": "d0 n p0 p1",
         "n": "d0 d1 old-d p0 p1",
         "old-d": "",
-        "old-p": "d0 d1 n",
+        "old-p": "d0 d1 n old-d",
         "p0": "d0 d1 n old-d p1",
         "p1": "d0 d1 n old-d p0",
     }
