@@ -87,7 +87,8 @@ class Coordinator:
         self.config = config
         self.access = AccessControl(config)
         self.background = BackgroundTasks()
-        self.registry = Registry(config.heartbeat_timeout_s, PrefixIndex(config.max_indexed_blocks))
+        prefixes, trade = PrefixIndex(config.max_indexed_blocks), config.peer_fetch == "on"
+        self.registry = Registry(config.heartbeat_timeout_s, prefixes, trade=trade)
         self.loops = LoopRunner()
         self.failure_detector = FailureDetector(self.registry, self.loops)
         self.tokenizers = PromptTokenizers(load, config.tokenizer_threads, config.tokenizers)
@@ -136,9 +137,8 @@ class Coordinator:
         return quality_watch(self.config.quality, self.registry, *parts)
 
     def _capacity_admission(self) -> CapacityAdmission | None:
-        if self.config.admission.mode != "queue":
-            return None
-        return CapacityAdmission(self.config, self.registry, self.stats.set_held)
+        queues = self.config.admission.mode == "queue"
+        return CapacityAdmission(self.config, self.registry, self.stats.set_held) if queues else None
 
     def _page_endpoints(self) -> PageEndpoints | None:
         queues = self.admission.counts if self.admission is not None else dict

@@ -14,7 +14,7 @@ from decode_worker.attachment import UNNUMBERED
 from decode_worker.kv_consumer import KvConsumer, Outputs
 from decode_worker.output_streams import OutputStreams
 from decode_worker.reservation_queue import Granted, Reply, WaitingReservation
-from engine.worker.messages import engine_request
+from engine.worker.messages import check_wanted, engine_request
 from engine.worker.role import WorkerHost
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, SplitserveError
 from splitserve.v1 import decode_pb2
@@ -26,8 +26,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DecodeService(DecodeServiceServicer):
     """Reserves blocks, aborts requests and streams outputs. Request ids are unique per coordinator."""
 
-    def __init__(self, worker: WorkerHost[KvConsumer], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, worker: WorkerHost[KvConsumer], loop: asyncio.AbstractEventLoop, *, prefixes_only: bool = False
+    ) -> None:
+        """`prefixes_only`: it takes prefixes, and refuses requests (PREFIXES_ONLY)."""
         self._worker = worker
+        self._prefixes_only = prefixes_only
         self._loop = loop
         self._lease = duration_pb2.Duration()
         self._lease.FromNanoseconds(round(worker.config.lease_s * 1e9))
@@ -51,7 +55,8 @@ class DecodeService(DecodeServiceServicer):
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
         """See DecodeService.Reserve in the proto."""
-        # Awaited first: between the check of the stream and the queued reservation the stream must not be lost
+        check_wanted(request, self._prefixes_only)
+        # Awaited here: between the check of the stream and the queued reservation the stream must not be lost
         # unnoticed.
         grammar = await self._worker.parts.grammars.compiled(request.sampling)
         self._worker.require_accepting()

@@ -27,9 +27,10 @@ class DecodeRole(WorkerRole[KvConsumer]):
     certificate = "decode"
     pool = registry_pb2.POOL_DECODE
 
-    def __init__(self, worker: WorkerHost[KvConsumer]) -> None:
+    def __init__(self, worker: WorkerHost[KvConsumer], *, prefixes_only: bool = False) -> None:
+        """`prefixes_only`: see DecodeService."""
         self._worker = worker
-        self._service = DecodeService(worker, asyncio.get_running_loop())
+        self._service = DecodeService(worker, asyncio.get_running_loop(), prefixes_only=prefixes_only)
 
     def make_connector(
         self,

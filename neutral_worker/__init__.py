@@ -1,1 +1,4 @@
-"""The neutral worker: both services and one engine, and a leaning that changes live. Read `service.py` first."""
+"""Both services and one engine: neutral workers, whose leaning changes live, and pinned ones that trade prefixes.
+
+Read `service.py` first.
+"""

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from engine.worker.messages import engine_request, output_delta
+from engine.worker.messages import check_wanted, engine_request, output_delta
 from engine.worker.role import WorkerHost
 from kv_transfer.handoff.ticket import KvTicket
 from prefill_worker.kv_producer import KvProducer
@@ -28,8 +28,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillService(PrefillServiceServicer):
     """Computes prompts, one per call; cancelling the call ends it."""
 
-    def __init__(self, worker: WorkerHost[KvProducer], loop: asyncio.AbstractEventLoop) -> None:
-        self._worker, self._loop = worker, loop
+    def __init__(
+        self, worker: WorkerHost[KvProducer], loop: asyncio.AbstractEventLoop, *, prefixes_only: bool = False
+    ) -> None:
+        """`prefixes_only`: it gives prefixes, and refuses prompts (PREFIXES_ONLY)."""
+        self._worker, self._loop, self._prefixes_only = worker, loop, prefixes_only
         self._numbers = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[PrefillEvent]] = {}
         """The events of each call, by engine id."""
@@ -61,6 +64,7 @@ class PrefillService(PrefillServiceServicer):
             # Once the caller has these it may cancel: from here on the ticket's owner is told how the handoff ends.
             await context.send_initial_metadata(())
             self._worker.require_accepting()
+            check_wanted(request, self._prefixes_only)
             facts = self._worker.parts.facts
             prompt = engine_request(
                 request,

@@ -24,14 +24,15 @@ requests are aborted, and the decode workers, which live on, must still be told 
 
 
 class PrefillRole(WorkerRole[KvProducer]):
-    """Connects to the decode workers that the coordinators name, and computes prompts."""
+    """Connects to the workers that the coordinators name, and computes prompts."""
 
     certificate = "prefill"
     pool = registry_pb2.POOL_PREFILL
 
-    def __init__(self, worker: WorkerHost[KvProducer]) -> None:
+    def __init__(self, worker: WorkerHost[KvProducer], *, prefixes_only: bool = False) -> None:
+        """`prefixes_only`: see PrefillService."""
         self._worker, self._loop = worker, asyncio.get_running_loop()
-        self._service = PrefillService(worker, self._loop)
+        self._service = PrefillService(worker, self._loop, prefixes_only=prefixes_only)
         self._peers: dict[str, dict[str, TransferEndpoint]] = {}
 
     def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> KvProducer:
@@ -50,7 +51,7 @@ class PrefillRole(WorkerRole[KvProducer]):
         return prefill_methods(self._service)
 
     def on_peers(self, coordinator: str, peers: Sequence[TransferEndpoint]) -> None:
-        """Connects to new decode workers; fences those that no coordinator names any more, after PEER_KEPT_S."""
+        """Connects to new workers; fences those that no coordinator names any more, after PEER_KEPT_S."""
         before = self._wanted()
         self._peers[coordinator] = {peer.agent_id: peer for peer in peers}
         wanted = self._wanted()
@@ -77,7 +78,7 @@ class PrefillRole(WorkerRole[KvProducer]):
         """Does nothing: prefill calls end with their requests."""
 
     def _wanted(self) -> dict[str, TransferEndpoint]:
-        """The decode workers that any coordinator names, by agent id."""
+        """The workers that any coordinator names, by agent id."""
         return {agent: peer for known in self._peers.values() for agent, peer in known.items()}
 
     def _fence(self, agent_id: str) -> None:

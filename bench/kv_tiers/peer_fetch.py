@@ -1,9 +1,9 @@
 """What a fetch from a peer's cache is worth: `python -m bench.kv_tiers.peer_fetch`.
 
-Three neutral workers behind a coordinator that takes turns, so that a prompt comes to a worker that lacks what the
-other one has just computed. Each turn has a new prefix: the first prompt is computed; of the second, with another tail,
-the prefix is fetched, as far as the coordinator chooses to. Reported are times to the first token, and of the fetches
-what was predicted and what they took.
+Three neutral workers, or two prefill workers and a decode worker, behind a coordinator that takes turns, so that a
+prompt comes to a worker that lacks what the other one has just computed. Each turn has a new prefix: the first prompt
+is computed; of the second, with another tail, the prefix is fetched, as far as the coordinator chooses to. Reported are
+times to the first token, and of the fetches what was predicted and what they took.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class FetchRow:
     """Fetches that took less than computing the same tokens took in the same turn."""
 
 
-async def rows_of(model: str, lengths: Sequence[int], turns: int) -> list[FetchRow]:
-    """A row for each length."""
+async def rows_of(model: str, lengths: Sequence[int], turns: int, *, pinned: bool = False) -> list[FetchRow]:
+    """A row for each length. `pinned`: with workers of two pools."""
     fetches: list[Event] = []
 
     def on_event(event: Event) -> None:
@@ -70,6 +70,8 @@ async def rows_of(model: str, lengths: Sequence[int], turns: int) -> list[FetchR
 
     engine = EngineConfig(num_blocks=64 + (2 * turns + 2) * max(lengths) // 16, threads=1)
     config = ClusterConfig(model=model, engine=engine, workers=3)
+    if pinned:
+        config = ClusterConfig(model=model, engine=engine, prefill=2, decode=1)
     async with running_cluster(config, {FRONT: SETTINGS}, on_event) as cluster:
         client, dice = cluster.clients[FRONT], random.Random(7)
         for number in range(WARM_UP):  # every worker computes, and some hand off what they have computed
@@ -119,12 +121,14 @@ def main() -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 512, 1024])
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument(
+        "--pinned", action="store_true", help="pools of two prefill workers and a decode worker"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options = parser.parse_args()
     machine = this_machine()
-    rows: list[dict[str, Any]] = [
-        asdict(row) for row in asyncio.run(rows_of(options.model, options.tokens, options.turns))
-    ]
+    measuring = rows_of(options.model, options.tokens, options.turns, pinned=options.pinned)
+    rows: list[dict[str, Any]] = [asdict(row) for row in asyncio.run(measuring)]
     if options.json:
         command = shlex.join(["python", "-m", "bench.kv_tiers.peer_fetch", *sys.argv[1:]])
         print(json.dumps(report("peer_fetch", command, machine, model=options.model, rows=rows)))

@@ -49,7 +49,7 @@ class FailureDetector:
             if worker is None:
                 continue
             self._registry.drop(key, "its runtime says that it has ended")
-            if worker.computes_prompts and not self._registry.has_ended(worker):
+            if worker.sends_kv and not self._registry.has_ended(worker):
                 self._conclude(worker, "runtime")
 
     async def run(self) -> None:
@@ -59,7 +59,7 @@ class FailureDetector:
             while True:
                 version = await self._registry.wait_change(version)
                 workers = self._registry.snapshot().workers
-                present = {worker.key: worker for worker in workers if worker.computes_prompts}
+                present = {worker.key: worker for worker in workers if worker.sends_kv}
                 for key in self._known.keys() - present.keys():
                     probe = partial(self._probe_until_ended, self._known[key], time.monotonic() + GIVE_UP_S)
                     group.create_task(self._loops.run("probe", probe))

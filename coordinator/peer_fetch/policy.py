@@ -92,7 +92,7 @@ def plan_fetch(
     Pairs of holder and taker that are `resting` are left alone.
     """
     taker = wanted.taker
-    if not taker.decodes:  # it gives no tickets
+    if not taker.takes_prefixes:  # it gives no tickets
         return None
     joins = [plan for fetch in under_way.at(taker.key) if (plan := _join(fetch, wanted, now)) is not None]
     # Blocks under way count as expected. Where a prompt does not wait for them, it has them not.
@@ -179,7 +179,7 @@ def step_seconds(worker: Worker) -> float:
 def _sends(worker: Worker) -> bool:
     """Whether a worker sends prefixes, to those that it is connected to."""
     sound = not worker.isolation.worker and not worker.circuit.tripped
-    return worker.computes_prompts and worker.usable and sound
+    return worker.sends_kv and worker.usable and sound
 
 
 def _plan(

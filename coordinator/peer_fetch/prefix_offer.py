@@ -27,7 +27,7 @@ class PrefixOffer:
 
     def may_go_to(self, taker: Worker) -> bool:
         """Whether a worker could take it, if the lane to it is measured."""
-        if not taker.decodes or taker.key == self.holder.key or taker.key in self.resting:
+        if not taker.takes_prefixes or taker.key == self.holder.key or taker.key in self.resting:
             return False
         return taker.agent_id in self.holder.reached_agents
 

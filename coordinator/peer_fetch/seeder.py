@@ -70,7 +70,9 @@ class Seeder:
                     version = await self._registry.wait_change(version)
 
     def _is_due(self, worker: Worker) -> bool:
-        if (worker.key, worker.in_rotation) in self._seeded or not (worker.neutral and worker.usable):
+        if (worker.key, worker.in_rotation) in self._seeded:
+            return False
+        if not (worker.trades and worker.takes_prefixes and worker.usable):
             return False
         near = holders(self._registry.snapshot(), worker, worker.model.name)
         return any(lane_seconds(holder, worker, 0) is not None for holder in near)

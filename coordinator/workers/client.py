@@ -1,4 +1,4 @@
-"""The coordinator's client of one worker: Reserve, Prefill and Abort, and, if it decodes, its output stream.
+"""The coordinator's client of one worker: Reserve, Prefill and Abort, and, if it takes KV, its output stream.
 
 Calls are carried by a stream that they share, which costs a fraction of a call, if the worker serves one. A long prompt
 would hold back what comes after it, so it is a call of its own. A failure, a deadline and a cancellation are the same.
@@ -101,11 +101,11 @@ class WorkerClient:
             self._decoded.pop(attempt_id, None)
 
     async def run(self, on_open: Callable[[bool], None], loops: LoopRunner) -> None:
-        """Keeps the worker's streams open until cancelled; tells `on_open` of the output stream, if it decodes."""
+        """Keeps the worker's streams open until cancelled; tells `on_open` of the output stream, if it has one."""
         async with asyncio.TaskGroup() as group:
             if self.worker.carries_calls:
                 group.create_task(loops.run("calls", self._calls.run))
-            if self.worker.decodes:
+            if self.worker.takes_kv:
                 group.create_task(loops.run("outputs", partial(self.outputs.run, on_open)))
 
     async def reserve(

@@ -57,8 +57,12 @@ class Registry:
     workers have cached, `loads` their load.
     """
 
-    def __init__(self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None) -> None:
+    def __init__(
+        self, heartbeat_timeout_s: float, prefixes: PrefixIndex | None = None, *, trade: bool = True
+    ) -> None:
+        """`trade`: whether pinned workers trade prefixes, if they can."""
         self.version = 0
+        self._trade = trade
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.prefixes = PrefixIndex() if prefixes is None else prefixes
         self.loads = LoadLedger()
@@ -68,7 +72,7 @@ class Registry:
         self._changes: list[str] = []
         self._joining = Joining()
         self._silent: set[WorkerKey] = set()
-        """Decode workers without a report stream whose output stream is open."""
+        """Workers without a report stream whose output stream is open."""
         self._endpoints: dict[WorkerKey, kv_transfer_pb2.TransferEndpoint] = {}
         self._last_seen_s: dict[WorkerKey, float] = {}
         self._catalog = ModelCatalog()
@@ -105,7 +109,8 @@ class Registry:
         for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH,
         ADAPTER_MISMATCH, WORKER_REPLACED) if the worker does not fit the others; the registry is unchanged then.
         """
-        worker = dataclasses.replace(checked_worker(request), certificate=certificate)
+        trades = self._trade and request.trades_prefixes and not request.neutral
+        worker = dataclasses.replace(checked_worker(request), certificate=certificate, trades_prefixes=trades)
         older = self._workers.get(worker.worker_id)
         if older is not None:
             self._replaced.check_takes(worker, older)
@@ -170,7 +175,7 @@ class Registry:
             self.drop(key, "its report stream ended")
 
     def set_output_open(self, key: WorkerKey, is_open: bool) -> None:
-        """Sets whether a decode worker's output stream is open. Unknown workers are ignored."""
+        """Sets whether a worker's output stream is open. Unknown workers are ignored."""
         worker = self.get(key)
         if not is_open and key in self._silent:
             self.drop(key, "its streams have ended")
@@ -252,8 +257,8 @@ class Registry:
         return worker.agent_id in self._ended
 
     def ended_writers_for(self, worker: Worker) -> list[str]:
-        """Agent ids of the latest MAX_ENDED ended writers, whose blocks a decode worker releases; else empty."""
-        return list(self._ended) if worker.decodes else []
+        """Agent ids of the latest MAX_ENDED ended writers, for one who releases what they were writing; else empty."""
+        return list(self._ended) if worker.takes_kv else []
 
     def get(self, key: WorkerKey) -> Worker | None:
         """The worker in its current state, if this boot is registered."""
@@ -272,14 +277,12 @@ class Registry:
         return self._catalog.models
 
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
-        """Transfer endpoints of the workers that this one writes KV to: all that decode the model, but itself."""
-        if not worker.computes_prompts:
+        """Transfer endpoints of the workers that this one writes KV to: of its model, but not itself."""
+        if not worker.sends_kv:
             return []
-        return [
-            self._endpoints[peer.key]
-            for peer in self._workers.values()
-            if peer.decodes and peer.model.name == worker.model.name and peer.worker_id != worker.worker_id
-        ]
+        same = (peer for peer in self._workers.values() if peer.model.name == worker.model.name)
+        others = (peer for peer in same if peer.worker_id != worker.worker_id)
+        return [self._endpoints[peer.key] for peer in others if worker.writes_to(peer)]
 
     async def wait_change(self, version: int) -> int:
         """Waits until `version` differs from the given one; returns the new one."""

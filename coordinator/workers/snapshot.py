@@ -94,11 +94,11 @@ class Worker:
     reported: bool = False
     draining: bool = False
     output_open: bool = False
-    """If it decodes: whether its output stream to this coordinator is open."""
+    """If it takes KV: whether its output stream to this coordinator is open."""
     connected_agents: frozenset[str] = frozenset()
-    """If it computes prompts: agent ids of the workers that it can write KV to."""
+    """If it sends KV: agent ids of the workers that it can write to."""
     lanes: tuple[registry_pb2.LaneReport, ...] = ()
-    """If it computes prompts: its lanes to those, as measured at first contact."""
+    """If it sends KV: its lanes to those, as measured at first contact."""
     block_bytes: int = 0
     max_step_tokens: int = 0
     """Tokens of one step at most."""
@@ -113,6 +113,8 @@ class Worker:
     """Whether its engine is marked experimental; for people to see."""
     neutral: bool = False
     """Whether it serves both pools with one engine."""
+    trades_prefixes: bool = False
+    """Whether, pinned to one pool, it gives prefixes to others and takes them."""
     led_elsewhere: bool = False
     """Whether another coordinator moves its leaning."""
     registered_pool: PoolName | None = None
@@ -183,6 +185,30 @@ class Worker:
     def decodes(self) -> bool:
         """Whether it serves the decode pool, whatever it leans to."""
         return self.neutral or self.pool == "decode"
+
+    @property
+    def trades(self) -> bool:
+        """Whether it gives prefixes and takes them."""
+        return self.neutral or self.trades_prefixes
+
+    @property
+    def sends_kv(self) -> bool:
+        """Whether it writes KV to others: of prompts that it computes, or of prefixes."""
+        return self.computes_prompts or self.trades_prefixes
+
+    @property
+    def takes_kv(self) -> bool:
+        """Whether others write KV to it, for which it gives tickets and has an output stream."""
+        return self.decodes or self.trades_prefixes
+
+    @property
+    def takes_prefixes(self) -> bool:
+        """Whether prefixes may be brought to it now. A prefill worker without an output stream computes prompts."""
+        return self.decodes or (self.trades_prefixes and self.output_open)
+
+    def writes_to(self, other: Worker) -> bool:
+        """Whether it is to be connected to another one of its model."""
+        return (self.computes_prompts and other.decodes) or (self.trades and other.trades)
 
     def serves(self, model: str) -> bool:
         """Whether requests for this name may be sent here: its base model, or one of its adapters."""
@@ -300,7 +326,7 @@ class PoolSnapshot:
         )
 
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
-        """A prefill worker's lanes to the registered decode workers, in order of the peers' ids."""
+        """A worker's lanes to the registered ones that it writes to, in order of the peers' ids."""
         lanes = {lane.agent_id: lane for lane in worker.lanes}
         return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
 

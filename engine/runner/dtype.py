@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from kv_transfer.wire_format import SAME
+from kv_transfer.layout import SAME
 from splitserve.config.engine import EngineConfig
 from splitserve.logs import log_event
 

@@ -87,6 +87,15 @@ def engine_request(
     )
 
 
+def check_wanted(
+    message: prefill_pb2.PrefillRequest | decode_pb2.ReserveRequest, prefixes_only: bool
+) -> None:
+    """Raises FailedPreconditionError (PREFIXES_ONLY) for a request where a service is for prefixes alone."""
+    if prefixes_only and not message.prefix_only:
+        text = "prefix_only must be set: this worker is of the other pool, and moves prefixes alone"
+        raise FailedPreconditionError(text, reason="PREFIXES_ONLY", field="prefix_only")
+
+
 def precedence(message: generation_pb2.Precedence) -> Precedence:
     """A request's place among others."""
     return Precedence(message.class_rank, message.tenant_key, message.within_tenant)

@@ -287,6 +287,7 @@ class WorkerProcess(Generic[C]):
             experimental=engine.kind == "torch" and self.connector.endpoint.memory.memory_kind == VRAM,
             paces_prompts=self.parts.core.paces_prompts,
             neutral=self._role.neutral,
+            trades_prefixes=self._role.trades_prefixes,
             start=self.parts.start.to_proto() if self.parts.start is not None else None,
             replica_class=self.config.replica_class,
             carries_calls=True,

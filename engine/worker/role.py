@@ -86,6 +86,8 @@ class WorkerRole(ABC, Generic[C]):
     """The role that its certificate must have."""
     neutral: bool = False
     """Whether it serves both pools."""
+    trades_prefixes: bool = False
+    """Whether it serves its own pool, and for prefixes the other one, too."""
 
     @property
     @abstractmethod

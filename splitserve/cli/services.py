@@ -100,15 +100,28 @@ def _run_worker(kind: Kind, settings: WorkerConfig) -> None:
 
     if settings.engine.kind == "torch":
         load_ahead()
-    # Imported late: torch reads the number of threads on import.
     with without_collector():
-        if kind == "prefill":
-            from prefill_worker.service import serve
-        elif kind == "decode":
-            from decode_worker.service import serve
-        else:
-            from neutral_worker.service import serve
+        serve = _serve_of(kind, settings.trades_prefixes)
     _run(serve(settings))
+
+
+def _serve_of(kind: Kind, trades: bool) -> Callable[[WorkerConfig], Coroutine[Any, Any, None]]:
+    """What serves a kind of worker. Imported late: torch reads the number of threads on import."""
+    if kind == "worker":
+        from neutral_worker.service import serve
+
+        return serve
+    if trades:
+        from neutral_worker.trading_worker import serve_decode, serve_prefill
+
+        return serve_prefill if kind == "prefill" else serve_decode
+    if kind == "prefill":
+        from prefill_worker.service import serve as serve_pinned_prefill
+
+        return serve_pinned_prefill
+    from decode_worker.service import serve as serve_pinned_decode
+
+    return serve_pinned_decode
 
 
 def _claim_cores(settings: WorkerConfig) -> None:

@@ -43,6 +43,7 @@ SHOWN = (
     "coordinator.drain_s",
     "coordinator.hybrid",
     "coordinator.local_prefill",
+    "coordinator.peer_fetch",
     "coordinator.admission.mode",
     "pin_cores",
     "lend_cores",

@@ -296,6 +296,7 @@ def _worker(
         cpus=place.share.cpus,
         gpus=place.gpus or (),
         leaning=leaning,
+        peer_fetch=config.coordinator.peer_fetch,
         engine=engine.model_copy(update=changes),
     )
 

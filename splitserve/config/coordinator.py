@@ -248,7 +248,8 @@ class CoordinatorConfig(SecuritySettings):
     than a handoff, with the running batch taken into account. `always`: all prompts, with a target or without."""
     peer_fetch: Literal["on", "off"] = "off"
     """Whether a worker that lacks a prefix gets it from another one's cache where that is predicted to be sooner than
-    computing it; see docs/routing.md. For neutral workers, and decode workers that compute a prompt themselves."""
+    computing it; see docs/routing.md. Prefill and decode workers give and take them with their own `peer_fetch: on`,
+    which `splitserve up` gives them."""
     leanings: Literal["auto", "fixed"] = "auto"
     """Who says where neutral workers lean. `auto`: the coordinator moves them to where the targets `ttft_slo_s` and
     `tpot_slo_s` are in danger, unless an autoscaler's plan says where; without both targets they stay where they are.

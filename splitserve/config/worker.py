@@ -105,6 +105,10 @@ class WorkerConfig(SecuritySettings):
     """How long to wait for running requests after SIGTERM."""
     heartbeat_s: Annotated[float, Field(gt=0, le=60)] = 0.5
     """Time between load reports to the coordinators."""
+    peer_fetch: Literal["on", "off"] = "off"
+    """Whether a prefill or decode worker gives prefixes of its cache to other workers and takes theirs, where its
+    coordinator has `peer_fetch: on`; see docs/routing.md. Neutral workers do in any case; engine vllm, and workers
+    without a prefix cache, do not."""
     metrics_port: Port | None = None
     """Port of a Prometheus endpoint on `host`; 0 takes a free one. Default: no endpoint."""
     gpus: Annotated[Gpus, Option(metavar="GPUS", env="SPLITSERVE_GPU")] = ()
@@ -125,3 +129,8 @@ class WorkerConfig(SecuritySettings):
     """Section `tracing`."""
     engine: EngineSection = EngineConfig()
     """Section `engine`."""
+
+    @property
+    def trades_prefixes(self) -> bool:
+        """Whether a pinned worker gives prefixes and takes them: it is to, and its engine can."""
+        return self.peer_fetch == "on" and self.engine.kind != "vllm" and self.engine.prefix_cache

@@ -61,7 +61,8 @@ class ReserveRequest(_message.Message):
     """The coordinator's output stream that will carry the output, as in StreamOutputsRequest. Default 0: any that is open."""
     prefix_only: _builtins.bool
     """Decode nothing: once the KV of token_ids, whole blocks of this worker, has arrived it stays in the prefix cache, and the
-    request ends without a token. Default false. Failures: FAILED_PRECONDITION NO_PREFIX_FETCH (the engine cannot),
+    request ends without a token. Default false. Failures: FAILED_PRECONDITION NO_PREFIX_FETCH (the engine cannot), and
+    PREFIXES_ONLY for everything else at a prefill worker that trades prefixes,
     RESOURCE_EXHAUSTED NO_ROOM_FOR_PREFIX (it does not fit now, or reservations wait: it never waits itself).
     """
     @_builtins.property

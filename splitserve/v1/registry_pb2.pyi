@@ -66,6 +66,7 @@ class RegisterRequest(_message.Message):
     NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     REPLICA_CLASS_FIELD_NUMBER: _builtins.int
+    TRADES_PREFIXES_FIELD_NUMBER: _builtins.int
     CARRIES_CALLS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
@@ -91,6 +92,10 @@ class RegisterRequest(_message.Message):
     """Whether it serves both pools with one engine. `pool` is then the one that it leans to at first. Default false."""
     replica_class: _builtins.str
     """The class of replicas that it belongs to, for the autoscaler. 0..32 of [a-z0-9-]. Default: none is given."""
+    trades_prefixes: _builtins.bool
+    """Whether a worker of one pool gives prefixes of its cache to others and takes them: it serves the other pool's service
+    for prefixes alone, and may write to the others that do. Neutral workers do without saying so. Default false.
+    """
     carries_calls: _builtins.bool
     """Whether it has a CallService. Default false: each call is one of its own."""
     @_builtins.property
@@ -122,11 +127,12 @@ class RegisterRequest(_message.Message):
         neutral: _builtins.bool = ...,
         start: Global___StartPhases | None = ...,
         replica_class: _builtins.str = ...,
+        trades_prefixes: _builtins.bool = ...,
         carries_calls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "standby", b"standby", "start", b"start", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "standby", b"standby", "start", b"start", "trades_prefixes", b"trades_prefixes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,6 +58,7 @@ class DirectWorker:
         local: int = 0,
         *,
         prefix_only: bool = False,
+        salt: bytes = b"",
         **stop: Any,
     ) -> kv_transfer_pb2.KvTicket | None:
         """The ticket; None: the prompt is computed here. Raises SplitserveError."""
@@ -70,6 +71,7 @@ class DirectWorker:
             writer_agent_id=writer,
             local_prefill_tokens=local,
             prefix_only=prefix_only,
+            cache_salt=salt,
         )
         request.timeout.FromSeconds(300)
         try:
@@ -85,6 +87,7 @@ class DirectWorker:
         ticket: kv_transfer_pb2.KvTicket | None,
         *,
         prefix_only: bool = False,
+        salt: bytes = b"",
         **stop: Any,
     ) -> list[int]:
         """Computes a prompt and hands it off; its first token. Raises SplitserveError."""
@@ -93,6 +96,7 @@ class DirectWorker:
             token_ids=prompt,
             ticket=ticket,
             prefix_only=prefix_only,
+            cache_salt=salt,
             sampling=generation_pb2.SamplingParams(temperature=0.0),
             stop=generation_pb2.StopParams(**({"max_tokens": MAX_TOKENS, "ignore_eos": True} | stop)),
         )
@@ -148,12 +152,16 @@ async def hand_off(
     return [*first, *rest]
 
 
-async def hand_prefix(holder: DirectWorker, taker: DirectWorker, name: str, prefix: Sequence[int]) -> int:
+async def hand_prefix(
+    holder: DirectWorker, taker: DirectWorker, name: str, prefix: Sequence[int], salt: bytes = b""
+) -> int:
     """Brings a prefix from the one's cache into the other's; the blocks that travelled. Raises SplitserveError."""
-    ticket = await taker.reserve(name, prefix, holder.agent_id, prefix_only=True)
+    ticket = await taker.reserve(name, prefix, holder.agent_id, prefix_only=True, salt=salt)
     assert ticket is not None
     sent, ended = await asyncio.gather(
-        holder.compute(name, prefix, ticket, prefix_only=True), taker.rest(name), return_exceptions=True
+        holder.compute(name, prefix, ticket, prefix_only=True, salt=salt),
+        taker.rest(name),
+        return_exceptions=True,
     )
     for outcome in (sent, ended):
         if isinstance(outcome, BaseException):

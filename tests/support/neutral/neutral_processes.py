@@ -1,4 +1,4 @@
-"""Neutral workers as real processes, at a scripted registry."""
+"""Neutral workers, and pinned ones that trade prefixes, as real processes, at a scripted registry."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ NAMES = ("a", "b")
 
 
 class NeutralProcesses:
-    """The workers `a` and `b`, which lean to prefill and to decode at first."""
+    """The workers `a` and `b`, which lean to prefill and to decode at first, or are pinned to them."""
 
     def __init__(
-        self, log_dir: Path, registry: ScriptedRegistry, address: str, model: str, options: Sequence[str]
+        self,
+        log_dir: Path,
+        registry: ScriptedRegistry,
+        address: str,
+        model: str,
+        options: Sequence[str],
+        *,
+        pinned: bool = False,
     ) -> None:
         self.registry = registry
         engine = "simulated" if model == "simulated" else "torch"
@@ -25,11 +32,11 @@ class NeutralProcesses:
         self.members = {
             name: ServiceProcess(
                 name,
-                ["worker", "--worker-id", name, "--leaning", leaning, *common],
+                [*_kind(pool, pinned), "--worker-id", name, *common],
                 log_dir,
                 imports="simulated" if engine == "simulated" else "torch",
             )
-            for name, leaning in zip(NAMES, ("prefill", "decode"), strict=True)
+            for name, pool in zip(NAMES, ("prefill", "decode"), strict=True)
         }
 
     async def start(self) -> None:
@@ -47,13 +54,18 @@ class NeutralProcesses:
         return {name: member.terminate() for name, member in self.members.items()}
 
 
+def _kind(pool: str, pinned: bool) -> list[str]:
+    return [f"{pool}-worker", "--peer-fetch", "on"] if pinned else ["worker", "--leaning", pool]
+
+
 @asynccontextmanager
 async def neutral_processes(
-    log_dir: Path, model: str = "simulated", *options: str, own_peers: bool = False
+    log_dir: Path, model: str = "simulated", *options: str, own_peers: bool = False, pinned: bool = False
 ) -> AsyncIterator[NeutralProcesses]:
-    """Two workers, connected to each other; at the end all processes have stopped."""
+    """Two workers, connected to each other; at the end all processes have stopped. `pinned`: in place of neutral ones a
+    prefill and a decode worker that trade prefixes."""
     async with scripted_registry(own_peers=own_peers) as (registry, address):
-        workers = NeutralProcesses(log_dir, registry, address, model, options)
+        workers = NeutralProcesses(log_dir, registry, address, model, options, pinned=pinned)
         try:
             await workers.start()
             yield workers

@@ -230,3 +230,18 @@ def test_what_is_no_prefix_is_refused_with_its_field() -> None:
     assert no_ticket.value.field == "ticket"
     rig.run(3)
     rig.assert_empty()
+
+
+def test_a_coordinator_s_lease_that_ends_while_a_prefix_is_written_frees_its_blocks_behind_the_writer() -> (
+    None
+):
+    rig = NeutralRig()
+    tokens = prompt(LENGTH, 14)
+    warm(rig, rig.b, [*tokens, 9])
+    ticket = ticket_of(rig.a.reserve("fetch", tokens, rig.b.agent_id, prefix_only=True))
+    rig.b.start("fetch", tokens, ticket, prefix_only=True)
+    rig.a.connector.consumer.coordinator_lost(rig.a.core, COORDINATOR, rig.clock.now)
+    assert rig.a.core.load().quarantined_blocks == LENGTH // BLOCK, "its writer does not know yet"
+    rig.run(10)
+    assert cached(rig.a, tokens) == 0, "nobody waits for it"
+    rig.assert_empty()

@@ -104,6 +104,16 @@ def test_no_fetch_by_a_worker_that_gives_no_tickets_or_where_nothing_is_measured
     assert plan(worker(0, load=new), worker(1), hits={1: 40}), "as fast as the holder"
 
 
+def test_pinned_workers_that_trade_fetch_in_all_directions() -> None:
+    ways = [("prefill", "decode"), ("prefill", "prefill"), ("decode", "prefill"), ("decode", "decode")]
+    for taker, holder in ways:
+        pinned: dict[str, Any] = {"neutral": False, "trades_prefixes": True}
+        workers = worker(0, pool=taker, **pinned), worker(1, pool=holder, **pinned)
+        assert plan(*workers, hits={1: 40}), f"{holder} to {taker}"
+        without = replace(workers[0], output_open=False)
+        assert (plan(without, workers[1], hits={1: 40}) is None) == (taker == "prefill")
+
+
 def test_no_fetch_of_what_the_taker_has_or_computes_or_the_holder_only_expects() -> None:
     assert plan(worker(0), worker(1), hits={0: 40, 1: 40}) is None
     assert plan(worker(0), worker(1), hits={1: 40}, confirmed={}) is None

@@ -119,6 +119,24 @@ async def test_each_prefix_comes_from_who_has_most_by_the_fastest_lane() -> None
     assert hits.blocks(slot) == BLOCKS, "until it reports them itself"
 
 
+async def test_pinned_workers_that_trade_are_seeded_once_they_take_prefixes() -> None:
+    rig = Rig("a")
+    for name in ("old", "new"):
+        request = registration(name, registry_pb2.POOL_PREFILL)
+        request.trades_prefixes = name == "new"
+        rig.registry.register(request, 0.0)
+    rig.heat(1)
+    rig.report("a", [prefix(1)])
+    for name in ("old", "new"):
+        rig.report(name)
+    assert not rig.seeder._is_due(rig.worker("new")), "its output stream is not open yet"
+    for name in ("old", "new"):
+        rig.registry.set_output_open((name, 1), True)
+    assert [rig.seeder._is_due(rig.worker(name)) for name in ("old", "new")] == [False, True]
+    await rig.seeder.seed(rig.worker("new"))
+    assert rig.brought() == [("a", 1, BLOCKS * BLOCK_SIZE)]
+
+
 async def test_at_most_half_of_its_blocks_and_nothing_that_it_has() -> None:
     rig = Rig("a", "new")
     rig.heat(1, 2, 3, 4)

@@ -58,6 +58,14 @@ def test_the_coordinator_is_told_which_tokenizer_comes(tmp_path: Path) -> None:
     assert named(str(tmp_path / "nothing"), "torch") is None
 
 
+def test_workers_trade_prefixes_where_the_coordinator_fetches_them() -> None:
+    for value in ("off", "on"):
+        coordinator = CoordinatorConfig(grpc_port=4000, peer_fetch=value)  # type: ignore[arg-type]
+        specs = cluster_specs(ClusterConfig(model="simulated", coordinator=coordinator), [0, 1])
+        given = [dict(pairwise(spec.command)).get("--peer-fetch", "off") for spec in specs]
+        assert given == [value] * 3
+
+
 def test_neutral_workers_share_out_cores_gpus_and_leanings() -> None:
     config = ClusterConfig(model="simulated", workers=3, coordinator=CoordinatorConfig(grpc_port=4000))
     gpus = GpuInventory.of_groups([[str(number) for number in range(3)]])
