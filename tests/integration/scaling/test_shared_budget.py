@@ -275,16 +275,19 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
     wait(lambda: ordered() == 9)
     autoscaler.kill()
     autoscaler.start()
-    decided = 0
-
-    def decides() -> bool:
-        nonlocal decided
-        decided = sum(one["event"] == "scaling.decided" and one["acts"] for one in autoscaler.events())
-        return ordered() == 9 and decided >= 2
-
-    wait(decides)
-    assert {one["model"] for one in autoscaler.events() if one["event"] == "scaling.decided"} == {"a", "b"}
     port = autoscaler.wait_event("metrics.ready")["port"]
+
+    def metrics() -> str:
+        assert ordered() == 9
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            return str(page.read().decode())
+
+    def acts() -> bool:
+        text = metrics()
+        series = ('desired_replicas{{model="{}",pool="decode"}}', 'holds_lease{{model="{}"}} 1.0')
+        return all(f"splitserve_autoscaler_{one.format(model)}" in text for one in series for model in "ab")
+
+    wait(acts)
     command = [sys.executable, "-m", "splitserve", "autoscaler", "explain", "--target", f"127.0.0.1:{port}"]
     command += ["--last", "40"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
@@ -293,8 +296,7 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
     assert "all models together: 9 of 9 money (a has " in said
     assert " for a  " in said
     assert " for b  " in said
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        text = page.read().decode()
+    text = metrics()
     assert 'splitserve_autoscaler_desired_replicas{model="a",pool="prefill"}' in text
     assert 'splitserve_autoscaler_shared_limit{resource="money"} 9.0' in text
     # The file is followed: with more money there is more.
