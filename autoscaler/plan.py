@@ -69,6 +69,8 @@ class PoolPlan:
     """All classes of the pool; empty: all replicas are alike."""
     floor: OnDemandFloor = NO_FLOOR
     """What of `units` must not be on spot machines, with the units that others have."""
+    sleep: bool = False
+    """Whether its standbys sleep."""
 
     @property
     def capacity(self) -> int:
@@ -176,8 +178,22 @@ def joint_plan(
     standby = (policy.prefill.warm_standby, policy.decode.warm_standby)
     p, d, standby = _within_budget(policy, snapshot, Proposals(prefill, decode), p, d, standby, notes)
     plans = (
-        PoolPlan(p, standby[0], _text(notes["prefill"]), prefill.error, notes["prefill"][-1][0]),
-        PoolPlan(d, standby[1], _text(notes["decode"]), decode.error, notes["decode"][-1][0]),
+        PoolPlan(
+            p,
+            standby[0],
+            _text(notes["prefill"]),
+            prefill.error,
+            notes["prefill"][-1][0],
+            sleep=policy.prefill.sleep,
+        ),
+        PoolPlan(
+            d,
+            standby[1],
+            _text(notes["decode"]),
+            decode.error,
+            notes["decode"][-1][0],
+            sleep=policy.decode.sleep,
+        ),
     )
     return ScalingPlan(*plans, lend_decode_to_prefill=_lend(policy, snapshot, prefill, decode, p, lending))
 

@@ -76,6 +76,7 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         carries_calls=request.carries_calls,
         adapters=_checked_adapters(request.model),
         start=_checked_start(request),
+        sleeping=request.sleeping,
     )
 
 
@@ -111,6 +112,7 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         left, source = request.preemption.time_left, request.preemption.source
         _between("preemption.time_left", left.seconds * 10**9 + left.nanos, 0, MAX_NOTICE_NS)
         _between("preemption.source (characters)", len(source), 0, 32, field="preemption.source")
+    _between("wake_seconds", request.wake_seconds, 0, MAX_START_S)
     for lane in request.lanes:
         _between("lanes.gb_per_second", lane.gb_per_second, 0, MAX_GB_PER_S)
         _between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)

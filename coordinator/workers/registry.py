@@ -86,7 +86,7 @@ class Registry:
         """Replaces the plan in force."""
         before, self._plan = self._plan, plan
         self._catalog.know(one.model for one in plan.on_demand.values())
-        if plan.leanings != before.leanings or plan.on_demand.keys() != before.on_demand.keys():
+        if plan.asks_otherwise(before):
             self._bump_version()
         self._set_rotation(plan.in_rotation)
 
@@ -116,6 +116,8 @@ class Registry:
             return older
         if older is not None:
             self.drop(older.key, "replaced by a new boot")
+            if older.sleeping:  # it was woken up for where it had been put
+                worker = dataclasses.replace(worker, in_rotation=older.in_rotation)
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
         self._catalog.add(worker)
@@ -268,13 +270,15 @@ class Registry:
         return self._catalog.models
 
     def peers_of(self, worker: Worker) -> list[kv_transfer_pb2.TransferEndpoint]:
-        """Transfer endpoints of the workers that this one writes KV to: all that decode the model, but itself."""
-        if not worker.computes_prompts:
+        """Transfer endpoints of the workers that this one writes KV to: all that decode the model, but itself. A worker
+        that sleeps has no memory to write from or to."""
+        if not worker.computes_prompts or worker.sleeping:
             return []
+        there = (w for w in self._workers.values() if w.decodes and not w.sleeping)
         return [
             self._endpoints[peer.key]
-            for peer in self._workers.values()
-            if peer.decodes and peer.model.name == worker.model.name and peer.worker_id != worker.worker_id
+            for peer in there
+            if peer.model.name == worker.model.name and peer.worker_id != worker.worker_id
         ]
 
     async def wait_change(self, version: int) -> int:
@@ -341,4 +345,4 @@ class Registry:
 def _serving_state(worker: Worker) -> tuple[object, ...]:
     """The part of a report that can alter which pairs may serve, or that somebody waits for."""
     noticed = worker.preempted_by_s is not None
-    return worker.reported, worker.draining, worker.pool, worker.connected_agents, noticed
+    return worker.reported, worker.draining, worker.sleeping, worker.pool, worker.connected_agents, noticed

@@ -137,6 +137,10 @@ class Worker:
     """How long its boot took, as it says; must not be mutated. None: unknown."""
     preempted_by_s: float | None = None
     """When its machine is taken away, by a spot notice, on the coordinator's monotonic clock; None: no notice."""
+    sleeping: bool = False
+    """Whether it has given up the memory of its KV, until it comes back as another boot."""
+    wake_s: float | None = None
+    """How long it took to wake up the last time; None: it has not slept."""
 
     @property
     def key(self) -> WorkerKey:
@@ -163,6 +167,8 @@ class Worker:
             draining=self.draining or report.draining or preempted_by_s is not None,
             led_elsewhere=report.led_elsewhere,
             preempted_by_s=preempted_by_s,
+            sleeping=report.sleeping,
+            wake_s=report.wake_seconds or None,
         )
 
     def preempted_in_s(self, now: float) -> float | None:
@@ -191,7 +197,8 @@ class Worker:
     @property
     def usable(self) -> bool:
         """Whether it could take new requests, regardless of peers, rotation and breakers."""
-        return self.reported and not self.draining and (self.output_open or not self.decodes)
+        there = self.reported and not self.draining and not self.sleeping
+        return there and (self.output_open or not self.decodes)
 
     @property
     def accepts(self) -> bool:
@@ -279,6 +286,8 @@ class PoolSnapshot:
         """The worker's lifecycle state. Peers count as connected even if they are out of rotation."""
         if worker.draining:
             return scaling_pb2.WORKER_STATE_DRAINING
+        if worker.sleeping:
+            return scaling_pb2.WORKER_STATE_SLEEPING
         if not worker.joined or not worker.usable or not self._is_connected(worker):
             return scaling_pb2.WORKER_STATE_STARTING
         return scaling_pb2.WORKER_STATE_READY if worker.in_rotation else scaling_pb2.WORKER_STATE_STANDBY
