@@ -35,7 +35,7 @@ from autoscaler.reconcile import (
     placement,
 )
 from autoscaler.shadows.shadow import Shadows
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import POOLS, PoolName, Replica, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch, cold_starts
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
@@ -56,8 +56,8 @@ class Rotation(Protocol):
         sleeping: Sequence[str],
     ) -> None:
         """Takes `standby` out of rotation and `active` into it; `decisions` say why, for people; `leanings` are those
-        of all neutral workers in rotation, `sleeping` those of `standby` that are to sleep. Called at every tick. Raises
-        SplitserveError."""
+        of all neutral workers in rotation, `sleeping` those of `standby` that are to sleep. Called at every tick.
+        Raises SplitserveError."""
 
 
 @dataclass(frozen=True, slots=True)

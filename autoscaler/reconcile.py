@@ -213,7 +213,7 @@ def _superfluous(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the coordinators are to have replicas of our own, by name. One that starts or ends is where it was put last."""
+    """Where the coordinators are to have replicas of our own, by name. One that starts or ends is where it was put."""
 
     standby: frozenset[str]
     active: frozenset[str]

@@ -73,7 +73,7 @@ class KvProducer(KvConnector):
         """Queues a prompt. Of a `prefix_only` request nothing is computed: its cached blocks are written.
 
         Raises FailedPreconditionError or InvalidArgumentError, with the field, for a ticket that must not be used here;
-        otherwise raises like `require_awake` or `Engine.add_request`, where the decode worker is told that nothing will be
+        like `require_awake`; otherwise like `Engine.add_request`, and the decode worker is told that nothing will be
         written.
         """
         self.require_awake()

@@ -138,8 +138,8 @@ class RegistryService(RegistryServiceServicer):
         return any(peer.agent_id not in settled for peer in self._registry.peers_of(now))
 
     async def _send_updates(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
-        """Sends peers, ended writers, the leaning and the sleep that are asked for: first, after each change, and while a
-        peer is not connected or the worker leans elsewhere.
+        """Sends peers, ended writers, the leaning and the sleep that are asked for: first, after each change, and
+        periodically while a peer is not connected or the worker leans elsewhere.
 
         Raises NotFoundError once the worker has been dropped.
         """

@@ -124,7 +124,7 @@ class ModelRunner(ABC):
         raise BrokenInvariantError("this runner keeps its KV blocks")
 
     def take_kv_back(self) -> None:
-        """Makes the KV blocks usable again, with any content. Raises ConfigError where their memory is not to be had."""
+        """Makes the KV blocks usable again, with any content. Raises ConfigError where there is no memory."""
         raise BrokenInvariantError("this runner keeps its KV blocks")
 
     @abstractmethod

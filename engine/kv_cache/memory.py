@@ -81,8 +81,8 @@ class BlockMemory:
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def take_back(self) -> None:
-        """Makes the blocks usable again after `give_up`, all zero, and populates them. Raises ConfigError if there is not
-        enough memory any more."""
+        """Makes the blocks usable again after `give_up`, all zero, and populates them. Raises ConfigError if there is
+        not enough memory any more."""
         _refuse_more_than_is_free(self._probes.numel() + self.bytes.numel())
         self._fill_probes()
         self.populate()

@@ -98,7 +98,7 @@ class WorkerRole(ABC, Generic[C]):
 
     @abstractmethod
     def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> C:
-        """Builds a boot's connector, of the number `epoch`; called on the engine thread. `on_idle`: see `KvConnector`."""
+        """Builds the connector of the boot `epoch`; called on the engine thread. `on_idle`: see `KvConnector`."""
 
     @abstractmethod
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:

@@ -1,8 +1,8 @@
-"""Sleep and wake: a worker out of rotation gives up the memory of its KV, by the word of its coordinators, and takes it back.
+"""Sleep and wake: a worker out of rotation gives up the memory of its KV, and takes it back, as its coordinators ask.
 
-It wakes up as a new boot: with a transport, and so an agent, and an epoch of its own. So what was issued before it slept,
-a ticket, a completion or a write, is of an earlier boot, which every part refuses already, and peers come to know the new
-one as they know any. Its process, weights, compiled steps and output streams stay.
+It wakes up as a new boot: with a transport, hence an agent, and an epoch of its own. So what was issued before it
+slept, a ticket, a completion or a write, is of an earlier boot, which every part refuses already, and peers come to
+know the new one as they know any. Its process, weights, compiled steps and output streams stay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def new_epoch() -> int:
 
 
 class SleepOrders:
-    """What each coordinator asks for with which the worker is registered now. Values of a later version are no order."""
+    """What each coordinator asks for with which the worker is registered. A value of a later version is no order."""
 
     def __init__(self) -> None:
         self._orders: dict[str, Order] = {}

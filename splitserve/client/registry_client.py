@@ -105,8 +105,8 @@ class RegistryClient:
     (coordinator address, endpoints) whenever the coordinator sends its list, and with an empty list when the
     coordinator is lost. `on_ended` is called with the agent ids of writers whose processes have ended, `on_leaning`
     with (coordinator address, pool) whenever the coordinator asks for a leaning, `on_sleep` with (coordinator address,
-    order) at each of its messages, and without an order when it is lost. `read_cache` creates the prefix cache reader of
-    a new stream.
+    order) at each of its messages, and without an order when it is lost. `read_cache` creates the prefix cache reader
+    of a new stream.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class RegistryClient:
         self._report_timer: asyncio.TimerHandle | None = None
 
     def renew(self, registration: registry_pb2.RegisterRequest) -> Awaitable[None]:
-        """What the worker says of itself from now on. Await it: where the worker is registered, another boot of it takes
-        the place of the one before; a coordinator that cannot be reached learns of it when it can."""
+        """What the worker says of itself from now on. Await it: where the worker is registered, another boot of it
+        takes the place of the one before; a coordinator that cannot be reached learns of it when it can."""
         before, self._registration = self._registration, registration
         return self._replace_boot(registration, is_new=registration.epoch != before.epoch)
 

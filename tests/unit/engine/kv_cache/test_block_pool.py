@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.kv_cache.block_pool import BlockPool, FreeBlocks
 from engine.kv_cache.cache_events import KvEventLog
+from splitserve.errors import BrokenInvariantError
 
 
 def runs(blocks: list[int]) -> int:
