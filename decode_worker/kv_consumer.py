@@ -77,7 +77,7 @@ class KvConsumer(KvConnector):
     def reserve(self, core: Engine, entry: WaitingReservation) -> None:
         """Queues a reservation, and grants it at once if blocks are free.
 
-        Raises like `ReservationQueue.add` and `require_awake`. What is wrong with a request that can never fit, and with a
+        Raises like `ReservationQueue.add` and `require_awake`. The error of a request that can never fit, and of a
         prefix that does not fit now, is passed to `entry.reply`.
         """
         self.require_awake()

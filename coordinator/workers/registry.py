@@ -144,6 +144,8 @@ class Registry:
         reported = worker.reported_as(request, pool, self.prefixes.slot_of(worker.key), now)
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
+        if reported.sleeping and not worker.sleeping:
+            self.mark_ended(worker)  # it has closed its transport: this agent writes no more
         if pool != worker.pool:
             log_event("worker.leans", worker_id=worker.worker_id, pool=pool)
         if worker.preempted_by_s is None and (left_s := reported.preempted_in_s(now)) is not None:
@@ -239,7 +241,7 @@ class Registry:
                 self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
 
     def mark_ended(self, worker: Worker) -> None:
-        """Records that a boot's process has provably ended."""
+        """Records that a boot provably writes no more: its process has ended, or it has fallen asleep."""
         self._ended[worker.agent_id] = None
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]

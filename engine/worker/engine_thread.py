@@ -74,8 +74,8 @@ class KvConnector(StepListener, ABC):
         return not (now.in_progress or now.transfers_in_flight or now.waiting_reservations)
 
     def fall_asleep(self) -> None:
-        """Closes the transport, whose memory is about to be given up. From here on this connector takes no requests; what
-        comes after waking is another one's."""
+        """Closes the transport, whose memory is about to be given up. This connector takes no more requests: what comes
+        after waking is another one's."""
         self._asleep = True
         self._transport.close()
 

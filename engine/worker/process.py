@@ -108,7 +108,7 @@ class WorkerProcess(Generic[C]):
 
     def reopen(self, epoch: int) -> None:
         """See `SleepHost`."""
-        parts = self.parts.reopened()
+        parts, self._rejected_tickets = self.parts.reopened(), 0
         connector = self._role.make_connector(parts, epoch, self.engine_idle)
         self._built = parts, connector
         self.engine.replace_listener(connector)

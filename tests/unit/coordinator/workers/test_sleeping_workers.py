@@ -141,6 +141,17 @@ def test_nobody_sends_to_one_that_sleeps_or_writes_to_it() -> None:
     assert world.state("p") == "sleeping", "connected to nobody, and not starting"
 
 
+def test_a_writer_that_has_fallen_asleep_writes_no_more() -> None:
+    """Blocks that were reserved for its KV come back, also where its worker is asked for it too late."""
+    world = World()
+    assert world.registry.ended_writers_for(world.worker("d")) == []
+    world.report("p", sleeping=True)
+    version = world.registry.version
+    world.report("p", sleeping=True)
+    assert world.registry.version == version
+    assert world.registry.ended_writers_for(world.worker("d")) == [world.worker("p").agent_id]
+
+
 def test_it_wakes_up_as_another_boot_where_it_had_been_put() -> None:
     world = World(standby=True)
     world.plan(standby=["d"], active=["p"], sleeping=["d"])
