@@ -283,7 +283,8 @@ class PoolSnapshot:
         return [worker for worker in self.workers if worker.serves(model) and worker.accepts]
 
     def state_of(self, worker: Worker) -> WorkerState:
-        """The worker's lifecycle state. Peers count as connected even if they are out of rotation."""
+        """The worker's lifecycle state. Peers count as connected even if they are out of rotation, and none is missed
+        while all that there are sleep."""
         if worker.draining:
             return scaling_pb2.WORKER_STATE_DRAINING
         if worker.sleeping:
@@ -297,8 +298,14 @@ class PoolSnapshot:
             return True
         peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
         if worker.pool == "prefill":
-            return any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
-        return any(worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts)
+            connected = any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
+        else:
+            connected = any(worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts)
+        return connected or self._peers_sleep(worker)
+
+    def _peers_sleep(self, worker: Worker) -> bool:
+        there = [w for w in self.workers if w.model.name == worker.model.name and w.pool != worker.pool]
+        return any(peer.sleeping for peer in there) and not any(peer.usable for peer in there)
 
     def ready_models(self) -> frozenset[str]:
         """Models and adapters with at least one complete pair that takes requests."""

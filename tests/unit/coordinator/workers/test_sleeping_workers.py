@@ -39,8 +39,9 @@ class World:
             for there in self.registry.snapshot().workers:
                 self.report(there.worker_id)
 
-    def report(self, name: str, *, sleeping: bool = False, wake_s: float = 0.0) -> Worker:
+    def report(self, name: str, *, sleeping: bool | None = None, wake_s: float = 0.0) -> Worker:
         worker = self.worker(name)
+        sleeping = worker.sleeping if sleeping is None else sleeping
         agents = [w.agent_id for w in self.registry.snapshot().workers if w.decodes] if name == "p" else []
         report = registry_pb2.ReportRequest(
             worker_id=name,
@@ -139,6 +140,16 @@ def test_nobody_sends_to_one_that_sleeps_or_writes_to_it() -> None:
     world.report("p", sleeping=True)
     assert world.registry.peers_of(world.worker("p")) == []
     assert world.state("p") == "sleeping", "connected to nobody, and not starting"
+
+
+def test_one_whose_peers_all_sleep_misses_none() -> None:
+    """Else a replica that is started meanwhile would start for ever."""
+    world = World(standby=True)
+    world.report("d", sleeping=True)
+    world.join("q", PREFILL)
+    assert (world.state("p"), world.state("q")) == ("standby", "standby")
+    world.join("e", DECODE)
+    assert world.state("q") == "starting", "there is one to connect to, and it is not connected"
 
 
 def test_a_writer_that_has_fallen_asleep_writes_no_more() -> None:
