@@ -40,10 +40,10 @@ def start_metrics(phases: StartPhases | None) -> list[Metric]:
 
 def sleep_metrics(asleep: bool, wake_s: float) -> list[Metric]:
     """Whether the worker sleeps, and how long it took to wake up the last time."""
-    metrics: list[Metric] = [gauge("splitserve_sleeping", "Whether the worker sleeps", float(asleep))]
-    if wake_s:
-        metrics.append(gauge("splitserve_wake_seconds", "Time of the last waking", wake_s))
-    return metrics
+    return [
+        gauge("splitserve_sleeping", "Whether the worker sleeps", float(asleep)),
+        gauge("splitserve_wake_seconds", "Time of the last waking", wake_s),
+    ]
 
 
 def worker_metrics(status: WorkerStatus) -> list[Metric]:
