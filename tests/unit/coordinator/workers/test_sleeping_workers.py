@@ -23,7 +23,7 @@ class World:
     """A registry with a prefill worker p that is connected to the decode worker d."""
 
     def __init__(self, *, standby: bool = False) -> None:
-        self.registry = Registry(5.0)
+        self.registry = Registry(1000.0)
         self.standby = standby
         self.join("p", PREFILL)
         self.join("d", DECODE)
