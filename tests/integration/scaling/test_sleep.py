@@ -168,12 +168,14 @@ async def test_two_coordinators_of_which_one_still_sends_keep_a_worker_awake(log
         other.terminate()
 
 
-async def test_a_coordinator_that_starts_anew_meets_them_asleep(log_dir: Path) -> None:
-    async with cluster_of(log_dir, "--standby") as (cluster, client, scaling):
-        await plan(scaling, asleep=("prefill-0", "decode-0"))
-        await state(client, prefill_0="sleeping", decode_0="sleeping")
-        port = cluster.target.rpartition(":")[2]
+async def test_a_coordinator_that_starts_anew_wakes_those_that_it_has_in_rotation(log_dir: Path) -> None:
+    async with cluster_of(log_dir) as (cluster, client, scaling):
+        cluster.add_worker("decode", "decode-1", "--standby")
+        await state(client, decode_1="standby")
+        await plan(scaling, asleep=("prefill-0", "decode-0", "decode-1"))
+        await state(client, prefill_0="sleeping", decode_0="sleeping", decode_1="sleeping")
         cluster.members["coordinator"].kill()
+        port = cluster.target.rpartition(":")[2]
         again = ServiceProcess(
             "coordinator", ["coordinator", "--grpc-port", port, "--http-port", "off"], log_dir, {}
         )
@@ -181,8 +183,6 @@ async def test_a_coordinator_that_starts_anew_meets_them_asleep(log_dir: Path) -
         again.start()
         again.wait_event("coordinator.ready")
         async with cluster.client() as anew:
-            await state(anew, prefill_0="sleeping", decode_0="sleeping")
-            await plan(scaling, active=("prefill-0", "decode-0"))
-            await state(anew, prefill_0="ready", decode_0="ready")
+            await state(anew, prefill_0="ready", decode_0="ready", decode_1="sleeping")
             await asks(anew, 3)
         await cluster.assert_no_leaks()
