@@ -300,7 +300,9 @@ class PoolSnapshot:
         if worker.pool == "prefill":
             connected = any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
         else:
-            connected = any(worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts)
+            connected = any(
+                worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts
+            )
         return connected or self._peers_sleep(worker)
 
     def _peers_sleep(self, worker: Worker) -> bool:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from engine.core.engine import Engine
 from engine.core.types import EngineLoad
@@ -23,7 +23,7 @@ from splitserve.logs import log_event
 from splitserve.v1 import registry_pb2
 
 C = TypeVar("C", bound=KvConnector)
-Order = registry_pb2.SleepOrder.ValueType
+Order: TypeAlias = registry_pb2.SleepOrder.ValueType
 RETRY_S = 0.2
 """How soon a worker that is not at rest is looked at again: blocks in quarantine become free without a word."""
 

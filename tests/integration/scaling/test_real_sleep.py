@@ -35,7 +35,7 @@ def kv_in_memory(pid: int) -> int:
 
 async def test_memory_falls_by_the_kv_and_the_tokens_stay(smollm2: str, log_dir: Path) -> None:
     tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
-    prompts = [tokenizer.encode(sentences(8, seed=n))[: 20 + 15 * n] for n in range(3)]
+    prompts = [tokenizer.encode(sentences(n // 6 + 8, seed=n))[:n] for n in (17, 32, 33)]
     expected = [reference.greedy(prompt, MAX_TOKENS) for prompt in prompts]
     options = ["--dtype", "float32", "--num-blocks", str(BLOCKS), "--block-size", str(BLOCK_TOKENS)]
     cluster = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)

@@ -40,7 +40,8 @@ async def plan(scaling: ScalingClient, *, asleep: tuple[str, ...] = (), active: 
 
 async def state(client: AsyncClient, **states: str) -> None:
     """Waits until these workers, by names with underscores, are in these states; `gone` if they are to be nowhere."""
-    wanted, there = {name.replace("_", "-"): one for name, one in states.items()}, {}
+    wanted = {name.replace("_", "-"): one for name, one in states.items()}
+    there: dict[str, str] = {}
     deadline = time.monotonic() + PATIENCE_S
     while any(there.get(name, "gone") != one for name, one in wanted.items()) or not there:
         assert time.monotonic() < deadline, f"{there}, not {wanted}"
