@@ -32,7 +32,7 @@ from autoscaler.reconcile import (
     Rest,
     Start,
     members,
-    placement,
+    planned_rotation,
 )
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.snapshot import POOLS, PoolName, Replica, Snapshot
@@ -239,7 +239,7 @@ class ControlLoop:
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
     ) -> bool:
         """Tells the coordinators. False when they say that another autoscaler acts."""
-        where = placement(plan, pools, actions)
+        where = planned_rotation(plan, pools, actions)
         applied = self.rotation.apply(
             sorted(where.standby),
             sorted(where.active),

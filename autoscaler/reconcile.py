@@ -212,7 +212,7 @@ def _superfluous(
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlannedRotation:
     """Where the coordinators are to have replicas of our own, by name. One that starts or ends is where it was put."""
 
     standby: frozenset[str]
@@ -223,9 +223,9 @@ class Placement:
     """Of all neutral workers in rotation, also those of others."""
 
 
-def placement(
+def planned_rotation(
     plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
-) -> Placement:
+) -> PlannedRotation:
     """Where everything is once the actions have been carried out."""
     ours = {member.name: pool for pool in POOLS for member in pools[pool] if member.ours}
     there = [member for pool in POOLS for member in pools[pool] if member.ours]
@@ -254,7 +254,7 @@ def placement(
             case Lean(pool, name):
                 leanings[name] = pool
     sleeping = {name for name in standby - ending if name in ours and plan.pool(ours[name]).sleep}
-    return Placement(frozenset(standby), frozenset(active), frozenset(sleeping), leanings)
+    return PlannedRotation(frozenset(standby), frozenset(active), frozenset(sleeping), leanings)
 
 
 def in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:

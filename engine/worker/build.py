@@ -37,6 +37,7 @@ from splitserve.host_facts import host_id
 from splitserve.logs import log_event
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import localize_model, resolve_model
+from splitserve.v1 import generation_pb2, registry_pb2
 
 SIMULATED = "simulated"
 VLLM = "vllm"
@@ -120,6 +121,37 @@ class EngineParts:
         assert self.open_transport is not None, "this engine cannot sleep"
         transport, endpoint = self.open_transport()
         return replace(self, transport=transport, endpoint=endpoint)
+
+    def registration(
+        self, epoch: int, address: str, pool: registry_pb2.Pool.ValueType, *, neutral: bool, asleep: bool
+    ) -> registry_pb2.RegisterRequest:
+        """What the worker says of itself: of its boot `epoch`, which leans to `pool`, at "host:port"."""
+        config, facts, engine = self.config, self.facts, self.config.engine
+        return registry_pb2.RegisterRequest(
+            worker_id=config.worker_id,
+            epoch=epoch,
+            pool=pool,
+            address=address,
+            model=registry_pb2.ServedModel(
+                name=self.served.name,
+                tokenizer_source=self.served.tokenizer_source,
+                context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
+                vocabulary_size=facts.vocabulary_size,
+                eos_token_ids=sorted(facts.eos_token_ids),
+                adapters=[generation_pb2.AdapterRef(**one._asdict()) for one in facts.adapters.values()],
+            ),
+            endpoint=self.endpoint.to_proto(),
+            max_step_tokens=self.core.max_step_tokens,
+            max_running_requests=engine.max_running_requests,
+            standby=config.standby,
+            experimental=engine.kind == "torch" and self.endpoint.memory.memory_kind == VRAM,
+            paces_prompts=self.core.paces_prompts,
+            neutral=neutral,
+            start=self.start.to_proto() if self.start is not None else None,
+            replica_class=config.replica_class,
+            carries_calls=True,
+            sleeping=asleep,
+        )
 
 
 def build_engine(config: WorkerConfig, *, measure_decode: bool = False, decodes: bool = True) -> EngineParts:

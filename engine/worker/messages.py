@@ -15,9 +15,7 @@ from engine.core.types import (
 )
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from engine.pacing.token_clock import ServiceTargets
-from engine.worker.build import EngineParts
 from kv_transfer.lane import JudgedLane
-from kv_transfer.transports.transport import VRAM
 from splitserve.config.security import CeilingConfig
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
 from splitserve.generation.bounds import (
@@ -240,41 +238,3 @@ def preemption_notice(notice: SpotNotice | None, now: float) -> registry_pb2.Pre
     message = registry_pb2.PreemptionNotice(source=notice.source)
     message.time_left.FromNanoseconds(round(max(0.0, notice.ends_s - now) * 1e9))
     return message
-
-
-def registration(
-    parts: EngineParts,
-    epoch: int,
-    address: str,
-    pool: registry_pb2.Pool.ValueType,
-    neutral: bool,
-    asleep: bool,
-) -> registry_pb2.RegisterRequest:
-    """What a worker says of itself: of its boot `epoch`, which leans to `pool`, at "host:port"."""
-    config, facts, endpoint = parts.config, parts.facts, parts.endpoint
-    engine = config.engine
-    return registry_pb2.RegisterRequest(
-        worker_id=config.worker_id,
-        epoch=epoch,
-        pool=pool,
-        address=address,
-        model=registry_pb2.ServedModel(
-            name=parts.served.name,
-            tokenizer_source=parts.served.tokenizer_source,
-            context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
-            vocabulary_size=facts.vocabulary_size,
-            eos_token_ids=sorted(facts.eos_token_ids),
-            adapters=[generation_pb2.AdapterRef(**one._asdict()) for one in facts.adapters.values()],
-        ),
-        endpoint=endpoint.to_proto(),
-        max_step_tokens=parts.core.max_step_tokens,
-        max_running_requests=engine.max_running_requests,
-        standby=config.standby,
-        experimental=engine.kind == "torch" and endpoint.memory.memory_kind == VRAM,
-        paces_prompts=parts.core.paces_prompts,
-        neutral=neutral,
-        start=parts.start.to_proto() if parts.start is not None else None,
-        replica_class=config.replica_class,
-        carries_calls=True,
-        sleeping=asleep,
-    )

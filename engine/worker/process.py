@@ -19,7 +19,7 @@ from engine.worker.build import EngineParts, build_engine
 from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
-from engine.worker.messages import lane_report, preemption_notice, registration, worker_load
+from engine.worker.messages import lane_report, preemption_notice, worker_load
 from engine.worker.metrics import (
     registration_metrics,
     sleep_metrics,
@@ -289,7 +289,9 @@ class WorkerProcess(Generic[C]):
 
     def _registration(self) -> registry_pb2.RegisterRequest:
         role, asleep = self._role, self._sleeper.asleep
-        return registration(self.parts, self.epoch, self._address, role.pool, role.neutral, asleep)
+        return self.parts.registration(
+            self.epoch, self._address, role.pool, neutral=role.neutral, asleep=asleep
+        )
 
     def _report(self) -> registry_pb2.ReportRequest:
         status = self.connector.status

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -22,6 +22,9 @@ from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
+
+if TYPE_CHECKING:
+    from splitserve.v1.registry_pb2_grpc import RegistryServiceAsyncStub
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
@@ -132,7 +135,7 @@ class RegistryClient:
         self._on_ended = on_ended
         self._on_leaning = on_leaning
         self._on_sleep = on_sleep
-        self._stub: RegistryServiceStub | None = None
+        self._stub: RegistryServiceAsyncStub | None = None
         self._heartbeat_s = heartbeat_s
         self._security = security
         self._wake = asyncio.Event()
