@@ -193,10 +193,10 @@ class RegistryClient:
             if self._registered:
                 retry_s = FIRST_RETRY_S
                 self._on_peers(self.coordinator, [])
-                if self._on_sleep:
-                    self._on_sleep(self.coordinator, registry_pb2.SLEEP_ORDER_UNSPECIFIED)
             if not self._is_of(epoch):
-                continue
+                continue  # another boot of the worker registers at once; what was asked of this one still holds
+            if self._on_sleep:
+                self._on_sleep(self.coordinator, registry_pb2.SLEEP_ORDER_UNSPECIFIED)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, last_retry_s)
 
