@@ -20,6 +20,7 @@ from splitserve.errors import (
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.rpc.status import error_from_rpc
+from splitserve.runtime.loops import is_being_cancelled
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
 
@@ -139,6 +140,8 @@ class RegistryClient:
         self._heartbeat_s = heartbeat_s
         self._security = security
         self._wake = asyncio.Event()
+        self._replaced = asyncio.Event()
+        """Whether the present boot has been registered in place of the one before, as far as that could be done."""
         self._registered = False
         self._read_cache = read_cache
         self._cache: CacheReader | None = None
@@ -149,14 +152,24 @@ class RegistryClient:
         """What the worker says of itself from now on. Await it: where the worker is registered, another boot of it
         takes the place of the one before; a coordinator that cannot be reached learns of it when it can."""
         before, self._registration = self._registration, registration
-        return self._replace_boot(registration, is_new=registration.epoch != before.epoch)
+        is_new = registration.epoch != before.epoch
+        if is_new:
+            self._replaced.clear()
+        return self._replace_boot(registration, is_new)
 
-    async def _replace_boot(self, registration: registry_pb2.RegisterRequest, *, is_new: bool) -> None:
-        if is_new and self._stub is not None:
-            with suppress(grpc.aio.AioRpcError):  # the session ends, and the next one registers it
+    async def _replace_boot(self, registration: registry_pb2.RegisterRequest, is_new: bool) -> None:
+        try:
+            if is_new and self._stub is not None:
                 metadata = self._security.metadata
                 await self._stub.Register(registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
-        self._wake.set()
+        except grpc.aio.AioRpcError:
+            return  # the session ends, and the next one registers it
+        except asyncio.CancelledError:  # so does gRPC where the session has ended meanwhile
+            if is_being_cancelled():
+                raise
+        finally:
+            self._replaced.set()
+            self._wake.set()
 
     def report_now(self) -> None:
         """Sends a report now instead of at the next heartbeat."""
@@ -244,7 +257,7 @@ class RegistryClient:
             self.report_now()
 
     async def _reports(self, epoch: int) -> AsyncIterator[registry_pb2.ReportRequest]:
-        """The reports of one boot; they end with it."""
+        """The reports of one boot; they end once the next one has taken its place."""
         loop = asyncio.get_running_loop()
         while self._is_of(epoch):
             self._wake.clear()
@@ -261,3 +274,4 @@ class RegistryClient:
                 continue
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+        await self._replaced.wait()

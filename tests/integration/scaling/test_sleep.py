@@ -42,7 +42,7 @@ async def state(client: AsyncClient, **states: str) -> None:
     """Waits until these workers, by names with underscores, are in these states; `gone` if they are to be nowhere."""
     wanted = {name.replace("_", "-"): one for name, one in states.items()}
     there: dict[str, str] = {}
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + PATIENCE_S
     while any(there.get(name, "gone") != one for name, one in wanted.items()) or not there:
         assert time.monotonic() < deadline, f"{there}, not {wanted}"
         with suppress(DeadlineExceededError, UnavailableError):  # a busy machine, or one that starts
