@@ -32,9 +32,10 @@ from autoscaler.reconcile import (
     Rest,
     Start,
     members,
+    planned_rotation,
 )
 from autoscaler.shadows.shadow import Shadows
-from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.snapshot import POOLS, PoolName, Replica, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch, cold_starts
 from splitserve.errors import ConfigError, SplitserveError
 from splitserve.logs import log_event
@@ -52,9 +53,11 @@ class Rotation(Protocol):
         lend: bool,
         decisions: Sequence[scaling_pb2.PoolDecision],
         leanings: Mapping[str, PoolName],
+        sleeping: Sequence[str],
     ) -> None:
         """Takes `standby` out of rotation and `active` into it; `decisions` say why, for people; `leanings` are those
-        of all neutral workers in rotation. Called at every tick. Raises SplitserveError."""
+        of all neutral workers in rotation, `sleeping` those of `standby` that are to sleep. Called at every tick.
+        Raises SplitserveError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,35 +239,14 @@ class ControlLoop:
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
     ) -> bool:
         """Tells the coordinators. False when they say that another autoscaler acts."""
-        there = [member for pool in POOLS for member in pools[pool] if member.ours]
-        standby = {member.name for member in there if member.state is ReplicaState.STANDBY}
-        active = {member.name for member in there if member.state is ReplicaState.READY}
-        leanings = {
-            member.name: pool
-            for pool in POOLS
-            for member in pools[pool]
-            if member.neutral and member.state is ReplicaState.READY
-        }
-        for action in actions:
-            match action:
-                case Activate(name=name):
-                    standby.discard(name)
-                    active.add(name)
-                case Rest(name=name):
-                    active.discard(name)
-                    standby.add(name)
-                case Drain(names=names):
-                    # Out of rotation before it drains: no request is routed to a worker that refuses it.
-                    active.difference_update(names)
-                    standby.update(names)
-                case Lean(pool, name):
-                    leanings[name] = pool
+        where = planned_rotation(plan, pools, actions)
         applied = self.rotation.apply(
-            sorted(standby),
-            sorted(active),
+            sorted(where.standby),
+            sorted(where.active),
             plan.lend_decode_to_prefill,
             decisions_of(plan, pools, actions),
-            leanings,
+            where.leanings,
+            sorted(where.sleeping),
         )
         try:
             await within(self.settings.act_s, applied, "apply the plan")

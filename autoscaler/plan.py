@@ -72,6 +72,8 @@ class PoolPlan:
     """All classes of the pool; empty: all replicas are alike."""
     floor: OnDemandFloor = NO_FLOOR
     """What of `units` must not be on spot machines, with the units that others have."""
+    sleep: bool = False
+    """Whether its standbys sleep."""
 
     @property
     def capacity(self) -> int:
@@ -192,8 +194,22 @@ def joint_plan(
     proposals = Proposals(prefill, decode, most)
     p, d, standby = _within_budget(policy, snapshot, proposals, p, d, standby, notes)
     plans = (
-        PoolPlan(p, standby[0], _text(notes["prefill"]), prefill.error, notes["prefill"][-1][0]),
-        PoolPlan(d, standby[1], _text(notes["decode"]), decode.error, notes["decode"][-1][0]),
+        PoolPlan(
+            p,
+            standby[0],
+            _text(notes["prefill"]),
+            prefill.error,
+            notes["prefill"][-1][0],
+            sleep=policy.prefill.sleep,
+        ),
+        PoolPlan(
+            d,
+            standby[1],
+            _text(notes["decode"]),
+            decode.error,
+            notes["decode"][-1][0],
+            sleep=policy.decode.sleep,
+        ),
     )
     return ScalingPlan(*plans, lend_decode_to_prefill=_lend(policy, snapshot, prefill, decode, p, lending))
 

@@ -211,6 +211,52 @@ def _superfluous(
     return ready[0]
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedRotation:
+    """Where the coordinators are to have replicas of our own, by name. One that starts or ends is where it was put."""
+
+    standby: frozenset[str]
+    active: frozenset[str]
+    sleeping: frozenset[str]
+    """Of `standby`."""
+    leanings: Mapping[str, PoolName]
+    """Of all neutral workers in rotation, also those of others."""
+
+
+def planned_rotation(
+    plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
+) -> PlannedRotation:
+    """Where everything is once the actions have been carried out."""
+    ours = {member.name: pool for pool in POOLS for member in pools[pool] if member.ours}
+    there = [member for pool in POOLS for member in pools[pool] if member.ours]
+    standby = {member.name for member in in_state(there, ReplicaState.STANDBY)}
+    active = {member.name for member in in_state(there, ReplicaState.READY)}
+    leanings = {
+        member.name: pool
+        for pool in POOLS
+        for member in pools[pool]
+        if member.neutral and member.state is ReplicaState.READY
+    }
+    ending: set[str] = set()
+    for action in actions:
+        match action:
+            case Activate(name=name):
+                standby.discard(name)
+                active.add(name)
+            case Rest(name=name):
+                active.discard(name)
+                standby.add(name)
+            case Drain(names=names):
+                # Out of rotation before it drains: no request is routed to a worker that refuses it.
+                ending.update(active.intersection(names))
+                active.difference_update(names)
+                standby.update(names)
+            case Lean(pool, name):
+                leanings[name] = pool
+    sleeping = {name for name in standby - ending if name in ours and plan.pool(ours[name]).sleep}
+    return PlannedRotation(frozenset(standby), frozenset(active), frozenset(sleeping), leanings)
+
+
 def in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:
     """Those in this state, in the same order."""
     return [member for member in there if member.state is state]

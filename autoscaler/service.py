@@ -291,6 +291,7 @@ class CoordinatorRotation:
         lend: bool,
         decisions: Sequence[scaling_pb2.PoolDecision] = (),
         leanings: Mapping[str, PoolName] = MappingProxyType({}),
+        sleeping: Sequence[str] = (),
     ) -> None:
         """See `Rotation`. Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act,
         and UnavailableError naming the coordinators that could not be reached."""
@@ -303,6 +304,8 @@ class CoordinatorRotation:
         }
         if models := self._on_demand():
             plan["on_demand"] = models
+        if sleeping:
+            plan["sleeping"] = sleeping
         calls = [self._apply_to(client, plan) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)

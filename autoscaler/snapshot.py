@@ -135,6 +135,8 @@ class PrefillSignals:
     """Measured time from the order of a replica until it was ready, seconds."""
     start: ReplicaStart | None = None
     """The part of it that present replicas have measured themselves."""
+    wake_s: float | None = None
+    """Median time in which replicas that had slept woke up, as they say; None before the first has."""
     classes: Mapping[str, ClassSignals] = field(default_factory=dict)
     """The same by class, as replicas report it."""
 
@@ -159,6 +161,7 @@ class DecodeSignals:
     """Wait for KV blocks on decode. It delays the first token, but only this pool can shorten it."""
     cold_start_s: float | None = None
     start: ReplicaStart | None = None
+    wake_s: float | None = None
     classes: Mapping[str, ClassSignals] = field(default_factory=dict)
     """Figures by class, as replicas report it."""
 

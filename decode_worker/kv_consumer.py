@@ -77,9 +77,10 @@ class KvConsumer(KvConnector):
     def reserve(self, core: Engine, entry: WaitingReservation) -> None:
         """Queues a reservation, and grants it at once if blocks are free.
 
-        Raises like `ReservationQueue.add`. The error of a request that can never fit, and of a prefix that does not fit
-        now, is passed to `entry.reply`.
+        Raises like `ReservationQueue.add` and `require_awake`. The error of a request that can never fit, and of a
+        prefix that does not fit now, is passed to `entry.reply`.
         """
+        self.require_awake()
         self._waiting.add(entry)
         self._last_tried_at = None
         self._grant(core, entry.arrived_s)

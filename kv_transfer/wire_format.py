@@ -32,6 +32,14 @@ class KvWire(ABC):
         """Called once, when the engine is ready: memory of its own may be prepared behind it."""
         return
 
+    def give_up(self) -> None:
+        """Gives up memory of its own while the KV blocks have none."""
+        return
+
+    def take_back(self) -> None:
+        """Takes it back. Raises ConfigError where it is not to be had."""
+        return
+
     @abstractmethod
     def pack(self, block_ids: Sequence[int]) -> None:
         """Fills the wire blocks of these final KV blocks, ready to be sent.

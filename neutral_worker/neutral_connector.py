@@ -35,6 +35,12 @@ class NeutralConnector(KvConnector):
         """Both parts' latest status in one."""
         return merged(self.producer.status, self.consumer.status)
 
+    def fall_asleep(self) -> None:
+        """See `KvConnector`. Both parts have the same transport."""
+        self.producer.fall_asleep()
+        self.consumer.fall_asleep()
+        super().fall_asleep()
+
     def advance(self, core: Engine, now: float) -> bool:
         """See `KvConnector`. First what was written, since it frees blocks that waiting reservations may take."""
         writing = self.producer.advance(core, now)

@@ -38,10 +38,14 @@ class WorkerPart(Generic[W, P]):
 
     def __init__(self, worker: WorkerProcess[W], part: Callable[[W], P]) -> None:
         self.config = worker.config
-        self.epoch = worker.epoch
         self._worker = worker
         self._part = part
         self._calls = PartCalls(worker.engine, part)
+
+    @property
+    def epoch(self) -> int:
+        """This boot's number."""
+        return self._worker.epoch
 
     @property
     def spans(self) -> SpanSink | None:

@@ -73,8 +73,10 @@ class KvProducer(KvConnector):
         """Queues a prompt. Of a `prefix_only` request nothing is computed: its cached blocks are written.
 
         Raises FailedPreconditionError or InvalidArgumentError, with the field, for a ticket that must not be used here;
-        otherwise raises like `Engine.add_request`, and the decode worker is told that nothing will be written.
+        like `require_awake`; otherwise like `Engine.add_request`, and the decode worker is told that nothing will be
+        written.
         """
+        self.require_awake()
         trace = request.trace
         exported = self._spans is not None and trace is not None and trace.sampled
         prefill = LivePrefill(request.request_id, ticket, now, trace, {} if exported else None)

@@ -43,6 +43,9 @@ class PoolPolicy(ClassedPool):
     same. vLLM's tensor parallel size, where it is given, must be equal to it; the torch engine takes one."""
     warm_standby: Annotated[int, Field(ge=0, le=10_000)] = 0
     """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs."""
+    sleep: bool = False
+    """Let the replicas of `warm_standby` sleep: they give up the memory of their KV, and wake up within about a second
+    when they are to join. At zero they are what the pool keeps."""
     drain_s: Annotated[float, Field(ge=0, le=86_400)] = 120.0
     """How long a draining replica may take to finish its requests; then they resume elsewhere and it is stopped."""
     cold_start_s: Seconds = 60.0

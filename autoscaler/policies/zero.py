@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.policies.schedule import scheduled_replicas
-from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
+from autoscaler.snapshot import DecodeSignals, PoolName, PrefillSignals, ReplicaState, Snapshot, lead_s
 
 _COMING = (ReplicaState.READY, ReplicaState.STARTING)
 
@@ -88,12 +88,20 @@ def _active_s(memory: ZeroMemory, snapshot: Snapshot) -> float:
 
 
 def _scheduled(policy: ScalingPolicy, snapshot: Snapshot) -> bool:
-    """Whether a window of a schedule wants replicas now, or within a cold start."""
-    pools = ((policy.prefill, snapshot.prefill), (policy.decode, snapshot.decode))
+    """Whether a window of a schedule wants replicas now, or within the time that the first of them take."""
     return any(
-        scheduled_replicas(pool.schedule, snapshot.wall_s, lead_s(signals, pool.cold_start_s)) > 0
-        for pool, signals in pools
+        _is_due(pool, snapshot.pool(name), snapshot.wall_s, policy.interval_s)
+        for name, pool in policy.pools.items()
     )
+
+
+def _is_due(pool: AnyPool, signals: PrefillSignals | DecodeSignals, wall_s: float, interval_s: float) -> bool:
+    standbys = sum(replica.state is ReplicaState.STANDBY for replica in signals.replicas)
+    wanted = scheduled_replicas(pool.schedule, wall_s, lead_s(signals, pool.cold_start_s))
+    if wanted > standbys:
+        return True
+    # Of standbys the cold start is the time in which they wake up.
+    return scheduled_replicas(pool.schedule, wall_s, (signals.wake_s or 0.0) + interval_s) > 0
 
 
 def _any(policy: ScalingPolicy, snapshot: Snapshot, states: tuple[ReplicaState, ...]) -> bool:

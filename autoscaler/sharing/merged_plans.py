@@ -20,6 +20,7 @@ class _Part:
     active: Sequence[str]
     lend: bool
     leanings: Mapping[str, PoolName]
+    sleeping: Sequence[str]
 
 
 class MergedPlans:
@@ -56,9 +57,10 @@ class _ModelRotation:
         lend: bool,
         decisions: Sequence[scaling_pb2.PoolDecision],
         leanings: Mapping[str, PoolName],
+        sleeping: Sequence[str],
     ) -> None:
         """See `Rotation`."""
-        mine = _Part(self.plans.now_s(), standby, active, lend, leanings)
+        mine = _Part(self.plans.now_s(), standby, active, lend, leanings, sleeping)
         parts = self.plans.with_plan(self.model, mine)
         resting = {name for part in parts for name in part.standby}
         for decision in decisions:
@@ -72,4 +74,5 @@ class _ModelRotation:
             any(part.lend for part in parts),
             decisions,
             leans,
+            sorted({name for part in parts for name in part.sleeping}),
         )

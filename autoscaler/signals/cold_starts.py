@@ -65,3 +65,9 @@ def start_phases(workers: Sequence[scaling_pb2.WorkerSignals]) -> ReplicaStart |
         median(start.weights_seconds for start in starts),
         median(start.warm_up_seconds for start in starts),
     )
+
+
+def wake_s(workers: Sequence[scaling_pb2.WorkerSignals]) -> float | None:
+    """Median of the times in which workers woke up the last time; None where none has slept."""
+    took_s = [worker.wake_seconds for worker in workers if worker.HasField("wake_seconds")]
+    return median(took_s) if took_s else None

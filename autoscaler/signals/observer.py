@@ -10,7 +10,7 @@ from typing import Protocol
 
 from autoscaler.actuators.actuator import ActualReplica, counted, where_they_lean
 from autoscaler.signals.arrival_log import ArrivalLog
-from autoscaler.signals.cold_starts import ColdStarts, start_phases
+from autoscaler.signals.cold_starts import ColdStarts, start_phases, wake_s
 from autoscaler.signals.ended_replicas import EndedReplicas
 from autoscaler.signals.history_file import MAX_BUCKETS, ForecastHistory
 from autoscaler.signals.totals import CoordinatorTrack, DemandCounts, Totals, totals_of
@@ -226,6 +226,7 @@ class Observer:
             ttft=_phase(totals, scaling_pb2.PHASE_TTFT),
             cold_start_s=self._cold_starts.of("prefill"),
             start=start_phases(workers),
+            wake_s=wake_s(workers),
             classes=by_class("prefill", seen),
         )
 
@@ -255,6 +256,7 @@ class Observer:
             reserve_wait=_phase(totals, scaling_pb2.PHASE_RESERVE),
             cold_start_s=self._cold_starts.of("decode"),
             start=start_phases(workers),
+            wake_s=wake_s(workers),
             classes=by_class("decode", seen),
         )
 

@@ -16,12 +16,14 @@ _STATES: Mapping[int, ReplicaState] = {
     scaling_pb2.WORKER_STATE_STANDBY: ReplicaState.STANDBY,
     scaling_pb2.WORKER_STATE_READY: ReplicaState.READY,
     scaling_pb2.WORKER_STATE_DRAINING: ReplicaState.DRAINING,
+    scaling_pb2.WORKER_STATE_SLEEPING: ReplicaState.STANDBY,
 }
 _RANK = {
     scaling_pb2.WORKER_STATE_STARTING: 0,
-    scaling_pb2.WORKER_STATE_STANDBY: 1,
-    scaling_pb2.WORKER_STATE_READY: 2,
-    scaling_pb2.WORKER_STATE_DRAINING: 3,
+    scaling_pb2.WORKER_STATE_SLEEPING: 1,
+    scaling_pb2.WORKER_STATE_STANDBY: 2,
+    scaling_pb2.WORKER_STATE_READY: 3,
+    scaling_pb2.WORKER_STATE_DRAINING: 4,
 }
 """Where coordinators differ, the highest rank counts: a worker that one of them uses is in use."""
 _POOLS: Mapping[int, PoolName] = {registry_pb2.POOL_PREFILL: "prefill", registry_pb2.POOL_DECODE: "decode"}

@@ -137,6 +137,7 @@ def _worker_info(worker: Worker, snapshot: PoolSnapshot) -> inference_pb2.Worker
         neutral=worker.neutral,
         start=worker.start,
         preempted_in_seconds=worker.preempted_in_s(time.monotonic()),
+        wake_seconds=worker.wake_s,
     )
 
 
@@ -146,6 +147,8 @@ def _state(worker: Worker, snapshot: PoolSnapshot) -> str:
             return "draining"
         case scaling_pb2.WORKER_STATE_STANDBY:
             return "standby"
+        case scaling_pb2.WORKER_STATE_SLEEPING:
+            return "sleeping"
     if worker.circuit.tripped:
         return "circuit-open"
     if any(lane.problem for _, lane in snapshot.lanes_of(worker)):

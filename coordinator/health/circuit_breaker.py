@@ -36,7 +36,7 @@ PAIR_REASONS = frozenset(
     {"TRANSFER_FAILED", "PEER_LOST", "UNKNOWN_PEER", "COMPLETION_LOST", "CHECKSUM_MISMATCH"}
 )
 """KV did not get from one worker to the other; each may work fine with another peer."""
-NOT_COUNTED_REASONS = frozenset({"DRAINING", "LEASE_EXPIRED", MOVED})
+NOT_COUNTED_REASONS = frozenset({"DRAINING", "SLEEPING", "LEASE_EXPIRED", MOVED})
 NOT_COUNTED = (
     InvalidArgumentError,
     NotFoundError,

@@ -4,7 +4,8 @@ Only proof counts, because a process that is stopped, slow or partitioned may st
 
 * a refused connection at the worker's address: a worker closes its port after its transport (`engine.worker.process`);
 * a later boot registered at the same address of the same machine: no two processes share a port, so the older one has
-  lost it. The same worker id at another address proves nothing, nor does an address that leads to another machine now;
+  lost it, or the process is the same and has slept: it closed its transport before. The same worker id at another
+  address proves nothing, nor does an address that leads to another machine now;
 * the word of the runtime that saw the process end (`ScalingService.ReportEnded`): the name of a container vanishes
   with it, and then nobody is left to refuse a connection.
 

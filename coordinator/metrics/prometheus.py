@@ -203,6 +203,7 @@ STATE_NAMES: Mapping[WorkerState, str] = MappingProxyType(
         scaling_pb2.WORKER_STATE_STANDBY: "standby",
         scaling_pb2.WORKER_STATE_READY: "ready",
         scaling_pb2.WORKER_STATE_DRAINING: "draining",
+        scaling_pb2.WORKER_STATE_SLEEPING: "sleeping",
     }
 )
 

@@ -197,6 +197,7 @@ class ScalingService(ScalingServiceServicer):
             start=worker.start,
             replica_class=worker.replica_class,
             preempted_in_seconds=worker.preempted_in_s(now),
+            wake_seconds=worker.wake_s,
         )
 
 
@@ -238,6 +239,7 @@ def _plan_in_force(plan: RotationPlan, now: float) -> scaling_pb2.PlanInForce | 
         expires_in_seconds=max(0.0, plan.expires_s - now),
         prefill_leaning_worker_ids=sorted(name for name, pool in plan.leanings.items() if pool == "prefill"),
         decode_leaning_worker_ids=sorted(name for name, pool in plan.leanings.items() if pool == "decode"),
+        sleeping_worker_ids=sorted(plan.sleeping),
     )
 
 

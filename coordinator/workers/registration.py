@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker, WorkerKey
 from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
@@ -18,7 +18,8 @@ from splitserve.errors import (
 from splitserve.generation.kv_blocks import Adapter
 from splitserve.host_facts import MAX_HOST_ID_LENGTH
 from splitserve.security.tls import PeerIdentity
-from splitserve.v1 import kv_transfer_pb2, registry_pb2
+from splitserve.v1 import registry_pb2
+from splitserve.v1.kv_transfer_pb2 import TransferEndpoint
 
 REPLICA_CLASS = re.compile(r"[a-z0-9-]{0,32}\Z")
 WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
@@ -77,8 +78,10 @@ class ReplacedBoots:
             raise FailedPreconditionError(message, reason="WORKER_REPLACED", field="worker_id")
 
 
-def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
-    """The worker of a registration. Raises InvalidArgumentError naming field and bound."""
+def checked_worker(
+    request: registry_pb2.RegisterRequest, certificate: str = "", *, trade: bool = True
+) -> Worker:
+    """The worker of a registration; `trade` as for `Registry`. Raises InvalidArgumentError naming field and bound."""
     _matches("worker_id", request.worker_id, WORKER_ID, "1..64 characters of [A-Za-z0-9._-]")
     _require(request.epoch != 0, "epoch", "not 0")
     _require(request.pool in _POOLS, "pool", "POOL_PREFILL or POOL_DECODE")
@@ -112,6 +115,9 @@ def checked_worker(request: registry_pb2.RegisterRequest) -> Worker:
         carries_calls=request.carries_calls,
         adapters=_checked_adapters(request.model),
         start=_checked_start(request),
+        sleeping=request.sleeping,
+        certificate=certificate,
+        trades_prefixes=trade and request.trades_prefixes and not request.neutral,
     )
 
 
@@ -147,6 +153,7 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         left, source = request.preemption.time_left, request.preemption.source
         _between("preemption.time_left", left.seconds * 10**9 + left.nanos, 0, MAX_NOTICE_NS)
         _between("preemption.source (characters)", len(source), 0, 32, field="preemption.source")
+    _between("wake_seconds", request.wake_seconds, 0, MAX_START_S)
     for lane in request.lanes:
         _between("lanes.gb_per_second", lane.gb_per_second, 0, MAX_GB_PER_S)
         _between("lanes.latency_ms", lane.latency_ms, 0, MAX_MS)
@@ -181,7 +188,18 @@ def check_identity(request: registry_pb2.RegisterRequest, identity: PeerIdentity
         raise PermissionDeniedError(message, reason="WRONG_WORKER_ID", field="worker_id")
 
 
-def check_names(new: Worker, old: Worker) -> None:
+def check_beside(
+    worker: Worker, own: TransferEndpoint, others: Iterable[tuple[Worker, TransferEndpoint]]
+) -> None:
+    """Checks a worker, with its endpoint, against those of other ids. Raises as `_check_names` and `_check_fits`."""
+    for other, endpoint in others:
+        if other.worker_id != worker.worker_id:
+            _check_names(worker, other)
+            if other.model.name == worker.model.name:
+                _check_fits(worker, own, other, endpoint)
+
+
+def _check_names(new: Worker, old: Worker) -> None:
     """Checks that a name stands for the same on two workers.
 
     Raises FailedPreconditionError: MODEL_MISMATCH for a name of two models, ADAPTER_MISMATCH for an adapter's name with
@@ -198,12 +216,7 @@ def check_names(new: Worker, old: Worker) -> None:
         raise FailedPreconditionError(message, reason=reason, field="model.adapters")
 
 
-def check_fits(
-    new: Worker,
-    endpoint: kv_transfer_pb2.TransferEndpoint,
-    old: Worker,
-    peer: kv_transfer_pb2.TransferEndpoint,
-) -> None:
+def _check_fits(new: Worker, endpoint: TransferEndpoint, old: Worker, peer: TransferEndpoint) -> None:
     """Checks a worker against another that already serves the same model.
 
     Raises FailedPreconditionError: LAYOUT_MISMATCH, TRANSPORT_MISMATCH or MODEL_MISMATCH, naming the field.
@@ -254,7 +267,7 @@ def _checked_adapters(model: registry_pb2.ServedModel) -> Mapping[str, Adapter]:
     return found or NO_ADAPTERS
 
 
-def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
+def _check_endpoint(endpoint: TransferEndpoint) -> None:
     _matches("endpoint.agent_id", endpoint.agent_id, AGENT_ID, "a UUID of 36 characters")
     _require(endpoint.transport in TRANSPORTS, "endpoint.transport", f"one of {', '.join(TRANSPORTS)}")
     least = 0 if endpoint.transport == "memory" else 1
@@ -292,7 +305,7 @@ def _check_endpoint(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
     _check_ranks(endpoint)
 
 
-def _check_ranks(endpoint: kv_transfer_pb2.TransferEndpoint) -> None:
+def _check_ranks(endpoint: TransferEndpoint) -> None:
     """Checks the parts of a pool that ranks hold. The size of their layout has been checked."""
     size = endpoint.layout.tensor_parallel_size
     heads = endpoint.layout.num_kv_heads

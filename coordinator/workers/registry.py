@@ -14,13 +14,7 @@ from typing import TypeVar
 from coordinator.workers.catalog import ModelCatalog
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.registration import (
-    ReplacedBoots,
-    check_fits,
-    check_names,
-    checked_worker,
-    leaning_of,
-)
+from coordinator.workers.registration import ReplacedBoots, check_beside, checked_worker, leaning_of
 from coordinator.workers.rotation import NO_PLAN, Joining, RotationPlan, after_plan
 from coordinator.workers.snapshot import (
     CLOSED_CIRCUIT,
@@ -97,7 +91,7 @@ class Registry:
         """Replaces the plan in force."""
         before, self._plan = self._plan, plan
         self._catalog.know(one.model for one in plan.on_demand.values())
-        if plan.leanings != before.leanings or plan.on_demand.keys() != before.on_demand.keys():
+        if plan.asks_otherwise(before):
             self._bump_version()
         self._set_rotation(plan.in_rotation)
 
@@ -109,22 +103,20 @@ class Registry:
         for a bad field, and FailedPreconditionError (LAYOUT_MISMATCH, TRANSPORT_MISMATCH, MODEL_MISMATCH,
         ADAPTER_MISMATCH, WORKER_REPLACED) if the worker does not fit the others; the registry is unchanged then.
         """
-        trades = self._trade and request.trades_prefixes and not request.neutral
-        worker = dataclasses.replace(checked_worker(request), certificate=certificate, trades_prefixes=trades)
+        worker = checked_worker(request, certificate, trade=self._trade)
         older = self._workers.get(worker.worker_id)
         if older is not None:
             self._replaced.check_takes(worker, older)
-        for other in self._workers.values():
-            if other.worker_id != worker.worker_id:
-                check_names(worker, other)
-                if other.model.name == worker.model.name:
-                    check_fits(worker, request.endpoint, other, self._endpoints[other.key])
+        others = ((other, self._endpoints[other.key]) for other in self._workers.values())
+        check_beside(worker, request.endpoint, others)
         if older is not None and older.key == worker.key:
             self._last_seen_s[worker.key] = now
             return older
         if older is not None:
             self._replaced.add(older.key)
             self.drop(older.key, "replaced by a new boot")
+            if older.sleeping:  # it was woken up for where it had been put
+                worker = dataclasses.replace(worker, in_rotation=older.in_rotation)
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
         self._catalog.add(worker)
@@ -151,6 +143,8 @@ class Registry:
         reported = worker.reported_as(request, pool, self.prefixes.slot_of(worker.key), now)
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
+        if reported.sleeping and not worker.sleeping:
+            self.mark_ended(worker)  # it has closed its transport: this agent writes no more
         if pool != worker.pool:
             log_event("worker.leans", worker_id=worker.worker_id, pool=pool)
         if worker.preempted_by_s is None and (left_s := reported.preempted_in_s(now)) is not None:
@@ -246,7 +240,7 @@ class Registry:
                 self.drop(key, f"silent for more than {self.heartbeat_timeout_s:g} s")
 
     def mark_ended(self, worker: Worker) -> None:
-        """Records that a boot's process has provably ended."""
+        """Records that a boot provably writes no more: its process has ended, or it has fallen asleep."""
         self._ended[worker.agent_id] = None
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
@@ -348,4 +342,4 @@ class Registry:
 def _serving_state(worker: Worker) -> tuple[object, ...]:
     """The part of a report that can alter which pairs may serve, or that somebody waits for."""
     noticed = worker.preempted_by_s is not None
-    return worker.reported, worker.draining, worker.pool, worker.connected_agents, noticed
+    return worker.reported, worker.draining, worker.sleeping, worker.pool, worker.connected_agents, noticed

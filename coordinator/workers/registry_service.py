@@ -120,10 +120,11 @@ class RegistryService(RegistryServiceServicer):
         now = self._registry.get(worker.key)
         asked = self._registry.leaning_asked_of(now) if now is not None else None
         return registry_pb2.ReportResponse(
-            peers=self._registry.peers_of(worker),
+            peers=self._registry.peers_of(now or worker),
             ended_agent_ids=self._registry.ended_writers_for(worker),
             resync_cache=resync_cache,
             leaning=registry_pb2.POOL_UNSPECIFIED if asked is None else POOLS[asked],
+            sleep=self._registry.plan.sleep_order(now or worker),
         )
 
     def _has_not_followed(self, worker: Worker) -> bool:
@@ -137,8 +138,8 @@ class RegistryService(RegistryServiceServicer):
         return any(peer.agent_id not in settled for peer in self._registry.peers_of(now))
 
     async def _send_updates(self, worker: Worker, context: ReportContext, writing: asyncio.Lock) -> None:
-        """Sends peers, ended writers and the leaning that is asked for first, after each change, and periodically while
-        a peer is not connected or the worker leans elsewhere.
+        """Sends peers, ended writers, the leaning and the sleep that are asked for: first, after each change, and
+        periodically while a peer is not connected or the worker leans elsewhere.
 
         Raises NotFoundError once the worker has been dropped.
         """

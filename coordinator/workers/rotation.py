@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from coordinator.workers.registration import checked_model
 from coordinator.workers.snapshot import Model, PoolName, Worker, WorkerKey
 from splitserve.errors import InvalidArgumentError
-from splitserve.v1 import scaling_pb2
+from splitserve.v1 import registry_pb2, scaling_pb2
+
+SleepOrder: TypeAlias = registry_pb2.SleepOrder.ValueType
 
 DEFAULT_VALID_S = 30.0
 MAX_VALID_S = 3600.0
@@ -41,6 +44,8 @@ class RotationPlan:
     decides."""
     on_demand: Mapping[str, OnDemand] = field(default_factory=dict)
     """By the model's name; those of an earlier plan among them, which may be another autoscaler's."""
+    sleeping: frozenset[str] = frozenset()
+    """Those of `standby` that are to sleep."""
 
     def lends(self, now: float) -> bool:
         """Whether decode workers are lent to prefill, that is, compute prompts too."""
@@ -55,6 +60,22 @@ class RotationPlan:
         if worker.worker_id in self.standby:
             return False
         return worker.in_rotation or worker.worker_id in self.active
+
+    def asks_otherwise(self, before: RotationPlan) -> bool:
+        """Whether anything but rotation and lending is another than in the plan `before`."""
+        mine, theirs = (
+            (plan.leanings, plan.on_demand.keys(), plan.sleeping, plan.standby) for plan in (self, before)
+        )
+        return mine != theirs
+
+    def sleep_order(self, worker: Worker) -> SleepOrder:
+        """Whether the worker is to sleep. What is in rotation is to be awake, whoever put it there."""
+        if worker.in_rotation:
+            return registry_pb2.SLEEP_ORDER_WAKE
+        if worker.worker_id in self.sleeping:
+            return registry_pb2.SLEEP_ORDER_SLEEP
+        named = worker.worker_id in self.standby
+        return registry_pb2.SLEEP_ORDER_WAKE if named else registry_pb2.SLEEP_ORDER_UNSPECIFIED
 
 
 NO_PLAN = RotationPlan()
@@ -90,7 +111,16 @@ def checked_plan(
         _checked_leanings(request),
         {n: one for n, one in before.on_demand.items() if now < one.expires_s}
         | _checked_on_demand(request, now + valid_s),
+        _checked_sleeping(request, standby),
     )
+
+
+def _checked_sleeping(request: scaling_pb2.ApplyPlanRequest, standby: frozenset[str]) -> frozenset[str]:
+    sleeping = frozenset(request.sleeping_worker_ids)
+    if stray := sorted(sleeping - standby):
+        message = f"sleeping_worker_ids names {stray[0][:64]!r}, which is not in standby_worker_ids"
+        raise InvalidArgumentError(message, field="sleeping_worker_ids")
+    return sleeping
 
 
 def _checked_on_demand(request: scaling_pb2.ApplyPlanRequest, expires_s: float) -> dict[str, OnDemand]:

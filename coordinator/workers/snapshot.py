@@ -139,6 +139,10 @@ class Worker:
     """How long its boot took, as it says; must not be mutated. None: unknown."""
     preempted_by_s: float | None = None
     """When its machine is taken away, by a spot notice, on the coordinator's monotonic clock; None: no notice."""
+    sleeping: bool = False
+    """Whether it has given up the memory of its KV, until it comes back as another boot."""
+    wake_s: float | None = None
+    """How long it took to wake up the last time; None: it has not slept."""
 
     @property
     def key(self) -> WorkerKey:
@@ -165,6 +169,8 @@ class Worker:
             draining=self.draining or report.draining or preempted_by_s is not None,
             led_elsewhere=report.led_elsewhere,
             preempted_by_s=preempted_by_s,
+            sleeping=report.sleeping,
+            wake_s=report.wake_seconds or None,
         )
 
     def preempted_in_s(self, now: float) -> float | None:
@@ -193,8 +199,8 @@ class Worker:
 
     @property
     def sends_kv(self) -> bool:
-        """Whether it writes KV to others: of prompts that it computes, or of prefixes."""
-        return self.computes_prompts or self.trades_prefixes
+        """Whether it writes KV to others: of prompts that it computes, or of prefixes. Not in its sleep."""
+        return not self.sleeping and (self.computes_prompts or self.trades_prefixes)
 
     @property
     def takes_kv(self) -> bool:
@@ -207,8 +213,10 @@ class Worker:
         return self.decodes or (self.trades_prefixes and self.output_open)
 
     def writes_to(self, other: Worker) -> bool:
-        """Whether it is to be connected to another one of its model."""
-        return (self.computes_prompts and other.decodes) or (self.trades and other.trades)
+        """Whether it is to be connected to another one of its model. One that sleeps has no memory to write to."""
+        return not other.sleeping and (
+            (self.computes_prompts and other.decodes) or (self.trades and other.trades)
+        )
 
     def serves(self, model: str) -> bool:
         """Whether requests for this name may be sent here: its base model, or one of its adapters."""
@@ -217,7 +225,8 @@ class Worker:
     @property
     def usable(self) -> bool:
         """Whether it could take new requests, regardless of peers, rotation and breakers."""
-        return self.reported and not self.draining and (self.output_open or not self.decodes)
+        there = self.reported and not self.draining and not self.sleeping
+        return there and (self.output_open or not self.decodes)
 
     @property
     def accepts(self) -> bool:
@@ -302,9 +311,12 @@ class PoolSnapshot:
         return [worker for worker in self.workers if worker.serves(model) and worker.accepts]
 
     def state_of(self, worker: Worker) -> WorkerState:
-        """The worker's lifecycle state. Peers count as connected even if they are out of rotation."""
+        """The worker's lifecycle state. Peers count as connected even if they are out of rotation, and none is missed
+        while all that there are sleep."""
         if worker.draining:
             return scaling_pb2.WORKER_STATE_DRAINING
+        if worker.sleeping:
+            return scaling_pb2.WORKER_STATE_SLEEPING
         if not worker.joined or not worker.usable or not self._is_connected(worker):
             return scaling_pb2.WORKER_STATE_STARTING
         return scaling_pb2.WORKER_STATE_READY if worker.in_rotation else scaling_pb2.WORKER_STATE_STANDBY
@@ -314,8 +326,16 @@ class PoolSnapshot:
             return True
         peers = (w for w in self.workers if w.usable and w.model.name == worker.model.name)
         if worker.pool == "prefill":
-            return any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
-        return any(worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts)
+            connected = any(peer.agent_id in worker.connected_agents for peer in peers if peer.decodes)
+        else:
+            connected = any(
+                worker.agent_id in peer.connected_agents for peer in peers if peer.computes_prompts
+            )
+        return connected or self._peers_sleep(worker)
+
+    def _peers_sleep(self, worker: Worker) -> bool:
+        there = [w for w in self.workers if w.model.name == worker.model.name and w.pool != worker.pool]
+        return any(peer.sleeping for peer in there) and not any(peer.usable for peer in there)
 
     def ready_models(self) -> frozenset[str]:
         """Models and adapters with at least one complete pair that takes requests."""

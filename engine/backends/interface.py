@@ -63,6 +63,10 @@ class Forward(ABC):
         """See `ModelRunner.shares_cores`."""
         return False
 
+    def forget_kv(self) -> None:
+        """The KV blocks lose their content: copies of it are given up."""
+        return
+
     def close(self) -> None:
         """Gives back what is not memory."""
         return

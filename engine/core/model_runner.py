@@ -17,6 +17,7 @@ from engine.core.types import ModelFacts, RowsFailedError, SampledToken, Samplin
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
 from kv_transfer.wire_format import KvWire, PlainWire
+from splitserve.errors import BrokenInvariantError
 from splitserve.generation.kv_blocks import blocks_for
 from splitserve.logs import log_event
 
@@ -53,7 +54,7 @@ class ModelRunner(ABC):
     @property
     @abstractmethod
     def pool_memory(self) -> KvMemoryRegion:
-        """The memory of the KV blocks; does not move for the runner's life.
+        """The memory of the KV blocks; its address is the same for the runner's life.
 
         The blocks for lane probes follow the `num_blocks` for requests.
         """
@@ -126,6 +127,20 @@ class ModelRunner(ABC):
         """None unless a neighbour would compute on this worker's cores now, if it rested. Then a number that changes as
         long as one does so."""
         return None
+
+    @property
+    def can_give_up_kv(self) -> bool:
+        """Whether `give_up_kv` works here."""
+        return False
+
+    def give_up_kv(self) -> None:
+        """Gives up the memory of all KV blocks, whose content is lost, and of what is made of them. No step may follow
+        before `take_kv_back`, and no transport may have the memory registered."""
+        raise BrokenInvariantError("this runner keeps its KV blocks")
+
+    def take_kv_back(self) -> None:
+        """Makes the KV blocks usable again, with any content. Raises ConfigError where there is no memory."""
+        raise BrokenInvariantError("this runner keeps its KV blocks")
 
     @abstractmethod
     def close(self) -> None:

@@ -144,6 +144,18 @@ class BlockPool:
             self._writer[block] = 0
             self._moved(block, before)
 
+    def forget(self) -> None:
+        """Empties the prefix cache. Raises BrokenInvariantError while a block has an owner: its content is needed."""
+        if self.free < self._total:
+            raise BrokenInvariantError(f"{self._total - self.free} blocks have owners")
+        for block in self._evictable:
+            block_hash = self._hash_of.pop(block)
+            del self._block_of[block_hash]
+            if block_hash not in self.kept_below:
+                self._log.removed(block_hash)
+            self._unused.add(block)
+        self._evictable.clear()
+
     def owners(self, block: int) -> tuple[int, bool]:
         """Number of owning requests, and whether a writer owns the block."""
         return self._requests[block], bool(self._writer[block])

@@ -17,7 +17,7 @@ from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import INT8, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import ConfigError
+from splitserve.errors import BrokenInvariantError, ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of weights, and of KV that is kept as it is computed."""
@@ -29,7 +29,7 @@ PIECE_BYTES = 2**21
 class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
-    It never moves: transports register its address once. On cpu it is an anonymous mapping, page-aligned; see
+    It never moves: its address is registered with transports. On cpu it is an anonymous mapping, page-aligned; see
     `populate`. Blocks for lane probes follow in the same memory. Raises ConfigError for more than is free there, with
     `beside_bytes` that are going to be taken for other things.
     """
@@ -43,6 +43,7 @@ class BlockMemory:
         self._probe_blocks = probe_blocks(layout.block_bytes)
         total = num_blocks + self._probe_blocks
         self._pages: mmap.mmap | None = None
+        self._population: _Population | None = None
         if device.type == "cpu":
             _refuse_more_than_is_free(total * layout.block_bytes + beside_bytes)
             self._pages = _huge_pages(total * layout.block_bytes)
@@ -51,15 +52,40 @@ class BlockMemory:
             _refuse_expandable_segments()
             memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
         blocks = memory.view(total, layout.block_bytes)
+        self.bytes, self._probes = blocks[:num_blocks], blocks[num_blocks:]
+        self._fill_probes()
+
+    def _fill_probes(self) -> None:
         # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
-        blocks[num_blocks:].fill_(1)
-        self.bytes = blocks[:num_blocks]
+        self._probes.fill_(1)
 
     def populate(self) -> None:
         """On cpu: has the kernel allocate all pages, on a thread; they may be in use meanwhile. Call it once, when the
         worker is ready: a start does not wait for it then."""
         if self._pages is not None:
-            threading.Thread(target=_populate, args=[self._pages], name="populate-kv", daemon=True).start()
+            self._population = _Population(self._pages)
+
+    @property
+    def can_be_given_up(self) -> bool:
+        """Whether `give_up` works: on cpu, where the kernel takes pages back and leaves their addresses."""
+        return self._pages is not None
+
+    def give_up(self) -> None:
+        """Gives all pages back to the kernel: the content is lost. No transport may have them registered: where one has
+        pinned pages, a device would write to those, and readers would see others. The addresses stay taken."""
+        if self._pages is None:
+            raise BrokenInvariantError("this memory cannot be given up")
+        if self._population is not None:
+            self._population.stop()
+            self._population = None
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def take_back(self) -> None:
+        """Makes the blocks usable again after `give_up`, all zero, and populates them. Raises ConfigError if there is
+        not enough memory any more."""
+        _refuse_more_than_is_free(self._probes.numel() + self.bytes.numel())
+        self._fill_probes()
+        self.populate()
 
     def memory(self) -> KvMemoryRegion:
         """All blocks, probe blocks included, as one region to register with a transport."""
@@ -205,15 +231,29 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
     return pages
 
 
-def _populate(pages: mmap.mmap) -> None:
-    """Populates pages that are in use already: their contents stay. Holds them until it is done."""
-    # Not `pages.madvise`, which keeps the interpreter's lock.
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    held = (ctypes.c_char * len(pages)).from_buffer(pages)
-    for begin in range(0, len(pages), _PIECE):
-        began_s = time.monotonic()
-        size = min(_PIECE, len(pages) - begin)
-        if advise(ctypes.addressof(held) + begin, size, _MADV_POPULATE_WRITE):
-            return
-        time.sleep(_REST * (time.monotonic() - began_s))
+class _Population:
+    """A thread that populates pages which are in use already: their contents stay. It holds them until it is done."""
+
+    def __init__(self, pages: mmap.mmap) -> None:
+        self._pages = pages
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="populate-kv", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Populates no more, and waits for the piece that it is at."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        # Not `pages.madvise`, which keeps the interpreter's lock.
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        size = len(self._pages)
+        held = (ctypes.c_char * size).from_buffer(self._pages)
+        for begin in range(0, size, _PIECE):
+            began_s = time.monotonic()
+            if advise(ctypes.addressof(held) + begin, min(_PIECE, size - begin), _MADV_POPULATE_WRITE):
+                return
+            if self._stopped.wait(_REST * (time.monotonic() - began_s)):
+                return

@@ -95,6 +95,14 @@ class Fp8Wire(KvWire):
         """See `KvWire`."""
         self._blocks.populate()
 
+    def give_up(self) -> None:
+        """See `KvWire`."""
+        self._blocks.give_up()
+
+    def take_back(self) -> None:
+        """See `KvWire`."""
+        self._blocks.take_back()
+
     def read_blocks(self, block_ids: Sequence[int], peer_order: str = "") -> Sequence[memoryview]:
         """See `KvWire`."""
         return self._blocks.read_blocks(block_ids)

@@ -75,10 +75,10 @@ class SimulatedRunner(ModelRunner):
         # An anonymous mapping is page-aligned and takes memory only where it is written.
         self._probe_blocks = probe_blocks(self.layout.block_bytes)
         total = self._num_blocks + self._probe_blocks
-        memory = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
-        blocks = np.frombuffer(memory, dtype=np.uint8).reshape(total, -1)
-        # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
-        blocks[self._num_blocks :] = 1
+        self._pages = mmap.mmap(-1, total * self.layout.block_bytes, flags=_PRIVATE)
+        blocks = np.frombuffer(self._pages, dtype=np.uint8).reshape(total, -1)
+        self._probes = blocks[self._num_blocks :]
+        self.take_kv_back()
         self.pool: NDArray[np.uint8] = blocks[: self._num_blocks]
         """KV bytes, uint8 `[num_blocks, block_bytes]`."""
         self._mask_filler = MaskFiller(VOCABULARY_SIZE)
@@ -115,6 +115,20 @@ class SimulatedRunner(ModelRunner):
         if left > 0:
             time.sleep(left)
         return sampled
+
+    @property
+    def can_give_up_kv(self) -> bool:
+        """See ModelRunner."""
+        return True
+
+    def give_up_kv(self) -> None:
+        """See ModelRunner."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def take_kv_back(self) -> None:
+        """See ModelRunner."""
+        # Reads of untouched pages would all hit the kernel's one page of zeros, and so measure too fast a lane.
+        self._probes[:] = 1
 
     def close(self) -> None:
         """See ModelRunner. The memory is freed when nothing refers to it any more."""

@@ -153,6 +153,22 @@ class TorchRunner(ModelRunner):
         self._pool.populate()
         self._wire.populate()
 
+    @property
+    def can_give_up_kv(self) -> bool:
+        """See `ModelRunner.can_give_up_kv`."""
+        return self._pool.can_be_given_up
+
+    def give_up_kv(self) -> None:
+        """See `ModelRunner.give_up_kv`."""
+        self._forward.forget_kv()
+        self._pool.give_up()
+        self._wire.give_up()
+
+    def take_kv_back(self) -> None:
+        """See `ModelRunner.take_kv_back`."""
+        self._pool.take_back()
+        self._wire.take_back()
+
     def rest(self) -> None:
         """See `ModelRunner.rest`."""
         self._forward.rest()

@@ -138,6 +138,11 @@ class DraftModel(ComputingDrafter):
         """See `Drafter.forget`. Blocks that are known by their hashes stay so."""
         self._known.pop(key, None)
 
+    def forget_kv(self) -> None:
+        """See `Drafter.forget_kv`."""
+        self._known.clear()
+        self._content.clear()
+
     def warm_up(self, sequences: int) -> None:
         """Computes a prompt and guesses for up to so many sequences, in blocks that nobody owns yet: compiles and
         allocates early, and measures first times."""

@@ -55,6 +55,10 @@ class Drafter(ABC):
     def forget(self, key: Hashable) -> None:
         """The sequence has ended or lost its KV. Ignored for a key that is not known."""
 
+    def forget_kv(self) -> None:
+        """KV of the drafter's own has lost its content; no sequence is known."""
+        return
+
     def close(self) -> None:
         """Gives back what is not memory of Python's."""
         return

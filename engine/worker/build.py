@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,10 +13,12 @@ from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, warm_up
 from engine.core.step_stats import StepMeter, StepWork
 from engine.core.types import ModelFacts
+from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.kv_dtype import refuse_int8_kv
 from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
+from engine.speculation.drafter import Drafter
 from engine.speculation.settings import check_drafts, make_drafter, warm_up_drafts
 from engine.tiers.build import check_tiers, make_tiers
 from engine.tiers.kv_tiers import KvTiers
@@ -34,6 +38,7 @@ from splitserve.logs import log_event
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import localize_model, read_ahead, resolve_model
 from splitserve.runtime.process import without_collector
+from splitserve.v1 import generation_pb2, registry_pb2
 
 SIMULATED = "simulated"
 VLLM = "vllm"
@@ -47,6 +52,45 @@ class ServedAs:
 
     name: str
     tokenizer_source: str
+
+
+class EngineSleep(ABC):
+    """What an engine gives up while its worker sleeps. Used on the engine thread, while no block has an owner."""
+
+    @abstractmethod
+    def give_up(self) -> None:
+        """Gives the memory up; the transport is closed."""
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """Takes it back. Raises SplitserveError where it is not to be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvSleep(EngineSleep):
+    """Of our own engines: the memory of KV. The prefix cache is emptied, so coordinators forget what it held; weights,
+    compiled steps and what lower tiers hold stay."""
+
+    pool: BlockPool
+    runners: Sequence[ModelRunner]
+    drafter: Drafter | None
+
+    def give_up(self) -> None:
+        """See `EngineSleep`."""
+        self.pool.forget()
+        if self.drafter is not None:
+            self.drafter.forget_kv()
+        for runner in self.runners:
+            runner.give_up_kv()
+
+    def take_back(self) -> None:
+        """See `EngineSleep`."""
+        for runner in self.runners:
+            runner.take_kv_back()
+
+
+OpenTransport = Callable[[], tuple[Transport, TransferEndpoint]]
+"""Opens a transport, as a new agent, and registers the memory that peers write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +112,55 @@ class EngineParts:
     """What is below the KV blocks, if anything is."""
     start: StartPhases | None = None
     """How long the process took until these were built."""
+    sleep: EngineSleep | None = None
+    """None: this engine cannot sleep."""
+    open_transport: OpenTransport | None = None
+    """As `transport` was opened; where the engine can sleep."""
+
+    def reopened(self) -> EngineParts:
+        """These with a new transport in place of the closed one."""
+        assert self.open_transport is not None, "this engine cannot sleep"
+        transport, endpoint = self.open_transport()
+        return replace(self, transport=transport, endpoint=endpoint)
+
+    def registration(
+        self,
+        epoch: int,
+        address: str,
+        pool: registry_pb2.Pool.ValueType,
+        *,
+        neutral: bool,
+        trades_prefixes: bool,
+        asleep: bool,
+    ) -> registry_pb2.RegisterRequest:
+        """What the worker says of itself: of its boot `epoch`, which leans to `pool`, at "host:port"."""
+        config, facts, engine = self.config, self.facts, self.config.engine
+        return registry_pb2.RegisterRequest(
+            worker_id=config.worker_id,
+            epoch=epoch,
+            pool=pool,
+            address=address,
+            model=registry_pb2.ServedModel(
+                name=self.served.name,
+                tokenizer_source=self.served.tokenizer_source,
+                context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
+                vocabulary_size=facts.vocabulary_size,
+                eos_token_ids=sorted(facts.eos_token_ids),
+                adapters=[generation_pb2.AdapterRef(**one._asdict()) for one in facts.adapters.values()],
+            ),
+            endpoint=self.endpoint.to_proto(),
+            max_step_tokens=self.core.max_step_tokens,
+            max_running_requests=engine.max_running_requests,
+            standby=config.standby,
+            experimental=engine.kind == "torch" and self.endpoint.memory.memory_kind == VRAM,
+            paces_prompts=self.core.paces_prompts,
+            neutral=neutral,
+            trades_prefixes=trades_prefixes,
+            start=self.start.to_proto() if self.start is not None else None,
+            replica_class=config.replica_class,
+            carries_calls=True,
+            sleeping=asleep,
+        )
 
 
 def build_engine(config: WorkerConfig, *, measure_decode: bool = False, decodes: bool = True) -> EngineParts:
@@ -107,19 +200,34 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
         measure_decode_steps(runner, meter.fit, prompt_tokens, config.engine.max_running_requests)
     if runner.pool_memory.memory_kind == VRAM:
         _require_transfer(config.transport, runner.pool_memory.device_index)
-    transport = _polled(_transport(config), runner)
-    endpoint = replace(transport.register_memory(runner.wire.memory), host_id=host_id())
+
+    def open_transport() -> tuple[Transport, TransferEndpoint]:
+        transport = _polled(_transport(config), runner)
+        return transport, replace(transport.register_memory(runner.wire.memory), host_id=host_id())
+
+    transport, endpoint = open_transport()
     drafter, tiers = (
         make_drafter(config.engine, draft_runner, runner.facts.vocabulary_size, runner.take_cores),
         make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
     )
     core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)
-    for each in (runner, draft_runner):
-        if each is not None:
-            each.populate()
-    facts = replace(runner.facts, adapters=adapters)
+    runners = [each for each in (runner, draft_runner) if each is not None]
+    for each in runners:
+        each.populate()
+    can_sleep = all(each.can_give_up_kv for each in runners)
     return EngineParts(
-        core, facts, runner.wire, grammars, transport, endpoint, served, config, runner.work, tiers
+        core,
+        replace(runner.facts, adapters=adapters),
+        runner.wire,
+        grammars,
+        transport,
+        endpoint,
+        served,
+        config,
+        runner.work,
+        tiers,
+        sleep=KvSleep(core.pool, runners, drafter) if can_sleep else None,
+        open_transport=open_transport,
     )
 
 

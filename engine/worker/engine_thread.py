@@ -49,6 +49,7 @@ class KvConnector(StepListener, ABC):
         self._transport = transport
         self._on_idle = on_idle
         self._status = WorkerStatus()
+        self._asleep = False
 
     @property
     def status(self) -> WorkerStatus:
@@ -57,12 +58,31 @@ class KvConnector(StepListener, ABC):
 
     def before_step(self, core: Engine, now: float) -> bool:
         """See `StepListener`. The one place where a worker's transport is polled each time."""
+        if self._asleep:
+            return False
         self.polls.poll()
         return self.advance(core, now)
 
     @abstractmethod
     def advance(self, core: Engine, now: float) -> bool:
         """Handles what the last poll has brought, and what is due; returns what `before_step` does."""
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no write is awaited, neither from here nor to here, and nobody waits for blocks."""
+        now = self.status
+        return not (now.in_progress or now.transfers_in_flight or now.waiting_reservations)
+
+    def fall_asleep(self) -> None:
+        """Closes the transport, whose memory is about to be given up. This connector takes no more requests: what comes
+        after waking is another one's."""
+        self._asleep = True
+        self._transport.close()
+
+    def require_awake(self) -> None:
+        """Raises UnavailableError (SLEEPING) once the worker has fallen asleep."""
+        if self._asleep:
+            raise UnavailableError("the worker sleeps", reason="SLEEPING")
 
     def close(self) -> None:
         """Closes the transport; called last."""
@@ -161,6 +181,7 @@ class EngineThread(Generic[L]):
         self.died: asyncio.Future[None]
         """Created by `start`. Fails with the exception that ended the loop; has a result after `stop`."""
         self._factory = factory
+        self._listener: L
         self._poll_interval_s = poll_interval_s
         self.idle_poll_s = idle_poll_s
         """Set it by `factory` at the latest."""
@@ -199,6 +220,11 @@ class EngineThread(Generic[L]):
         """Runs `fn` between two steps, without waiting. An exception ends the thread. Ignored once it has ended."""
         self._put(_Post(fn))
 
+    def replace_listener(self, listener: L) -> None:
+        """From the next turn on calls and steps go to this one. For the engine thread, while no step is under way; the
+        caller has closed what the one before held."""
+        self._listener = listener
+
     def activity(self) -> Activity | None:
         """What the thread is busy with, for any thread; None while it starts, sleeps or ends."""
         return self._activity
@@ -225,7 +251,7 @@ class EngineThread(Generic[L]):
 
     def _main(self) -> None:
         try:
-            core, listener = self._factory()
+            core, self._listener = self._factory()
         except BaseException as error:
             self._started.set_exception(error)
             self._finish(error)
@@ -233,31 +259,31 @@ class EngineThread(Generic[L]):
         self._started.set_result(None)
         try:
             try:
-                self._loop(core, listener)
+                self._loop(core)
             except BaseException as error:
                 self._finish(error)  # before closing, which may hang on a broken device
             finally:
                 self._activity = None
-                listener.close()
+                self._listener.close()
                 core.close()
         except BaseException as error:
             self._finish(error)
         else:
             self._finish(None)
 
-    def _loop(self, core: Engine, listener: L) -> None:
+    def _loop(self, core: Engine) -> None:
         try:
             while not self._stopping:
                 self._between_steps()
                 for _ in range(self._calls.qsize()):
-                    self._calls.get_nowait().run(core, listener)
-                polling = listener.before_step(core, time.monotonic())
+                    self._calls.get_nowait().run(core, self._listener)
+                polling = self._listener.before_step(core, time.monotonic())
                 if core.has_work():
-                    self._step(core, listener)
-                elif not self._stopping and not self._deliver(core, listener):
-                    self._sleep(core, listener, polling=polling)
+                    self._step(core)
+                elif not self._stopping and not self._deliver(core):
+                    self._sleep(core, polling=polling)
         finally:
-            self._deliver(core, listener)
+            self._deliver(core)
 
     def _between_steps(self) -> None:
         self._activity = Activity("between two steps", BETWEEN_STEPS_S)
@@ -265,27 +291,27 @@ class EngineThread(Generic[L]):
     def _computing(self, expected_s: float | None) -> None:
         self._activity = Activity("a step", step_limit_s(expected_s, self._hung_step_s))
 
-    def _step(self, core: Engine, listener: L) -> None:
+    def _step(self, core: Engine) -> None:
         core.begin_step(self._computing)
         computing = self._activity
-        self._deliver(core, listener)
+        self._deliver(core)
         self._activity = computing
         core.finish_step()
         self._between_steps()
         self._step_ended_s = time.monotonic()
         if not core.result_can_wait:
-            self._deliver(core, listener)
+            self._deliver(core)
 
-    def _deliver(self, core: Engine, listener: L) -> bool:
+    def _deliver(self, core: Engine) -> bool:
         """Passes the latest step's result to the listener; False if there is none."""
         self._between_steps()
         result = core.take_result()
         if result is None:
             return False
-        listener.after_step(core, result, self._step_ended_s)
+        self._listener.after_step(core, result, self._step_ended_s)
         return True
 
-    def _sleep(self, core: Engine, listener: L, *, polling: bool) -> None:
+    def _sleep(self, core: Engine, *, polling: bool) -> None:
         timeout = min(core.next_deadline() - time.monotonic(), self.idle_poll_s)
         if polling:
             timeout = min(timeout, LENT_POLL_S if core.lent else self._poll_interval_s)
@@ -297,7 +323,7 @@ class EngineThread(Generic[L]):
         except queue.Empty:
             return
         self._between_steps()
-        call.run(core, listener)
+        call.run(core, self._listener)
 
     def _finish(self, error: BaseException | None) -> None:
         with self._lock:

@@ -38,6 +38,14 @@ def start_metrics(phases: StartPhases | None) -> list[Metric]:
     return [gauges("splitserve_start_seconds", text, "phase", phases.fields())]
 
 
+def sleep_metrics(asleep: bool, wake_s: float) -> list[Metric]:
+    """Whether the worker sleeps, and how long it took to wake up the last time."""
+    return [
+        gauge("splitserve_sleeping", "Whether the worker sleeps", float(asleep)),
+        gauge("splitserve_wake_seconds", "Time of the last waking", wake_s),
+    ]
+
+
 def worker_metrics(status: WorkerStatus) -> list[Metric]:
     """All metrics of a worker at one moment. Lanes are aggregated, because there is one for each pair of workers."""
     load, lanes = status.load, status.lanes

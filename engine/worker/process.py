@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +22,7 @@ from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
 from engine.worker.messages import lane_report, preemption_notice, worker_load
 from engine.worker.metrics import (
     registration_metrics,
+    sleep_metrics,
     start_metrics,
     step_metrics,
     tier_metrics,
@@ -30,8 +30,9 @@ from engine.worker.metrics import (
     worker_metrics,
 )
 from engine.worker.role import C, WorkerRole
+from engine.worker.sleep import Sleeper, new_epoch
 from kv_transfer.transports.factory import idle_poll_s
-from kv_transfer.transports.transport import VRAM, TransferEndpoint
+from kv_transfer.transports.transport import TransferEndpoint
 from splitserve.client.registry_client import RegistrationStatus, RegistryClient
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import UnavailableError
@@ -49,7 +50,7 @@ from splitserve.spot.source import SpotNotice
 from splitserve.spot.watch import follow_notices, notice_sources
 from splitserve.tracing.exporting import exporting_spans
 from splitserve.tracing.finished_span import SpanSink
-from splitserve.v1 import calls_pb2, generation_pb2, kv_transfer_pb2, registry_pb2
+from splitserve.v1 import calls_pb2, kv_transfer_pb2, registry_pb2
 from splitserve.v1.calls_pb2_grpc import add_CallServiceServicer_to_server
 
 CALL_SERVICE = calls_pb2.DESCRIPTOR.services_by_name["CallService"].full_name
@@ -66,7 +67,7 @@ class WorkerProcess(Generic[C]):
     def __init__(self, config: WorkerConfig, make_role: Callable[[WorkerProcess[C]], WorkerRole[C]]) -> None:
         """`make_role` gets this worker; it may not use `parts` and `connector` before the engine is built."""
         self.config = config
-        self.epoch = secrets.randbits(63) + 1
+        self.epoch = new_epoch()
         self.open_rpcs = OpenRpcs()
         self._rejected_tickets = 0
         self.draining = False
@@ -84,6 +85,8 @@ class WorkerProcess(Generic[C]):
         self._maybe_idle = asyncio.Event()
         self._role = make_role(self)
         self._security = cluster_credentials(self._role.certificate, config.tls, config.cluster_token_file)
+        self._sleeper: Sleeper[C] = Sleeper(self, config.worker_id)
+        self._address = ""
         self._registries: list[RegistryClient] = []
         self._registration_status = RegistrationStatus(config.coordinators, self.report_soon)
         self._loops = LoopRunner()
@@ -103,6 +106,22 @@ class WorkerProcess(Generic[C]):
             tiers.wake = lambda: self.engine.post(lambda _core, _connector: tiers.collect())
         return parts.core, connector
 
+    def reopen(self, epoch: int) -> None:
+        """See `SleepHost`."""
+        parts, self._rejected_tickets = self.parts.reopened(), 0
+        connector = self._role.make_connector(parts, epoch, self.engine_idle)
+        self._built = parts, connector
+        self.engine.replace_listener(connector)
+
+    async def register_anew(self) -> None:
+        """See `SleepHost`."""
+        anew = self._registration()
+        await asyncio.gather(*(registry.renew(anew) for registry in self._registries))
+
+    def busy(self) -> bool:
+        """Whether requests are in progress."""
+        return self._role.busy()
+
     @property
     def parts(self) -> EngineParts:
         """The engine's parts, once it is built."""
@@ -116,9 +135,10 @@ class WorkerProcess(Generic[C]):
         return self._built[1]
 
     def require_accepting(self) -> None:
-        """Raises UnavailableError (DRAINING) once the worker takes no new requests."""
+        """Raises UnavailableError (DRAINING, SLEEPING) while the worker takes no new requests."""
         if self.draining:
             raise UnavailableError(f"worker {self.config.worker_id} is draining", reason="DRAINING")
+        self._sleeper.require_awake()
 
     def service_idle(self) -> None:
         """Called on the event loop when a service has no call in progress any more."""
@@ -167,12 +187,12 @@ class WorkerProcess(Generic[C]):
             model=self.parts.served.name,
             start=self.parts.start.fields() if self.parts.start is not None else None,
         )
-        address = self.config.advertise_address or f"{self.config.host}:{port}"
+        self._address = self.config.advertise_address or f"{self.config.host}:{port}"
         try:
             with serving_metrics(
                 self._metrics, self.config.host, self.config.metrics_port, self._security.server_tls
             ):
-                await self._serve_until(stop, server, self._registration(address))
+                await self._serve_until(stop, server)
         finally:
             self._role.close()
             calls.close()
@@ -181,21 +201,21 @@ class WorkerProcess(Generic[C]):
             await server.stop(SERVER_GRACE_S)
             log_event("worker.stopped", worker_id=self.config.worker_id)
 
-    async def _serve_until(
-        self, stop: asyncio.Event, server: RpcServer, registration: registry_pb2.RegisterRequest
-    ) -> None:
+    async def _serve_until(self, stop: asyncio.Event, server: RpcServer) -> None:
         kv_events, loop = self.parts.core.kv_events, asyncio.get_running_loop()
+        registered = self._registration()
         # A worker that reported an empty cache would be counted on to keep what it computes.
         read_cache = partial(KvEventReader, kv_events) if self.config.engine.prefix_cache else None
         self._registries = [
             RegistryClient(
                 address,
-                registration,
+                registered,
                 report=self._report,
                 on_peers=self._on_peers,
                 heartbeat_s=self.config.heartbeat_s,
                 on_ended=self._role.on_ended_writers,
                 on_leaning=self._role.on_leaning,
+                on_sleep=self._sleeper.follow,
                 security=self._security,
                 read_cache=read_cache,
                 status=self._registration_status,
@@ -204,9 +224,11 @@ class WorkerProcess(Generic[C]):
         ]
         kv_events.subscribe(lambda: loop.call_soon_threadsafe(self.report_soon))
         async with asyncio.TaskGroup() as group:
-            # Two things end the worker: an engine that died, and coordinators none of which ever took the worker in.
+            # Three things end the worker: an engine that died, one that cannot wake up, and coordinators none of which
+            # ever took the worker in.
             background = [group.create_task(registry.run()) for registry in self._registries]
             background.append(group.create_task(self._watch_engine(server)))
+            background.append(group.create_task(self._sleeper.run()))
             hangs = partial(
                 watch_for_hangs,
                 self.engine.activity,
@@ -265,32 +287,15 @@ class WorkerProcess(Generic[C]):
                     self._maybe_idle.clear()
                     await self._maybe_idle.wait()
 
-    def _registration(self, address: str) -> registry_pb2.RegisterRequest:
-        engine, facts = self.config.engine, self.parts.facts
-        return registry_pb2.RegisterRequest(
-            worker_id=self.config.worker_id,
-            epoch=self.epoch,
-            pool=self._role.pool,
-            address=address,
-            model=registry_pb2.ServedModel(
-                name=self.parts.served.name,
-                tokenizer_source=self.parts.served.tokenizer_source,
-                context_tokens=min(facts.context_tokens, engine.context_tokens or facts.context_tokens),
-                vocabulary_size=facts.vocabulary_size,
-                eos_token_ids=sorted(facts.eos_token_ids),
-                adapters=[generation_pb2.AdapterRef(**one._asdict()) for one in facts.adapters.values()],
-            ),
-            endpoint=self.connector.endpoint.to_proto(),
-            max_step_tokens=self.parts.core.max_step_tokens,
-            max_running_requests=engine.max_running_requests,
-            standby=self.config.standby,
-            experimental=engine.kind == "torch" and self.connector.endpoint.memory.memory_kind == VRAM,
-            paces_prompts=self.parts.core.paces_prompts,
-            neutral=self._role.neutral,
-            trades_prefixes=self._role.trades_prefixes,
-            start=self.parts.start.to_proto() if self.parts.start is not None else None,
-            replica_class=self.config.replica_class,
-            carries_calls=True,
+    def _registration(self) -> registry_pb2.RegisterRequest:
+        role, asleep = self._role, self._sleeper.asleep
+        return self.parts.registration(
+            self.epoch,
+            self._address,
+            role.pool,
+            neutral=role.neutral,
+            trades_prefixes=role.trades_prefixes,
+            asleep=asleep,
         )
 
     def _report(self) -> registry_pb2.ReportRequest:
@@ -305,11 +310,13 @@ class WorkerProcess(Generic[C]):
             worker_id=self.config.worker_id,
             epoch=self.epoch,
             load=load,
-            connected_agent_ids=sorted(status.usable_agents),
+            connected_agent_ids=[] if self._sleeper.asleep else sorted(status.usable_agents),
             draining=self.draining,
-            lanes=[lane_report(judged) for judged in status.lanes],
+            lanes=[] if self._sleeper.asleep else [lane_report(judged) for judged in status.lanes],
             leaning=self._role.pool if self._role.neutral else registry_pb2.POOL_UNSPECIFIED,
             preemption=preemption_notice(self.notice, time.monotonic()),
+            sleeping=self._sleeper.asleep,
+            wake_seconds=self._sleeper.wake_s,
         )
 
     def _metrics(self) -> list[Metric]:
@@ -319,6 +326,7 @@ class WorkerProcess(Generic[C]):
         steps = [*step_metrics(totals), *work_metrics(totals, self.parts.work, self.config.engine)]
         return [
             *start_metrics(self.parts.start),
+            *sleep_metrics(self._sleeper.asleep, self._sleeper.wake_s),
             *worker_metrics(self.connector.status),
             *self._role.metrics(),
             *steps,

@@ -44,7 +44,11 @@ class WorkerHost(Protocol[C_co]):
     """What a role and its services have of the process that they run in. Used on the event loop."""
 
     config: WorkerConfig
-    epoch: int
+
+    @property
+    def epoch(self) -> int:
+        """This boot's number. A worker that has slept is another boot."""
+        ...
 
     @property
     def spans(self) -> SpanSink | None:
@@ -67,7 +71,7 @@ class WorkerHost(Protocol[C_co]):
         ...
 
     def require_accepting(self) -> None:
-        """Raises UnavailableError (DRAINING) once the worker takes no new requests."""
+        """Raises UnavailableError (DRAINING, SLEEPING) while the worker takes no new requests."""
 
     def service_idle(self) -> None:
         """Called on the event loop when a service has no call in progress any more."""
@@ -96,7 +100,7 @@ class WorkerRole(ABC, Generic[C]):
 
     @abstractmethod
     def make_connector(self, parts: EngineParts, epoch: int, on_idle: Callable[[], None]) -> C:
-        """Builds the connector; called on the engine thread. `epoch` is this boot's; `on_idle`: see `KvConnector`."""
+        """Builds the connector of the boot `epoch`; called on the engine thread. `on_idle`: see `KvConnector`."""
 
     @abstractmethod
     def add_services(self, server: grpc.aio.Server) -> Sequence[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -20,8 +20,12 @@ from splitserve.errors import (
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.rpc.status import error_from_rpc
+from splitserve.runtime.loops import is_being_cancelled
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
+
+if TYPE_CHECKING:
+    from splitserve.v1.registry_pb2_grpc import RegistryServiceAsyncStub
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
@@ -36,6 +40,7 @@ MIN_CACHE_REPORT_INTERVAL_S = 0.1
 PeersCallback = Callable[[str, list[kv_transfer_pb2.TransferEndpoint]], None]
 EndedCallback = Callable[[list[str]], None]
 LeaningCallback = Callable[[str, registry_pb2.Pool.ValueType], None]
+SleepCallback = Callable[[str, registry_pb2.SleepOrder.ValueType], None]
 
 
 class CacheReader(Protocol):
@@ -103,8 +108,9 @@ class RegistryClient:
     `report` builds the next report; it runs on the event loop and must be cheap. `on_peers` is called with
     (coordinator address, endpoints) whenever the coordinator sends its list, and with an empty list when the
     coordinator is lost. `on_ended` is called with the agent ids of writers whose processes have ended, `on_leaning`
-    with (coordinator address, pool) whenever the coordinator asks for a leaning. `read_cache` creates the prefix cache
-    reader of a new stream.
+    with (coordinator address, pool) whenever the coordinator asks for a leaning, `on_sleep` with (coordinator address,
+    order) at each of its messages, and without an order when it is lost. `read_cache` creates the prefix cache reader
+    of a new stream.
     """
 
     def __init__(
@@ -117,6 +123,7 @@ class RegistryClient:
         heartbeat_s: float,
         on_ended: EndedCallback | None = None,
         on_leaning: LeaningCallback | None = None,
+        on_sleep: SleepCallback | None = None,
         security: ClusterCredentials = UNSECURED,
         read_cache: Callable[[], CacheReader] | None = None,
         status: RegistrationStatus | None = None,
@@ -128,14 +135,41 @@ class RegistryClient:
         self._on_peers = on_peers
         self._on_ended = on_ended
         self._on_leaning = on_leaning
+        self._on_sleep = on_sleep
+        self._stub: RegistryServiceAsyncStub | None = None
         self._heartbeat_s = heartbeat_s
         self._security = security
         self._wake = asyncio.Event()
+        self._replaced = asyncio.Event()
+        """Whether the present boot has been registered in place of the one before, as far as that could be done."""
         self._registered = False
         self._read_cache = read_cache
         self._cache: CacheReader | None = None
         self._sent_s = 0.0
         self._report_timer: asyncio.TimerHandle | None = None
+
+    def renew(self, registration: registry_pb2.RegisterRequest) -> Awaitable[None]:
+        """What the worker says of itself from now on. Await it: where the worker is registered, another boot of it
+        takes the place of the one before; a coordinator that cannot be reached learns of it when it can."""
+        before, self._registration = self._registration, registration
+        is_new = registration.epoch != before.epoch
+        if is_new:
+            self._replaced.clear()
+        return self._replace_boot(registration, is_new)
+
+    async def _replace_boot(self, registration: registry_pb2.RegisterRequest, is_new: bool) -> None:
+        try:
+            if is_new and self._stub is not None:
+                metadata = self._security.metadata
+                await self._stub.Register(registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
+        except grpc.aio.AioRpcError:
+            return  # the session ends, and the next one registers it
+        except asyncio.CancelledError:  # so does gRPC where the session has ended meanwhile
+            if is_being_cancelled():
+                raise
+        finally:
+            self._replaced.set()
+            self._wake.set()
 
     def report_now(self) -> None:
         """Sends a report now instead of at the next heartbeat."""
@@ -153,7 +187,7 @@ class RegistryClient:
         lost = False
         while True:
             self._registered = False
-            last_retry_s = LAST_RETRY_S
+            last_retry_s, epoch = LAST_RETRY_S, self._registration.epoch
             try:
                 await self._session()
             except REFUSALS as error:
@@ -163,7 +197,7 @@ class RegistryClient:
                     last_retry_s = LAST_REFUSED_RETRY_S
                 self._log_lost(error, logging.ERROR)
             except SplitserveError as error:
-                if self._registered or not lost:  # once per loss, not on every retry
+                if self._is_of(epoch) and (self._registered or not lost):  # once per loss, not on every retry
                     self._log_lost(error, logging.INFO)
             except Exception as error:  # what one coordinator sends must not end the worker for the others
                 log_exception("registry.failed", error, coordinator=self.coordinator)
@@ -172,8 +206,16 @@ class RegistryClient:
             if self._registered:
                 retry_s = FIRST_RETRY_S
                 self._on_peers(self.coordinator, [])
+            if not self._is_of(epoch):
+                continue  # another boot of the worker registers at once; what was asked of this one still holds
+            if self._on_sleep:
+                self._on_sleep(self.coordinator, registry_pb2.SLEEP_ORDER_UNSPECIFIED)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, last_retry_s)
+
+    def _is_of(self, epoch: int) -> bool:
+        """Whether this is the worker's boot still."""
+        return self._registration.epoch == epoch
 
     def _log_lost(self, error: SplitserveError, level: int) -> None:
         event = "registry.refused" if level == logging.ERROR else "registry.lost"
@@ -184,13 +226,14 @@ class RegistryClient:
         metadata = self._security.metadata
         async with self._security.channel(self.coordinator, "coordinator") as channel:
             stub = RegistryServiceStub(channel)
+            registration = self._registration
             try:
-                terms = await stub.Register(self._registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
-                self._registered = True
+                terms = await stub.Register(registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
+                self._stub, self._registered = stub, True
                 self._status.accepted(self.coordinator, terms.coordinator_id)
                 log_event("registry.registered", coordinator=self.coordinator)
                 self._cache = self._read_cache() if self._read_cache else None
-                call = stub.Report(self._reports(), metadata=metadata)
+                call = stub.Report(self._reports(registration.epoch), metadata=metadata)
                 try:
                     async for response in call:
                         self._on_response(response)
@@ -198,6 +241,8 @@ class RegistryClient:
                     call.cancel()
             except grpc.aio.AioRpcError as error:
                 raise error_from_rpc(error) from None
+            finally:
+                self._stub = None
 
     def _on_response(self, response: registry_pb2.ReportResponse) -> None:
         self._on_peers(self.coordinator, list(response.peers))
@@ -205,13 +250,16 @@ class RegistryClient:
             self._on_ended(list(response.ended_agent_ids))
         if self._on_leaning and response.leaning:
             self._on_leaning(self.coordinator, response.leaning)
+        if self._on_sleep:
+            self._on_sleep(self.coordinator, response.sleep)
         if self._cache is not None and response.resync_cache:
             self._cache.resync()
             self.report_now()
 
-    async def _reports(self) -> AsyncIterator[registry_pb2.ReportRequest]:
+    async def _reports(self, epoch: int) -> AsyncIterator[registry_pb2.ReportRequest]:
+        """The reports of one boot; they end once the next one has taken its place."""
         loop = asyncio.get_running_loop()
-        while True:
+        while self._is_of(epoch):
             self._wake.clear()
             if self._report_timer is not None:
                 self._report_timer.cancel()
@@ -226,3 +274,4 @@ class RegistryClient:
                 continue
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+        await self._replaced.wait()

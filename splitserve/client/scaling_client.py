@@ -95,11 +95,12 @@ class ScalingClient:
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
         leanings: Mapping[str, Literal["prefill", "decode"]] = MappingProxyType({}),
         on_demand: Iterable[registry_pb2.ServedModel] = (),
+        sleeping: Iterable[str] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         """Replaces the current plan for `valid_s` seconds, under the lease of that fencing number; `decisions` say why,
         `leanings` where neutral workers are to lean, by their ids, `on_demand` which models' workers are started when
-        requests wait for them. Raises SplitserveError; FailedPreconditionError
-        (STALE_LEASE) when another may scale."""
+        requests wait for them, `sleeping` which of `standby` are to sleep. Raises SplitserveError;
+        FailedPreconditionError (STALE_LEASE) when another may scale."""
         request = scaling_pb2.ApplyPlanRequest(
             standby_worker_ids=sorted(standby),
             active_worker_ids=sorted(active),
@@ -109,6 +110,7 @@ class ScalingClient:
             prefill_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "prefill"),
             decode_leaning_worker_ids=sorted(name for name, pool in leanings.items() if pool == "decode"),
             on_demand=on_demand,
+            sleeping_worker_ids=sorted(sleeping),
         )
         request.valid_for.FromNanoseconds(round(valid_s * 1e9))
         try:

@@ -589,6 +589,7 @@ class WorkerInfo(_message.Message):
     NEUTRAL_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     PREEMPTED_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    WAKE_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     pool: _builtins.str
@@ -598,9 +599,9 @@ class WorkerInfo(_message.Message):
     model: _builtins.str
     """Model name."""
     state: _builtins.str
-    """"ready", "connecting", "draining", "standby" (connected, out of rotation), "circuit-open" (out of use for a while,
-    because too many requests failed there), or "slow-lane": ready, but a lane to a decode worker is slower than
-    expected.
+    """"ready", "connecting", "draining", "standby" (connected, out of rotation), "sleeping" (out of rotation, and without
+    KV memory until it wakes up), "circuit-open" (out of use for a while, because too many requests failed there), or
+    "slow-lane": ready, but a lane to a decode worker is slower than expected.
     """
     running_requests: _builtins.int
     """Sequences in running batches."""
@@ -638,6 +639,8 @@ class WorkerInfo(_message.Message):
     """Whether it serves both pools; `pool` is then the one that it leans to now."""
     preempted_in_seconds: _builtins.float
     """Time until its machine is taken away, by a spot notice; 0 once it has passed. Not set: no notice. Seconds."""
+    wake_seconds: _builtins.float
+    """How long it took to wake up the last time. Not set: it has not slept. Seconds."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
         """Lanes to decode workers (prefill workers only), in order of their ids."""
@@ -674,14 +677,20 @@ class WorkerInfo(_message.Message):
         neutral: _builtins.bool = ...,
         start: _registry_pb2.StartPhases | None = ...,
         preempted_in_seconds: _builtins.float | None = ...,
+        wake_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start", "wake_seconds", b"wake_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "neutral", b"neutral", "open_rpcs", b"open_rpcs", "pool", b"pool", "preempted_in_seconds", b"preempted_in_seconds", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "start", b"start", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "address", b"address", "circuit", b"circuit", "experimental", b"experimental", "free_blocks", b"free_blocks", "lanes", b"lanes", "model", b"model", "neutral", b"neutral", "open_rpcs", b"open_rpcs", "pool", b"pool", "preempted_in_seconds", b"preempted_in_seconds", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "start", b"start", "state", b"state", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "transport", b"transport", "tripped", b"tripped", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "wake_seconds", b"wake_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__preempted_in_seconds: _TypeAlias = _typing.Literal["preempted_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__preempted_in_seconds: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__wake_seconds: _TypeAlias = _typing.Literal["wake_seconds"]  # noqa: Y015
+    _WhichOneofArgType__wake_seconds: _TypeAlias = _typing.Literal["_wake_seconds", b"_wake_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preempted_in_seconds) -> _WhichOneofReturnType__preempted_in_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wake_seconds) -> _WhichOneofReturnType__wake_seconds | None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 

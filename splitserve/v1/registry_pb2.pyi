@@ -46,6 +46,30 @@ POOL_DECODE: Pool.ValueType  # 2
 """Streams tokens."""
 Global___Pool: _TypeAlias = Pool  # noqa: Y015
 
+class _SleepOrder:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SleepOrderEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SleepOrder.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SLEEP_ORDER_UNSPECIFIED: _SleepOrder.ValueType  # 0
+    """Nothing is asked for: the worker stays as it is."""
+    SLEEP_ORDER_SLEEP: _SleepOrder.ValueType  # 1
+    """Sleep as soon as nothing is in progress."""
+    SLEEP_ORDER_WAKE: _SleepOrder.ValueType  # 2
+    """Be awake."""
+
+class SleepOrder(_SleepOrder, metaclass=_SleepOrderEnumTypeWrapper):
+    """Whether a worker is to sleep."""
+
+SLEEP_ORDER_UNSPECIFIED: SleepOrder.ValueType  # 0
+"""Nothing is asked for: the worker stays as it is."""
+SLEEP_ORDER_SLEEP: SleepOrder.ValueType  # 1
+"""Sleep as soon as nothing is in progress."""
+SLEEP_ORDER_WAKE: SleepOrder.ValueType  # 2
+"""Be awake."""
+Global___SleepOrder: _TypeAlias = SleepOrder  # noqa: Y015
+
 @_typing.final
 class RegisterRequest(_message.Message):
     """Who a worker is."""
@@ -68,6 +92,7 @@ class RegisterRequest(_message.Message):
     REPLICA_CLASS_FIELD_NUMBER: _builtins.int
     TRADES_PREFIXES_FIELD_NUMBER: _builtins.int
     CARRIES_CALLS_FIELD_NUMBER: _builtins.int
+    SLEEPING_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker, stable over restarts. 1..64 characters of [A-Za-z0-9._-]. Required."""
     epoch: _builtins.int
@@ -98,6 +123,8 @@ class RegisterRequest(_message.Message):
     """
     carries_calls: _builtins.bool
     """Whether it has a CallService. Default false: each call is one of its own."""
+    sleeping: _builtins.bool
+    """Whether it sleeps: `endpoint` is that of a memory that it has given up, and nobody is to connect to it. Default false."""
     @_builtins.property
     def model(self) -> Global___ServedModel:
         """What it serves. Required."""
@@ -129,10 +156,11 @@ class RegisterRequest(_message.Message):
         replica_class: _builtins.str = ...,
         trades_prefixes: _builtins.bool = ...,
         carries_calls: _builtins.bool = ...,
+        sleeping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "standby", b"standby", "start", b"start", "trades_prefixes", b"trades_prefixes", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "carries_calls", b"carries_calls", "endpoint", b"endpoint", "epoch", b"epoch", "experimental", b"experimental", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "model", b"model", "neutral", b"neutral", "paces_prompts", b"paces_prompts", "pool", b"pool", "replica_class", b"replica_class", "sleeping", b"sleeping", "standby", b"standby", "start", b"start", "trades_prefixes", b"trades_prefixes", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,6 +291,8 @@ class ReportRequest(_message.Message):
     LEANING_FIELD_NUMBER: _builtins.int
     LED_ELSEWHERE_FIELD_NUMBER: _builtins.int
     PREEMPTION_FIELD_NUMBER: _builtins.int
+    SLEEPING_FIELD_NUMBER: _builtins.int
+    WAKE_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id, as registered. Required."""
     epoch: _builtins.int
@@ -274,6 +304,14 @@ class ReportRequest(_message.Message):
     led_elsewhere: _builtins.bool
     """Whether another coordinator moves this worker's leaning: of those with which it is registered the one of the least id
     does. A coordinator that is told so by any worker of a model moves none of that model. Default false.
+    """
+    sleeping: _builtins.bool
+    """Whether it sleeps: it has given up its KV memory and takes no requests until it has woken up, which it does as a new
+    boot. Default false.
+    """
+    wake_seconds: _builtins.float
+    """How long it took to wake up the last time, from the coordinator's word until the new boot was registered. Seconds,
+    0..10^6. Default 0: it has not slept yet.
     """
     @_builtins.property
     def load(self) -> Global___WorkerLoad:
@@ -310,10 +348,12 @@ class ReportRequest(_message.Message):
         leaning: Global___Pool.ValueType = ...,
         led_elsewhere: _builtins.bool = ...,
         preemption: Global___PreemptionNotice | None = ...,
+        sleeping: _builtins.bool = ...,
+        wake_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "load", b"load", "preemption", b"preemption"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "led_elsewhere", b"led_elsewhere", "load", b"load", "preemption", b"preemption", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_events", b"cache_events", "connected_agent_ids", b"connected_agent_ids", "draining", b"draining", "epoch", b"epoch", "lanes", b"lanes", "leaning", b"leaning", "led_elsewhere", b"led_elsewhere", "load", b"load", "preemption", b"preemption", "sleeping", b"sleeping", "wake_seconds", b"wake_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -615,11 +655,16 @@ class ReportResponse(_message.Message):
     ENDED_AGENT_IDS_FIELD_NUMBER: _builtins.int
     RESYNC_CACHE_FIELD_NUMBER: _builtins.int
     LEANING_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
     resync_cache: _builtins.bool
     """Send the whole prefix cache anew: `cleared`, then everything as `stored`, over as many reports as it takes."""
     leaning: Global___Pool.ValueType
     """The pool to lean to from now on (neutral workers only); others ignore it. Not set: no change is asked for. A worker
     that is told so by several coordinators follows the latest.
+    """
+    sleep: Global___SleepOrder.ValueType
+    """Whether to sleep. Of several coordinators each has a word: a worker falls asleep where one asks for it and none wants
+    it awake, and wakes up as soon as one does. Default: nothing is asked for.
     """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.TransferEndpoint]:
@@ -627,8 +672,8 @@ class ReportResponse(_message.Message):
 
     @_builtins.property
     def ended_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Agent ids of prefill workers whose processes have ended for certain, the latest ones (decode workers only).
-        A worker that is merely silent or unreachable is never among them.
+        """Agent ids of prefill workers that write no more for certain, as their processes have ended or they have fallen asleep,
+        the latest ones (decode workers only). One that is merely silent or unreachable is never among them.
         """
 
     def __init__(
@@ -638,10 +683,11 @@ class ReportResponse(_message.Message):
         ended_agent_ids: _abc.Iterable[_builtins.str] | None = ...,
         resync_cache: _builtins.bool = ...,
         leaning: Global___Pool.ValueType = ...,
+        sleep: Global___SleepOrder.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "leaning", b"leaning", "peers", b"peers", "resync_cache", b"resync_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_agent_ids", b"ended_agent_ids", "leaning", b"leaning", "peers", b"peers", "resync_cache", b"resync_cache", "sleep", b"sleep"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,6 +135,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     """In rotation."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 4
     """Ends what it has begun, takes nothing new."""
+    WORKER_STATE_SLEEPING: _WorkerState.ValueType  # 80
+    """Out of rotation, and without KV memory until it wakes up."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
     """How far a worker is."""
@@ -149,6 +151,8 @@ WORKER_STATE_READY: WorkerState.ValueType  # 3
 """In rotation."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 4
 """Ends what it has begun, takes nothing new."""
+WORKER_STATE_SLEEPING: WorkerState.ValueType  # 80
+"""Out of rotation, and without KV memory until it wakes up."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -519,6 +523,7 @@ class WorkerSignals(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     REPLICA_CLASS_FIELD_NUMBER: _builtins.int
     PREEMPTED_IN_SECONDS_FIELD_NUMBER: _builtins.int
+    WAKE_SECONDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     epoch: _builtins.int
@@ -547,6 +552,8 @@ class WorkerSignals(_message.Message):
     """The class of replicas that it registered as. Empty: none was given."""
     preempted_in_seconds: _builtins.float
     """Time until its machine is taken away, by a spot notice; 0 once it has passed. Not set: no notice. Seconds."""
+    wake_seconds: _builtins.float
+    """How long it took to wake up the last time. Not set: it has not slept. Seconds."""
     @_builtins.property
     def load(self) -> _registry_pb2.WorkerLoad:
         """Its last report. Blocks, sequences and rates; 0 in a rate means not measured yet."""
@@ -574,19 +581,24 @@ class WorkerSignals(_message.Message):
         start: _registry_pb2.StartPhases | None = ...,
         replica_class: _builtins.str = ...,
         preempted_in_seconds: _builtins.float | None = ...,
+        wake_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "preempted_in_seconds", b"preempted_in_seconds", "start", b"start", "wake_seconds", b"wake_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "preempted_in_seconds", b"preempted_in_seconds", "replica_class", b"replica_class", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second", "_preempted_in_seconds", b"_preempted_in_seconds", "_wake_seconds", b"_wake_seconds", "block_size_tokens", b"block_size_tokens", "epoch", b"epoch", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_capacity_tokens", b"kv_capacity_tokens", "lane_gb_per_second", b"lane_gb_per_second", "load", b"load", "max_running_requests", b"max_running_requests", "max_step_tokens", b"max_step_tokens", "neutral", b"neutral", "pool", b"pool", "preempted_in_seconds", b"preempted_in_seconds", "replica_class", b"replica_class", "start", b"start", "state", b"state", "state_seconds", b"state_seconds", "wake_seconds", b"wake_seconds", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lane_gb_per_second: _TypeAlias = _typing.Literal["lane_gb_per_second"]  # noqa: Y015
     _WhichOneofArgType__lane_gb_per_second: _TypeAlias = _typing.Literal["_lane_gb_per_second", b"_lane_gb_per_second"]  # noqa: Y015
     _WhichOneofReturnType__preempted_in_seconds: _TypeAlias = _typing.Literal["preempted_in_seconds"]  # noqa: Y015
     _WhichOneofArgType__preempted_in_seconds: _TypeAlias = _typing.Literal["_preempted_in_seconds", b"_preempted_in_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__wake_seconds: _TypeAlias = _typing.Literal["wake_seconds"]  # noqa: Y015
+    _WhichOneofArgType__wake_seconds: _TypeAlias = _typing.Literal["_wake_seconds", b"_wake_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__lane_gb_per_second) -> _WhichOneofReturnType__lane_gb_per_second | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__preempted_in_seconds) -> _WhichOneofReturnType__preempted_in_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__wake_seconds) -> _WhichOneofReturnType__wake_seconds | None: ...
 
 Global___WorkerSignals: _TypeAlias = WorkerSignals  # noqa: Y015
 
@@ -605,6 +617,7 @@ class ApplyPlanRequest(_message.Message):
     DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     ON_DEMAND_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
+    SLEEPING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """Decode workers compute prompts themselves where that is sooner, whatever `local_prefill` says. Default false."""
     lease_number: _builtins.int
@@ -652,6 +665,12 @@ class ApplyPlanRequest(_message.Message):
     def decisions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolDecision]:
         """Why the plan is what it is, for people to see: one entry a pool. At most 2. Failure: INVALID_ARGUMENT. Default: none."""
 
+    @_builtins.property
+    def sleeping_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of standby_worker_ids, those that are to sleep. The others, and all in rotation, are to be awake; a worker in no list
+        stays as it is. Failure: INVALID_ARGUMENT for an id that is not in standby_worker_ids. Default: none.
+        """
+
     def __init__(
         self,
         *,
@@ -664,10 +683,11 @@ class ApplyPlanRequest(_message.Message):
         decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         on_demand: _abc.Iterable[_registry_pb2.ServedModel] | None = ...,
         decisions: _abc.Iterable[Global___PoolDecision] | None = ...,
+        sleeping_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["valid_for", b"valid_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "on_demand", b"on_demand", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decisions", b"decisions", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "lease_number", b"lease_number", "lend_decode_to_prefill", b"lend_decode_to_prefill", "on_demand", b"on_demand", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids", "valid_for", b"valid_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -915,6 +935,7 @@ class PlanInForce(_message.Message):
     EXPIRES_IN_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     DECODE_LEANING_WORKER_IDS_FIELD_NUMBER: _builtins.int
+    SLEEPING_WORKER_IDS_FIELD_NUMBER: _builtins.int
     lend_decode_to_prefill: _builtins.bool
     """As in the request."""
     expires_in_seconds: _builtins.float
@@ -935,6 +956,10 @@ class PlanInForce(_message.Message):
     def decode_leaning_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """As in the request."""
 
+    @_builtins.property
+    def sleeping_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in the request."""
+
     def __init__(
         self,
         *,
@@ -944,10 +969,11 @@ class PlanInForce(_message.Message):
         expires_in_seconds: _builtins.float = ...,
         prefill_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         decode_leaning_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
+        sleeping_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "expires_in_seconds", b"expires_in_seconds", "lend_decode_to_prefill", b"lend_decode_to_prefill", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_worker_ids", b"active_worker_ids", "decode_leaning_worker_ids", b"decode_leaning_worker_ids", "expires_in_seconds", b"expires_in_seconds", "lend_decode_to_prefill", b"lend_decode_to_prefill", "prefill_leaning_worker_ids", b"prefill_leaning_worker_ids", "sleeping_worker_ids", b"sleeping_worker_ids", "standby_worker_ids", b"standby_worker_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -153,6 +153,11 @@ class TorchForward(Forward):
         backend.batch = None
         return StepLogits(logits, step.sample_order)
 
+    def forget_kv(self) -> None:
+        """See `Forward.forget_kv`."""
+        if self._backend.contiguous_kv is not None:
+            self._backend.contiguous_kv.clear()
+
     def finish(self) -> None:
         """See `Forward.finish`."""
         if self._device.type == "cuda":

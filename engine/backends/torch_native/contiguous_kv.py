@@ -154,6 +154,10 @@ class ContiguousKv:
             size_class.allocated_rows * size_class.row_bytes for size_class in self._size_classes.values()
         )
 
+    def clear(self) -> None:
+        """Drops all rows, and gives their memory back."""
+        self._size_classes.clear()
+
     def assign_rows(
         self, batch: Sequence[ScheduledSequence], decoding: Sequence[int]
     ) -> list[ContiguousRows]:

@@ -24,6 +24,7 @@ STATE_STYLES = {
     "connecting": "yellow",
     "draining": "magenta",
     "standby": "cyan",
+    "sleeping": "blue",
     "slow-lane": "red",
     "circuit-open": "red",
 }
@@ -79,12 +80,13 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _start(worker: inference_pb2.WorkerInfo) -> str:
-    """The phases of a worker's start, "1.9+0.8+0.4 s": process and code, weights, warm-up."""
+    """The phases of a worker's start, "1.9+0.8+0.4 s": process and code, weights, warm-up; then its last waking."""
     if not worker.HasField("start"):
         return ""
     start = worker.start
     phases = start.process_seconds, start.weights_seconds, start.warm_up_seconds
-    return f"{'+'.join(f'{seconds:.1f}' for seconds in phases)} s"
+    woke = f", woke in {worker.wake_seconds:.1f} s" if worker.HasField("wake_seconds") else ""
+    return f"{'+'.join(f'{seconds:.1f}' for seconds in phases)} s{woke}"
 
 
 def _state(worker: inference_pb2.WorkerInfo) -> str:

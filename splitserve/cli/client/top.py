@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 PIPED_WIDTH = 120
 MAX_TARGETS = 64
 SLOW_REQUESTS = 5
-STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta", "standby": "cyan"}
+STATE_STYLES = {
+    "ready": "green",
+    "starting": "yellow",
+    "draining": "magenta",
+    "standby": "cyan",
+    "sleeping": "blue",
+}
 
 Interval = Annotated[
     float, typer.Option(min=0.1, max=3600, metavar="SECONDS", help="Time between two readings.")

@@ -106,7 +106,13 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
 
     class Counted(Rotation):
         async def apply(
-            self, standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any, leanings: Any
+            self,
+            standby: Sequence[str],
+            active: Sequence[str],
+            lend: bool,
+            decisions: Any,
+            leanings: Any,
+            sleeping: Any,
         ) -> None:
             pass
 

@@ -84,13 +84,19 @@ class World:
         return self.plan, (memory or 0) + 1
 
     async def apply(
-        self, standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any, leanings: Any
+        self,
+        standby: Sequence[str],
+        active: Sequence[str],
+        lend: bool,
+        decisions: Any,
+        leanings: Any,
+        sleeping: Any,
     ) -> None:
         if self.deaf is not None:
             raise self.deaf
         self.applied.append((list(standby), list(active), lend))
         self.told = list(decisions)
-        self.leanings = dict(leanings)
+        self.leanings, self.sleeping = dict(leanings), list(sleeping)
 
     def wants(self, prefill: int, decode: int, standby: int = 0, lend: bool = False) -> None:
         self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), lend)
@@ -449,7 +455,12 @@ async def test_one_that_sleeps_through_the_end_of_its_lease_does_nothing_when_it
         return await world.observe()
 
     async def apply(
-        standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any, leanings: Any
+        standby: Sequence[str],
+        active: Sequence[str],
+        lend: bool,
+        decisions: Any,
+        leanings: Any,
+        sleeping: Any,
     ) -> None:
         if sleeps_in == "apply":
             await coordinator.passes_to("other")
@@ -466,7 +477,12 @@ async def test_a_coordinator_that_refuses_a_stale_plan_stops_the_tick() -> None:
     world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
 
     async def apply(
-        standby: Sequence[str], active: Sequence[str], lend: bool, decisions: Any, leanings: Any
+        standby: Sequence[str],
+        active: Sequence[str],
+        lend: bool,
+        decisions: Any,
+        leanings: Any,
+        sleeping: Any,
     ) -> None:
         raise FailedPreconditionError("lease_number 1 is not in force", reason="STALE_LEASE")
 

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import PoolPlan, ScalingPlan
-from autoscaler.reconcile import Activate, Bounds, Drain, Lean, ReplicaView, Rest, Start, members, reconcile
+from autoscaler.reconcile import (
+    Activate,
+    Bounds,
+    Drain,
+    Lean,
+    ReplicaView,
+    Rest,
+    Start,
+    members,
+    planned_rotation,
+    reconcile,
+)
 from autoscaler.snapshot import PoolName, Replica, ReplicaState
 
 READY, STANDBY, STARTING, DRAINING, OVERDUE, PREEMPTED = (
@@ -267,3 +278,35 @@ def test_a_preempted_replica_is_replaced_at_once_and_told_to_end_once_it_is_empt
     assert actions(1, empty) == [Drain("prefill", ("prefill-1",))]
     theirs = [replace(member, ours=False) for member in empty]
     assert actions(2, theirs) == [Start("prefill", 1)]
+
+
+def test_standbys_of_a_pool_that_lets_them_sleep_do_and_wake_up_to_join() -> None:
+    pools: dict[PoolName, Sequence[ReplicaView]] = {
+        "prefill": of(READY, READY, STANDBY, STANDBY),
+        "decode": ONE,
+    }
+    plan = ScalingPlan(PoolPlan(2, 2, sleep=True), PoolPlan(1))
+    here = planned_rotation(plan, pools, [])
+    assert (sorted(here.standby), here.sleeping) == (["prefill-2", "prefill-3"], here.standby)
+    assert here.active == {"prefill-0", "prefill-1", "decode-0"}
+    joining = planned_rotation(plan, pools, [Activate("prefill", "prefill-2")])
+    assert (joining.sleeping, "prefill-2" in joining.active) == ({"prefill-3"}, True)
+    resting = planned_rotation(plan, pools, [Rest("prefill", "prefill-1")])
+    assert resting.sleeping == {"prefill-1", "prefill-2", "prefill-3"}
+    assert planned_rotation(replace(plan, prefill=PoolPlan(2, 2)), pools, []).sleeping == set(), (
+        "awake, as ever"
+    )
+
+
+def test_one_that_ends_what_it_has_does_not_sleep_first_and_one_that_slept_ends_asleep() -> None:
+    pools: dict[PoolName, Sequence[ReplicaView]] = {"prefill": of(READY, STANDBY), "decode": ONE}
+    plan = ScalingPlan(PoolPlan(1, 1, sleep=True), PoolPlan(1))
+    here = planned_rotation(plan, pools, [Drain("prefill", ("prefill-0", "prefill-1"))])
+    assert here.standby == {"prefill-0", "prefill-1"}
+    assert here.sleeping == {"prefill-1"}
+
+
+def test_workers_of_others_are_never_put_to_sleep() -> None:
+    there = [replace(one, ours=False) for one in of(STANDBY)]
+    plan = ScalingPlan(PoolPlan(1, 1, sleep=True), PoolPlan(1))
+    assert planned_rotation(plan, {"prefill": there, "decode": ONE}, []).standby == set()

@@ -32,18 +32,21 @@ class Told(ScalingClient):
         decisions: Iterable[scaling_pb2.PoolDecision] = (),
         leanings: Mapping[str, str] = MappingProxyType({}),
         on_demand: Iterable[registry_pb2.ServedModel] = (),
+        sleeping: Iterable[str] = (),
     ) -> scaling_pb2.ApplyPlanResponse:
         if self.away:
             raise UnavailableError("no answer")
         self.plans.append((list(standby), list(active), lend, valid_s))
         self.decisions, self.on_demand = list(decisions), list(on_demand)
+        self.sleeping = list(sleeping)
         return scaling_pb2.ApplyPlanResponse()
 
 
 async def test_all_coordinators_get_the_same_plan() -> None:
     clients = [Told("a:1"), Told("b:2")]
     why = scaling_pb2.PoolDecision(reason="busy")
-    await CoordinatorRotation(clients, 60.0).apply(["x"], ["y", "z"], True, [why])
+    await CoordinatorRotation(clients, 60.0).apply(["x"], ["y", "z"], True, [why], sleeping=["x"])
+    assert clients[0].sleeping == clients[1].sleeping == ["x"]
     assert clients[0].decisions == clients[1].decisions == [why]
     assert clients[0].plans == clients[1].plans == [(["x"], ["y", "z"], True, 60.0)]
 

@@ -49,7 +49,9 @@ class Edited:
             changed_policy=self.policy.poll,
         )
 
-    async def apply(self, standby: Any, active: Any, lend: bool, decisions: Any, leanings: Any) -> None:
+    async def apply(
+        self, standby: Any, active: Any, lend: bool, decisions: Any, leanings: Any, sleeping: Any
+    ) -> None:
         pass
 
     async def tick(self) -> tuple[int, float, float]:

@@ -196,3 +196,42 @@ def test_the_gpu_budget_must_hold_what_can_serve(workers: str, budget: int) -> N
     assert sum(wanted) == budget
     with pytest.raises(Exception, match="gpu_budget"):
         Pools(workers=workers, gpu_budget=budget - 1 or 0)
+
+
+def test_what_a_pool_keeps_at_zero_sleeps_where_its_policy_says_so() -> None:
+    for sleeps in (False, True):
+        pools = Pools(pool={"warm_standby": 1, "sleep": sleeps})
+        pools.to_zero()
+        assert pools.plan is not None
+        for plan in (pools.plan.prefill, pools.plan.decode):
+            assert (plan.desired, plan.standby, plan.sleep) == (0, 1, sleeps)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "standbys", "wake_s", "due_in_s", "awake"),
+    [
+        (1, 0, None, 50.0, True),
+        (1, 1, 0.5, 50.0, False),
+        (1, 1, 0.5, 5.0, True),
+        (1, 1, None, 4.0, True),
+        (2, 1, 0.5, 50.0, True),
+        (1, 1, 30.0, 34.0, True),
+    ],
+    ids=["cold", "asleep", "wakes in time", "never slept", "another one is cold", "slow to wake"],
+)
+def test_a_window_s_first_replicas_start_as_early_as_they_take_to_wake_up(
+    replicas: int, standbys: int, wake_s: float | None, due_in_s: float, awake: bool
+) -> None:
+    """Windows begin at midnight, UTC; a cold start takes 60 s, and decisions are made every 5 s."""
+    window = {"start": "00:00", "end": "01:00", "replicas": replicas}
+    pools = Pools(pool={"warm_standby": standbys, "sleep": True, "schedule": [window]})
+    pools.counts = {"prefill": standbys, "decode": standbys}
+    pools.there = {"prefill": ReplicaState.STANDBY, "decode": ReplicaState.STANDBY}
+    midnight = 20_000 * 86_400.0
+    snapshot = replace(pools.snapshot(), wall_s=midnight - due_in_s)
+    signals = {
+        "prefill": replace(snapshot.prefill, wake_s=wake_s),
+        "decode": replace(snapshot.decode, wake_s=wake_s),
+    }
+    plan, _ = pools.decide(None, replace(snapshot, **signals))
+    assert (plan.prefill.desired > 0) is awake

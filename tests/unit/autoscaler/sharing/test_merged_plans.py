@@ -14,7 +14,7 @@ from tests.support.scaling.signal_sources import Clock
 
 class Told:
     def __init__(self) -> None:
-        self.plans: list[tuple[list[str], list[str], bool, dict[str, str]]] = []
+        self.plans: list[tuple[list[str], list[str], bool, dict[str, str], list[str]]] = []
 
     async def apply(
         self,
@@ -23,22 +23,23 @@ class Told:
         lend: bool,
         decisions: Any,
         leanings: Mapping[str, Any],
+        sleeping: Sequence[str],
     ) -> None:
-        self.plans.append((list(standby), list(active), lend, dict(leanings)))
+        self.plans.append((list(standby), list(active), lend, dict(leanings), list(sleeping)))
 
 
 async def test_each_plan_says_what_the_others_said_last() -> None:
     told, clock = Told(), Clock()
     plans = MergedPlans(30.0, clock)
     a, b = plans.rotation("a", told), plans.rotation("b", told)
-    await a.apply(["a1"], ["a0"], True, (), {"a0": "prefill"})
-    await b.apply([], ["b0"], False, (), {"b0": "decode"})
-    assert told.plans[-1] == (["a1"], ["a0", "b0"], True, {"a0": "prefill", "b0": "decode"})
-    await a.apply([], ["a0", "a1"], False, (), {})
-    assert told.plans[-1] == ([], ["a0", "a1", "b0"], False, {"b0": "decode"})
+    await a.apply(["a1"], ["a0"], True, (), {"a0": "prefill"}, ["a1"])
+    await b.apply([], ["b0"], False, (), {"b0": "decode"}, [])
+    assert told.plans[-1] == (["a1"], ["a0", "b0"], True, {"a0": "prefill", "b0": "decode"}, ["a1"])
+    await a.apply([], ["a0", "a1"], False, (), {}, [])
+    assert told.plans[-1] == ([], ["a0", "a1", "b0"], False, {"b0": "decode"}, [])
     clock.now += 31
-    await a.apply([], ["a0"], False, (), {})
-    assert told.plans[-1] == ([], ["a0"], False, {}), "the other's has expired"
+    await a.apply([], ["a0"], False, (), {}, [])
+    assert told.plans[-1] == ([], ["a0"], False, {}, []), "the other's has expired"
 
 
 class Granting:

@@ -58,7 +58,9 @@ class Served(FakeActuator):
             journal=DecisionJournal(AttainmentModel(self.policy)),
         )
 
-    async def apply(self, standby: Any, active: Any, lend: Any, decisions: Any, leanings: Any) -> None:
+    async def apply(
+        self, standby: Any, active: Any, lend: Any, decisions: Any, leanings: Any, sleeping: Any
+    ) -> None:
         """As a `Rotation`: nobody is told."""
 
     async def observe(self) -> Snapshot:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
+import pytest
 import torch
 
 from engine.kv_cache.memory import BlockMemory
 from kv_transfer.layout import KvLayout
+from splitserve.errors import ConfigError
 
 LAYOUT = KvLayout("ab" * 32, "bfloat16", block_size_tokens=16, num_layers=2, num_kv_heads=2, head_dim=64)
 
@@ -23,3 +26,32 @@ def test_populating_keeps_what_is_there() -> None:
             assert not thread.is_alive()
     used = {block: int(memory.bytes[block].max()) for block in (0, 7, 300, 499)}
     assert used == {0: 0, 7: 3, 300: 5, 499: 0}
+
+
+def test_memory_that_is_given_up_and_taken_back_is_empty_and_where_it_was() -> None:
+    memory = BlockMemory(LAYOUT, 500, torch.device("cpu"))
+    region = memory.memory()
+    memory.bytes[:] = 3
+    memory.populate()
+    memory.give_up()
+    assert not [thread for thread in threading.enumerate() if thread.name == "populate-kv"]
+    memory.take_back()
+    assert memory.memory() == region
+    assert int(memory.bytes.max()) == 0
+    probes = ctypes.string_at(
+        region.base_address + 500 * LAYOUT.block_bytes, region.probe_blocks * LAYOUT.block_bytes
+    )
+    assert set(probes) == {1}, "blocks for probes are written to, as at the start"
+    memory.bytes[499] = 7
+    assert int(memory.bytes[499].min()) == 7
+    memory.give_up()
+
+
+def test_memory_that_somebody_else_has_taken_meanwhile_is_not_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = BlockMemory(LAYOUT, 500, torch.device("cpu"))
+    memory.give_up()
+    monkeypatch.setattr("engine.kv_cache.memory.free_memory", lambda: 499 * LAYOUT.block_bytes)
+    with pytest.raises(ConfigError, match=r"engine\.kv_memory_bytes"):
+        memory.take_back()
