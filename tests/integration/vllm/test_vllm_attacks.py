@@ -46,14 +46,18 @@ async def test_another_kind_is_refused_and_one_id_has_one_worker(smollm2: str, l
         async with asyncio.TaskGroup() as group:
             for lane in range(LANES):
                 group.create_task(ask(lane))
+            others = {"dtype": "bfloat16", "block-size": "64"}
+            odd = {
+                field: cluster.add_worker("decode", f"odd-{field}", f"--{field}", value)
+                for field, value in others.items()
+            }
+            for field, member in odd.items():
+                assert await asyncio.to_thread(member.process.wait, PATIENCE_S) != 0
+                assert "KV layout differs" in member.log_tail()
+                assert field.partition("-")[0] in member.log_tail()
+                assert "Traceback" not in member.log_tail()
+                del cluster.members[member.name]
             twin = cluster.add_worker("decode", "twin", "--worker-id", "decode-0")
-            for field, options in {"dtype": ["bfloat16"], "block-size": ["64"]}.items():
-                odd = cluster.add_worker("decode", f"odd-{field}", f"--{field}", *options)
-                assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
-                assert "KV layout differs" in odd.log_tail()
-                assert field.partition("-")[0] in odd.log_tail()
-                assert "Traceback" not in odd.log_tail()
-                del cluster.members[odd.name]
             await until(
                 cluster, lambda info: worker(info, "decode-0").address not in ("", first), "the later serves"
             )
