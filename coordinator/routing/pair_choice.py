@@ -33,6 +33,8 @@ MARGIN = 0.9
 """Share of the time that is left, and of a stream's target, that plans use."""
 ROOM_SHARE = 0.85
 """Of what plans use of a stream's target: as long may a step be that takes one more stream in."""
+FULL_SHARE = 0.85
+"""The same for a worker that leans to decode."""
 MIX_SHARE = 0.72
 """The same for a decode worker that is to compute a prompt: prompts make its streams last longer, so that more of them
 meet there, and those that join while the prompt waits take the rest of the time."""
@@ -132,7 +134,8 @@ class StreamPlace:
         """Whether its streams and one more keep their targets, as far as is known."""
         if self.step_s is None or self.tpot_s is None:
             return True
-        return self.step_s <= ROOM_SHARE * MARGIN * self.tpot_s
+        share = FULL_SHARE if self.leans_here else ROOM_SHARE
+        return self.step_s <= share * MARGIN * self.tpot_s
 
 
 def pressure_on_streams(step_s: float | None, tpot_s: float | None) -> float:

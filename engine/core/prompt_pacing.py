@@ -22,6 +22,9 @@ _TTFT_SHARE = 0.2
 """A chunk takes at most this share of the least target that can be kept, so that a more urgent prompt may come in."""
 _LEAST_CHUNK_S = 0.02
 """A tighter target makes chunks no shorter than this: each step has a price of its own."""
+_LATE_BASES = 20
+"""A chunk of a prompt that is late takes at most so many times the price of a step: who comes meanwhile has time to
+lose, and it has not."""
 _KEPT = 2.0
 """Prompts that have this multiple of the least target to spare let those behind go first."""
 _SHARE_OF_LATE_STREAMS = 0.5
@@ -229,7 +232,10 @@ class PromptPacing:
                 turns += ((each, each) for each in prompts)
             else:
                 jobs = [Job(each, works_s[each], each.first_due_s - now, each.arrival) for each in prompts]
-                least_s = _least_ttft_s(each for each in prompts if each.due_after_s >= _alone_s(fit, each))
+                lent = self.meter.lent.value
+                least_s = _least_ttft_s(
+                    each for each in prompts if each.due_after_s >= _alone_s(fit, each) / lent
+                )
                 found = triage(jobs, ahead_s, _KEPT * least_s)
                 self.late |= found.late
                 self._urgent_s = min(self._urgent_s, least_s)
@@ -249,7 +255,10 @@ class PromptPacing:
         in soon. Targets that nobody can keep have no say in it. Valid after `order` returned turns."""
         fit = self._prompt_fit()
         assert fit is not None
-        return max(MIN_CHUNK_TOKENS, fit.tokens_within(self._chunk_s, first.num_computed))
+        chunk_s = self._chunk_s
+        if first in self.late:
+            chunk_s = min(chunk_s, max(_LEAST_CHUNK_S, _LATE_BASES * fit.base_s))
+        return max(MIN_CHUNK_TOKENS, fit.tokens_within(chunk_s, first.num_computed))
 
     @property
     def _chunk_s(self) -> float:

@@ -60,7 +60,7 @@ def test_long_prompts_go_one_by_one_and_leave_half_to_short_ones() -> None:
     assert not sent(capacity, entry(30_000))
     assert capacity.held_by_long
     assert [sent(capacity, entry(100)) for _ in range(6)] == [True] * 5 + [False]
-    assert capacity.next_long_s(0.0) == pytest.approx(2.95)
+    assert capacity.next_change_s(0.0) == pytest.approx(2.95)
     assert sent(capacity, entry(30_000), now=2.96)
     assert not sent(capacity, entry(30_000), now=2.97)
 
