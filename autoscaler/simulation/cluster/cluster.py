@@ -56,7 +56,7 @@ class Cluster:
         self.notices, self.resumed = 0, 0
         """Replicas whose machines were to be taken away, and requests that went on elsewhere."""
         targets = settings.targets if settings.hybrid else None
-        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets)
+        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets, settings.steps)
         self._neutral: list[NeutralReplica] = []
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":

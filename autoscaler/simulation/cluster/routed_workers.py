@@ -72,10 +72,11 @@ class RoutedWorkers:
         router: Router | None = None,
         colocated: bool = False,
         hybrid: ServiceTargets | None = None,
+        orders_prompts: bool = True,
     ) -> None:
         """`colocated`: decode replicas compute all prompts. `hybrid`: requests have these targets, and the pair
-        policy says who computes their prompts."""
-        self._engine = engine
+        policy says who computes their prompts. `orders_prompts`: replicas serve those first that can be in time."""
+        self._engine, self._orders_prompts = engine, orders_prompts
         self._colocated = colocated
         self._router = PrefixRouter() if router is None else router
         self.loads = LoadLedger()
@@ -285,7 +286,7 @@ class RoutedWorkers:
             reported=True,
             output_open=True,
             block_bytes=self._block_tokens(replica.name) * self._engine.kv_bytes_per_token,
-            paces_prompts=True,
+            paces_prompts=self._orders_prompts,
             host_id="simulated",
             neutral=replica.name in self.leanings.first,
         )
