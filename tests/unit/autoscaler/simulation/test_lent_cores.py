@@ -161,7 +161,7 @@ def test_lent_cores_are_as_good_as_one_worker_on_both() -> None:
 
 
 def test_streams_that_cannot_spare_anything_lend_nothing() -> None:
-    requests = [(0.0, 16, 150), *((1.0 + n, 512, 1) for n in range(3))]
+    requests = [(0.0, 16, 700), *((1.0 + n, 512, 1) for n in range(3))]
     tight = Slo(10.0, 14e-3)
     alone, lent = (run(requests, tight, lent=lent) for lent in (False, True))
     for number in (1, 2, 3):
