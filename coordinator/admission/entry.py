@@ -43,8 +43,6 @@ class Entry(Flight):
     arrived_s: float
     deadline_s: float
     """When the request times out."""
-    due_s: float = float("inf")
-    """When its first token is due; infinity: it has no target."""
     ttft_slo_s: float | None = None
     """Where it is predicted to take longer to its first token, it is refused. None: it is served late."""
     resumed: bool = False

@@ -129,7 +129,7 @@ class ModelAdmission:
             return float("inf")
         while not self._deadlines[0][2].waits:
             heapq.heappop(self._deadlines)
-        return min(self._deadlines[0][0], self.prefill.next_long_s(now))
+        return min(self._deadlines[0][0], self.prefill.next_change_s(now))
 
     def routed(self, entry: Entry, prefill: WorkerKey, decode: WorkerKey | None, now: float) -> None:
         """An attempt was routed to these workers. A further attempt computes the prompt again."""
@@ -184,6 +184,8 @@ class ModelAdmission:
                 return Offer.TAKEN
             if not self._others_may_fit:
                 return Offer.STOP
+            if self.prefill.held_by_late:
+                return Offer.SKIP
             if self.prefill.held_by_long:
                 least_long = entry.uncached_tokens
                 return Offer.SKIP
@@ -205,7 +207,7 @@ class ModelAdmission:
         prefill_load = self.prefill.fit(entry, now)
         if prefill_load is None and self.bounds_prefill:
             self._hold("prefill", now)
-            self._others_may_fit = self.prefill.held_by_long
+            self._others_may_fit = self.prefill.held_by_long or self.prefill.held_by_late
             return False
         decode_load: DecodeLoad | None = None
         if entry.needs_decode:

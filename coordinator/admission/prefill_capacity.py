@@ -2,7 +2,8 @@
 
 A worker is sent as many tokens as it computes within a horizon. Long prompts, above half of that, are handled apart:
 one at a time per worker, the next when the first is nearly done. Half of the horizon then stays available for short
-prompts, which bypass long ones in the engine.
+prompts, which bypass long ones in the engine. Prompts that cannot be in time any more have a horizon of their own where
+the engine serves them last: those that can do not wait for them here either.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class PrefillCapacity:
         self.stretch, self.helpers = 1.0, 0
         self.held_by_long = False
         """Whether the last `fit` failed only because a worker takes one long prompt at a time."""
+        self.held_by_late = False
+        """Whether it failed only because workers have enough prompts that cannot be in time."""
 
     def set_workers(self, loads: Iterable[PrefillLoad]) -> None:
         """Replaces the set of workers."""
@@ -70,18 +73,21 @@ class PrefillCapacity:
         return PrefillPace(now, self.backlog_s(now), 1 / rate, len(self.workers) / rate)
 
     def backlog_s(self, now: float) -> float:
-        """Mean backlog of the workers, in seconds."""
+        """Mean backlog of the workers, in seconds, of prompts that can be in time."""
+        self._set_late_aside(now)
         return sum(load.backlog_s(now) for load in self.workers.values()) / max(1, len(self.workers))
 
     def fit(self, flight: Flight, now: float) -> PrefillLoad | None:
         """The worker with the least backlog that can start the request soon; None if there is none."""
         best: PrefillLoad | None = None
         best_s = 0.0
-        self.held_by_long = False
+        self.held_by_long = self.held_by_late = False
+        self._set_late_aside(now)
         for load in self.workers.values():
-            is_long = self.is_long(load, flight)
-            if not self._has_room(load, flight, is_long, now):
-                self.held_by_long = self.held_by_long or is_long
+            is_long, is_late = self.is_long(load, flight), load.will_be_late(flight, now)
+            if not self._has_room(load, flight, is_long, is_late, now):
+                self.held_by_late |= is_late
+                self.held_by_long |= is_long and not is_late
                 continue
             busy_s = load.backlog_s(now)
             if best is None or busy_s < best_s:
@@ -96,17 +102,28 @@ class PrefillCapacity:
         """Whether the prompt is long for that worker."""
         return flight.uncached_tokens > load.rate * self.horizon_s / 2
 
-    def next_long_s(self, now: float) -> float:
-        """When the next long prompt may be sent, unless a running one ends earlier; infinity: unknown."""
+    def next_change_s(self, now: float) -> float:
+        """When the next long prompt may be sent, unless a running one ends earlier, or a prompt will be late; infinity:
+        unknown."""
         full = 1 + self.helpers
-        ends = [load.long_until_s - NEARLY_DONE_S for load in self.workers.values() if len(load.long) == full]
-        return min((end_s for end_s in ends if end_s > now), default=float("inf"))
+        times_s = [
+            load.long_until_s - NEARLY_DONE_S for load in self.workers.values() if len(load.long) == full
+        ]
+        times_s += [load.late_from_s for load in self.workers.values()]
+        return min((each_s for each_s in times_s if each_s > now), default=float("inf"))
 
-    def _has_room(self, load: PrefillLoad, flight: Flight, is_long: bool, now: float) -> bool:
+    def _set_late_aside(self, now: float) -> None:
+        for load in self.workers.values():
+            load.set_late_aside(now)
+
+    def _has_room(self, load: PrefillLoad, flight: Flight, is_long: bool, is_late: bool, now: float) -> bool:
         if not load.requests:
             return True
         if load.requests >= load.slots:
             return False
+        if is_late:
+            room = load.rate * self.horizon_s * self.stretch
+            return not load.late or load.late_tokens + flight.uncached_tokens <= room
         if is_long:
             more = 1 + self.helpers - len(load.long)
             return more > 0 or (more == 0 and now >= load.long_until_s - NEARLY_DONE_S)

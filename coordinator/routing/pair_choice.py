@@ -16,7 +16,8 @@ See docs/decisions/0028-who-computes-a-prompt.md. With neutral workers "prefill"
 
 4. the answer of a prompt that the prefill worker computes is decoded where the clock has room for it: by the router's
    choice, else by the decode-leaning worker of the shortest step, else by any neutral one, the one that has computed
-   the prompt included; where nobody has room, by that one: its clock holds prompts back, not streams.
+   the prompt included; where nobody has room, by that one: its clock holds prompts back, not streams. A step takes at
+   most 1.05 of 0.9 of the TPOT target on those that lean to decode, 0.85 on others.
 
 See docs/decisions/0036-who-moves-leanings.md.
 """
@@ -33,6 +34,9 @@ MARGIN = 0.9
 """Share of the time that is left, and of a stream's target, that plans use."""
 ROOM_SHARE = 0.85
 """Of what plans use of a stream's target: as long may a step be that takes one more stream in."""
+FULL_SHARE = 1.05
+"""The same for a worker that leans to decode: one more stream costs it little, and the first one elsewhere takes the
+price of its steps from all prompts there."""
 MIX_SHARE = 0.72
 """The same for a decode worker that is to compute a prompt: prompts make its streams last longer, so that more of them
 meet there, and those that join while the prompt waits take the rest of the time."""
@@ -132,7 +136,8 @@ class StreamPlace:
         """Whether its streams and one more keep their targets, as far as is known."""
         if self.step_s is None or self.tpot_s is None:
             return True
-        return self.step_s <= ROOM_SHARE * MARGIN * self.tpot_s
+        share = FULL_SHARE if self.leans_here else ROOM_SHARE
+        return self.step_s <= share * MARGIN * self.tpot_s
 
 
 def pressure_on_streams(step_s: float | None, tpot_s: float | None) -> float:

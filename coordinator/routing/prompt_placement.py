@@ -184,14 +184,14 @@ class PromptPlacement:
 
     def _streams(self, worker: Worker, promised: int | None = None) -> tuple[int, int]:
         """Streams of a worker and their tokens of context. Those on their way are promised their time already: so many,
-        None for all. The batch of a neutral worker has prompts whose answers others decode, too: only its streams
-        count."""
+        None for all; of requests in flight only those with a first token are streams. The batch of a neutral worker has
+        prompts whose answers others decode, too: only its streams count."""
         load = self._loads.decode[worker.key]
         promised = self._book.promised(worker.key) if promised is None else promised
         reported = load.report.streams if load.report.HasField("streams") else load.report.running_requests
-        streams = max(len(load.flights), reported + max(load.sent_requests, promised))
+        streams = max(load.computed + promised, reported + max(load.sent_requests, promised))
         if not worker.neutral or not load.report.HasField("streams"):
-            streams = max(streams, load.batch_requests, load.requests)
+            streams = max(streams, load.batch_requests, load.computed + load.other_requests)
         return streams, load.held_blocks * worker.block_size_tokens
 
     def _decodes(self, pair: Pair, decode: Worker, asked: _Asked) -> list[Worker]:

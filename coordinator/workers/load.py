@@ -37,6 +37,8 @@ class Flight:
     max_output: int
     tpot_slo_s: float | None = None
     """The target of its time per output token."""
+    due_s: float = float("inf")
+    """When its first token is due; infinity: it has no target."""
     sent: int = 0
     """Output tokens so far."""
     computed: bool = False
@@ -87,10 +89,16 @@ class PrefillLoad(_Load):
     """Waiting prompt tokens of other coordinators."""
     short: dict[Flight, None] = field(default_factory=dict)
     long: dict[Flight, None] = field(default_factory=dict)
+    late: dict[Flight, None] = field(default_factory=dict)
+    """Those that cannot be in time, where the worker orders prompts: it serves them after all that can."""
+    orders_prompts: bool = False
     short_tokens: float = 0.0
+    late_tokens: float = 0.0
     prompt_tokens: int = 0
     long_until_s: float = 0.0
     """When the last long prompt is predicted to finish if nothing else runs beside it."""
+    late_from_s: float = float("inf")
+    """When the first of the others will be late, at the earliest."""
     _others_seen: float = 0.0
 
     @property
@@ -111,7 +119,7 @@ class PrefillLoad(_Load):
     @property
     def requests(self) -> int:
         """Number of requests in flight that have no first token yet."""
-        return len(self.short) + len(self.long)
+        return len(self.short) + len(self.long) + len(self.late)
 
     def backlog_s(self, now: float) -> float:
         """Seconds of work ahead of a new request."""
@@ -127,6 +135,11 @@ class PrefillLoad(_Load):
     def add_flight(self, flight: Flight, is_long: bool, now: float, helpers: int = 0) -> None:
         """Counts a request as in flight. So many others (`helpers`) compute long prompts in its place."""
         self.prompt_tokens += flight.prompt_tokens
+        if self.will_be_late(flight, now):
+            self._add_late(flight)
+            return
+        if self.orders_prompts:
+            self.late_from_s = min(self.late_from_s, self._begin_by_s(flight))
         if is_long:
             begin_s = max(now, self.long_until_s) if self.long else now
             self.long[flight] = None
@@ -135,16 +148,47 @@ class PrefillLoad(_Load):
             self.short[flight] = None
             self.short_tokens += flight.uncached_tokens
 
+    def will_be_late(self, flight: Flight, now: float) -> bool:
+        """Whether a prompt could not be in time if its worker began with it now, and goes last there."""
+        return self.orders_prompts and now >= self._begin_by_s(flight)
+
+    def set_late_aside(self, now: float) -> None:
+        """Keeps those that cannot be in time any more apart from those that newcomers wait for."""
+        if now < self.late_from_s:
+            return
+        self.late_from_s = float("inf")
+        for flight in [*self.short, *self.long]:
+            if self.will_be_late(flight, now):
+                self._remove_timely(flight)
+                self._add_late(flight)
+            else:
+                self.late_from_s = min(self.late_from_s, self._begin_by_s(flight))
+
     def remove_flight(self, flight: Flight) -> None:
         """Removes a request whose prompt has been computed or is no longer wanted. Unknown requests are ignored."""
+        if flight in self.late:
+            del self.late[flight]
+            self.late_tokens = self.late_tokens - flight.uncached_tokens if self.late else 0.0
+        elif not self._remove_timely(flight):
+            return
+        self.prompt_tokens -= flight.prompt_tokens
+
+    def _begin_by_s(self, flight: Flight) -> float:
+        return flight.due_s - flight.uncached_tokens / self.rate
+
+    def _add_late(self, flight: Flight) -> None:
+        self.late[flight] = None
+        self.late_tokens += flight.uncached_tokens
+
+    def _remove_timely(self, flight: Flight) -> bool:
         if flight in self.short:
             del self.short[flight]
             self.short_tokens = self.short_tokens - flight.uncached_tokens if self.short else 0.0
         elif flight in self.long:
             del self.long[flight]
         else:
-            return
-        self.prompt_tokens -= flight.prompt_tokens
+            return False
+        return True
 
 
 @dataclass(eq=False, slots=True)

@@ -71,7 +71,7 @@ class LoadLedger:
         """Adds a boot that has registered, with nothing in flight."""
         key, slots = worker.key, worker.max_running_requests
         if worker.computes_prompts:
-            self.prefill[key] = PrefillLoad(key, slots)
+            self.prefill[key] = PrefillLoad(key, slots, orders_prompts=worker.paces_prompts)
         if worker.decodes:
             self.decode[key] = DecodeLoad(key, slots, block_size=worker.block_size_tokens)
         self._log_change(key)

@@ -24,6 +24,8 @@ _LEAST_CHUNK_S = 0.02
 """A tighter target makes chunks no shorter than this: each step has a price of its own."""
 _KEPT = 2.0
 """Prompts that have this multiple of the least target to spare let those behind go first."""
+_ANSWER_TOKENS = 0
+"""Answers with fewer tokens after the first may miss their target."""
 _SHARE_OF_LATE_STREAMS = 0.5
 """What prompts get beside streams that decoding alone cannot keep in time; see `TokenClock.due_s`."""
 
@@ -120,7 +122,7 @@ class PromptPacing:
         self.separate = separate
         self.active = False
         """Whether there was a request with targets. Until then nothing needs to be asked or told."""
-        self.clock = TokenClock()
+        self.clock = TokenClock(_ANSWER_TOKENS)
         self.window = TriageWindow()
         self.late: frozenset[Sequence] = frozenset()
         """Prompts that the latest triage found late."""
@@ -214,7 +216,8 @@ class PromptPacing:
             self._turn.of(None)
             return None
         # What a second's worth of prompts takes beside the streams, on lent cores too.
-        second_s = 1 / (self._share(decodes) * self.meter.lent.value)
+        lent = self.meter.lent.value
+        second_s = 1 / (self._share(decodes) * lent)
         chunk_s = self._chunk_s
         turns: list[tuple[Sequence, Sequence]] = []
         ahead_s, oldest, self._urgent_s = 0.0, None, math.inf
@@ -229,7 +232,8 @@ class PromptPacing:
                 turns += ((each, each) for each in prompts)
             else:
                 jobs = [Job(each, works_s[each], each.first_due_s - now, each.arrival) for each in prompts]
-                least_s = _least_ttft_s(each for each in prompts if each.due_after_s >= _alone_s(fit, each))
+                able = [each for each in prompts if each.due_after_s >= _alone_s(fit, each) / lent]
+                least_s = min((each.due_after_s for each in able), default=math.inf)
                 found = triage(jobs, ahead_s, _KEPT * least_s)
                 self.late |= found.late
                 self._urgent_s = min(self._urgent_s, least_s)
@@ -328,10 +332,6 @@ def _work_s(fit: PromptFit, sequence: Sequence, chunk_s: float) -> float:
 def _alone_s(fit: PromptFit, sequence: Sequence) -> float:
     """Seconds that the whole prompt takes at least, in one chunk."""
     return fit.chunk_s(len(sequence.tokens) - sequence.expected_cached, sequence.expected_cached)
-
-
-def _least_ttft_s(prompts: Iterable[Sequence]) -> float:
-    return min((sequence.due_after_s for sequence in prompts), default=math.inf)
 
 
 def _first_itself(

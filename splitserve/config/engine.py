@@ -104,9 +104,9 @@ class EngineConfig(Settings):
     decode-only steps, if there is a C++ compiler and the processor has AVX-512 BF16; otherwise torch does."""
     core_exchange: Path | None = None
     """A file that workers on one host share, in a folder of their own; made where there is none. On cpu, with own
-    kernels, a worker that rests, or whose streams are all ahead of their TPOT targets, lends its cores to neighbours
-    that compute prompts, and has them back within an operation of its neighbour's. Each worker must be pinned to cores
-    of its own (`splitserve up` does that, and has a file of its own by default: `lend_cores`)."""
+    kernels, a worker that rests lends its cores to neighbours, one whose streams are all ahead of their TPOT targets
+    rests for those that compute prompts, and either has them back within an operation of its neighbour's. Each worker
+    is pinned to cores of its own (`splitserve up` does that, and has a file of its own by default: `lend_cores`)."""
     contiguous_kv_bytes: Annotated[int, Field(ge=0), Option(formerly="dense_rows_bytes")] | None = None
     """Memory for contiguous copies of decoding sequences' KV, on cpu, in addition to the KV blocks. Sequences that do
     not fit decode more slowly. Default: a quarter of the KV blocks' memory; 0: none. Allocated on demand. Formerly

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from autoscaler.simulation.cluster.replica import EventQueue, SimulatedReplica, SimulatedRequest
+from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster.routed_workers import MODEL, REPORT_S, RoutedWorkers
+from autoscaler.simulation.cluster_settings import ClusterSettings
 from coordinator.admission.entry import NOTHING_HELD, Entry, Held
 from coordinator.admission.model_admission import ModelAdmission
 from coordinator.request.caller import ANYONE
 from coordinator.workers.snapshot import WorkerKey
+from engine.pacing.token_clock import ServiceTargets
 from splitserve.config.coordinator import AdmissionConfig, CoordinatorConfig
 
 TIMEOUT_S: float = CoordinatorConfig.model_fields["request_timeout_s"].default
@@ -28,23 +30,27 @@ RequestEvent = Callable[[SimulatedRequest, float], None]
 class AdmittedRequests:
     """Requests between arrival and end. Calls `begin` for each one that is admitted, `refuse` for the others.
 
-    `lent` says whether decode workers compute prompts, too; `on_demand` whether the first ones of a pool are started
-    when requests wait for them.
+    Each has the cluster's targets, or else the settings' one for its first token. `lent` says whether decode workers
+    compute prompts, too.
     """
 
     def __init__(
         self,
         settings: AdmissionConfig,
+        cluster: ClusterSettings,
         workers: RoutedWorkers,
         events: EventQueue,
         begin: RequestEvent,
         refuse: RequestEvent,
         lent: Callable[[], bool],
-        on_demand: bool = False,
     ) -> None:
         self._admission, self._settings = ModelAdmission(settings, workers.loads), settings
+        self._admission.bounds_prefill = not cluster.colocated
+        self._admission.decodes_anywhere = cluster.hybrid
+        self._targets = cluster.targets or ServiceTargets(ttft_s=settings.ttft_slo_s)
+        self._on_demand = cluster.on_demand
         self._workers, self._events = workers, events
-        self._begin, self._refuse, self._lent, self._on_demand = begin, refuse, lent, on_demand
+        self._begin, self._refuse, self._lent = begin, refuse, lent
         self._entries: dict[SimulatedRequest, Entry] = {}
         self._requests: dict[Entry, SimulatedRequest] = {}
         self._wakes_s = _NEVER
@@ -76,12 +82,11 @@ class AdmittedRequests:
             self._admit(request, now_s)
         self._plan_next(now_s)
 
-    def routed(self, request: SimulatedRequest, now_s: float) -> None:
-        """The request was sent to its workers."""
-        prefill, decode = self._key(request.prefill), self._key(request.decode)
-        entry = self._entries[request]
-        if prefill is not None:
-            self._admission.routed(entry, prefill, decode, now_s)
+    def routed(
+        self, request: SimulatedRequest, prefill: WorkerKey, decode: WorkerKey | None, now_s: float
+    ) -> None:
+        """The request was sent to this pair, whoever of both computes its prompt."""
+        self._admission.routed(self._entries[request], prefill, decode, now_s)
 
     def first_token(self, request: SimulatedRequest, now_s: float) -> None:
         """The prompt has been computed."""
@@ -145,11 +150,8 @@ class AdmittedRequests:
                 if tokens > entry.sent:
                     self._admission.sent(entry, tokens - entry.sent, now_s)
 
-    def _key(self, replica: SimulatedReplica | None) -> WorkerKey | None:
-        return None if replica is None else self._workers.key_of(replica.name)
-
     def _entry(self, request: SimulatedRequest, now_s: float) -> Entry:
-        estimate, ttft_s = self._workers.estimate(request, now_s), self._settings.ttft_slo_s
+        estimate, targets = self._workers.estimate(request, now_s), self._targets
         return Entry(
             request_id="",
             tenant=ANYONE.tenant,
@@ -163,6 +165,7 @@ class AdmittedRequests:
             needs_decode=request.output_tokens > 1,
             arrived_s=now_s,
             deadline_s=now_s + TIMEOUT_S,
-            due_s=_NEVER if ttft_s is None else now_s + ttft_s,
-            ttft_slo_s=ttft_s if self._settings.on_late == "refuse" else None,
+            tpot_slo_s=targets.tpot_s,
+            due_s=_NEVER if targets.ttft_s is None else request.arrival_s + targets.ttft_s,
+            ttft_slo_s=self._settings.ttft_slo_s if self._settings.on_late == "refuse" else None,
         )

@@ -56,12 +56,12 @@ class Cluster:
         self.notices, self.resumed = 0, 0
         """Replicas whose machines were to be taken away, and requests that went on elsewhere."""
         targets = settings.targets if settings.hybrid else None
-        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets)
+        self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets, settings.steps)
         self._neutral: list[NeutralReplica] = []
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
-            parts = events, self._send, self._refuse, self._lends, settings.on_demand
-            self._admitted = AdmittedRequests(settings.admission, self._routed, *parts)
+            parts = self._routed, events, self._send, self._refuse, self._lends
+            self._admitted = AdmittedRequests(settings.admission, settings, *parts)
         self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
         self.lending = False
         self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
@@ -170,14 +170,14 @@ class Cluster:
             self._events.at(now_s + wait_s, lambda at_s: self._give_up(request, at_s))
 
     def _route(self, request: SimulatedRequest, now_s: float) -> bool:
-        pair = self._routed.choose(request, now_s, self.lending)
-        if pair is None:
+        routed = self._routed.choose(request, now_s, self.lending)
+        if routed is None:
             return False
-        request.prefill, request.decode = prefill, decode = pair
+        request.prefill, request.decode = prefill, decode = routed.replicas
         self._under_way[request] = None
         if self._admitted is not None:
-            self._admitted.routed(request, now_s)
-        for replica in pair:
+            self._admitted.routed(request, *routed.keys, now_s)
+        for replica in routed.replicas:
             if replica is not None:
                 replica.assigned += 1
         if decode is not None:

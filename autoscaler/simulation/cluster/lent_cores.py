@@ -1,4 +1,5 @@
-"""Cores that replicas of one simulated host lend each other while they rest, for chunks of prompts (decision 34).
+"""Cores that replicas of one simulated host lend each other while they rest, for chunks of prompts (decision 34) and
+decode steps (decision 65).
 
 Who rests, and until when, the engine's own `StepLending` decides; here is what its neighbours make of it. Cores come
 and go at once: what an operation of the kernels lasts, some milliseconds, is left out.
@@ -7,8 +8,12 @@ and go at once: what an operation of the kernels lasts, some milliseconds, is le
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from autoscaler.simulation.cluster.replica import EventQueue
+
+Borrows = Literal["wanted", "idle"]
+"""Cores that a step can use: of all neighbours, who may rest for its sake, or of those that rest anyway."""
 
 
 class LentCores:
@@ -25,13 +30,15 @@ class LentCores:
         self._slots.append(CoreSlot(self, is_up))
         return self._slots[-1]
 
-    def borrow(self, borrower: CoreSlot) -> list[CoreSlot]:
-        """All others that are up and that nobody else has borrowed."""
+    def borrow(self, borrower: CoreSlot, wanted: bool) -> list[CoreSlot]:
+        """All others that are up and that nobody else has borrowed; unless they are `wanted`, only those that rest."""
         lent = [
-            each for each in self._slots if each is not borrower and each.borrower is None and each.is_up()
+            each
+            for each in self._slots
+            if each is not borrower and each.borrower is None and each.is_up() and (wanted or each.rests)
         ]
         for each in lent:
-            each.borrower = borrower
+            each.borrower, each.wanted = borrower, wanted
         return lent
 
     def time_of(self, lenders: int) -> float:
@@ -47,9 +54,11 @@ class CoreSlot:
         self._cores = cores
         self.is_up = is_up
         self.borrower: CoreSlot | None = None
+        self.wanted = False
+        """Whether the borrower would have the owner rest."""
+        self.rests = True
         self.uses = 0
         """Changes while others compute here."""
-        self._rests = True
         self._lent: list[CoreSlot] = []
         self._left_s = self._whole_s = self._helped_s = 0.0
         """Of the present step, in seconds of its time alone: what is left, all, and that of each lender's part."""
@@ -66,24 +75,26 @@ class CoreSlot:
 
     def demand(self) -> int | None:
         """See `ModelRunner.demand`."""
-        if self.borrower is None:
+        if self.borrower is None or not self.wanted:
             return None
-        self.uses += self._rests
+        self.uses += self.rests
         return self.uses
 
     def rest(self, now_s: float) -> None:
         """The replica has nothing to do until its next step."""
-        self._rests = True
+        self.rests = True
         if self.borrower is not None:
             self.borrower.look(now_s)
 
-    def compute(self, now_s: float, alone_s: float, borrows: bool, ended: Callable[[float], None]) -> None:
-        """Begins a step that takes `alone_s` seconds alone; calls `ended` with the time. `borrows`: it is a chunk that
-        others can help with."""
-        self._rests = False
+    def compute(
+        self, now_s: float, alone_s: float, borrows: Borrows | None, ended: Callable[[float], None]
+    ) -> None:
+        """Begins a step that takes `alone_s` seconds alone; calls `ended` with the time. `borrows`: whose cores it can
+        use."""
+        self.rests = False
         if self.borrower is not None:
             self.borrower.look(now_s)
-        self._lent = self._cores.borrow(self) if borrows else []
+        self._lent = self._cores.borrow(self, borrows == "wanted") if borrows else []
         self._left_s = self._whole_s = alone_s
         self._helped_s, self._since_s, self._ended = 0.0, now_s, ended
         self._plan(now_s)
@@ -96,7 +107,7 @@ class CoreSlot:
         self._plan(now_s)
 
     def _plan(self, now_s: float) -> None:
-        self._lenders = sum(each._rests for each in self._lent)
+        self._lenders = sum(each.rests for each in self._lent)
         self._number += 1
         number = self._number
 

@@ -10,6 +10,7 @@ import dataclasses
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from autoscaler.simulation.cluster.neutral_replicas import SimulatedLeanings
 from autoscaler.simulation.cluster.replica import (
@@ -47,7 +48,15 @@ _OUTPUT_MEMORY = 64
 """Number of recent answers, approximately, that the expected output length averages over."""
 _GOLDEN = 0.618
 
-Replicas = tuple[PrefillReplica | None, DecodeReplica | None]
+
+class RoutedRequest(NamedTuple):
+    """Where a request goes."""
+
+    replicas: tuple[PrefillReplica | None, DecodeReplica | None]
+    """Who computes its prompt for others, and who decodes. No decode replica for answers of one token, and no prefill
+    replica where decode computes the prompt itself."""
+    keys: tuple[WorkerKey, WorkerKey | None]
+    """The pair, also where decode computes the prompt itself."""
 
 
 class RoutedWorkers:
@@ -63,10 +72,11 @@ class RoutedWorkers:
         router: Router | None = None,
         colocated: bool = False,
         hybrid: ServiceTargets | None = None,
+        orders_prompts: bool = True,
     ) -> None:
         """`colocated`: decode replicas compute all prompts. `hybrid`: requests have these targets, and the pair
-        policy says who computes their prompts."""
-        self._engine = engine
+        policy says who computes their prompts. `orders_prompts`: replicas serve those first that can be in time."""
+        self._engine, self._orders_prompts = engine, orders_prompts
         self._colocated = colocated
         self._router = PrefixRouter() if router is None else router
         self.loads = LoadLedger()
@@ -139,12 +149,9 @@ class RoutedWorkers:
         if (expected := self._expected.pop(request, None)) is not None:
             expected.withdraw()
 
-    def choose(self, request: SimulatedRequest, now_s: float, lending: bool) -> Replicas | None:
-        """Chooses a pair of replicas for a request; None while a pool has no replica in rotation.
-
-        The pair has no decode replica for answers of one token, and no prefill replica where decode computes the
-        prompt itself (with `lending`, or colocated).
-        """
+    def choose(self, request: SimulatedRequest, now_s: float, lending: bool) -> RoutedRequest | None:
+        """Chooses a pair of replicas for a request; None while a pool has no replica in rotation. `lending`: decode
+        computes short prompts."""
         self._turn += 1
         self._meter.count_arrival(now_s)
         self.take_reports(now_s)
@@ -170,7 +177,7 @@ class RoutedWorkers:
         prefill = self._prefill[pair.prefill.worker_id]
         if pair.decode is None:
             self.loads.count_prompt(pair.prefill.key, uncached_tokens)
-            return prefill, None
+            return RoutedRequest((prefill, None), (pair.prefill.key, None))
         expected = self.loads.expect(pair.prefill.key, uncached_tokens)
         if expected is not None:
             self._expected[request] = expected
@@ -185,8 +192,8 @@ class RoutedWorkers:
         if is_local:
             if expected is not None:
                 self._expected.pop(request).withdraw()
-            return None, decode
-        return prefill, decode
+            return RoutedRequest((None, decode), (pair.prefill.key, pair.decode.key))
+        return RoutedRequest((prefill, decode), (pair.prefill.key, pair.decode.key))
 
     def _placed(
         self, pair: Pair, routing_request: RoutingRequest, request: SimulatedRequest, now_s: float
@@ -239,10 +246,6 @@ class RoutedWorkers:
         """When the next report is due, as far as known; infinity: never."""
         return self._due[0][0] if self._due else float("inf")
 
-    def key_of(self, name: str) -> WorkerKey:
-        """The key of a replica that has not ended."""
-        return self._workers[name].key
-
     def estimate(self, request: SimulatedRequest, now_s: float) -> RequestEstimate:
         """The estimate for a request that arrives now, as `coordinator.request.estimates` makes it."""
         hits = self._index.hits(request.block_ids, now_s) if request.block_ids else NO_HITS
@@ -283,7 +286,7 @@ class RoutedWorkers:
             reported=True,
             output_open=True,
             block_bytes=self._block_tokens(replica.name) * self._engine.kv_bytes_per_token,
-            paces_prompts=True,
+            paces_prompts=self._orders_prompts,
             host_id="simulated",
             neutral=replica.name in self.leanings.first,
         )

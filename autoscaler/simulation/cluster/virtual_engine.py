@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autoscaler.simulation.cluster.lent_cores import CoreSlot
+from autoscaler.simulation.cluster.lent_cores import Borrows, CoreSlot
 from autoscaler.simulation.cluster.replica import EventQueue
 from autoscaler.simulation.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
@@ -83,7 +83,7 @@ class VirtualEngine:
             self._look_later()
             return
         self._stepping, self._began_s = True, now_s
-        self._runner.took_s, self._runner.borrows = 0.0, False
+        self._runner.took_s, self._runner.borrows = 0.0, None
         self.core.begin_step()
         if self._slot is None:
             self._events.at(now_s + self._runner.took_s, self._end)
@@ -120,8 +120,8 @@ class VirtualRunner(ModelRunner):
         self._model, self._slot, self._clock = model, slot, clock
         self.took_s = 0.0
         """Of the steps begun since this was last set to 0, seconds, on the replica's own cores."""
-        self.borrows = False
-        """Whether neighbours' cores are of use to the latest step."""
+        self.borrows: Borrows | None = None
+        """What the latest step can use of neighbours' cores."""
         self.facts = ModelFacts(model.context_tokens, VOCABULARY_SIZE, frozenset())
         self.layout = KvLayout("virtual", "uint8", KV_BLOCK_TOKENS, 1, 1, 1)
 
@@ -146,7 +146,10 @@ class VirtualRunner(ModelRunner):
             [(each.num_computed, each.num_computed + each.num_new) for each in batch if not _decodes(each)],
             [each.num_computed + 1 for each in batch if _decodes(each)],
         )
-        self.borrows = len(batch) == 1 and batch[0].num_new >= MIN_LENT_TOKENS
+        if all(_decodes(each) for each in batch):
+            self.borrows = "idle"
+        elif len(batch) == 1 and batch[0].num_new >= MIN_LENT_TOKENS:
+            self.borrows = "wanted"
         sampled: list[SampledToken | None] = [SampledToken(TOKEN) if each.sample else None for each in batch]
         return lambda: sampled
 

@@ -36,6 +36,8 @@ _CORES = 4
 USES = 192
 """Offset of a counter of 32 bits of what a borrower computes on the cores; in a cache line of its own."""
 FILE_BYTES = MAX_SLOTS * SLOT_BYTES
+_BORROWED, _WANTED = MAX_SLOTS, 2 * MAX_SLOTS
+"""Offsets of the locks of those who compute on a slot's cores, and who would have their owner rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +102,27 @@ class CoreExchange:
         """This worker wants its cores for itself."""
         self._memory[self._at(_RESTS)] = 0
 
-    def borrow(self) -> BorrowedCores:
-        """The cores of all neighbours that live and that nobody else has borrowed. End it by `give_back`."""
+    def borrow(self, wanted: bool = True) -> BorrowedCores:
+        """The cores of all neighbours that live and that nobody else has borrowed; unless they are `wanted`, so that
+        their owners may rest between steps, only of those that rest now. End it by `give_back`."""
+        if not wanted and 1 not in self._memory[_RESTS::SLOT_BYTES]:
+            return NOTHING
         cores: list[int] = []
         addresses: list[int] = []
         counts: list[int] = []
         slots: list[int] = []
         taken = {*self._own}
         for slot in range(MAX_SLOTS):
-            if slot == self._slot:
+            if slot == self._slot or not (wanted or self._memory[slot * SLOT_BYTES + _RESTS]):
                 continue
             theirs = self._cores_of(slot)
             # A slot without an owner is what a worker left that was killed: a new one may have its cores.
             if not theirs or not taken.isdisjoint(theirs) or not self._is_locked(slot):
                 continue
-            if not self._lock(MAX_SLOTS + slot):
+            if not self._lock(_BORROWED + slot):
                 continue
+            if wanted:
+                self._lock(_WANTED + slot)
             taken.update(theirs)
             cores += theirs
             addresses.append(self._address + slot * SLOT_BYTES + _RESTS)
@@ -128,11 +135,12 @@ class CoreExchange:
     def give_back(self, borrowed: BorrowedCores) -> None:
         """Ends a `borrow`."""
         for slot in borrowed.slots:
-            self._set_lock(fcntl.F_UNLCK, MAX_SLOTS + slot)
+            self._set_lock(fcntl.F_UNLCK, _WANTED + slot)
+            self._set_lock(fcntl.F_UNLCK, _BORROWED + slot)
 
     def demand(self) -> int | None:
-        """None unless a neighbour has borrowed this worker's cores; then a number that changes while they compute."""
-        if not self._is_locked(MAX_SLOTS + self._slot):
+        """None unless a neighbour wants this worker's cores; then a number that changes while they compute."""
+        if not self._is_locked(_WANTED + self._slot):
             return None
         (uses,) = struct.unpack_from("<I", self._memory, self._at(USES))
         return int(uses)

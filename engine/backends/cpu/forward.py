@@ -60,10 +60,11 @@ class CpuForward(Forward):
         order = [index for index, sequence in enumerate(batch) if sequence.sample]
         logits = None
         if all(sequence.num_new == 1 for sequence in batch):
-            logits = self.decode_graphs.logits(batch)
+            logits = self._captured(self.decode_graphs, batch, wanted=False)
         elif len(batch) == 1 and self.decode_graphs.graphs:
             # A decode graph exists, so this model can be captured: the first one was compared with it.
-            logits = self._chunk_logits(batch)
+            is_long = batch[0].num_new >= MIN_LENT_TOKENS
+            logits = self._captured(self.prefill_graphs, batch, wanted=True if is_long else None)
         if logits is None:
             return self._run_uncaptured(batch)
         return self._step_logits(logits if len(order) == len(batch) else logits[order], order)
@@ -93,17 +94,23 @@ class CpuForward(Forward):
             self._exchange.close()
             self._exchange = None
 
-    def _chunk_logits(self, batch: Sequence[ScheduledSequence]) -> torch.Tensor | None:
-        """Of one chunk, with the cores of neighbours while these rest."""
+    def _captured(
+        self,
+        graphs: CpuDecodeGraphs | CpuPrefillGraphs,
+        batch: Sequence[ScheduledSequence],
+        wanted: bool | None,
+    ) -> torch.Tensor | None:
+        """Of a batch that may have a graph, with the cores of neighbours while these rest: `wanted` ones, or those that
+        rest anyway; None: with its own."""
         exchange, kernels = self._exchange, self._kernels
-        if exchange is None or batch[0].num_new < MIN_LENT_TOKENS or not (lent := exchange.borrow()).cores:
-            return self.prefill_graphs.logits(batch)
+        if exchange is None or wanted is None or not (lent := exchange.borrow(wanted)).cores:
+            return graphs.logits(batch)
         try:
             if not kernels.use(lent):
                 log_event("engine.core_exchange_off", why="this process may not run on its neighbours' cores")
                 self._exchange = None
-                return self.prefill_graphs.logits(batch)
-            logits = self.prefill_graphs.logits(batch)
+                return graphs.logits(batch)
+            logits = graphs.logits(batch)
             self.speedup = 1.0 + kernels.ops_lent / (max(1, kernels.ops_run) * kernels.threads)
             return logits
         finally:

@@ -104,13 +104,38 @@ def test_an_owner_learns_that_its_cores_are_wanted_while_a_chunk_is_computed(
     assert used[-1] > used[0] + len(used) / 4
 
 
-def test_short_chunks_and_decode_steps_stay_at_home(runner: TorchRunner, neighbour: CoreExchange) -> None:
+def test_short_chunks_stay_at_home(runner: TorchRunner, neighbour: CoreExchange) -> None:
     neighbour.rest()
     step(runner, MIN_LENT_TOKENS - 1)
     step(runner, MIN_LENT_TOKENS - 1)
     assert runner.speedup == 1
-    step(runner, 1, decode=True)
+
+
+def test_a_decode_step_uses_cores_that_rest_anyway(runner: TorchRunner, neighbour: CoreExchange) -> None:
+    alone = step(runner, 1, decode=True)
     assert runner.speedup == 1
+    neighbour.rest()
+    seen: list[int | None] = []
+    computing(runner, lambda at: seen.append(neighbour.demand()))
+    assert torch.equal(step(runner, 1, decode=True), alone)
+    assert runner.speedup == 2
+    assert seen
+    assert set(seen) == {None}  # nobody is to rest for it
+    neighbour.work()
+    assert torch.equal(step(runner, 1, decode=True), alone)
+    assert runner.speedup == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_decode_step_gives_cores_back_at_any_time(
+    runner: TorchRunner, neighbour: CoreExchange, seed: int
+) -> None:
+    alone = step(runner, 1, decode=True)
+    neighbour.rest()
+    pick = random.Random(seed)
+    computing(runner, lambda at: pick.choice((neighbour.rest, neighbour.work, lambda: None))())
+    assert torch.equal(step(runner, 1, decode=True), alone)
+    assert 1 < runner.speedup < 2
 
 
 class Interrupted(CpuKernels):

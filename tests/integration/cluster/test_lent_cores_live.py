@@ -41,12 +41,12 @@ FITTED = 16
 """Decode steps after which the worker knows what one takes."""
 
 
-def lent_steps(cluster: Cluster, name: str) -> float:
+def lent_steps(cluster: Cluster, name: str, kind: str = "prefill") -> float:
     port = cluster.members[name].wait_event("metrics.ready")["port"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     (family,) = (each for each in families if each.name == "splitserve_steps_with_lent_cores")
-    return sum(sample.value for sample in family.samples if sample.labels.get("kind") == "prefill")
+    return sum(sample.value for sample in family.samples if sample.labels.get("kind") == kind)
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core has nobody to lend to")
@@ -96,6 +96,8 @@ async def test_answers_are_the_same_with_the_neighbour_s_core(
             assert (times[-1] - times[0]) / (len(times) - 1) < TPOT_MS / 1e3
             assert await asyncio.gather(*map(ask, prompts)) == lent
             assert lent_steps(cluster, "decode-0") == 0
+            # Its steps were computed on the prefill worker's core, too, while that had no prompt.
+            assert lent_steps(cluster, "decode-0", "decode") > 0
         await cluster.assert_no_leaks()
 
 
@@ -121,11 +123,12 @@ def shared_files(process: subprocess.Popen[str]) -> list[Path]:
     return [file for file in folder.iterdir() if "splitserve-cores" in os.readlink(file)]
 
 
-def uses(file: Path) -> list[int]:
-    """What others have computed on the cores of each worker, since it started."""
+def uses(file: Path) -> dict[int, int]:
+    """What others have computed on the cores of each worker, since it started, by the first of these."""
     content = file.read_bytes()
     slots = [content[begin : begin + SLOT_BYTES] for begin in range(0, len(content), SLOT_BYTES)]
-    return [struct.unpack_from("<I", slot, USES)[0] for slot in slots if any(slot)]
+    first = {slot: struct.unpack_from("<H", slot, 6)[0] for slot in slots if any(slot)}
+    return {core: struct.unpack_from("<I", slot, USES)[0] for slot, core in first.items()}
 
 
 def worker_of(process: subprocess.Popen[str], name: str) -> psutil.Process | None:
@@ -157,22 +160,23 @@ async def test_up_lends_by_default_and_again_after_a_worker_was_killed(
 
             for prompt in prompts:  # the first of a size is captured, not replayed
                 await ask(prompt)
-            before = sum(uses(file))
+            decode = worker_of(process, "decode-0")
+            assert decode is not None
+            core = min(decode.cpu_affinity())
+            before = uses(file)[core]
             lent = [await ask(prompt) for prompt in prompts]
-            assert sum(uses(file)) > before
+            assert uses(file)[core] > before
             # Beside a stream without a target the decode worker keeps its core.
             stream = Reading(client, tokens[:40], max_tokens=900, ignore_eos=True)
             await stream.got(2)
-            before = sum(uses(file))
+            before = uses(file)[core]
             assert [await ask(prompt) for prompt in prompts] == lent
-            assert sum(uses(file)) == before
-            killed = worker_of(process, "decode-0")
-            assert killed is not None
-            killed.kill()  # with a stream, and maybe lending
+            assert uses(file)[core] == before
+            decode.kill()  # with a stream, and maybe lending
             await stream.leave()
             deadline = time.monotonic() + PATIENCE_S
             answers: list[tuple[int, ...]] = []
-            while not answers or sum(uses(file)) == 0:  # the slot of the next one is new
+            while not answers or uses(file).get(core, 0) == 0:  # the slot of the next one is new
                 assert time.monotonic() < deadline
                 with suppress(UnavailableError):  # until it is back
                     answers = [await ask(prompt) for prompt in prompts]
@@ -180,7 +184,7 @@ async def test_up_lends_by_default_and_again_after_a_worker_was_killed(
                 await asyncio.sleep(0.05)
             again = worker_of(process, "decode-0")
             assert again is not None
-            assert again.pid != killed.pid
+            assert again.pid != decode.pid
             while held := held_resources(await client.server_info()):
                 assert time.monotonic() < deadline, f"leaked: {held}"
                 await asyncio.sleep(0.05)

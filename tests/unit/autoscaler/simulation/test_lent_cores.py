@@ -73,18 +73,18 @@ def test_a_chunk_takes_what_is_said_beside_one_that_rests_and_less_beside_more()
     for lenders, time in ((0, 1.0), (1, 0.53), (3, 0.06 + 0.94 / 4)):
         events, (mine, *_) = slots(1 + lenders)
         ends: list[float] = []
-        mine.compute(0.0, 1.0, True, ends.append)
+        mine.compute(0.0, 1.0, "wanted", ends.append)
         assert drain(events) == ends[0] == pytest.approx(time)
         assert mine.speedup == pytest.approx(1 + lenders)
 
 
 def test_cores_come_and_go_within_a_chunk() -> None:
     events, (mine, other) = slots(2)
-    other.compute(0.0, 0.2, False, other.rest)
+    other.compute(0.0, 0.2, None, other.rest)
     ends: list[float] = []
-    mine.compute(0.0, 1.0, True, ends.append)
+    mine.compute(0.0, 1.0, "wanted", ends.append)
     assert other.demand() is not None
-    events.at(0.465, lambda now_s: other.compute(now_s, 9.0, False, lambda _: None))
+    events.at(0.465, lambda now_s: other.compute(now_s, 9.0, None, lambda _: None))
     drain(events)
     # 0.2 s alone, 0.265 s that are worth 0.5, and the rest alone again.
     assert ends == [pytest.approx(0.2 + 0.265 + 0.3)]
@@ -97,13 +97,29 @@ def test_a_core_has_one_borrower_and_one_that_is_not_up_has_none() -> None:
     cores = LentCores(events, 0.53)
     up = [True, True, False]
     first, second, down = (cores.slot(lambda number=number: up[number]) for number in range(3))  # type: ignore[misc]
-    first.compute(0.0, 1.0, True, lambda _: None)
+    first.compute(0.0, 1.0, "wanted", lambda _: None)
     assert second.borrower is first
     assert down.borrower is None
-    second.compute(0.0, 1.0, True, lambda _: None)
+    second.compute(0.0, 1.0, "wanted", lambda _: None)
     assert first.borrower is second
     drain(events)
     assert first.borrower is second.borrower is None
+
+
+def test_a_decode_step_uses_cores_that_rest_anyway() -> None:
+    events, (mine, other) = slots(2)
+    ends: list[float] = []
+    mine.compute(0.0, 1.0, "idle", ends.append)
+    assert other.demand() is None
+    events.at(0.265, lambda now_s: other.compute(now_s, 0.2, None, lambda _: None))
+    drain(events)
+    assert ends == [pytest.approx(0.265 + 0.5)]
+    # Whoever computes at its begin lends nothing.
+    other.compute(1.0, 0.1, None, other.rest)
+    mine.compute(1.0, 1.0, "idle", ends.append)
+    assert other.borrower is None
+    drain(events)
+    assert ends[1] == pytest.approx(2.0)
 
 
 def test_a_prompt_beside_an_idle_worker_takes_the_time_of_two_cores() -> None:
@@ -145,10 +161,14 @@ def test_lent_cores_are_as_good_as_one_worker_on_both() -> None:
 
 
 def test_streams_that_cannot_spare_anything_lend_nothing() -> None:
-    requests = [(0.0, 16, 150), *((1.0 + n, 512, 1) for n in range(3))]
+    requests = [(0.0, 16, 700), *((1.0 + n, 512, 1) for n in range(3))]
     tight = Slo(10.0, 14e-3)
     alone, lent = (run(requests, tight, lent=lent) for lent in (False, True))
-    assert lent.requests[0].finished_s == pytest.approx(alone.requests[0].finished_s)
+    for number in (1, 2, 3):
+        assert ttft_s(lent, number) == pytest.approx(ttft_s(alone, number))
+    assert (lent.requests[0].finished_s or 9.0) < (alone.requests[0].finished_s or 0.0), (
+        "nobody else computes"
+    )
 
 
 @settings(deadline=None, max_examples=15)

@@ -8,7 +8,8 @@ import pytest
 
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.simulation.engine_model import EngineModel
-from autoscaler.simulation.outcome import Outcome
+from autoscaler.simulation.evaluation.baselines import static_replicas
+from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
@@ -17,6 +18,7 @@ from splitserve.config.coordinator import AdmissionConfig
 
 ENGINE = EngineModel(prefill_token_s=1e-3, step_s=0.01, sequence_s=1e-3, max_step_tokens=512)
 QUEUE = AdmissionConfig()
+COUNTS: dict[PoolName, int] = {"prefill": 1, "decode": 1}
 
 
 def run(
@@ -100,3 +102,35 @@ def test_a_wait_at_the_coordinator_counts_for_the_pool_that_lacked_capacity() ->
     _, full = run(Trace("full", [*burst(30, 1000, 200).requests, *last]), engine)
     assert worst_s(full, "decode") > 5.0
     assert worst_s(full, "prefill") < 1.0
+
+
+def test_requests_have_the_targets_of_the_cluster() -> None:
+    """Lent cores, triage and rests need them: without, admission cost 3 to 9 points."""
+    requests = [TraceRequest(0.3 * n, 700 if n % 4 == 0 else 90, 30) for n in range(80)]
+    cpu = EngineModel(
+        prefill_token_s=1.33e-3, step_s=13.75e-3, sequence_s=1.1e-3, separate_steps=True, max_step_tokens=512
+    )
+    scenario = Scenario(
+        Trace("t", requests),
+        cpu,
+        Slo(1.0, 0.05),
+        initial=COUNTS,
+        prefix_cache="off",
+        steps=True,
+        hybrid=True,
+        lent_cores=True,
+    )
+    off, queue = (
+        Simulation(replace(scenario, admission=admission), static_replicas(COUNTS)).run().attainment
+        for admission in (None, QUEUE)
+    )
+    assert queue >= off - 0.03
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_nobody_waits_for_prefill_workers_where_decode_workers_compute_all_prompts(steps: bool) -> None:
+    scenario = Scenario(
+        burst(20, 400, 4), ENGINE, initial=COUNTS, admission=QUEUE, colocated=True, steps=steps
+    )
+    outcome = Simulation(scenario, static_replicas(COUNTS)).run()
+    assert all(request.held_s[0] == 0.0 for request in outcome.requests)

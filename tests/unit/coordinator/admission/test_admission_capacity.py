@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +62,7 @@ def test_long_prompts_go_one_by_one_and_leave_half_to_short_ones() -> None:
     assert not sent(capacity, entry(30_000))
     assert capacity.held_by_long
     assert [sent(capacity, entry(100)) for _ in range(6)] == [True] * 5 + [False]
-    assert capacity.next_long_s(0.0) == pytest.approx(2.95)
+    assert capacity.next_change_s(0.0) == pytest.approx(2.95)
     assert sent(capacity, entry(30_000), now=2.96)
     assert not sent(capacity, entry(30_000), now=2.97)
 
@@ -87,6 +89,48 @@ def test_short_prompts_avoid_the_worker_with_the_long_one() -> None:
     assert all(sent(capacity, one) for one in short)
     busy = next(load for load in capacity.workers.values() if load.long)
     assert not busy.short
+
+
+def ordering(count: int = 1, **changes: object) -> PrefillCapacity:
+    """Of workers that serve prompts in time before late ones."""
+    capacity = PrefillCapacity(0.1)
+    workers = (replace(worker(f"p{n}", "prefill", **changes), paces_prompts=True) for n in range(count))
+    capacity.set_workers(LoadLedger.of(workers).prefill.values())
+    return capacity
+
+
+def test_who_can_be_in_time_does_not_wait_for_those_who_cannot() -> None:
+    capacity = ordering()  # 10,000 tokens/s for 0.1 s
+    late = [entry(200, due_s=0.5) for _ in range(6)]
+    assert [sent(capacity, one) for one in late] == [True] * 5 + [False]
+    (load,) = capacity.workers.values()
+    assert capacity.next_change_s(0.0) == pytest.approx(0.48)
+    assert not sent(capacity, entry(200, due_s=9.0), now=0.4)
+    assert [sent(capacity, entry(200, due_s=9.0), now=0.5) for _ in range(6)] == [True] * 5 + [False]
+    assert (len(load.late), load.late_tokens, load.requests) == (5, 1000, 10)
+    assert load.backlog_s(0.5) == pytest.approx(0.1), "late ones are behind"
+    assert not sent(capacity, late[5], now=0.5)
+    assert (capacity.held_by_late, capacity.held_by_long) == (True, False)
+    load.remove_flight(late[0])
+    load.remove_flight(late[0])  # idempotent
+    assert sent(capacity, late[5], now=0.5)
+    for one in late[1:]:
+        load.remove_flight(one)
+    assert (len(load.late), load.late_tokens, load.prompt_tokens) == (0, 0.0, 1000)
+
+
+def test_a_long_prompt_that_is_late_keeps_no_other_from_its_place() -> None:
+    capacity = ordering()
+    assert sent(capacity, entry(5_000, due_s=0.4))  # it never can be in time
+    assert sent(capacity, entry(5_000, due_s=1.0))
+    assert not sent(capacity, entry(5_000, due_s=2.0))
+    assert sent(capacity, entry(5_000, due_s=2.0), now=0.6)
+
+
+def test_where_workers_do_not_order_prompts_late_ones_count_as_before() -> None:
+    capacity = prefill_capacity()
+    assert [sent(capacity, entry(200, due_s=0.5)) for _ in range(5)] == [True] * 5
+    assert not sent(capacity, entry(200, due_s=9.0), now=1.0)
 
 
 def test_others_work_counts_once_two_reports_show_it() -> None:

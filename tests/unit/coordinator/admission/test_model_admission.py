@@ -59,6 +59,18 @@ def test_waits_are_attributed_to_prefill_or_decode() -> None:
     assert second.marks == pytest.approx((0.5, 0.0))
 
 
+def test_late_ones_that_find_no_place_keep_nobody_in_time_from_theirs() -> None:
+    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
+    model = admission(workers, prefill_horizon_s=0.1)  # 1,000 tokens
+    late = [entry(500, due_s=0.01) for _ in range(4)]
+    assert [model.arrive(one, 0.0).started for one in late] == [True, True, False, False]
+    timely = [entry(300, due_s=60.0 + n) for n in range(3)]
+    assert [model.arrive(one, 0.0).started for one in timely] == [False] * 3
+    assert set(model.release(0.1).started) == set(timely)
+    finish(model, late[0], 0.2)
+    assert model.release(0.2).started == (late[2],)
+
+
 def test_leaving_the_queue_frees_the_place_at_once() -> None:
     model = small(slots=1, max_queued_requests=1)
     running, waiting = entry(), entry()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.routing.local_prefill import NO_LIMIT
-from coordinator.routing.pair_choice import MARGIN, ROOM_SHARE, StreamPlace, choose_stream
+from coordinator.routing.pair_choice import FULL_SHARE, MARGIN, ROOM_SHARE, StreamPlace, choose_stream
 from coordinator.routing.prompt_book import BookedPrompt, PromptBook
 from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, RoutingRequest
@@ -21,7 +21,6 @@ from splitserve.v1 import registry_pb2
 MODEL = Model("m", "m", 100_000, 100)
 NAMES = ("w0", "w1", "w2", "w3")
 TPOT_S = 0.05
-LIMIT_S = ROOM_SHARE * MARGIN * TPOT_S
 FULL = 30
 """Streams of a worker whose step has no room for one more: 20 ms and 1 ms each."""
 
@@ -75,6 +74,14 @@ def test_an_answer_is_decoded_by_the_side_that_leans_to_it_while_that_has_room()
     assert placed(worker("w0", "prefill"), worker("w1", "decode", 10)) == ("w0", "w1", 0)
 
 
+def test_that_side_is_filled_before_streams_take_time_from_prompts() -> None:
+    """A first stream takes a step's price from all prompts there, one more a thirtieth of that."""
+    most = int((FULL_SHARE * MARGIN * TPOT_S - 0.02) / 0.001)
+    assert placed(worker("w0", "prefill"), worker("w1", "decode", most - 1)) == ("w0", "w1", 0)
+    assert placed(worker("w0", "prefill"), worker("w1", "decode", most)) == ("w0", "w0", NO_LIMIT)
+    assert FULL_SHARE * MARGIN < 1, "its streams are still to be in time"
+
+
 def test_else_by_another_one_of_that_side() -> None:
     workers = (worker("w0", "prefill"), worker("w1", "decode", FULL), worker("w2", "decode", 15))
     assert placed(*workers, worker("w3", "decode", 12)) == ("w0", "w3", 0)
@@ -122,11 +129,11 @@ def test_streams_that_are_promised_count_before_they_are_reported() -> None:
     workers = (worker("w0", "prefill", 3), worker("w1", "decode", 15))
     assert placed(*workers) == ("w0", "w1", 0)
     book = PromptBook()
-    for number in range(6):
+    for number in range(12):
         book.place(str(number), ("w0", 1), BookedPrompt(1, 0, 1000.9, 0, ("w1", 1)), 1000.0)
     assert placed(*workers, book=book) == ("w0", "w0", NO_LIMIT)
     assert placed(*workers, book=book, now=1000.95) == ("w0", "w1", 0), "they are late, and come later"
-    for number in range(6):
+    for number in range(12):
         book.remove(str(number), 1000.0)
     assert book.promised(("w1", 1)) == 0
     assert placed(*workers, book=book) == ("w0", "w1", 0)
@@ -148,7 +155,8 @@ def test_a_stream_goes_where_there_is_room_and_first_to_where_it_belongs(found: 
         return
     place = found[chosen]
     assert place.has_room
-    assert place.step_s is None or place.step_s <= LIMIT_S
+    limit_s = (FULL_SHARE if place.leans_here else ROOM_SHARE) * MARGIN * TPOT_S
+    assert place.step_s is None or place.step_s <= limit_s
     if chosen and not place.leans_here:
         assert not any(other.leans_here and other.has_room for other in found)
     assert choose_stream([replace(place, tpot_s=None) for place in found]) == 0

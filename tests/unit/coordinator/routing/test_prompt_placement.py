@@ -233,7 +233,9 @@ def test_streams_on_their_way_to_a_decode_worker_count_before_it_reports_them(cl
     bench.queue(P0, 500)
     assert bench.pair(bench.request(250)).local_tokens
     for _ in range(20):
-        flight = Flight(prompt_tokens=10, uncached_tokens=10, expected_output=10, max_output=10)
+        flight = Flight(
+            prompt_tokens=10, uncached_tokens=10, expected_output=10, max_output=10, computed=True
+        )
         bench.loads.decode[quiet.key].add_flight(flight)
     assert bench.pair(bench.request(250)).local_tokens == 0
 

@@ -94,6 +94,23 @@ def test_nobody_borrows_what_is_borrowed_or_its_own(make: Make) -> None:
     assert second.borrow().cores == (0, 2)
 
 
+def test_who_wants_only_what_rests_asks_nobody_to_rest(make: Make) -> None:
+    mine, busy, idle = make(0), make(1), make(2)
+    assert mine.borrow(wanted=False) == NOTHING
+    idle.rest()
+    borrowed = mine.borrow(wanted=False)
+    assert borrowed.cores == (2,)
+    assert busy.demand() is idle.demand() is None
+    # They are taken all the same.
+    assert busy.borrow().cores == (0,)
+    mine.give_back(borrowed)
+    wanted = mine.borrow()
+    assert wanted.cores == (1, 2)
+    assert idle.demand() == 0
+    mine.give_back(wanted)
+    assert idle.demand() is None
+
+
 def test_cores_that_are_not_apart_are_not_lent(make: Make) -> None:
     mine, twin, half = make(0, 1), make(0, 1), make(1, 2)
     twin.rest()
@@ -170,7 +187,7 @@ def test_the_cores_of_an_owner_that_was_killed_are_not_borrowed(make: Make, path
         mine.give_back(borrowed)
         owner.kill()
         owner.wait()
-        assert mine.borrow() == NOTHING
+        assert mine.borrow() == mine.borrow(wanted=False) == NOTHING
 
 
 def test_nonsense_in_a_slot_lends_nothing(make: Make, path: Path) -> None:
