@@ -29,9 +29,10 @@ import psutil
 from bench.machine import report, this_machine
 from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import RoutingRequest
+from coordinator.workers.catalog import Model
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.snapshot import ChangeLog, Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.snapshot import ChangeLog, PoolName, PoolSnapshot, Worker
 from splitserve.generation.kv_blocks import NAME_BYTES
 from splitserve.runtime.process import relax_collector
 from splitserve.v1 import registry_pb2

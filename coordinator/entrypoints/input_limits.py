@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from coordinator.workers.snapshot import Model
+from coordinator.workers.catalog import Model
 
 LEAST_BYTES = 2 * 2**20
 """Always allowed: room for schemas, tools and a batch of short prompts."""

@@ -17,9 +17,10 @@ from coordinator.metrics.stats import PHASES, ModelStats, RequestStats, summed
 from coordinator.request.estimates import Estimates
 from coordinator.request.state import Stage
 from coordinator.tenants.access_control import AccessControl
+from coordinator.workers.catalog import Model
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, checked_plan
-from coordinator.workers.snapshot import Model, PoolSnapshot, Worker, WorkerKey, WorkerState
+from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey, WorkerState
 from splitserve.client.scaling_client import MAX_DEMAND_S
 from splitserve.errors import InvalidArgumentError
 from splitserve.histograms import LATENCY_BOUNDS_S

@@ -16,8 +16,8 @@ import xxhash
 
 from coordinator.request.caller import Caller
 from coordinator.request.inference_request import find_model
+from coordinator.workers.catalog import Model
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError, FailedPreconditionError, InvalidArgumentError

@@ -19,9 +19,10 @@ from coordinator.request.inference_request import InferenceRequest, resolved_sam
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.routing.local_prefill import NO_LIMIT
+from coordinator.workers.catalog import Model
 from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.logs import request_context
 from splitserve.v1 import generation_pb2

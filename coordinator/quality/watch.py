@@ -20,9 +20,10 @@ from coordinator.quality.prober import ANSWER_TOKENS, GoldenPrompt, Prober, Work
 from coordinator.quality.prompts import golden_tokens, read_prompts
 from coordinator.quality.quality_metrics import quality_metrics
 from coordinator.quality.target import Target, targets_of
+from coordinator.workers.catalog import Model
 from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import NOT_ISOLATED, Isolation, Model, PoolSnapshot, WorkerKey
+from coordinator.workers.snapshot import NOT_ISOLATED, Isolation, PoolSnapshot, WorkerKey
 from splitserve.config.coordinator import QualityConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_event, log_exception

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from coordinator.request.caller import ANYONE, Caller, RequestTargets
 from coordinator.request.request_trace import RequestTrace
-from coordinator.workers.snapshot import Model
+from coordinator.workers.catalog import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.generation.bounds import between, check_sampling, check_stop, fail, require
 from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys

@@ -4,9 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from coordinator.workers.snapshot import Model, PoolSnapshot, Worker
 from splitserve.generation.kv_blocks import Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as its workers serve it; see `ServedModel` in the protos."""
+
+    name: str
+    tokenizer_source: str
+    context_tokens: int
+    vocabulary_size: int
+    block_sizes: tuple[int, ...] = ()
+    """Tokens per KV block of its workers, each size once, the smallest first; empty: unknown."""
+    adapter: Adapter | None = None
+    """The adapter that this name stands for; None: a base model."""
+    base: str = ""
+    """Name of an adapter's base model."""
+
+    @property
+    def block_size_tokens(self) -> int:
+        """The smallest of its block sizes; 0: unknown."""
+        return self.block_sizes[0] if self.block_sizes else 0
+
+    @property
+    def base_name(self) -> str:
+        """The model whose workers serve it: an adapter's base model, else the model itself."""
+        return self.base or self.name
 
 
 class ModelCatalog:
@@ -20,11 +46,11 @@ class ModelCatalog:
         """By adapter: the name of its base model, and the content that was registered last."""
         self._changed = False
 
-    def add(self, worker: Worker) -> None:
-        """Learns a worker's adapters; the next `update` shows them."""
-        for name, adapter in worker.adapters.items():
-            if self._adapters.get(name) != (worker.model.name, adapter):
-                self._adapters[name] = worker.model.name, adapter
+    def add(self, base: str, adapters: Mapping[str, Adapter]) -> None:
+        """Learns a worker's adapters of the model `base`; the next `update` shows them."""
+        for name, adapter in adapters.items():
+            if self._adapters.get(name) != (base, adapter):
+                self._adapters[name] = base, adapter
                 self._changed = True
 
     def know(self, models: Iterable[Model]) -> None:
@@ -34,9 +60,9 @@ class ModelCatalog:
                 self._bases[model.name] = model
                 self._changed = True
 
-    def update(self, snapshot: PoolSnapshot) -> None:
+    def update(self, models: Mapping[str, Model]) -> None:
         """Learns the base models of all workers."""
-        bases = {**self._bases, **snapshot.models()}
+        bases = {**self._bases, **models}
         if bases == self._bases and not self._changed:
             return
         self._bases, self._changed = bases, False

@@ -27,7 +27,8 @@ from splitserve.logs import log_event
 from splitserve.rpc.call_stream import MAX_CARRIED_BYTES, CallStream, CarriedCall
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, Metadata
 from splitserve.rpc.status import error_from_rpc
-from splitserve.runtime.loops import LoopRunner, is_being_cancelled
+from splitserve.runtime.cancellation import is_being_cancelled
+from splitserve.runtime.loops import LoopRunner
 from splitserve.v1 import decode_pb2, prefill_pb2
 from splitserve.v1.calls_pb2_grpc import CallServiceStub
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub

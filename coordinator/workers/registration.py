@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from coordinator.workers.snapshot import NO_ADAPTERS, Model, PoolName, Worker, WorkerKey
+from coordinator.workers.catalog import Model
+from coordinator.workers.snapshot import NO_ADAPTERS, PoolName, Worker, WorkerKey
 from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.addresses import check_address
 from splitserve.config.engine import ADAPTER_NAME, MAX_ADAPTERS
@@ -39,7 +40,6 @@ MAX_MS = 1e9
 MAX_LENT_SPEEDUP = 64.0
 MAX_GB_PER_S = MAX_START_S = 1e6
 MAX_NOTICE_NS = 86_400 * 10**9
-
 MAX_REPLACED = 1024
 
 POOLS: Mapping[PoolName, registry_pb2.Pool.ValueType] = {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from coordinator.workers.catalog import ModelCatalog
+from coordinator.workers.catalog import Model, ModelCatalog
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.index import PrefixIndex
 from coordinator.workers.registration import ReplacedBoots, check_beside, checked_worker, leaning_of
@@ -23,7 +23,6 @@ from coordinator.workers.snapshot import (
     ChangeLog,
     CircuitStatus,
     Isolation,
-    Model,
     PoolName,
     PoolSnapshot,
     Worker,
@@ -119,7 +118,7 @@ class Registry:
                 worker = dataclasses.replace(worker, in_rotation=older.in_rotation)
         worker = dataclasses.replace(worker, in_rotation=self._plan.in_rotation(worker))
         self._workers = dict(sorted({**self._workers, worker.worker_id: worker}.items()))
-        self._catalog.add(worker)
+        self._catalog.add(worker.model.name, worker.adapters)
         self.loads.add(worker)
         self._joining.add(worker)
         self._endpoints[worker.key] = request.endpoint
@@ -332,7 +331,7 @@ class Registry:
     def _bump_version(self) -> None:
         self.version += 1
         self._snapshot, self._changes = None, []
-        self._catalog.update(self.snapshot())
+        self._catalog.update(self.snapshot().models())
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
         for listener in self._listeners:

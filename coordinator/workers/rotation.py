@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from coordinator.workers.catalog import Model
 from coordinator.workers.registration import checked_model
-from coordinator.workers.snapshot import Model, PoolName, Worker, WorkerKey
+from coordinator.workers.snapshot import PoolName, Worker, WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import registry_pb2, scaling_pb2
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from coordinator.workers.catalog import Model
 from splitserve.generation.kv_blocks import Adapter
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -17,32 +18,6 @@ WorkerState: TypeAlias = scaling_pb2.WorkerState.ValueType
 CircuitState = Literal["closed", "open", "half-open"]
 COUNTED_REQUESTS = 8
 """Where `Worker.total_requests` stops counting."""
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model as its workers serve it; see `ServedModel` in the protos."""
-
-    name: str
-    tokenizer_source: str
-    context_tokens: int
-    vocabulary_size: int
-    block_sizes: tuple[int, ...] = ()
-    """Tokens per KV block of its workers, each size once, the smallest first; empty: unknown."""
-    adapter: Adapter | None = None
-    """The adapter that this name stands for; None: a base model."""
-    base: str = ""
-    """Name of an adapter's base model."""
-
-    @property
-    def block_size_tokens(self) -> int:
-        """The smallest of its block sizes; 0: unknown."""
-        return self.block_sizes[0] if self.block_sizes else 0
-
-    @property
-    def base_name(self) -> str:
-        """The model whose workers serve it: an adapter's base model, else the model itself."""
-        return self.base or self.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from splitserve.errors import (
 from splitserve.logs import log_event, log_exception
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials
 from splitserve.rpc.status import error_from_rpc
-from splitserve.runtime.loops import is_being_cancelled
+from splitserve.runtime.cancellation import is_being_cancelled
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 from splitserve.v1.registry_pb2_grpc import RegistryServiceStub
 

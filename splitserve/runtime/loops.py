@@ -11,6 +11,7 @@ from prometheus_client.core import Metric
 
 from splitserve.logs import log_exception
 from splitserve.metrics import counters
+from splitserve.runtime.cancellation import is_being_cancelled
 
 FIRST_PAUSE_S = 0.1
 LAST_PAUSE_S = 30.0
@@ -60,9 +61,3 @@ class LoopRunner:
     def _failed(self, name: str, error: BaseException) -> None:
         self._failures[name] += 1
         log_exception("loop.failed", error, loop=name)
-
-
-def is_being_cancelled() -> bool:
-    """Whether somebody cancels the present task; else a CancelledError comes from what it awaits."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0

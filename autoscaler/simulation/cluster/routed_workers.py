@@ -32,10 +32,11 @@ from coordinator.routing.prompt_book import BookedPrompt, PromptBook
 from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, Router, RoutingRequest
 from coordinator.routing.scores import prefill_score_s
+from coordinator.workers.catalog import Model
 from coordinator.workers.load_ledger import ExpectedPrompt, LoadLedger
 from coordinator.workers.prefix_index.hits import NO_HITS
 from coordinator.workers.prefix_index.index import PrefixIndex
-from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker, WorkerKey
+from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker, WorkerKey
 from engine.pacing.token_clock import ServiceTargets
 from splitserve.v1 import registry_pb2
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from coordinator.routing.pair_selector import make_router
 from coordinator.routing.router import Pair, RoutingRequest
+from coordinator.workers.catalog import Model
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
 from splitserve.config.coordinator import Routing
 from splitserve.v1 import registry_pb2
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from coordinator.admission.entry import Entry
 from coordinator.admission.model_admission import ModelAdmission
+from coordinator.workers.catalog import Model
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
 from splitserve.config.coordinator import AdmissionConfig
 from splitserve.v1 import registry_pb2
 

@@ -16,9 +16,10 @@ from coordinator.background_tasks import BackgroundTasks
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import RequestEstimate, RequestState
+from coordinator.workers.catalog import Model
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.errors import ResourceExhaustedError, SplitserveError, UnavailableError
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
 from tests.support.cluster.registrations import registration

@@ -15,7 +15,7 @@ from coordinator.entrypoints.openai.fields import parsed
 from coordinator.entrypoints.openai.response import dumped
 from coordinator.request import json_bounds
 from coordinator.request.json_bounds import check_structure
-from coordinator.workers.snapshot import Model
+from coordinator.workers.catalog import Model
 from splitserve.errors import InvalidArgumentError
 
 TEXTS = st.text(alphabet='ab"\\[]{}:,é\n')

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from coordinator.health.breaker_registry import BreakerKey, circuit_statuses
 from coordinator.health.circuit_breaker import CircuitBreaker, failed_part
-from coordinator.workers.snapshot import CLOSED_CIRCUIT, Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.catalog import Model
+from coordinator.workers.snapshot import CLOSED_CIRCUIT, PoolName, PoolSnapshot, Worker
 from splitserve.config.coordinator import CircuitBreakerConfig
 from splitserve.errors import (
     CancelledByPeerError,

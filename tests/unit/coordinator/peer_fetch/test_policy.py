@@ -15,8 +15,9 @@ from coordinator.records.decisions import decisions_of
 from coordinator.records.request_record import AttemptFacts, RequestRecord
 from coordinator.request.candidates import FetchedPrefix
 from coordinator.request.state import AttemptReport
+from coordinator.workers.catalog import Model
 from coordinator.workers.prefix_index.hits import PrefixHits
-from coordinator.workers.snapshot import Isolation, Model, PoolSnapshot, Worker
+from coordinator.workers.snapshot import Isolation, PoolSnapshot, Worker
 from splitserve.v1 import registry_pb2
 
 MODEL = Model("m", "m", 100_000, 100)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from coordinator.quality.blame import NOBODY, Blame, Standing, blame, isolations
 from coordinator.quality.target import Target, targets_of, targets_of_round
-from coordinator.workers.snapshot import Isolation, Model, PoolName, PoolSnapshot, Worker, WorkerKey
+from coordinator.workers.catalog import Model
+from coordinator.workers.snapshot import Isolation, PoolName, PoolSnapshot, Worker, WorkerKey
 
 MODEL = Model("m", "source", context_tokens=4096, vocabulary_size=100)
 

@@ -7,8 +7,8 @@ from coordinator.records.request_record import AttemptFacts, RequestRecord
 from coordinator.request.caller import Caller
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.state import AttemptReport, RequestEstimate, RequestState
+from coordinator.workers.catalog import Model
 from coordinator.workers.registration import checked_worker
-from coordinator.workers.snapshot import Model
 from splitserve.v1 import generation_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
 

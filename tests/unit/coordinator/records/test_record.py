@@ -19,8 +19,9 @@ from coordinator.request.candidates import NO_COST, Candidate, PairCost
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import AttemptReport, RequestEstimate, RequestState, Waits
+from coordinator.workers.catalog import Model
 from coordinator.workers.registration import checked_worker
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import RecordsConfig
 from splitserve.errors import (
     DeadlineExceededError,

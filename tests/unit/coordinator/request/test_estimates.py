@@ -11,8 +11,8 @@ from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS, Estimates
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.state import RequestState
+from coordinator.workers.catalog import Model
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
 

@@ -17,7 +17,7 @@ from coordinator.request.inference_request import (
     resolved_stop,
     timeout_s,
 )
-from coordinator.workers.snapshot import Model
+from coordinator.workers.catalog import Model
 from splitserve.errors import InvalidArgumentError, NotFoundError
 from splitserve.v1 import generation_pb2, inference_pb2
 

@@ -12,8 +12,9 @@ from coordinator.health.breaker_registry import CircuitBreakerRegistry
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import TOLD_TOKENS, RequestEvents, RequestObserver
 from coordinator.request.state import RequestEstimate, RequestState, Waits
+from coordinator.workers.catalog import Model
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import CircuitBreakerConfig
 from splitserve.errors import SplitserveError, UnavailableError
 from splitserve.v1 import generation_pb2, prefill_pb2, registry_pb2

@@ -11,7 +11,7 @@ from coordinator.request.caller import ANYONE, PriorityClass, RequestTargets
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.service_targets import resolved_targets, targets_of
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.workers.snapshot import Model
+from coordinator.workers.catalog import Model
 from splitserve.config.coordinator import AdmissionConfig, OnLate
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import generation_pb2, inference_pb2

@@ -13,10 +13,11 @@ from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.routing.first_workers import FirstWorkers
 from coordinator.routing.pair_selector import PairSelector, make_router
 from coordinator.routing.router import Pair
+from coordinator.workers.catalog import Model
 from coordinator.workers.load import Flight
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import RotationPlan
-from coordinator.workers.snapshot import Model, Worker
+from coordinator.workers.snapshot import Worker
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.v1 import decode_pb2, generation_pb2, registry_pb2
 from tests.support.clients.admission_parts import load

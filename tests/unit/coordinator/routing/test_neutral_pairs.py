@@ -14,8 +14,9 @@ from coordinator.routing.pair_choice import FULL_SHARE, MARGIN, ROOM_SHARE, Stre
 from coordinator.routing.prompt_book import BookedPrompt, PromptBook
 from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, RoutingRequest
+from coordinator.workers.catalog import Model
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
 from splitserve.v1 import registry_pb2
 
 MODEL = Model("m", "m", 100_000, 100)

@@ -19,9 +19,10 @@ from coordinator.routing.baseline_routers import RoundRobinRouter
 from coordinator.routing.prefix_router import PrefixRouter
 from coordinator.routing.router import Pair, Router, RoutingRequest
 from coordinator.routing.scores import crowding, pair_cost
+from coordinator.workers.catalog import Model
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.hits import PrefixHits
-from coordinator.workers.snapshot import ChangeLog, Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.snapshot import ChangeLog, PoolName, PoolSnapshot, Worker
 from splitserve.v1 import registry_pb2
 
 MODEL = Model("m", "source", context_tokens=100_000, vocabulary_size=100, block_sizes=(16,))

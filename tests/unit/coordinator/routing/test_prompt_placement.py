@@ -17,10 +17,11 @@ from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.routing.prompt_book import PromptBook, PromptBookkeeper, due_of
 from coordinator.routing.prompt_placement import PromptPlacement
 from coordinator.routing.router import Pair, RoutingRequest
+from coordinator.workers.catalog import Model
 from coordinator.workers.load import Flight
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.prefix_index.hits import PrefixHits
-from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
 from engine.pacing.step_time_fit import PromptFit
 from splitserve.errors import UnavailableError
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2

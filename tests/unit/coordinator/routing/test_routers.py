@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from coordinator.routing.baseline_routers import LeastWaitRouter, decode_wait_s, prefill_wait_s
 from coordinator.routing.router import Pair, RoutingRequest, no_pair
+from coordinator.workers.catalog import Model
 from coordinator.workers.load_ledger import LoadLedger
-from coordinator.workers.snapshot import Model, PoolName, PoolSnapshot, Worker
+from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
 from splitserve.v1 import registry_pb2
 
 MODEL = Model("m", "source", context_tokens=4096, vocabulary_size=100)

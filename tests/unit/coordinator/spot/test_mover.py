@@ -11,8 +11,9 @@ from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestEvents
 from coordinator.request.state import RequestEstimate, RequestState
 from coordinator.spot.mover import SpotMover
+from coordinator.workers.catalog import Model
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Model, Worker, WorkerKey
+from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.config.coordinator import SpotMovesConfig
 from splitserve.errors import SplitserveError
 from splitserve.v1 import generation_pb2, registry_pb2

@@ -18,7 +18,7 @@ from coordinator.tenants.access_control import CLUSTER, QuotaAdmission
 from coordinator.tenants.policy_file import TenantPolicy, load_tenants
 from coordinator.tenants.tenants import Tenants
 from coordinator.tenants.usage import TenantUsage
-from coordinator.workers.snapshot import Model
+from coordinator.workers.catalog import Model
 from splitserve.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
 from splitserve.security.api_keys import checked_key, key_hash, new_key
 from splitserve.v1 import generation_pb2, inference_pb2
