@@ -1,4 +1,4 @@
-"""Forecasts of queueing time and TTFT, their learned bias, and retry hints. Pure."""
+"""Forecasts of queueing time and TTFT, their learned bias, and what is refused by them, with retry hints. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import zlib
 from dataclasses import dataclass
 
 from coordinator.admission.decode_capacity import DecodeCapacity
-from coordinator.admission.entry import Entry
+from coordinator.admission.entry import Entry, Refusal, RefusalReason
 from coordinator.admission.prefill_capacity import PrefillCapacity
-from coordinator.admission.queue import Ahead
+from coordinator.admission.queue import AdmissionQueue, Ahead
+from splitserve.config.coordinator import AdmissionConfig
 
 LEAST_RETRY_S = 0.1
 MOST_RETRY_S = 60.0
@@ -20,6 +21,10 @@ _NEW_SHARE = 0.05
 _FADING_SHARE = 0.005
 """How fast the bias returns to 1 without observations, per request."""
 _MOST_BIAS = 4.0
+_CAUTION = 0.85
+"""Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
+_LEAST_SLO_SHARE = 0.25
+"""A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +118,52 @@ def retry_after_s(request_id: str, wait_s: float | None, limit_s: float) -> floa
     spread = zlib.crc32(request_id.encode()) / 2**32
     hint_s *= 1 + _JITTER * (2 * spread - 1)
     return round(min(max(hint_s, LEAST_RETRY_S * (1 + spread)), MOST_RETRY_S), 3)
+
+
+def _slo_wait_s(entry: Entry, compute_s: float) -> float:
+    """Seconds that a request may wait until its prompt starts, where being late is a reason to refuse it."""
+    slo_s = entry.ttft_slo_s
+    if slo_s is None or entry.resumed:
+        return float("inf")
+    return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
+
+
+def queue_limit_s(settings: AdmissionConfig, entry: Entry, compute_s: float) -> float:
+    """Seconds that a request may stay queued; on its worker it may wait for another `prefill_horizon_s`."""
+    slo_s = _slo_wait_s(entry, compute_s)
+    return min(settings.max_queue_s, max(slo_s - settings.prefill_horizon_s, slo_s / 2))
+
+
+def refusal_of(settings: AdmissionConfig, entry: Entry, predicted: Forecast, now: float) -> Refusal | None:
+    """Why a request is refused when it comes, by what is forecast for it; None: it may wait."""
+    if predicted.wait_s is None or entry.resumed:  # a forecast ends no answer that has begun
+        return None
+    left_s = entry.deadline_s - now
+    slo_s = _CAUTION * min(settings.max_queue_s, _slo_wait_s(entry, predicted.compute_s))
+    queue_s = _CAUTION * queue_limit_s(settings, entry, predicted.compute_s)
+    if predicted.wait_s + predicted.compute_s > left_s:
+        return _too_late(
+            entry,
+            "WOULD_MISS_DEADLINE",
+            "begin",
+            predicted.wait_s,
+            max(0.0, left_s - predicted.compute_s),
+        )
+    if predicted.wait_s > slo_s:
+        return _too_late(entry, "WOULD_MISS_SLO", "begin", predicted.wait_s, slo_s)
+    if predicted.queue_s > queue_s:
+        return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", predicted.queue_s, queue_s)
+    return None
+
+
+def queue_full(queue: AdmissionQueue, entry: Entry, predicted: Forecast) -> Refusal:
+    """The refusal of a request for which the queue has no place."""
+    message = f"{queue.requests} requests with {queue.prompt_tokens} prompt tokens are waiting"
+    # Half of the wait: a client that returns to a queue with only one place free is soon refused again.
+    wait_s = None if predicted.wait_s is None else predicted.wait_s / 2
+    return Refusal(entry, "QUEUE_FULL", message, retry_after_s(entry.request_id, wait_s, 0.0))
+
+
+def _too_late(entry: Entry, reason: RefusalReason, what: str, wait_s: float, limit_s: float) -> Refusal:
+    message = f"a prompt would {what} in {wait_s:.3g} s; at most {limit_s:.3g} s are allowed"
+    return Refusal(entry, reason, message, retry_after_s(entry.request_id, wait_s, limit_s))

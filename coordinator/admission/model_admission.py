@@ -17,10 +17,18 @@ from coordinator.admission.entry import (
     Cause,
     Entry,
     Refusal,
-    RefusalReason,
     Release,
 )
-from coordinator.admission.forecast import Bias, Forecast, forecast, retry_after_s
+from coordinator.admission.forecast import (
+    Bias,
+    Forecast,
+    forecast,
+    queue_full,
+    queue_limit_s,
+    refusal_of,
+    retry_after_s,
+)
+from coordinator.admission.offer_round import OfferRound
 from coordinator.admission.prefill_capacity import PrefillCapacity
 from coordinator.admission.queue import AdmissionQueue
 from coordinator.workers.load import DecodeLoad, PrefillLoad
@@ -34,12 +42,8 @@ MAX_LOOKS = 8
 MAX_BYPASSES = 16
 """How many smaller requests may bypass one that does not fit the free KV; after that it blocks the queue."""
 _MAX_OFFERS = 256
-_CAUTION = 0.85
-"""Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
 _OVERDUE = 2.0
 """A forecast is learned from after this multiple of it, even if there is no first token yet."""
-_LEAST_SLO_SHARE = 0.25
-"""A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
 
 
 class ModelAdmission:
@@ -55,6 +59,7 @@ class ModelAdmission:
         self.awaits_workers = False
         """Whether a pool has no worker, and some are started on demand: what comes waits for them."""
         self._others_may_fit = False
+        self._round = OfferRound(self.prefill, 0.0)
         self.decodes_anywhere = False
         """Whether the pair policy gives streams to neutral workers that lean to prefill, where others have no room."""
         self.pinned_decodes = 0
@@ -91,24 +96,27 @@ class ModelAdmission:
             if self._try_start(entry, now, queued=False):
                 self._biases[False].relax()
                 return STARTED
-            self._held_since_s = now
+            self._held_since_s, self._round = now, OfferRound(self.prefill, now)
+            self._held(entry)
+        elif self._starts_past_late(entry, now):
+            return STARTED
         ahead = self.queue.ahead_of(entry, self.prefill.pace(now))
         entry.late = ahead.late
         bias = self._biases[entry.late]
         predicted = forecast(entry, ahead, self.prefill, self.decode, bias.value, now)
-        if (refusal := self._refusal(entry, predicted, now)) is not None:
+        if (refusal := refusal_of(self._settings, entry, predicted, now)) is not None:
             bias.relax()
             entry.number = GONE
             return Arrival(refused=refusal)
         evicted = self.queue.make_room(entry)
         if evicted is None:
             entry.number = GONE
-            return Arrival(refused=self._full(entry, predicted))
+            return Arrival(refused=queue_full(self.queue, entry, predicted))
         self.queue.add(entry)
         self._begin_wait(entry, predicted, now)
         for other in evicted:
             other.number = GONE
-        return Arrival(evicted=tuple(self._full(other, predicted) for other in evicted))
+        return Arrival(evicted=tuple(queue_full(self.queue, other, predicted) for other in evicted))
 
     def release(self, now: float) -> Release:
         """Takes out of the queue all requests that can start, and those that have waited too long."""
@@ -174,26 +182,32 @@ class ModelAdmission:
 
     def _next(self, now: float) -> Entry | None:
         """Starts the next entry that can start, within the bounds on bypasses and looks."""
-        least_long = float("inf")
+        round_ = self._round = OfferRound(self.prefill, now)
 
         def attempt(entry: Entry) -> Offer:
-            nonlocal least_long
-            if entry.uncached_tokens >= least_long:
-                return Offer.SKIP  # long prompts are served in order among themselves, so that none starves
-            if self._try_start(entry, now):
-                return Offer.TAKEN
-            if not self._others_may_fit:
-                return Offer.STOP
-            if self.prefill.held_by_late:
+            if round_.passes_over(entry):
                 return Offer.SKIP
-            if self.prefill.held_by_long:
-                least_long = entry.uncached_tokens
-                return Offer.SKIP
-            return Offer.MISFIT
+            return Offer.TAKEN if self._try_start(entry, now) else self._held(entry)
 
         offers = islice(self.queue.offers(self.prefill.pace(now)), _MAX_OFFERS)
         taken = offer_in_order(offers, attempt, max_bypasses=MAX_BYPASSES, max_looks=MAX_LOOKS)
         return next(taken, None)  # one at a time: serving a request changes the order
+
+    def _held(self, entry: Entry) -> Offer:
+        return self._round.hold(entry, self.held_by == "prefill", self._others_may_fit)
+
+    def _starts_past_late(self, entry: Entry, now: float) -> bool:
+        """Starts a newcomer though others wait, if these are all late, for want of a place that it does not need."""
+        if not self._round.only_late or self.prefill.is_late(entry, now):
+            return False
+        self._hold(self.held_by, now)
+        entry.marks = self._held_s["prefill"], self._held_s["decode"]
+        self.queue.add(entry)
+        if self._try_start(entry, now):
+            return True
+        self.queue.remove(entry)
+        self._round.only_late = False
+        return False
 
     def _try_start(self, entry: Entry, now: float, queued: bool = True) -> bool:
         """Starts an entry if there is capacity; otherwise sets `held_by` and `_others_may_fit`."""
@@ -273,40 +287,8 @@ class ModelAdmission:
         entry.predicted_ttft_s = (predicted.ttft_s or 0.0) / self._biases[entry.late].value
         if predicted.ttft_s:
             heapq.heappush(self._unlearned, (now + _OVERDUE * predicted.ttft_s, entry.number, entry))
-        entry.start_by_s = now + self._queue_limit_s(entry, predicted.compute_s)
+        entry.start_by_s = now + queue_limit_s(self._settings, entry, predicted.compute_s)
         heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))
-
-    def _slo_wait_s(self, entry: Entry, compute_s: float) -> float:
-        """Seconds that a request may wait until its prompt starts, where being late is a reason to refuse it."""
-        slo_s = entry.ttft_slo_s
-        if slo_s is None or entry.resumed:
-            return float("inf")
-        return max(slo_s - compute_s, _LEAST_SLO_SHARE * slo_s)
-
-    def _queue_limit_s(self, entry: Entry, compute_s: float) -> float:
-        """Seconds that a request may stay queued; on its worker it may wait for another `prefill_horizon_s`."""
-        slo_s = self._slo_wait_s(entry, compute_s)
-        return min(self._settings.max_queue_s, max(slo_s - self._settings.prefill_horizon_s, slo_s / 2))
-
-    def _refusal(self, entry: Entry, predicted: Forecast, now: float) -> Refusal | None:
-        if predicted.wait_s is None or entry.resumed:  # a forecast ends no answer that has begun
-            return None
-        left_s = entry.deadline_s - now
-        slo_s = _CAUTION * min(self._settings.max_queue_s, self._slo_wait_s(entry, predicted.compute_s))
-        queue_s = _CAUTION * self._queue_limit_s(entry, predicted.compute_s)
-        if predicted.wait_s + predicted.compute_s > left_s:
-            return _too_late(
-                entry,
-                "WOULD_MISS_DEADLINE",
-                "begin",
-                predicted.wait_s,
-                max(0.0, left_s - predicted.compute_s),
-            )
-        if predicted.wait_s > slo_s:
-            return _too_late(entry, "WOULD_MISS_SLO", "begin", predicted.wait_s, slo_s)
-        if predicted.queue_s > queue_s:
-            return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", predicted.queue_s, queue_s)
-        return None
 
     def _learn_overdue(self, now: float) -> None:
         """Learns from those that wait much longer than was forecast: what comes first is what was in time."""
@@ -315,12 +297,6 @@ class ModelAdmission:
             if not (entry.computed or entry.learned or entry.number == GONE):
                 self._biases[entry.late].learn_at_least(entry.predicted_ttft_s, now - entry.arrived_s)
                 entry.learned = True
-
-    def _full(self, entry: Entry, predicted: Forecast) -> Refusal:
-        message = f"{self.queue.requests} requests with {self.queue.prompt_tokens} prompt tokens are waiting"
-        # Half of the wait: a client that returns to a queue with only one place free is soon refused again.
-        wait_s = None if predicted.wait_s is None else predicted.wait_s / 2
-        return Refusal(entry, "QUEUE_FULL", message, retry_after_s(entry.request_id, wait_s, 0.0))
 
     def _expired(self, now: float) -> list[Refusal]:
         refused = []
@@ -340,8 +316,3 @@ class ModelAdmission:
             hint_s = retry_after_s(entry.request_id, now - entry.arrived_s, 0.0)
             refused.append(Refusal(entry, "WAITED_TOO_LONG", message, hint_s))
         return refused
-
-
-def _too_late(entry: Entry, reason: RefusalReason, what: str, wait_s: float, limit_s: float) -> Refusal:
-    message = f"a prompt would {what} in {wait_s:.3g} s; at most {limit_s:.3g} s are allowed"
-    return Refusal(entry, reason, message, retry_after_s(entry.request_id, wait_s, limit_s))

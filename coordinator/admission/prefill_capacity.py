@@ -92,7 +92,13 @@ class PrefillCapacity:
             busy_s = load.backlog_s(now)
             if best is None or busy_s < best_s:
                 best, best_s = load, busy_s
+        if best is not None:
+            self.held_by_long = self.held_by_late = False
         return best
+
+    def is_late(self, flight: Flight, now: float) -> bool:
+        """Whether a prompt cannot be in time on any worker, where these serve such prompts last."""
+        return bool(self.workers) and all(load.will_be_late(flight, now) for load in self.workers.values())
 
     def add_flight(self, load: PrefillLoad, flight: Flight, now: float) -> None:
         """Counts a request as in flight on a worker."""
@@ -129,4 +135,5 @@ class PrefillCapacity:
             return more > 0 or (more == 0 and now >= load.long_until_s - NEARLY_DONE_S)
         horizon = load.rate * self.horizon_s * self.stretch
         room = horizon / 2 if load.long else horizon
-        return load.short_tokens + load.others + flight.uncached_tokens <= room
+        too_late = max(0.0, load.late_tokens - horizon)  # sent in time: what is late beyond its own horizon
+        return load.short_tokens + load.others + too_late + flight.uncached_tokens <= room

@@ -157,12 +157,14 @@ class PrefillLoad(_Load):
         if now < self.late_from_s:
             return
         self.late_from_s = float("inf")
+        begun = next(iter(self.long or self.short), None)  # what the worker computes, most likely
         for flight in [*self.short, *self.long]:
-            if self.will_be_late(flight, now):
+            late_s = flight.due_s if flight is begun else self._begin_by_s(flight)
+            if now >= late_s:
                 self._remove_timely(flight)
                 self._add_late(flight)
             else:
-                self.late_from_s = min(self.late_from_s, self._begin_by_s(flight))
+                self.late_from_s = min(self.late_from_s, late_s)
 
     def remove_flight(self, flight: Flight) -> None:
         """Removes a request whose prompt has been computed or is no longer wanted. Unknown requests are ignored."""

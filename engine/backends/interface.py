@@ -58,6 +58,10 @@ class Forward(ABC):
         """See `ModelRunner.demand`."""
         return None
 
+    def is_lent(self) -> bool:
+        """See `ModelRunner.is_lent`."""
+        return False
+
     @property
     def shares_cores(self) -> bool:
         """See `ModelRunner.shares_cores`."""

@@ -231,7 +231,7 @@ class EngineCore(Engine):
     @property
     def lent(self) -> bool:
         """See `Engine`."""
-        return self._runner.demand() is not None
+        return self._runner.is_lent()
 
     def begin_step(self, computing: Callable[[float | None], None] = lambda expected_s: None) -> None:
         """See `Engine`; for the time see `StepMeter.expected_s`."""

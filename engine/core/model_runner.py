@@ -128,6 +128,10 @@ class ModelRunner(ABC):
         long as one does so."""
         return None
 
+    def is_lent(self) -> bool:
+        """Whether a neighbour computes on this worker's cores, or would as soon as it rests."""
+        return False
+
     @property
     def can_give_up_kv(self) -> bool:
         """Whether `give_up_kv` works here."""

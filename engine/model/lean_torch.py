@@ -34,6 +34,8 @@ DEFERRED: dict[str, tuple[str, ...]] = {
     "torch.onnx": (),
     "torch.testing": (),
 }
+GENERATORS = "torch._prims.rng_prims"
+"""`torch.Generator()` raises until this is imported, which the compiler's modules do otherwise."""
 FOR_CUDA = ("cuda.bindings", "pynvml")
 """What torch asks for, and does without where it is missing. A build without CUDA never uses it."""
 _COMPILING = (META, "torch.distributed._meta_registrations")
@@ -64,6 +66,7 @@ def _import() -> None:
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
     try:
         importlib.import_module("torch")
+        importlib.import_module(GENERATORS)
     finally:
         for name in absent:
             del sys.modules[name]

@@ -181,6 +181,10 @@ class TorchRunner(ModelRunner):
         """See `ModelRunner.demand`."""
         return self._forward.demand()
 
+    def is_lent(self) -> bool:
+        """See `ModelRunner.is_lent`."""
+        return self._forward.is_lent()
+
     def close(self) -> None:
         """Releases the pool and the weights."""
         self._forward.close()

@@ -46,7 +46,7 @@ class AdmittedRequests:
     ) -> None:
         self._admission, self._settings = ModelAdmission(settings, workers.loads), settings
         self._admission.bounds_prefill = not cluster.colocated
-        self._admission.decodes_anywhere = cluster.hybrid
+        self._admission.decodes_anywhere = self._hybrid = cluster.hybrid
         self._targets = cluster.targets or ServiceTargets(ttft_s=settings.ttft_slo_s)
         self._on_demand = cluster.on_demand
         self._workers, self._events = workers, events
@@ -102,7 +102,8 @@ class AdmittedRequests:
 
     def _set_help(self) -> None:
         lent = self._lent()
-        self._admission.prefill.set_help(self._admission.pinned_decodes, float(lent), lent)
+        share = 1.0 if lent or self._hybrid else 0.0  # all have targets here, or none
+        self._admission.prefill.set_help(self._admission.pinned_decodes, share, lent)
 
     def _release(self, now_s: float) -> None:
         if self._admission.queue.requests:

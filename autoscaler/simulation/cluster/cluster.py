@@ -60,7 +60,7 @@ class Cluster:
         self._neutral: list[NeutralReplica] = []
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
-            parts = self._routed, events, self._send, self._refuse, self._lends
+            parts = self._routed, events, self._send, self._refuse, lambda: self.lending
             self._admitted = AdmittedRequests(settings.admission, settings, *parts)
         self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
         self.lending = False
@@ -154,10 +154,6 @@ class Cluster:
             self._admitted.arrive(request, now_s)
         if self.waiting_for_workers:
             self.on_waiting(now_s)
-
-    def _lends(self) -> bool:
-        """Whether decode replicas add to prefill capacity."""
-        return self.lending or self._settings.hybrid
 
     def _refuse(self, request: SimulatedRequest, now_s: float) -> None:
         request.failed = True

@@ -104,8 +104,9 @@ class CoreExchange:
 
     def borrow(self, wanted: bool = True) -> BorrowedCores:
         """The cores of all neighbours that live and that nobody else has borrowed; unless they are `wanted`, so that
-        their owners may rest between steps, only of those that rest now. End it by `give_back`."""
-        if not wanted and 1 not in self._memory[_RESTS::SLOT_BYTES]:
+        their owners may rest between steps, only where all neighbours rest now: another one that works would find them
+        taken, though it may want them for a prompt. End it by `give_back`."""
+        if not wanted and (1 not in self._memory[_RESTS::SLOT_BYTES] or not self._all_rest()):
             return NOTHING
         cores: list[int] = []
         addresses: list[int] = []
@@ -113,7 +114,7 @@ class CoreExchange:
         slots: list[int] = []
         taken = {*self._own}
         for slot in range(MAX_SLOTS):
-            if slot == self._slot or not (wanted or self._memory[slot * SLOT_BYTES + _RESTS]):
+            if slot == self._slot:
                 continue
             theirs = self._cores_of(slot)
             # A slot without an owner is what a worker left that was killed: a new one may have its cores.
@@ -137,6 +138,14 @@ class CoreExchange:
         for slot in borrowed.slots:
             self._set_lock(fcntl.F_UNLCK, _WANTED + slot)
             self._set_lock(fcntl.F_UNLCK, _BORROWED + slot)
+
+    def _all_rest(self) -> bool:
+        others = (slot for slot in range(MAX_SLOTS) if slot != self._slot and self._cores_of(slot))
+        return all(self._memory[slot * SLOT_BYTES + _RESTS] or not self._is_locked(slot) for slot in others)
+
+    def is_lent(self) -> bool:
+        """Whether a neighbour computes on this worker's cores, or will when it rests."""
+        return self._is_locked(_BORROWED + self._slot)
 
     def demand(self) -> int | None:
         """None unless a neighbour wants this worker's cores; then a number that changes while they compute."""

@@ -83,6 +83,10 @@ class CpuForward(Forward):
         """See `Forward.demand`."""
         return None if self._exchange is None else self._exchange.demand()
 
+    def is_lent(self) -> bool:
+        """See `Forward.is_lent`."""
+        return self._exchange is not None and self._exchange.is_lent()
+
     @property
     def shares_cores(self) -> bool:
         """See `Forward.shares_cores`."""

@@ -65,8 +65,11 @@ def test_late_ones_that_find_no_place_keep_nobody_in_time_from_theirs() -> None:
     late = [entry(500, due_s=0.01) for _ in range(4)]
     assert [model.arrive(one, 0.0).started for one in late] == [True, True, False, False]
     timely = [entry(300, due_s=60.0 + n) for n in range(3)]
-    assert [model.arrive(one, 0.0).started for one in timely] == [False] * 3
-    assert set(model.release(0.1).started) == set(timely)
+    assert [model.arrive(one, 0.0).started for one in timely] == [True] * 3, "at once"
+    more = entry(300, due_s=70.0)
+    assert not model.arrive(more, 0.0).started, "their horizon is full"
+    assert model.release(0.1).started == ()
+    model.ended(more)
     finish(model, late[0], 0.2)
     assert model.release(0.2).started == (late[2],)
 

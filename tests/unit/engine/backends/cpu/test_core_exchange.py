@@ -98,12 +98,17 @@ def test_who_wants_only_what_rests_asks_nobody_to_rest(make: Make) -> None:
     mine, busy, idle = make(0), make(1), make(2)
     assert mine.borrow(wanted=False) == NOTHING
     idle.rest()
+    assert mine.borrow(wanted=False) == NOTHING, "they are left to who works and may want them"
+    busy.rest()
     borrowed = mine.borrow(wanted=False)
-    assert borrowed.cores == (2,)
+    assert borrowed.cores == (1, 2)
     assert busy.demand() is idle.demand() is None
     # They are taken all the same.
+    assert busy.is_lent()
+    assert not mine.is_lent()
     assert busy.borrow().cores == (0,)
     mine.give_back(borrowed)
+    assert not idle.is_lent()
     wanted = mine.borrow()
     assert wanted.cores == (1, 2)
     assert idle.demand() == 0

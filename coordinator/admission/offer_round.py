@@ -1,0 +1,38 @@
+"""One pass over the queue: what it has held back, and who of the others is still tried. Pure."""
+
+from __future__ import annotations
+
+from coordinator.admission.entry import Entry
+from coordinator.admission.prefill_capacity import PrefillCapacity
+from splitserve.queues import Offer
+
+
+class OfferRound:
+    """A pass at time `now`, in seconds. Long prompts, and those that cannot be in time, are served in order among
+    themselves, so that none starves: once one is held, the others like it are passed over."""
+
+    def __init__(self, prefill: PrefillCapacity, now: float) -> None:
+        self._prefill, self._now = prefill, now
+        self._least_long = float("inf")
+        self._late_held = False
+        self.only_late = True
+        """Whether all that is held are prompts that cannot be in time, for want of a place among such."""
+
+    def passes_over(self, entry: Entry) -> bool:
+        """Whether an entry is not tried."""
+        if entry.uncached_tokens >= self._least_long:
+            return True
+        return self._late_held and self._prefill.is_late(entry, self._now)
+
+    def hold(self, entry: Entry, for_prefill: bool, others_may_fit: bool) -> Offer:
+        """An entry has found no place, `for_prefill` or for another reason; what that means for those behind it."""
+        if for_prefill and self._prefill.held_by_late:
+            self._late_held = True
+            return Offer.SKIP
+        self.only_late = False
+        if not others_may_fit:
+            return Offer.STOP
+        if for_prefill and self._prefill.held_by_long:
+            self._least_long = entry.uncached_tokens
+            return Offer.SKIP
+        return Offer.MISFIT
