@@ -6,6 +6,7 @@ from engine.worker.process import WorkerProcess
 from neutral_worker.composed_role import DECODE, PREFILL, ComposedRole
 from neutral_worker.neutral_connector import NeutralConnector
 from splitserve.config.worker import WorkerConfig
+from splitserve.errors import ConfigError
 from splitserve.security.tls import Role
 from splitserve.v1 import registry_pb2
 
@@ -29,7 +30,11 @@ class TradingRole(ComposedRole):
 
 
 async def serve_prefill(config: WorkerConfig) -> None:
-    """Runs a prefill worker that trades prefixes until SIGTERM or SIGINT."""
+    """Runs a prefill worker that trades prefixes until SIGTERM or SIGINT. Raises ConfigError where one request at a
+    time is allowed: a prefix on its way would hold all prompts up."""
+    if config.engine.max_running_requests < 2:
+        field = "engine.max_running_requests"
+        raise ConfigError(f"{field}: a prefill worker that takes prefixes needs at least 2", field=field)
     await WorkerProcess(config, lambda worker: TradingRole(worker, PREFILL)).run()
 
 

@@ -151,7 +151,7 @@ def _state(worker: Worker, snapshot: PoolSnapshot) -> str:
             return "sleeping"
     if worker.circuit.tripped:
         return "circuit-open"
-    if any(lane.problem for _, lane in snapshot.lanes_of(worker)):
+    if any(lane.problem for _, lane in snapshot.handoff_lanes_of(worker)):
         return "slow-lane"
     return "ready" if snapshot.is_ready(worker) else "connecting"
 

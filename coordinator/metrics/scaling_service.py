@@ -180,7 +180,9 @@ class ScalingService(ScalingServiceServicer):
 
     def _worker(self, worker: Worker, snapshot: PoolSnapshot, now: float) -> scaling_pb2.WorkerSignals:
         state, since_s = self.states.of(worker.key)
-        lanes = [lane.gb_per_second for _, lane in snapshot.lanes_of(worker) if lane.gb_per_second > 0]
+        lanes = [
+            lane.gb_per_second for _, lane in snapshot.handoff_lanes_of(worker) if lane.gb_per_second > 0
+        ]
         return scaling_pb2.WorkerSignals(
             worker_id=worker.worker_id,
             epoch=worker.epoch,

@@ -110,7 +110,14 @@ class WorkerProber:
             prefill = decode
         elif target.prefill is None and decode is not None:
             workers = self._registry.snapshot().workers
-            prefill = next((w for w in workers if decode.agent_id in w.connected_agents and w.usable), None)
+            prefill = next(
+                (
+                    w
+                    for w in workers
+                    if w.computes_prompts and decode.agent_id in w.connected_agents and w.usable
+                ),
+                None,
+            )
         if prefill is None or decode is None:
             raise UnavailableError("a worker of the target went away", reason="WORKER_LOST")
         return prefill, decode

@@ -112,6 +112,6 @@ def refused_lanes(snapshot: PoolSnapshot, model: str) -> str:
     return "; ".join(
         f"{worker.worker_id} to {peer.worker_id}: {lane.problem}"
         for worker in snapshot.serving(model, "prefill")
-        for peer, lane in snapshot.lanes_of(worker)
+        for peer, lane in snapshot.handoff_lanes_of(worker)
         if lane.refused
     )

@@ -113,6 +113,10 @@ class LoadLedger:
         """Counts a prompt that a decode worker was granted to compute itself. None for an unknown boot."""
         return self._expect(self.decode.get(key), tokens)
 
+    def expects(self, key: WorkerKey) -> bool:
+        """Whether prompts go there once decode has room."""
+        return any(load.expected_tokens > 0 for load in self._of(key))
+
     def release_expected(self, load: PrefillLoad | DecodeLoad, tokens: int) -> None:
         """Takes `tokens` off a worker's expected tokens."""
         load.expected_tokens -= tokens

@@ -58,22 +58,20 @@ class ReplacedBoots:
 
     def add(self, key: WorkerKey) -> None:
         """A boot was replaced."""
-        self._keys[key] = None
+        self._keys[key] = self._keys.pop(key, None)  # the latest last
         while len(self._keys) > MAX_REPLACED:
             del self._keys[next(iter(self._keys))]
 
     def check_takes(self, worker: Worker, registered: Worker) -> None:
-        """Checks that a worker may have the id of one that is registered.
-
-        Raises UnavailableError (WORKER_ID_TAKEN) if that one has another certificate, and FailedPreconditionError
-        (WORKER_REPLACED) if it is the one that has replaced the worker.
-        """
+        """Checks that a worker may have the id of one that is registered. Raises UnavailableError (WORKER_ID_TAKEN) if
+        that one has another certificate, FailedPreconditionError (WORKER_REPLACED) if it has replaced the worker."""
         name = worker.worker_id
         if registered.certificate != worker.certificate:
             # Retried: a renewed worker gets its id back once the registry has noticed that its earlier boot has ended.
             message = f"worker_id: {name!r} is registered with another certificate and still alive"
             raise UnavailableError(message, reason="WORKER_ID_TAKEN", field="worker_id")
         if worker.key in self._keys and registered.key != worker.key:
+            self.add(worker.key)  # it still runs, so it is not to be forgotten
             message = f"worker_id: another worker has registered as {name!r} since, from {registered.address}"
             raise FailedPreconditionError(message, reason="WORKER_REPLACED", field="worker_id")
 

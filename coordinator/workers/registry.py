@@ -183,6 +183,10 @@ class Registry:
             self._asked = dict(asked)
             self._bump_version()
 
+    def sleep_asked_of(self, worker: Worker) -> registry_pb2.SleepOrder.ValueType:
+        """See RotationPlan.sleep_order."""
+        return self.plan.sleep_order(worker, self.loads.expects(worker.key))
+
     def leaning_asked_of(self, worker: Worker) -> PoolName | None:
         """Where a worker is asked to lean; None: where it does now."""
         wanted = self._plan.leanings.get(worker.worker_id)

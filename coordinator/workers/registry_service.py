@@ -124,7 +124,7 @@ class RegistryService(RegistryServiceServicer):
             ended_agent_ids=self._registry.ended_writers_for(worker),
             resync_cache=resync_cache,
             leaning=registry_pb2.POOL_UNSPECIFIED if asked is None else POOLS[asked],
-            sleep=self._registry.plan.sleep_order(now or worker),
+            sleep=self._registry.sleep_asked_of(now or worker),
         )
 
     def _has_not_followed(self, worker: Worker) -> bool:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from coordinator.workers.catalog import Model
 from coordinator.workers.registration import checked_model
-from coordinator.workers.snapshot import PoolName, Worker, WorkerKey
+from coordinator.workers.snapshot import NOT_ISOLATED, PoolName, Worker, WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import registry_pb2, scaling_pb2
 
@@ -69,12 +69,14 @@ class RotationPlan:
         )
         return mine != theirs
 
-    def sleep_order(self, worker: Worker) -> SleepOrder:
-        """Whether the worker is to sleep. What is in rotation is to be awake, whoever put it there."""
+    def sleep_order(self, worker: Worker, expected: bool = False) -> SleepOrder:
+        """Whether the worker is to sleep. What is in rotation is to be awake, whoever put it there. `expected`: prompts
+        are under way to it, so that it is not asked to sleep yet."""
         if worker.in_rotation:
             return registry_pb2.SLEEP_ORDER_WAKE
-        if worker.worker_id in self.sleeping:
-            return registry_pb2.SLEEP_ORDER_SLEEP
+        # Who is isolated stays awake: it would wake up as another boot, of which nothing is known.
+        if worker.worker_id in self.sleeping and worker.isolation == NOT_ISOLATED:
+            return registry_pb2.SLEEP_ORDER_UNSPECIFIED if expected else registry_pb2.SLEEP_ORDER_SLEEP
         named = worker.worker_id in self.standby
         return registry_pb2.SLEEP_ORDER_WAKE if named else registry_pb2.SLEEP_ORDER_UNSPECIFIED
 

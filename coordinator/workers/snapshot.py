@@ -320,6 +320,10 @@ class PoolSnapshot:
             if has_pair(self._taking(name))
         )
 
+    def handoff_lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
+        """Its lanes to workers that decode, if it computes prompts; where prefixes are traded it has others, too."""
+        return [each for each in self.lanes_of(worker) if worker.computes_prompts and each[0].decodes]
+
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
         """A worker's lanes to the registered ones that it writes to, in order of the peers' ids."""
         lanes = {lane.agent_id: lane for lane in worker.lanes}

@@ -41,7 +41,7 @@ class HostVerdict:
 
 def pair_verdicts(workers: Iterable[inference_pb2.WorkerInfo], host: HostFacts) -> list[PairVerdict]:
     """A verdict on each pair of workers of the same model of which one writes KV to the other."""
-    known = list(workers)
+    known = [worker for worker in workers if worker.state != "sleeping"]  # it has no lanes until it wakes up
     verdicts = []
     for prefill in (worker for worker in known if worker.neutral or worker.pool == "prefill"):
         lanes = {lane.peer: lane for lane in prefill.lanes}

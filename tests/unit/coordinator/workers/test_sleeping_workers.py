@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import NO_PLAN, checked_plan
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.snapshot import Isolation, Worker
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import registry_pb2, scaling_pb2
 from tests.support.cluster.registrations import registration
@@ -62,7 +62,7 @@ class World:
         self.registry.apply_plan(checked_plan(request, now, self.registry.plan))
 
     def order(self, name: str) -> int:
-        return self.registry.plan.sleep_order(self.worker(name))
+        return self.registry.sleep_asked_of(self.worker(name))
 
     def state(self, name: str) -> str:
         state = self.registry.snapshot().state_of(self.worker(name))
@@ -76,6 +76,18 @@ def test_what_is_in_rotation_is_to_be_awake_and_what_a_plan_lets_sleep_is_not() 
     assert (world.order("p"), world.order("d")) == (WAKE, SLEEP)
     world.plan(standby=["p"], active=["d"])
     assert world.order("d") == WAKE
+
+
+def test_who_is_expected_to_compute_a_prompt_or_is_isolated_stays_awake() -> None:
+    world = World()
+    coming = world.registry.loads.expect(("p", 1), 100)
+    assert coming is not None
+    world.plan(standby=["p", "d"], sleeping=["p", "d"])
+    assert (world.order("p"), world.order("d")) == (NONE, SLEEP)
+    coming.withdraw()
+    assert world.order("p") == SLEEP
+    world.registry.set_isolations({world.worker("d").key: Isolation(worker=True)})
+    assert (world.order("p"), world.order("d")) == (SLEEP, WAKE)
 
 
 def test_without_a_plan_a_worker_that_registered_as_standby_stays_as_it_is() -> None:
