@@ -31,7 +31,7 @@ async def test_a_hundred_cancelled_prompts_leave_no_work_behind(log_dir: Path) -
         await until(cluster, lambda info: worker(info, "prefill-0").waiting_requests > 30, "they queue")
         await asyncio.gather(*(reading.leave() for reading in long))
         short = await client.generate(tokens(500, 1000), max_tokens=2)
-        assert short.timings.ttft_ms < 20_000, "not behind a tenth of that work"
+        assert short.timings.ttft_ms < 8_000, "not behind four of them"
         await cluster.assert_no_leaks()
 
 

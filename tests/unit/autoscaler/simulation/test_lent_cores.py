@@ -166,7 +166,7 @@ def test_streams_that_cannot_spare_anything_lend_nothing() -> None:
     alone, lent = (run(requests, tight, lent=lent) for lent in (False, True))
     for number in (1, 2, 3):
         assert ttft_s(lent, number) == pytest.approx(ttft_s(alone, number))
-    assert (lent.requests[0].finished_s or 9.0) < (alone.requests[0].finished_s or 0.0), (
+    assert (lent.requests[0].finished_s or float("inf")) < (alone.requests[0].finished_s or 0.0), (
         "nobody else computes"
     )
 
