@@ -125,6 +125,18 @@ def test_a_model_that_is_stuck_keeps_what_it_has_and_claims_no_more() -> None:
     assert made.view("a").granted({"decode": want(4)}).rungs == (3,), "the rest"
 
 
+def test_a_model_that_decides_seldom_is_not_stuck_for_that() -> None:
+    clock = Clock()
+    made = SharedAccount(
+        {MONEY: 4.0}, {"a": nothing, "b": nothing}, interval_s={"a": 1, "b": 60}.__getitem__, clock=clock
+    )
+    made.claim("b", {"decode": want(4)}, worth_moving=False)
+    clock.now += STALE_S + 1
+    assert made.view("a").others.keys() == {("b", "decode")}
+    clock.now += 120
+    assert made.view("a").others.keys() == {("b", "")}
+
+
 def test_before_its_first_decision_a_model_claims_the_least_that_it_needs() -> None:
     made = known(account(b=2.0), a=0)
     made.holds("b", has(0), made.generation)
@@ -135,13 +147,14 @@ def test_something_moves_only_once_it_was_worth_it_for_a_while() -> None:
     clock = Clock()
     made = known(account(clock=clock), a=4, b=0)
     assert not made.view("a").may_move
-    made.claim("b", {}, worth_moving=True)
+    made.claim("b", {"decode": want(4)}, worth_moving=True)
     clock.now += 29
     assert not made.view("a").may_move
-    made.claim("a", {}, worth_moving=False)
-    made.claim("b", {}, worth_moving=True)
+    made.claim("a", {"decode": want(4)}, worth_moving=False)
+    made.claim("b", {"decode": want(4)}, worth_moving=True)
     clock.now += 29
     assert not made.view("a").may_move, "it was not worth it in between"
+    made.claim("a", {}, worth_moving=False)
     clock.now += 1
     assert made.view("a").may_move
 
