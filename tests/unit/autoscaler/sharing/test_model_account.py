@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.actuators.actuator import ActualReplica, ReplicaKind
+from autoscaler.actuators.actuator import ORDINARY, ActualReplica, ReplicaKind
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
@@ -88,7 +88,7 @@ async def test_so_does_one_that_was_given_up() -> None:
 
     begun = asyncio.Event()
 
-    async def forever(pool: PoolName, count: int, kind: Any) -> None:
+    async def forever(pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         begun.set()
         await asyncio.get_running_loop().create_future()
 
