@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from autoscaler.sharing.shared_account import STALE_S, Holding, SharedAccount
+from autoscaler.sharing.shared_account import STALE_S, UNHEARD_S, Holding, SharedAccount
 from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
@@ -180,22 +180,41 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.account = SharedAccount({MONEY: float(self.LIMIT)}, dict.fromkeys("abc", nothing))
+        self.clock = Clock()
+        self.account = SharedAccount(
+            {MONEY: float(self.LIMIT)}, dict.fromkeys("abc", nothing), clock=self.clock
+        )
         for model in "abc":
             self.account.claim(model, {}, worth_moving=False)
         self.real = dict.fromkeys("abc", 0)
         self.asked: dict[str, tuple[int, int]] = {}
+        self.late: list[str] = []
+        """Orders that may be carried out yet, by model."""
 
-    @rule(model=MODELS, count=st.integers(1, 4), arrives=st.booleans())
-    def start(self, model: str, count: int, arrives: bool) -> None:
-        """`arrives`: else the order fails, and nobody knows whether it was carried out."""
+    @rule(model=MODELS, count=st.integers(1, 4), outcome=st.sampled_from(["arrives", "fails", "unheard"]))
+    def start(self, model: str, count: int, outcome: str) -> None:
         if model in self.asked:
             return  # a control loop does one thing at a time
         try:
             able = self.account.reserve(model, "decode", count, ONE)
         except UnavailableError:
             return
-        self.real[model] += able if arrives else 0
+        if outcome == "arrives":
+            self.real[model] += able
+        elif outcome == "unheard":
+            self.account.unheard(model, able)
+            self.late += [model] * able
+
+    @rule()
+    def arrive_late(self) -> None:
+        if self.late:
+            self.real[self.late.pop()] += 1
+
+    @rule()
+    def pass_time(self) -> None:
+        """No order and no list is on its way for so long."""
+        self.clock.now += UNHEARD_S
+        self.late, self.asked = [], {}
 
     @rule(model=MODELS)
     def ask(self, model: str) -> None:
@@ -215,7 +234,7 @@ class AnyOrder(RuleBasedStateMachine):
     def take_over(self) -> None:
         """Another has acted meanwhile, within the same limit."""
         self.account.forget()
-        room = self.LIMIT - sum(self.real.values())
+        room = self.LIMIT - sum(self.real.values()) - len(self.late)
         self.real["a"] += max(0, room - 1)
 
     @invariant()
