@@ -185,6 +185,7 @@ class AnyOrder(RuleBasedStateMachine):
             {MONEY: float(self.LIMIT)}, dict.fromkeys("abc", nothing), clock=self.clock
         )
         for model in "abc":
+            self.account.holds(model, has(0.0), self.account.generation)
             self.account.claim(model, {}, worth_moving=False)
         self.real = dict.fromkeys("abc", 0)
         self.asked: dict[str, tuple[int, int]] = {}
@@ -225,6 +226,11 @@ class AnyOrder(RuleBasedStateMachine):
         if model in self.asked:
             generation, count = self.asked.pop(model)
             self.account.holds(model, has(float(count)), generation)
+
+    @rule(model=MODELS)
+    def look(self, model: str) -> None:
+        self.ask(model)
+        self.answer(model)
 
     @rule(model=MODELS)
     def end(self, model: str) -> None:
