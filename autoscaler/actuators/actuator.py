@@ -89,6 +89,11 @@ class Actuator(ABC):
         return None
 
     @property
+    def lists_all(self) -> bool:
+        """Whether the last list has all that exists; False while something may run that cannot be known yet."""
+        return True
+
+    @property
     def hosts(self) -> Mapping[str, bool]:
         """Whether each host answered when it was last asked; empty where there is only one."""
         return {}

@@ -69,6 +69,11 @@ class HostsActuator(Actuator):
         return sum(known) if known else None
 
     @property
+    def lists_all(self) -> bool:
+        """See Actuator."""
+        return not self._never_heard()
+
+    @property
     def hosts(self) -> Mapping[str, bool]:
         """See Actuator."""
         return {host.link.name: host.reachable for host in self._hosts}
@@ -158,14 +163,19 @@ class HostsActuator(Actuator):
         return next(host for host in reachable if host.link.name == chosen)
 
     def _refuse_while_unknown(self) -> None:
-        waited_s = self._clock() - self._began_s
-        never = [host.link.name for host in self._hosts if host.answered_s is None]
-        if never and waited_s <= self._unknown_s:
+        if never := self._never_heard():
+            waited_s = self._clock() - self._began_s
             message = (
                 f"host {', '.join(never)} has not answered since the autoscaler began: what runs there is not known, "
                 f"and nothing is started until it answers, or for another {self._unknown_s - waited_s:.0f} s"
             )
             raise UnavailableError(message, reason="HOST_UNKNOWN")
+
+    def _never_heard(self) -> list[str]:
+        """Hosts that have not answered since this began, while they may yet."""
+        if self._clock() - self._began_s > self._unknown_s:
+            return []
+        return [host.link.name for host in self._hosts if host.answered_s is None]
 
     def _is_given_up(self, host: HostWatch, now_s: float) -> bool:
         since_s = self._began_s if host.answered_s is None else host.answered_s

@@ -10,15 +10,15 @@ from autoscaler.plan import Proposals, joint_plan
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.sharing.shared_view import GpuShare
 from autoscaler.sharing.shares import GPUS, Claim, Rung
-from autoscaler.snapshot import PoolName, Snapshot
+from autoscaler.snapshot import LEAVING, PoolName, Snapshot
 
 
 def gpu_claims(policy: ScalingPolicy, snapshot: Snapshot, proposals: Proposals) -> dict[PoolName, Claim]:
     """The claims of both pools, for all that they want without a budget for several models; none without a limit on
     GPUs that is shared."""
     shared = snapshot.shared
-    if shared is None or GPUS not in shared.limits:
-        return {}
+    if shared is None or GPUS not in shared.limits or any(pool.classes for pool in policy.pools.values()):
+        return {}  # units are no GPUs
     wanted = joint_plan(
         policy, replace(snapshot, gpu_inventory=None), proposals.prefill, proposals.decode, False
     )
@@ -37,8 +37,9 @@ def gpu_share(policy: ScalingPolicy, snapshot: Snapshot, claims: Mapping[PoolNam
     mine = sum(claim.rungs[at].uses[GPUS] for claim, at in zip(claims.values(), got.rungs, strict=True))
     live = sum(shared.live.get((shared.model, name), {}).get(GPUS, 0.0) for name in policy.pools)
     gpus = min(mine + got.left[GPUS], live + shared.free(GPUS))
+    others = sum(pool.gpus_per_replica * _others(name, snapshot) for name, pool in policy.pools.items())
     return GpuShare(
-        int(gpus + 1e-9),
+        int(gpus + 1e-9) + others,
         f", of {shared.limits[GPUS]:g} for all models ({shared.who(GPUS)})",
         got.worth_moving,
     )
@@ -52,8 +53,16 @@ def _claim(name: PoolName, pool: AnyPool, snapshot: Snapshot, proposals: Proposa
     served = [min(1.0, count / proposal.need) if proposal.need > 0 else 1.0 for count in counts]
     shares = expected_shares(name, pool, snapshot, counts) or served
     rungs = zip(counts, shares, served, strict=True)
-    each = pool.gpus_per_replica
+    each, others = pool.gpus_per_replica, _others(name, snapshot)
     return Claim(
-        tuple(Rung(float(count), {GPUS: float(count * each)}, kept, part) for count, kept, part in rungs),
+        tuple(
+            Rung(float(count), {GPUS: float(max(0, count - others) * each)}, kept, part)
+            for count, kept, part in rungs
+        ),
         weight_of(snapshot),
     )
+
+
+def _others(name: PoolName, snapshot: Snapshot) -> int:
+    """Replicas that the actuator does not have: they run on GPUs of others."""
+    return sum(not one.ours and one.state not in LEAVING for one in snapshot.pool(name).replicas)

@@ -11,7 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, ReplicaKind, counted
+from autoscaler.actuators.actuator import (
+    ORDINARY,
+    ActualReplica,
+    Actuator,
+    ReplicaKind,
+    counted,
+    where_they_lean,
+)
 from autoscaler.classes.class_plan import gpus_of
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
@@ -19,7 +26,10 @@ from autoscaler.sharing.shared_account import Holding, SharedAccount
 from autoscaler.sharing.shared_view import summed
 from autoscaler.sharing.shares import GPUS, MONEY, Uses, of_class
 from autoscaler.snapshot import LEAVING, POOLS, PoolName, Replica, Snapshot
-from splitserve.errors import UnavailableError
+from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
+
+HEARD = frozenset({"DOCKER", "CHANGED_MEANWHILE", "HOST_UNKNOWN"})
+"""Reasons of an UnavailableError by which an order was certainly not carried out."""
 
 
 def uses_of(rules: ScalingPolicy, pool: PoolName, replica_class: str) -> dict[str, float]:
@@ -29,6 +39,8 @@ def uses_of(rules: ScalingPolicy, pool: PoolName, replica_class: str) -> dict[st
     if settings.classes:
         kind = settings.class_named(replica_class)
         uses |= {MONEY: kind.price_per_hour, of_class(kind.name): 1.0}
+        if replica_class:  # also where the policy has it no more: the machine is what it is
+            uses[of_class(replica_class)] = 1.0
     return uses
 
 
@@ -39,6 +51,9 @@ class ModelAccount:
         self.account, self.model, self._rules = account, model, rules
         self._listed: Sequence[ActualReplica] | None = None
         self._seen: Mapping[str, Replica] = {}
+        self._leanings: Mapping[str, PoolName] = {}
+        self._last_uses: dict[tuple[PoolName, str], Uses] = {}
+        """By pool and class, of what exists."""
 
     def deciding(self, decide: Decide) -> Decide:
         """The same decider, which sees the account, and whose claims the account gets."""
@@ -58,44 +73,65 @@ class ModelAccount:
         self.account.holds(self.model, self._holding(), generation)
 
     def uses_of(self, pool: PoolName, replica_class: str) -> Uses:
-        """What one replica takes by the policy that is in force."""
-        return uses_of(self._rules(), pool, replica_class)
+        """What one replica takes by the policy that is in force; of a class that it has no more, what it took last."""
+        rules = self._rules()
+        uses = uses_of(rules, pool, replica_class)
+        if any(one.name == replica_class for one in rules.pools[pool].classes):
+            return uses
+        return self._last_uses.get((pool, replica_class), uses)
 
     def _see(self, snapshot: Snapshot) -> None:
         """Workers say themselves of which class they are, and that they are leaving."""
         there = (*snapshot.prefill.replicas, *snapshot.decode.replicas)
         self._seen = {one.name: one for one in there if one.registered}
+        self._leanings = snapshot.leanings
         if self._listed is not None:
             self.account.corrected(self.model, self._holding())
 
     def _holding(self) -> Holding:
         used: list[Uses] = []
         live: dict[str, list[Uses]] = defaultdict(list)
-        for one in counted(self._listed or (), self._seen.keys()):
+        last: dict[tuple[PoolName, str], Uses] = {}
+        for one in where_they_lean(counted(self._listed or (), self._seen.keys()), self._leanings):
             known = self._seen.get(one.name)
             kind = one.replica_class or (known.replica_class if known is not None else "")
             uses = self.uses_of(one.pool, kind)
             used.append(uses)
+            if kind:
+                last[one.pool, kind] = uses
             if not one.stopping and (known is None or known.state not in LEAVING):
                 live[one.pool].append(uses)
+        self._last_uses = last
         return Holding(summed(used), {pool: summed(live[pool]) for pool in POOLS})
 
 
 class AccountedActuator(Actuator):
     """Another actuator, which starts nothing that the account has no room for."""
 
-    def __init__(self, inner: Actuator, account: ModelAccount, starting: asyncio.Lock) -> None:
+    def __init__(
+        self,
+        inner: Actuator,
+        account: ModelAccount,
+        starting: asyncio.Lock,
+        may_act: Callable[[], bool] = lambda: True,
+    ) -> None:
         """`starting` is common to the actuators of all models: two that chose a place at the same moment would choose
-        the same."""
-        self._inner, self._account, self._starting = inner, account, starting
+        the same. `may_act`: whether the lease is still held, once it is one's turn."""
+        self._inner, self._account, self._starting, self._may_act = inner, account, starting, may_act
         self.proves_end = inner.proves_end
 
     async def replicas(self) -> tuple[ActualReplica, ...]:
         """See Actuator."""
         generation = self._account.account.generation
         found = await self._inner.replicas()
-        self._account.listed(found, generation)
+        if self._inner.lists_all:
+            self._account.listed(found, generation)
         return found
+
+    @property
+    def lists_all(self) -> bool:
+        """See Actuator."""
+        return self._inner.lists_all
 
     @property
     def gpu_inventory(self) -> int | None:
@@ -109,12 +145,21 @@ class AccountedActuator(Actuator):
 
     async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         """See Actuator. Raises UnavailableError (SHARED_BUDGET, SHARED_UNKNOWN) where the account has no room for all
-        of them; those that it has room for stay ordered."""
+        of them; those that it has room for stay ordered. Raises FailedPreconditionError (STALE_LEASE) where another
+        may act meanwhile."""
         async with self._starting:
+            if not self._may_act():
+                message = f"{pool}: the lease has ended while others were being started"
+                raise FailedPreconditionError(message, reason="STALE_LEASE")
             each = self._account.uses_of(pool, kind.replica_class)
             able = self._account.account.reserve(self._account.model, pool, count, each)
-            # What has been refused is no more on the account once the next list says so.
-            await self._inner.start(pool, able, kind)
+            try:
+                # What has been refused is no more on the account once the next list says so.
+                await self._inner.start(pool, able, kind)
+            except (asyncio.CancelledError, DeadlineExceededError, UnavailableError) as error:
+                if not isinstance(error, UnavailableError) or error.reason not in HEARD:
+                    self._account.account.unheard(self._account.model, able)
+                raise
         if able < count:
             message = f"budget: {able} of {count} {pool} replicas had room beside what other models have"
             raise UnavailableError(message, reason="SHARED_BUDGET")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -70,6 +71,13 @@ class SharedModels(Settings):
         money = {} if self.budget_per_hour is None else {MONEY: self.budget_per_hour}
         gpus = {} if self.gpu_budget is None else {GPUS: float(self.gpu_budget)}
         return money | gpus | {of_class(name): float(most) for name, most in self.class_limits.items()}
+
+
+@dataclass(slots=True)
+class ModelsInForce:
+    """The file as it was taken last."""
+
+    value: SharedModels
 
 
 def load_models(path: Path) -> SharedModels:
@@ -148,12 +156,14 @@ def check_same_models(before: SharedModels, after: SharedModels) -> None:
         raise _broken("models", "are others than at the start: that needs a restart")
 
 
-def check_workloads(workloads: Mapping[str, tuple[str, str]]) -> None:
+def check_workloads(workloads: Mapping[str, tuple[str, str]], classes: Sequence[str] = ()) -> None:
     """Raises ConfigError where two models, or two pools, have one workload on Kubernetes: two hands on one count fight.
-    `workloads`: of prefill and decode, by model."""
-    counts = Counter(workload for pair in workloads.values() for workload in pair)
-    for model, pair in workloads.items():
-        if twice := [workload for workload in pair if counts[workload] > 1]:
+    `workloads`: of prefill and decode, by model; with `classes` each has one more for each of them."""
+    endings = ("", *(f"-{name}" for name in classes))
+    names = {model: [one + ending for one in pair for ending in endings] for model, pair in workloads.items()}
+    counts = Counter(workload for own in names.values() for workload in own)
+    for model, own in names.items():
+        if twice := [workload for workload in own if counts[workload] > 1]:
             message = (
                 f"must have workloads of their own, and {twice[0]} of {model} is another's too: give each "
                 "prefill_workload and decode_workload"

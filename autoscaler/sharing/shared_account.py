@@ -18,7 +18,10 @@ from autoscaler.sharing.shares import GPUS, Claim, Rung, Uses
 from splitserve.errors import UnavailableError
 
 STALE_S = 60.0
-"""A model that has not decided for so long claims what it has, and no more."""
+"""A model that has not decided for so long, or for `STALE_INTERVALS` of its own, claims what it has, and no more."""
+STALE_INTERVALS = 3
+UNHEARD_S = 60.0
+"""An order of which nobody knows whether it is carried out counts for so long, whatever is listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +35,34 @@ class Holding:
 
 
 @dataclass(slots=True)
+class _Order:
+    pool: str
+    uses: Uses
+    counts_until_s: float = -math.inf
+    """Until then a list does not end it."""
+
+
+@dataclass(slots=True)
 class _Entry:
     least: Callable[[], Uses]
     """What it must be able to have before it has decided."""
     holding: Holding | None = None
     """None: not known yet."""
-    ordered: list[tuple[str, Uses]] = field(default_factory=list)
-    """By pool: not on a list yet."""
+    ordered: list[_Order] = field(default_factory=list)
+    """Not on a list yet, or of unknown outcome."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
     claimed_s: float = -math.inf
 
     @property
     def used(self) -> dict[str, float]:
         here = [] if self.holding is None else [self.holding.used]
-        return summed([*here, *(uses for _, uses in self.ordered)])
+        return summed([*here, *(order.uses for order in self.ordered)])
 
     def live(self) -> dict[str, Uses]:
         """By pool."""
         here = {} if self.holding is None else dict(self.holding.live)
-        for pool, uses in self.ordered:
-            here[pool] = summed([here.get(pool, {}), uses])
+        for order in self.ordered:
+            here[order.pool] = summed([here.get(order.pool, {}), order.uses])
         return here
 
 
@@ -64,14 +75,15 @@ class SharedAccount:
         least: Mapping[str, Callable[[], Uses]],
         *,
         move_after_s: float = 0.0,
+        interval_s: Callable[[str], float] = lambda _model: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`least`: by model, what it must be able to have before its first decision. What others have is taken only
-        once that was worth it for `move_after_s`."""
+        once that was worth it for `move_after_s`. `interval_s`: how often a model decides."""
         self.limits = dict(limits)
         self.move_after_s = move_after_s
         self._entries = {model: _Entry(one) for model, one in sorted(least.items())}
-        self._clock, self._began_s = clock, clock()
+        self._clock, self._began_s, self._interval_s = clock, clock(), interval_s
         self._moving_since_s: float | None = None
         self._generation = 0
 
@@ -83,11 +95,11 @@ class SharedAccount:
     @property
     def unknown(self) -> list[str]:
         """Models of which it is not known what they have or, for a while, what they want."""
-        waits = self._clock() - self._began_s < STALE_S
+        waited_s = self._clock() - self._began_s
         return [
             model
             for model, entry in self._entries.items()
-            if entry.holding is None or (waits and entry.claimed_s == -math.inf)
+            if entry.holding is None or (entry.claimed_s == -math.inf and waited_s < self._stale_s(model))
         ]
 
     @property
@@ -104,8 +116,9 @@ class SharedAccount:
     def holds(self, model: str, holding: Holding, generation: int) -> None:
         """A list that was begun in this generation, after the model's last order had been answered."""
         if generation == self._generation:
-            entry = self._entries[model]
-            entry.holding, entry.ordered = holding, []
+            entry, now_s = self._entries[model], self._clock()
+            entry.holding = holding
+            entry.ordered = [order for order in entry.ordered if order.counts_until_s > now_s]
 
     def corrected(self, model: str, holding: Holding) -> None:
         """The same list, better understood. What was ordered since stays."""
@@ -117,6 +130,8 @@ class SharedAccount:
         """What a decision of the model wants."""
         entry, now_s = self._entries[model], self._clock()
         entry.claims, entry.claimed_s = {str(pool): one for pool, one in claims.items()}, now_s
+        if not claims:
+            return  # it has no part in what is shared
         if not worth_moving:
             self._moving_since_s = None
         elif self._moving_since_s is None:
@@ -140,7 +155,7 @@ class SharedAccount:
         }
         claims: dict[Pool, Claim] = {}
         for name, entry in others.items():
-            stale = now_s - entry.claimed_s > STALE_S
+            stale = now_s - entry.claimed_s > self._stale_s(name)
             own = {"": _as_it_is(entry)} if stale else entry.claims
             claims |= {(name, pool): claim for pool, claim in own.items()}
         since_s = self._moving_since_s
@@ -162,8 +177,17 @@ class SharedAccount:
                 raise UnavailableError(self._full(model, short[0], each), reason="SHARED_BUDGET")
             if short:
                 return number
-            self._entries[model].ordered.append((pool, each))
+            self._entries[model].ordered.append(_Order(pool, each))
         return count
+
+    def unheard(self, model: str, count: int) -> None:
+        """Nobody knows whether the model's last `count` orders are carried out, or will be yet."""
+        ordered, until_s = self._entries[model].ordered, self._clock() + UNHEARD_S
+        for order in ordered[len(ordered) - count :]:
+            order.counts_until_s = until_s
+
+    def _stale_s(self, model: str) -> float:
+        return max(STALE_S, STALE_INTERVALS * self._interval_s(model))
 
     def _is_short(self, name: str, amount: float) -> bool:
         used = sum(entry.used.get(name, 0.0) for entry in self._entries.values())

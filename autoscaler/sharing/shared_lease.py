@@ -17,12 +17,18 @@ class SharedLease(Lease):
         """`taken` is called whenever it was not held before: another may have acted until now."""
         super().__init__(clients, holder, "", valid_s)
         self._taken, self._renewing = taken, asyncio.Lock()
+        self._begun, self._succeeded = 0, False
 
     async def renew(self) -> bool:
-        """See Lease."""
+        """See Lease. One that began after this call, and succeeded, serves for it too."""
+        begun = self._begun
         async with self._renewing:
-            before = self.held
+            if self._begun > begun and self._succeeded and self.held:
+                return True
+            before, until_s = self.held, self._until_s
+            self._begun, self._succeeded = self._begun + 1, False
             now = await super().renew()
+            self._succeeded = self._until_s > until_s
             if now and not before:
                 self._taken()
             return now

@@ -31,6 +31,7 @@ from autoscaler.service import (
 from autoscaler.sharing.merged_plans import MergedPlans
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import (
+    ModelsInForce,
     ScaledModel,
     SharedModels,
     check_same_models,
@@ -63,6 +64,7 @@ class ModelLoops:
     account: SharedAccount
     policies: Mapping[str, PolicyFile]
     histories: Mapping[str, HistoryFile]
+    in_force: ModelsInForce
 
     @property
     def background(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
@@ -93,31 +95,37 @@ async def model_loops(
     """Connected control loops. The actuators, one a model, are not closed here.
 
     Raises ConfigError for a wrong policy, or one that does not fit the others."""
-    policies = policies_of(shared)
+    in_force = ModelsInForce(shared)
+    policies = policies_of(in_force)
     rules = {model: partial(_rules, file) for model, file in policies.items()}
     account = SharedAccount(
         shared.limits,
         {model: partial(_least, one) for model, one in rules.items()},
         move_after_s=shared.move_after_s,
+        interval_s=lambda model: interval_s or rules[model]().interval_s,
     )
     slowest_s = max(interval_s or one().interval_s for one in rules.values())
     starting, loops = asyncio.Lock(), dict[str, ControlLoop]()
     plans = MergedPlans(max(DEFAULT_VALID_S, PLAN_INTERVALS * slowest_s))
     histories = {one.name: HistoryFile(one.history_file) for one in shared.models if one.history_file}
     async with AsyncExitStack() as stack:
-        lease = None
+        lease: SharedLease | None = None
         if lease_s is not None and not dry_run and any(actuators.values()):
             made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
             clients = [await stack.enter_async_context(client) for client in made]
             lease = SharedLease(clients, holder_name(), lease_length_s(lease_s, slowest_s), account.forget)
             stack.push_async_callback(lease.release)
+
+        def may_act() -> bool:
+            return lease is None or lease.held
+
         for model, policy in policies.items():
             own, inner = ModelAccount(account, model, rules[model]), actuators[model]
             loops[model] = await stack.enter_async_context(
                 control_loop(
                     policy,
                     coordinators,
-                    None if inner is None else AccountedActuator(inner, own, starting),
+                    None if inner is None else AccountedActuator(inner, own, starting, may_act),
                     interval_s=interval_s,
                     window_s=window_s,
                     model=model,
@@ -129,20 +137,22 @@ async def model_loops(
                 )
             )
         await _first_look(loops)
-        yield ModelLoops(loops, account, policies, histories)
+        yield ModelLoops(loops, account, policies, histories, in_force)
 
 
-def policies_of(shared: SharedModels) -> dict[str, PolicyFile]:
+def policies_of(in_force: ModelsInForce) -> dict[str, PolicyFile]:
     """The policy files by model; each new version of one must fit the others. Raises ConfigError."""
     files: dict[str, PolicyFile] = {}
 
     def fits(model: str, rules: ScalingPolicy) -> None:
-        if len(files) == len(shared.models):
-            check_shared(shared, {name: file.value.rules for name, file in files.items()} | {model: rules})
+        if len(files) == len(in_force.value.models):
+            check_shared(
+                in_force.value, {name: file.value.rules for name, file in files.items()} | {model: rules}
+            )
 
-    for model in shared.models:
+    for model in in_force.value.models:
         files[model.name] = PolicyFile(model.policy, partial(fits, model.name), f"policy of {model.name}")
-    check_shared(shared, {name: file.value.rules for name, file in files.items()})
+    check_shared(in_force.value, {name: file.value.rules for name, file in files.items()})
     return files
 
 
@@ -183,13 +193,14 @@ async def serve_models(config: AutoscalerConfig) -> None:
     loops, stop = LoopRunner(), stop_signal()
     own = {model.name: _config_of(config, model) for model in shared.models}
     if config.actuator == "kubernetes":
-        check_workloads({name: (one.kubernetes.prefill, one.kubernetes.decode) for name, one in own.items()})
+        workloads = {name: (one.kubernetes.prefill, one.kubernetes.decode) for name, one in own.items()}
+        check_workloads(workloads, config.kubernetes.classes)
     async with AsyncExitStack() as stack:
-        actuators = {}
+        actuators, closing = {}, await stack.enter_async_context(AsyncExitStack())
         for name, one in own.items():
             actuators[name] = made = make_actuator(one)
             if made is not None:
-                stack.push_async_callback(made.close)
+                closing.push_async_callback(made.close)
         stack.callback(log_event, "autoscaler.stopped")
         scaled = await stack.enter_async_context(
             model_loops(
@@ -204,8 +215,10 @@ async def serve_models(config: AutoscalerConfig) -> None:
                 api_key=read_key(config.api_key_file),
             )
         )
+        # An order under way ends before the lease does: another would not see it.
+        stack.push_async_callback(closing.aclose)
         certificates = security.server_tls.file if security.server_tls else None
-        followed = FileWatcher(_followed(path, shared, scaled), certificates)
+        followed = FileWatcher(_followed(path, scaled), certificates)
         reloaded = [*(file.files for file in scaled.policies.values()), *followed.files]
         with serving_metrics(
             lambda: [
@@ -230,19 +243,16 @@ def _config_of(config: AutoscalerConfig, model: ScaledModel) -> AutoscalerConfig
     return config.model_copy(update={"model": model.name, "kubernetes": kubernetes})
 
 
-def _followed(path: Path, shared: SharedModels, scaled: ModelLoops) -> ReloadedFiles[SharedModels]:
+def _followed(path: Path, scaled: ModelLoops) -> ReloadedFiles[SharedModels]:
     """The file's limits, which are followed; its models are not."""
 
-    def load() -> SharedModels:
-        found = load_models(path)
-        check_shared(found, {model: file.value.rules for model, file in scaled.policies.items()})
-        return found
-
     def adopt(found: SharedModels) -> None:
-        check_same_models(shared, found)
+        check_shared(found, {model: file.value.rules for model, file in scaled.policies.items()})
+        check_same_models(scaled.in_force.value, found)
+        scaled.in_force.value = found
         scaled.account.limits, scaled.account.move_after_s = found.limits, found.move_after_s
 
-    files = ReloadedFiles("models", lambda: [path], load, adopt)
+    files = ReloadedFiles("models", lambda: [path], partial(load_models, path), adopt)
     files.start()
     return files
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
@@ -12,6 +14,7 @@ from pydantic_core import from_json
 from coordinator.request.json_bounds import check_structure
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import NO_BLOCK_KEYS, BlockKeys, block_keys
+from splitserve.logs import log_event
 from splitserve.models.tokenizer import Tokenizer, TooManyTokensError, Turn
 from splitserve.v1 import inference_pb2
 
@@ -47,7 +50,7 @@ class PromptTokenizers:
         self._warm: set[tuple[str, str, bool]] = set()
         """(source, prompt form, has tools) seen before: the first such request compiles a chat template."""
         for source in early:
-            self._task(source)
+            self._task(source).add_done_callback(partial(_warn_if_failed, source))
 
     async def tokenizer(self, source: str) -> Tokenizer:
         """The tokenizer of a source. Errors of loading are raised here, and the next call tries again."""
@@ -138,6 +141,12 @@ class PromptTokenizers:
         except BaseException:
             del self._loading[source]
             raise
+
+
+def _warn_if_failed(source: str, done: asyncio.Task[Tokenizer]) -> None:
+    """Nobody waits for an early load: the next request tries again."""
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log_event("tokenizer.failed", level=logging.WARNING, source=source, error=str(error))
 
 
 def _prompt_bytes(request: inference_pb2.GenerateRequest) -> bytes:

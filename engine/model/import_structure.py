@@ -26,8 +26,8 @@ MODULE = "transformers.utils.import_utils"
 FUNCTION = "create_import_structure_from_path"
 MAX_BYTES = 16 << 20
 _FORMAT = 1
-UNUSABLE = (OSError, ImportError, ValueError, TypeError, AttributeError, RecursionError)
-"""What reading may raise: nothing kept, no record of the installation, or a text that is not one of these."""
+UNUSABLE = (OSError, ImportError, ValueError, TypeError, AttributeError, RuntimeError)
+"""What reading may raise: nothing kept, no record of the installation, no home, or a text that is not one of these."""
 
 Structure = dict[Any, Any]
 """By folder the structure below it; by a frozenset of library names, the classes of each module."""
@@ -81,7 +81,7 @@ def kept(create: Callable[[str], Structure]) -> Callable[[str], Structure]:
         except UNUSABLE:
             structure = create(module_path)
             text = to_text(structure)
-            with suppress(OSError, ImportError):  # a folder that cannot be written: made at each start
+            with suppress(*UNUSABLE):  # a folder that cannot be written: made at each start
                 write(folder, text)
         texts[str(folder)] = text
         return structure
@@ -90,8 +90,11 @@ def kept(create: Callable[[str], Structure]) -> Callable[[str], Structure]:
 
 
 def kept_file(folder: Path) -> Path:
-    """Where the structure of this installation is kept."""
+    """Where the structure of this installation is kept. Raises ValueError for a folder that is not of the installed
+    files: those of an editable installation change, and its record does not."""
     files = distribution("transformers")
+    if not folder.resolve().is_relative_to(Path(str(files.locate_file("transformers"))).resolve()):
+        raise ValueError(f"{folder} is not of the installation")
     record = files.locate_file(f"transformers-{files.version}.dist-info/RECORD")
     stats = [os.stat(path) for path in (str(record), folder)]
     key = [

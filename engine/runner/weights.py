@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 MAX_KEPT_BYTES = 2 << 30
-"""Files of larger models are read by each worker, which shows how far it is; nobody waits for them meanwhile."""
+"""Larger models are read by each worker, which shows how far it is; nobody waits for them meanwhile."""
 
 
 class Weights(NamedTuple):
@@ -59,6 +60,11 @@ class _WeightsKey(NamedTuple):
         files = tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
         return cls(source, dtype, config.quantization, str(device), config.cpu_kernels, files)
 
+    @property
+    def most_bytes(self) -> int:
+        """Memory that they take; files hold two bytes a parameter at least, unless they are quantized."""
+        return sum(size for _, size, _, _ in self.files) * (2 if self.dtype == "float32" else 1)
+
 
 class _KeptWeights(NamedTuple):
     """Loaded weights that nobody uses yet, and what was logged while they were loaded."""
@@ -71,7 +77,7 @@ class _KeptWeights(NamedTuple):
 _kept: list[_KeptWeights] = []
 
 
-def keep_weights(config: EngineConfig, model: str) -> None:
+def keep_weights(config: EngineConfig, model: str, wire_dtype: str = SAME) -> None:
     """Loads a model's weights for processes that are forked from this one later: a worker with such settings takes
     them. Computes on one thread, and leaves none behind.
 
@@ -84,15 +90,16 @@ def keep_weights(config: EngineConfig, model: str) -> None:
             if not source.is_local or source.gguf_file:
                 return
             device = choose_device(config.device)
-            dtype = choose_dtype(config, device)
+            dtype = choose_dtype(config, device, wire_dtype)
             key = _WeightsKey.of(config, source, dtype, device)
-            if sum(size for _, size, _, _ in key.files) > MAX_KEPT_BYTES:
+            if key.most_bytes > MAX_KEPT_BYTES:
                 return
             torch.set_num_threads(1)
             weights = _load(config, source, dtype, device, lambda _fraction: None)
     except Exception:  # of whatever kind: libraries raise many, and this process has to live
         return
     _kept[:] = [_KeptWeights(key, weights, events)]
+    gc.collect()  # what loading left behind would be copied by each process
 
 
 def _take(config: EngineConfig, source: ModelSource, dtype: str, device: torch.device) -> Weights | None:

@@ -64,4 +64,4 @@ def fork_services(config: ClusterConfig, run: Callable[[list[str]], int]) -> Ser
 
 def _keep_weights(config: ClusterConfig) -> None:
     # The engine is above this package; a worker's own code is what loads its weights.
-    importlib.import_module(WEIGHTS).keep_weights(config.engine, config.model)
+    importlib.import_module(WEIGHTS).keep_weights(config.engine, config.model, config.wire_dtype)

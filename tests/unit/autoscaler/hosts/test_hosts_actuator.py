@@ -189,6 +189,7 @@ async def test_a_restarted_autoscaler_starts_nothing_until_all_hosts_have_answer
     pair.b.cut()
     pair.restart()
     errors = await pair.tick()
+    assert not pair.actuator.lists_all
     assert {error.reason for error in errors} == {"HOST_UNKNOWN"}
     assert "b has not answered since the autoscaler began" in errors[0].message
     pair.b.mend()
@@ -202,6 +203,7 @@ async def test_a_restarted_autoscaler_does_not_wait_for_ever(pair: Pair) -> None
     pair.restart()
     await pair.tick()
     pair.clock.now_s += UNKNOWN_S + 1
+    assert pair.actuator.lists_all
     assert await pair.tick() == []
     assert len(pair.a.there) == 6
 

@@ -65,6 +65,9 @@ async def test_whoever_takes_the_lease_looks_anew() -> None:
     lease = SharedLease([source], "me", 30.0, lambda: taken.append(1))
     assert await asyncio.gather(lease.renew(), lease.renew()) == [True, True]
     assert taken == [1]
+    assert source.calls == 2, "one that began before does not serve"
+    assert await asyncio.gather(*(lease.renew() for _ in range(9))) == [True] * 9
+    assert source.calls == 4, "the second serves all that came while the first was under way"
     lease.lose()
     await lease.renew()
     assert taken == [1, 1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from autoscaler.sharing.models_file import check_same_models, check_workloads, load_models
+from autoscaler.sharing.models_file import ModelsInForce, check_same_models, check_workloads, load_models
 from autoscaler.sharing.shared_service import policies_of
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from splitserve.config.autoscaler import AutoscalerConfig
@@ -37,13 +37,13 @@ def test_it_names_policies_beside_it_and_what_is_shared(tmp_path: Path) -> None:
     shared = load_models(write(tmp_path, file, a=both(PRICED), b=both(PRICED)))
     assert shared.limits == {MONEY: 8.0, of_class("only"): 3.0}
     assert [model.policy for model in shared.models] == [tmp_path / "a.yaml", tmp_path / "b.yaml"]
-    assert policies_of(shared).keys() == {"a", "b"}
+    assert policies_of(ModelsInForce(shared)).keys() == {"a", "b"}
 
 
 def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
     shared = load_models(write(tmp_path, {"gpu_budget": 8}, a=both(PLAIN), b=both(PLAIN)))
     assert shared.limits == {GPUS: 8.0}
-    assert len(policies_of(shared)) == 2
+    assert len(policies_of(ModelsInForce(shared))) == 2
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
 def test_what_it_must_keep(tmp_path: Path, file: dict[str, Any], a: dict[str, Any], said: str) -> None:
     path = write(tmp_path, file, a=both(a), b=both(PRICED))
     with pytest.raises(ConfigError, match=said):
-        policies_of(load_models(path))
+        policies_of(ModelsInForce(load_models(path)))
 
 
 def test_no_workload_is_scaled_by_two() -> None:
@@ -79,29 +79,43 @@ def test_no_workload_is_scaled_by_two() -> None:
     for other in (("deployment/p", "deployment/e"), ("deployment/e", "deployment/e")):
         with pytest.raises(ConfigError, match="must have workloads of their own, and deployment/"):
             check_workloads({"a": ("deployment/p", "deployment/d"), "b": other})
+    classed = {"a": ("deployment/p", "deployment/d"), "b": ("deployment/p-small", "deployment/e")}
+    check_workloads(classed)
+    with pytest.raises(ConfigError, match="and deployment/p-small of a is another's too"):
+        check_workloads(classed, ["small"])
 
 
 def test_the_least_of_all_must_fit_the_gpus(tmp_path: Path) -> None:
     path = write(tmp_path, {"gpu_budget": 7}, a=both(PLAIN), b=both(PLAIN))
     with pytest.raises(ConfigError, match=r"gpu_budget \(7\) must hold min_replicas .* of all models: 8"):
-        policies_of(load_models(path))
+        policies_of(ModelsInForce(load_models(path)))
 
 
 def test_a_policy_has_no_budget_of_its_own(tmp_path: Path) -> None:
     path = write(tmp_path, {}, a=both(PRICED, budget_per_hour=20), b=both(PRICED))
     with pytest.raises(ConfigError, match="belongs into the file of models, not into the policy of a"):
-        policies_of(load_models(path))
+        policies_of(ModelsInForce(load_models(path)))
 
 
 def test_a_new_version_of_a_policy_must_fit_the_others(tmp_path: Path) -> None:
     shared = load_models(write(tmp_path, {"budget_per_hour": 10}, a=both(PRICED), b=both(PRICED)))
-    files = policies_of(shared)
+    files = policies_of(ModelsInForce(shared))
     before = files["a"].value
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "min_replicas": 3}), b=both(PRICED))
     with pytest.raises(ConfigError, match=r"budget_per_hour \(10\) must hold min_replicas of all models"):
         files["a"].poll()
     assert files["a"].value is before
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "max_replicas": 5}), b=both(PRICED))
+    assert files["a"].poll() is not None
+
+
+def test_it_must_fit_the_limits_as_they_are_now(tmp_path: Path) -> None:
+    in_force = ModelsInForce(
+        load_models(write(tmp_path, {"budget_per_hour": 8}, a=both(PRICED), b=both(PRICED)))
+    )
+    files = policies_of(in_force)
+    in_force.value = load_models(write(tmp_path, {"budget_per_hour": 12}))
+    write(tmp_path, {"budget_per_hour": 12}, a=both({**PRICED, "min_replicas": 2}))
     assert files["a"].poll() is not None
 
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from autoscaler.sharing.shared_account import STALE_S, Holding, SharedAccount
+from autoscaler.sharing.shared_account import STALE_S, UNHEARD_S, Holding, SharedAccount
 from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
@@ -125,6 +125,18 @@ def test_a_model_that_is_stuck_keeps_what_it_has_and_claims_no_more() -> None:
     assert made.view("a").granted({"decode": want(4)}).rungs == (3,), "the rest"
 
 
+def test_a_model_that_decides_seldom_is_not_stuck_for_that() -> None:
+    clock = Clock()
+    made = SharedAccount(
+        {MONEY: 4.0}, {"a": nothing, "b": nothing}, interval_s={"a": 1, "b": 60}.__getitem__, clock=clock
+    )
+    made.claim("b", {"decode": want(4)}, worth_moving=False)
+    clock.now += STALE_S + 1
+    assert made.view("a").others.keys() == {("b", "decode")}
+    clock.now += 120
+    assert made.view("a").others.keys() == {("b", "")}
+
+
 def test_before_its_first_decision_a_model_claims_the_least_that_it_needs() -> None:
     made = known(account(b=2.0), a=0)
     made.holds("b", has(0), made.generation)
@@ -135,13 +147,14 @@ def test_something_moves_only_once_it_was_worth_it_for_a_while() -> None:
     clock = Clock()
     made = known(account(clock=clock), a=4, b=0)
     assert not made.view("a").may_move
-    made.claim("b", {}, worth_moving=True)
+    made.claim("b", {"decode": want(4)}, worth_moving=True)
     clock.now += 29
     assert not made.view("a").may_move
-    made.claim("a", {}, worth_moving=False)
-    made.claim("b", {}, worth_moving=True)
+    made.claim("a", {"decode": want(4)}, worth_moving=False)
+    made.claim("b", {"decode": want(4)}, worth_moving=True)
     clock.now += 29
     assert not made.view("a").may_move, "it was not worth it in between"
+    made.claim("a", {}, worth_moving=False)
     clock.now += 1
     assert made.view("a").may_move
 
@@ -167,22 +180,42 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.account = SharedAccount({MONEY: float(self.LIMIT)}, dict.fromkeys("abc", nothing))
+        self.clock = Clock()
+        self.account = SharedAccount(
+            {MONEY: float(self.LIMIT)}, dict.fromkeys("abc", nothing), clock=self.clock
+        )
         for model in "abc":
+            self.account.holds(model, has(0.0), self.account.generation)
             self.account.claim(model, {}, worth_moving=False)
         self.real = dict.fromkeys("abc", 0)
         self.asked: dict[str, tuple[int, int]] = {}
+        self.late: list[str] = []
+        """Orders that may be carried out yet, by model."""
 
-    @rule(model=MODELS, count=st.integers(1, 4), arrives=st.booleans())
-    def start(self, model: str, count: int, arrives: bool) -> None:
-        """`arrives`: else the order fails, and nobody knows whether it was carried out."""
+    @rule(model=MODELS, count=st.integers(1, 4), outcome=st.sampled_from(["arrives", "fails", "unheard"]))
+    def start(self, model: str, count: int, outcome: str) -> None:
         if model in self.asked:
             return  # a control loop does one thing at a time
         try:
             able = self.account.reserve(model, "decode", count, ONE)
         except UnavailableError:
             return
-        self.real[model] += able if arrives else 0
+        if outcome == "arrives":
+            self.real[model] += able
+        elif outcome == "unheard":
+            self.account.unheard(model, able)
+            self.late += [model] * able
+
+    @rule()
+    def arrive_late(self) -> None:
+        if self.late:
+            self.real[self.late.pop()] += 1
+
+    @rule()
+    def pass_time(self) -> None:
+        """No order and no list is on its way for so long."""
+        self.clock.now += UNHEARD_S
+        self.late, self.asked = [], {}
 
     @rule(model=MODELS)
     def ask(self, model: str) -> None:
@@ -195,6 +228,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.account.holds(model, has(float(count)), generation)
 
     @rule(model=MODELS)
+    def look(self, model: str) -> None:
+        self.ask(model)
+        self.answer(model)
+
+    @rule(model=MODELS)
     def end(self, model: str) -> None:
         self.real[model] = max(0, self.real[model] - 1)
 
@@ -202,7 +240,7 @@ class AnyOrder(RuleBasedStateMachine):
     def take_over(self) -> None:
         """Another has acted meanwhile, within the same limit."""
         self.account.forget()
-        room = self.LIMIT - sum(self.real.values())
+        room = self.LIMIT - sum(self.real.values()) - len(self.late)
         self.real["a"] += max(0, room - 1)
 
     @invariant()

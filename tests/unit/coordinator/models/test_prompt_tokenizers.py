@@ -207,3 +207,15 @@ async def test_broken_tools(request_: inference_pb2.GenerateRequest, field: str)
         await tokenizers.encode("words", request_)
     assert caught.value.field == field
     tokenizers.close()
+
+
+async def test_an_early_load_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    loader = Loader(failures=1)
+    made = PromptTokenizers(loader, threads=1, early=["tiny"])
+    with caplog.at_level("WARNING", "splitserve"):
+        with pytest.raises(NotFoundError):
+            await made.tokenizer("tiny")
+        await asyncio.sleep(0)
+    assert "tokenizer.failed" in caplog.text
+    assert await made.tokenizer("tiny") is loader.tokenizer
+    made.close()

@@ -23,11 +23,27 @@ MADE: Structure = {
 }
 
 
+class Installed:
+    """The record of an installation."""
+
+    version = "1.0"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.locate_file("transformers-1.0.dist-info").mkdir()
+        self.locate_file("transformers-1.0.dist-info/RECORD").write_text("")
+
+    def locate_file(self, path: str) -> Path:
+        return self.root / path
+
+
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SPLITSERVE_HOME", str(tmp_path / "home"))
-    folder = tmp_path / "models"
-    folder.mkdir()
+    installed = Installed(tmp_path)
+    monkeypatch.setattr(import_structure, "distribution", lambda _name: installed)
+    folder = tmp_path / "transformers" / "models"
+    folder.mkdir(parents=True)
     return folder
 
 
@@ -101,6 +117,26 @@ def test_a_cache_folder_that_cannot_be_written(models: Path, tmp_path: Path) -> 
     for _ in range(2):
         assert reader.fresh()(str(models)) == MADE
     assert len(reader.reads) == 2
+
+
+def test_nothing_is_kept_of_files_beside_the_installation(models: Path, tmp_path: Path) -> None:
+    """Those of an editable one, whose record does not change with them."""
+    beside = tmp_path / "sources" / "models"
+    beside.mkdir(parents=True)
+    reader = Reader()
+    for _ in range(2):
+        assert reader.fresh()(str(beside)) == MADE
+    assert len(reader.reads) == 2
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_user_without_a_home(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SPLITSERVE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert Reader().fresh()(str(models)) == MADE
 
 
 SAME = """

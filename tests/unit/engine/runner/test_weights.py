@@ -11,6 +11,7 @@ import pytest
 
 from engine.runner import weights
 from engine.runner.weights import keep_weights, load_weights
+from kv_transfer.layout import FP8_E4M3
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.sources import resolve_model
@@ -81,6 +82,20 @@ def test_a_large_model_is_left_to_the_workers(folder: Path, monkeypatch: pytest.
     monkeypatch.setattr(weights, "MAX_KEPT_BYTES", 1000)
     keep_weights(config(), str(folder))
     assert not weights._kept
+    in_files = sum(file.stat().st_size for file in folder.iterdir())
+    monkeypatch.setattr(weights, "MAX_KEPT_BYTES", in_files)
+    keep_weights(config(dtype="float32"), str(folder))
+    assert not weights._kept, "twice as large in memory"
+    keep_weights(config(dtype="bfloat16"), str(folder))
+    assert weights._kept
+
+
+def test_a_narrower_wire_decides_the_dtype(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.runner.dtype.multiplies_bfloat16", lambda: False)
+    keep_weights(config(), str(folder), FP8_E4M3)
+    kept = weights._kept[0].weights
+    source = resolve_model(str(folder))
+    assert load_weights(config(), source, lambda _fraction: None, FP8_E4M3) is kept
 
 
 def test_files_that_are_gone_are_missed_where_they_are_loaded(folder: Path) -> None:
