@@ -138,7 +138,8 @@ class WorkerProcess(Generic[C]):
         """Raises UnavailableError (DRAINING, SLEEPING) while the worker takes no new requests."""
         if self.draining:
             raise UnavailableError(f"worker {self.config.worker_id} is draining", reason="DRAINING")
-        self._sleeper.require_awake()
+        if self._sleeper.closed:
+            raise UnavailableError(f"worker {self.config.worker_id} sleeps", reason="SLEEPING")
 
     def service_idle(self) -> None:
         """Called on the event loop when a service has no call in progress any more."""

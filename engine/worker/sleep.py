@@ -93,18 +93,14 @@ class Sleeper(Generic[C]):
         self._host, self._worker_id = host, worker_id
         self._orders = SleepOrders()
         self._changed = asyncio.Event()
-        self._closed = False
+        self.closed = False
+        """Whether it takes no requests: from when it waits to be at rest until it is registered anew."""
         self._refusal_logged = False
 
     def follow(self, coordinator: str, order: Order) -> None:
         """Takes a coordinator's word."""
         if self._orders.follow(coordinator, order):
             self._changed.set()
-
-    def require_awake(self) -> None:
-        """Raises UnavailableError (SLEEPING) from the moment on from which the worker waits to be at rest."""
-        if self._closed:
-            raise UnavailableError(f"worker {self._worker_id} sleeps", reason="SLEEPING")
 
     async def run(self) -> None:
         """Follows the orders until cancelled. Raises UnavailableError (SLEEP_FAILED, WAKE_FAILED) for a worker that is
@@ -126,7 +122,7 @@ class Sleeper(Generic[C]):
                 why = "its engine keeps its memory: see docs/autoscaling.md"
                 log_event("worker.sleep_refused", level=logging.WARNING, worker_id=self._worker_id, why=why)
             return
-        self._closed = True
+        self.closed = True
         try:
             while self._orders.sleep and not self._host.draining:
                 if not self._host.busy() and await self._give_up():
@@ -140,7 +136,7 @@ class Sleeper(Generic[C]):
                         await self._changed.wait()
                 self._changed.clear()
         finally:
-            self._closed = self.asleep
+            self.closed = self.asleep
 
     async def _give_up(self) -> bool:
         """Gives the memory up if the engine is at rest; whether it was."""
@@ -175,7 +171,7 @@ class Sleeper(Generic[C]):
             message = f"the worker cannot wake up: {type(error).__name__}: {error}"
             raise UnavailableError(message, reason="WAKE_FAILED") from error
         self._host.epoch = epoch
-        self.asleep = self._closed = False
+        self.asleep = self.closed = False
         await self._host.register_anew()
         self.wake_s = time.monotonic() - began_s
         log_event("worker.awake", worker_id=self._worker_id, took_s=round(self.wake_s, 3))

@@ -130,9 +130,7 @@ def test_a_server_that_does_not_answer_keeps_nobody_from_ending() -> None:
 @pytest.mark.timeout(180)
 def test_workers_are_forked_with_real_weights(tmp_path: Path) -> None:
     """One that loads them itself says how far it is, again and again; one that takes them is done at once."""
-    with running_up(
-        "--model", "smollm2-135m-instruct", "--kv-memory-bytes", "50000000", "--log-dir", str(tmp_path)
-    ) as up:
+    with running_up("--model", "smollm2-135m-instruct", "--log-dir", str(tmp_path)) as up:
         up.ready()
         children = up.children()
         assert children.keys() == {*NAMES, SERVER}

@@ -126,21 +126,13 @@ async def sleeping(host: Host) -> AsyncIterator[tuple[Sleeper[Any], asyncio.Task
             await task
 
 
-def refuses(sleeper: Sleeper[Any]) -> bool:
-    try:
-        sleeper.require_awake()
-    except UnavailableError as error:
-        return error.reason == "SLEEPING"
-    return False
-
-
 async def test_it_gives_up_its_memory_once_the_transport_is_closed_and_comes_back_as_another_boot() -> None:
     host = Host()
     async with sleeping(host) as (sleeper, _):
         sleeper.follow("a", SLEEP)
         await eventually(lambda: sleeper.asleep, "it follows")
         assert host.done == ["transport closed", "memory given up"]
-        assert refuses(sleeper)
+        assert sleeper.closed
         assert host.announced == [1], "the same boot, which sleeps now"
         sleeper.follow("a", NONE)
         await asyncio.sleep(0)
@@ -148,7 +140,7 @@ async def test_it_gives_up_its_memory_once_the_transport_is_closed_and_comes_bac
         sleeper.follow("a", WAKE)
         await eventually(lambda: not sleeper.asleep and sleeper.wake_s > 0, "it follows")
         assert host.done[2:] == ["memory taken back", "transport opened"]
-        assert not refuses(sleeper)
+        assert not sleeper.closed
         assert host.epoch != 1
         assert host.announced == [1, host.epoch]
 
@@ -158,12 +150,12 @@ async def test_it_waits_for_what_is_in_progress_and_takes_nothing_new_meanwhile(
     host.requests = 1
     async with sleeping(host) as (sleeper, _):
         sleeper.follow("a", SLEEP)
-        await eventually(lambda: refuses(sleeper), "it follows")
+        await eventually(lambda: sleeper.closed, "it follows")
         assert host.done == []
         sleeper.follow("b", WAKE)
-        await eventually(lambda: not refuses(sleeper), "it follows")
+        await eventually(lambda: not sleeper.closed, "it follows")
         sleeper.follow("b", SLEEP)
-        await eventually(lambda: refuses(sleeper), "it follows")
+        await eventually(lambda: sleeper.closed, "it follows")
         assert host.done == []
         host.at_rest, host.requests = False, 0
         sleeper.follow("b", NONE)
@@ -179,7 +171,7 @@ async def test_a_word_that_is_taken_back_while_it_falls_asleep_wakes_it() -> Non
         sleeper.follow("a", SLEEP)
         sleeper.follow("a", WAKE)
         await asyncio.sleep(0)
-        assert not refuses(sleeper)
+        assert not sleeper.closed
         sleeper.follow("a", SLEEP)
         await eventually(lambda: bool(host.done), "it follows")
         sleeper.follow("a", WAKE)
@@ -194,7 +186,7 @@ async def test_one_that_drains_does_neither() -> None:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert host.done == []
-        assert not refuses(sleeper)
+        assert not sleeper.closed
 
 
 async def test_an_engine_that_cannot_sleep_stays_awake() -> None:
@@ -204,7 +196,7 @@ async def test_an_engine_that_cannot_sleep_stays_awake() -> None:
         sleeper.follow("a", SLEEP)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not refuses(sleeper)
+        assert not sleeper.closed
         assert not task.done()
 
 
@@ -218,4 +210,4 @@ async def test_one_that_cannot_wake_up_ends_with_the_reason() -> None:
         with pytest.raises(UnavailableError, match="9 bytes are free") as ended:
             await task
         assert ended.value.reason == "WAKE_FAILED"
-        assert refuses(sleeper)
+        assert sleeper.closed
