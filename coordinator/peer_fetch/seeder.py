@@ -32,6 +32,8 @@ FETCH_S = 2.0
 """Most time for one prefix."""
 POOL_SHARE = 2
 """At most one block in so many of the worker's is filled."""
+_ALL_LANES_S = 2.0
+"""How long after its first lane a worker waits for those to the others: the first one may be to who holds nothing."""
 _LOOK_S = 1.0
 """Lanes come with reports, which change no membership: how often to look while a worker has none."""
 
@@ -53,6 +55,7 @@ class Seeder:
     def __init__(self, registry: Registry, fetcher: PrefixFetcher, background: BackgroundTasks) -> None:
         self._registry, self._fetcher, self._background = registry, fetcher, background
         self._seeded: set[tuple[WorkerKey, bool]] = set()
+        self._first_lane_s: dict[WorkerKey, float] = {}
 
     async def run(self) -> None:
         """Watches the registry until cancelled."""
@@ -61,6 +64,7 @@ class Seeder:
             workers = self._registry.snapshot().workers
             present = {worker.key for worker in workers}
             self._seeded = {seeded for seeded in self._seeded if seeded[0] in present}
+            self._first_lane_s = {key: at_s for key, at_s in self._first_lane_s.items() if key in present}
             for worker in workers:
                 if self._is_due(worker):
                     self._seeded.add((worker.key, worker.in_rotation))
@@ -74,8 +78,14 @@ class Seeder:
             return False
         if not (worker.trades and worker.takes_prefixes and worker.usable):
             return False
-        near = holders(self._registry.snapshot(), worker, worker.model.name)
-        return any(lane_seconds(holder, worker, 0) is not None for holder in near)
+        snapshot, now = self._registry.snapshot(), time.monotonic()
+        near = holders(snapshot, worker, worker.model.name)
+        if not any(_has_lane(holder, worker) for holder in near):
+            return False
+        mates = (mate for mate in snapshot.workers if mate.usable and mate.model.name == worker.model.name)
+        writers = (mate for mate in mates if mate.key != worker.key and mate.writes_to(worker))
+        waited_s = now - self._first_lane_s.setdefault(worker.key, now)
+        return waited_s >= _ALL_LANES_S or all(_has_lane(writer, worker) for writer in writers)
 
     async def seed(self, worker: Worker) -> None:
         """Seeds one worker."""
@@ -146,3 +156,7 @@ class Seeder:
                 best = _Source(holder, tokens, lane_s, keys[own_size][: tokens // own_size])
         owned = prefixes.hits_of(keys, now).blocks(taker.prefix_slot) * own_size
         return best if best is not None and best.tokens > owned else None
+
+
+def _has_lane(holder: Worker, taker: Worker) -> bool:
+    return lane_seconds(holder, taker, 0) is not None

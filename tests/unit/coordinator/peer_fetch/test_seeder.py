@@ -62,9 +62,11 @@ class Rig:
             self.registry.register(request, 0.0)
             self.registry.set_output_open((name, 1), True)
 
-    def report(self, name: str, holds: Sequence[list[int]] = (), total_blocks: int = 64) -> None:
-        """With lanes to all others, faster ones from those with later names."""
-        peers = self.registry.peers_of(self.worker(name))
+    def report(
+        self, name: str, holds: Sequence[list[int]] = (), total_blocks: int = 64, alone: bool = False
+    ) -> None:
+        """With lanes to all others, unless it is `alone`; faster ones from those with later names."""
+        peers = [] if alone else self.registry.peers_of(self.worker(name))
         lanes = [
             registry_pb2.LaneReport(agent_id=peer.agent_id, gb_per_second=1.0 + ord(name[0]))
             for peer in peers
@@ -101,6 +103,23 @@ class Rig:
     def brought(self) -> list[tuple[str, int, int]]:
         """Holder, first token and length of each fetch."""
         return [(holder, part.token_ids[0], len(part.token_ids)) for holder, _, part in self.fetcher.brought]
+
+
+async def test_a_first_lane_to_who_holds_nothing_is_not_enough() -> None:
+    rig = Rig("a", "b", "new")
+    rig.heat(1)
+    rig.report("new")
+    rig.report("b", [prefix(1)], alone=True)
+    rig.report("a")
+    run = asyncio.create_task(rig.seeder.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not rig.fetcher.brought
+    rig.report("b", [prefix(1)])
+    await settled(lambda: any(to == "new" for _, to, _ in rig.fetcher.brought), 8.0)
+    assert [holder for holder, to, _ in rig.fetcher.brought if to == "new"] == ["b"]
+    run.cancel()
+    await asyncio.wait([run])
 
 
 async def test_each_prefix_comes_from_who_has_most_by_the_fastest_lane() -> None:

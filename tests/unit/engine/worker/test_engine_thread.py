@@ -103,7 +103,7 @@ async def test_an_idle_thread_sleeps_and_responds_at_once() -> None:
 
 
 async def test_a_thread_whose_cores_are_lent_polls_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedRunner, "demand", lambda _runner: 0)
+    monkeypatch.setattr(SimulatedRunner, "is_lent", lambda _runner: True)
     async with running() as (thread, recorder):
         times: list[float] = []
         seen = asyncio.Event()
