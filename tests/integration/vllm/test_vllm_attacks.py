@@ -21,7 +21,7 @@ OPTIONS += ["--no-prefix-cache", "--heartbeat", "0.1"]
 WAIT = ["--no-worker-wait", "120", "--admission", "off"]
 """Requests wait for the worker that comes back, and for blocks at the worker: three have room."""
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 async def test_another_kind_is_refused_and_one_id_has_one_worker(smollm2: str, log_dir: Path) -> None:
