@@ -326,6 +326,8 @@ class PoolSnapshot:
 
     def lanes_of(self, worker: Worker) -> list[tuple[Worker, registry_pb2.LaneReport]]:
         """A worker's lanes to the registered ones that it writes to, in order of the peers' ids."""
+        if not worker.lanes:
+            return []  # a thousand workers look for theirs at each scrape
         lanes = {lane.agent_id: lane for lane in worker.lanes}
         return [(peer, lanes[peer.agent_id]) for peer in self.workers if peer.agent_id in lanes]
 

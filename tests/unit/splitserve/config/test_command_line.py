@@ -57,11 +57,13 @@ ODD: dict[str, Any] = {
     "faults": {"seed": 3, "late_write": {"at": [2], "probability": 0.5}},
     "http_port": "off",
     "spot.metadata_url": "http://h:1",
+    "tokenizers": ["words", "more"],
     "model_routes": {"words": {"v1": 95, "v2": 4.123456789}, "more": {"v3": 1}},
     "circuit_breaker": {"enabled": False, "failure_rate": 0.25, "window_s": 4.5},
     "kv_store_master": "h:1",
     "kubernetes.prefill": "statefulset/p",
     "kubernetes.decode": "deployment/d",
+    "kubernetes.classes": ["h100", "l4-spot"],
     "min_tolerance_nats": 0.05,
 }
 """Test values by path or name, for settings whose type does not suggest one."""
