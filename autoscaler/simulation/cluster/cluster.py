@@ -58,12 +58,12 @@ class Cluster:
         targets = settings.targets if settings.hybrid else None
         self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets, settings.steps)
         self._neutral: list[NeutralReplica] = []
+        self.lending = False
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             parts = self._routed, events, self._send, self._refuse, lambda: self.lending
             self._admitted = AdmittedRequests(settings.admission, settings, *parts)
         self._start_times = settings.start_times or StartTimes(settings.cold_start_s)
-        self.lending = False
         self.on_waiting: Callable[[float], None] = lambda now_s: None  # when one begins to wait for replicas
         self.on_notice: Callable[[float], None] = lambda now_s: None  # when a machine is to be taken away
 
