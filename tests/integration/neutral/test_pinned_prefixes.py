@@ -22,14 +22,12 @@ from tests.support.neutral.direct_requests import (
     hand_off,
     hand_prefix,
 )
+from tests.support.neutral.half_a_prefix import BLOCK, HALF_A_PREFIX, lose_the_holder_half_way
 from tests.support.neutral.neutral_processes import NeutralProcesses, neutral_processes
 from tests.support.waiting import LEAST_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
-BLOCK, ANSWER = 16, 40
-HALF_A_PREFIX = "faults: {bandwidth_bytes_per_s: 50000000, stall_write: {at: [4]}}\n"
-"""Of six blocks five go first, as a lane this slow is given 4 MiB at a time. The fourth write is the second piece of
-the decode worker's second prefix; the prefill worker comes to three."""
+ANSWER = 40
 
 
 async def test_a_conversation_s_kv_goes_back_from_decode_to_prefill(smollm2: str, log_dir: Path) -> None:
@@ -82,16 +80,7 @@ async def _lose_the_holder_half_way(
     answer = reference.greedy(prompt, ANSWER)
     prefix = [*prompt, *answer][: 6 * BLOCK]
     assert await decode.local("warm", prompt, max_tokens=ANSWER, ignore_eos=False) == answer
-    ticket = await prefill.reserve("half", prefix, decode.agent_id, prefix_only=True)
-    assert ticket is not None
-    assert len(ticket.block_indices) == 6
-    push = asyncio.create_task(decode.compute("half", prefix, ticket, prefix_only=True))
-    holder = workers.members["b"]
-    await settled(lambda: any(event["event"] == "fault.injected" for event in holder.events()))
-    holder.kill()
-    workers.registry.lost("b")
-    for failed in await asyncio.gather(push, prefill.rest("half"), return_exceptions=True):
-        assert isinstance(failed, SplitserveError)
+    await lose_the_holder_half_way(workers, prefill, decode, prefix)
     first = await prefill.compute("after", prompt, None, ignore_eos=False)
     assert first == answer[:1], "computed, not read from half a prefix"
 

@@ -14,7 +14,6 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.streams import tokens
 from tests.support.engine.reference import Reference
-from tests.support.journal import settled
 from tests.support.neutral.direct_requests import (
     MAX_TOKENS,
     DirectWorker,
@@ -22,14 +21,11 @@ from tests.support.neutral.direct_requests import (
     hand_off,
     hand_prefix,
 )
+from tests.support.neutral.half_a_prefix import BLOCK, HALF_A_PREFIX, lose_the_holder_half_way
 from tests.support.neutral.neutral_processes import NeutralProcesses, neutral_processes
 from tests.support.waiting import LEAST_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
-BLOCK = 16
-HALF_A_PREFIX = "faults: {bandwidth_bytes_per_s: 50000000, stall_write: {at: [4]}}\n"
-"""Of six blocks five go first, as a lane this slow is given 4 MiB at a time. The fourth write is the second piece of a
-worker's second prefix."""
 
 
 async def test_float32_answers_after_a_fetch_are_those_of_transformers(smollm2: str, log_dir: Path) -> None:
@@ -60,16 +56,7 @@ async def _lose_the_holder_half_way(
     """Its first piece has arrived in blocks that the taker has reserved, the second one is on its way."""
     prefix, expected = prompt[: 6 * BLOCK], reference.greedy(prompt, MAX_TOKENS)
     assert await b.local("warm again", prompt, ignore_eos=False) == expected
-    ticket = await a.reserve("half", prefix, b.agent_id, prefix_only=True)
-    assert ticket is not None
-    assert len(ticket.block_indices) == 6
-    push = asyncio.create_task(b.compute("half", prefix, ticket, prefix_only=True))
-    holder = workers.members["b"]
-    await settled(lambda: any(event["event"] == "fault.injected" for event in holder.events()))
-    holder.kill()
-    workers.registry.lost("b")
-    for failed in await asyncio.gather(push, a.rest("half"), return_exceptions=True):
-        assert isinstance(failed, SplitserveError)
+    await lose_the_holder_half_way(workers, a, b, prefix)
     assert await a.local("after", prompt, ignore_eos=False) == expected, (
         "computed, not read from half a prefix"
     )
