@@ -28,6 +28,7 @@ from autoscaler.reconcile import (
     Bounds,
     Drain,
     Lean,
+    PlannedRotation,
     ReplicaView,
     Rest,
     Start,
@@ -46,18 +47,9 @@ from splitserve.v1 import scaling_pb2
 class Rotation(Protocol):
     """Tells the coordinators which workers are on standby and whether decode is lent to prefill."""
 
-    async def apply(
-        self,
-        standby: Sequence[str],
-        active: Sequence[str],
-        lend: bool,
-        decisions: Sequence[scaling_pb2.PoolDecision],
-        leanings: Mapping[str, PoolName],
-        sleeping: Sequence[str],
-    ) -> None:
-        """Takes `standby` out of rotation and `active` into it; `decisions` say why, for people; `leanings` are those
-        of all neutral workers in rotation, `sleeping` those of `standby` that are to sleep. Called at every tick.
-        Raises SplitserveError."""
+    async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision]) -> None:
+        """Puts replicas where they are to be; `decisions` say why, for people. Called at every tick. Raises
+        SplitserveError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,14 +232,7 @@ class ControlLoop:
     ) -> bool:
         """Tells the coordinators. False when they say that another autoscaler acts."""
         where = planned_rotation(plan, pools, actions)
-        applied = self.rotation.apply(
-            sorted(where.standby),
-            sorted(where.active),
-            plan.lend_decode_to_prefill,
-            decisions_of(plan, pools, actions),
-            where.leanings,
-            sorted(where.sleeping),
-        )
+        applied = self.rotation.apply(where, decisions_of(plan, pools, actions))
         try:
             await within(self.settings.act_s, applied, "apply the plan")
         except SplitserveError as error:

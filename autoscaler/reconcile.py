@@ -8,7 +8,7 @@ is started twice.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.plan import ScalingPlan
@@ -215,12 +215,14 @@ def _superfluous(
 class PlannedRotation:
     """Where the coordinators are to have replicas of our own, by name. One that starts or ends is where it was put."""
 
-    standby: frozenset[str]
-    active: frozenset[str]
-    sleeping: frozenset[str]
+    standby: frozenset[str] = frozenset()
+    active: frozenset[str] = frozenset()
+    sleeping: frozenset[str] = frozenset()
     """Of `standby`."""
-    leanings: Mapping[str, PoolName]
+    leanings: Mapping[str, PoolName] = field(default_factory=dict)
     """Of all neutral workers in rotation, also those of others."""
+    lend: bool = False
+    """Whether decode is lent to prefill."""
 
 
 def planned_rotation(
@@ -254,7 +256,8 @@ def planned_rotation(
             case Lean(pool, name):
                 leanings[name] = pool
     sleeping = {name for name in standby - ending if name in ours and plan.pool(ours[name]).sleep}
-    return PlannedRotation(frozenset(standby), frozenset(active), frozenset(sleeping), leanings)
+    lend = plan.lend_decode_to_prefill
+    return PlannedRotation(frozenset(standby), frozenset(active), frozenset(sleeping), leanings, lend)
 
 
 def in_state(there: Sequence[ReplicaView], state: ReplicaState) -> list[ReplicaView]:

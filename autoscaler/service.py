@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from autoscaler.actuators.actuator import Actuator
@@ -21,6 +20,7 @@ from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.sharing.merged_plans import MergedPlans
@@ -29,7 +29,6 @@ from autoscaler.signals.demand_watch import DemandWatch
 from autoscaler.signals.history_file import HistoryFile
 from autoscaler.signals.notice_watch import NoticeWatch
 from autoscaler.signals.observer import Observer
-from autoscaler.snapshot import PoolName
 from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
 from splitserve.config.gpu_list import AUTO, gpu_groups
@@ -284,28 +283,20 @@ class CoordinatorRotation:
         self._clients = tuple(clients)
         self._lease = lease
 
-    async def apply(
-        self,
-        standby: Sequence[str],
-        active: Sequence[str],
-        lend: bool,
-        decisions: Sequence[scaling_pb2.PoolDecision] = (),
-        leanings: Mapping[str, PoolName] = MappingProxyType({}),
-        sleeping: Sequence[str] = (),
-    ) -> None:
+    async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision] = ()) -> None:
         """See `Rotation`. Raises FailedPreconditionError (STALE_LEASE) when a coordinator says that another may act,
         and UnavailableError naming the coordinators that could not be reached."""
         plan: dict[str, Any] = {
-            "standby": standby,
-            "active": active,
-            "lend": lend,
+            "standby": sorted(where.standby),
+            "active": sorted(where.active),
+            "lend": where.lend,
             "decisions": decisions,
-            "leanings": leanings,
+            "leanings": where.leanings,
         }
         if models := self._on_demand():
             plan["on_demand"] = models
-        if sleeping:
-            plan["sleeping"] = sleeping
+        if where.sleeping:
+            plan["sleeping"] = sorted(where.sleeping)
         calls = [self._apply_to(client, plan) for client in self._clients]
         failed = [error for error in await asyncio.gather(*calls) if error]
         text = "; ".join(f"{target}: {error}" for target, error in failed)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoscaler.control_loop import Rotation
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.snapshot import PoolName
 from splitserve.v1 import scaling_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One model's part."""
+class _Part(NamedTuple):
+    """One model's part, and when it came."""
 
     at_s: float
-    standby: Sequence[str]
-    active: Sequence[str]
-    lend: bool
-    leanings: Mapping[str, PoolName]
-    sleeping: Sequence[str]
+    where: PlannedRotation
 
 
 class MergedPlans:
@@ -34,14 +31,22 @@ class MergedPlans:
         """Tells `inner` the plans of all models whenever this one has a new one."""
         return _ModelRotation(self, model, inner)
 
-    def with_plan(self, model: str, part: _Part) -> list[_Part]:
-        """Keeps a model's plan, and gives those that hold."""
-        self._parts[model] = part
-        return [one for one in self._parts.values() if one.at_s >= part.at_s - self._valid_s]
-
-    def now_s(self) -> float:
-        """Seconds on this clock."""
-        return self._clock()
+    def with_plan(self, model: str, where: PlannedRotation) -> PlannedRotation:
+        """Keeps a model's plan, and gives it with the others that hold. What one takes out of rotation is out of it."""
+        now_s = self._clock()
+        self._parts[model] = _Part(now_s, where)
+        parts = [part.where for part in self._parts.values() if part.at_s >= now_s - self._valid_s]
+        resting = {name for part in parts for name in part.standby}
+        leanings: dict[str, PoolName] = {}
+        for part in parts:
+            leanings |= part.leanings
+        return PlannedRotation(
+            standby=frozenset(resting),
+            active=frozenset(name for part in parts for name in part.active) - resting,
+            sleeping=frozenset(name for part in parts for name in part.sleeping),
+            leanings=leanings,
+            lend=any(part.lend for part in parts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +55,8 @@ class _ModelRotation:
     model: str
     inner: Rotation
 
-    async def apply(
-        self,
-        standby: Sequence[str],
-        active: Sequence[str],
-        lend: bool,
-        decisions: Sequence[scaling_pb2.PoolDecision],
-        leanings: Mapping[str, PoolName],
-        sleeping: Sequence[str],
-    ) -> None:
+    async def apply(self, where: PlannedRotation, decisions: Sequence[scaling_pb2.PoolDecision]) -> None:
         """See `Rotation`."""
-        mine = _Part(self.plans.now_s(), standby, active, lend, leanings, sleeping)
-        parts = self.plans.with_plan(self.model, mine)
-        resting = {name for part in parts for name in part.standby}
         for decision in decisions:
             decision.model = self.model
-        leans: dict[str, PoolName] = {}
-        for part in parts:
-            leans |= part.leanings
-        await self.inner.apply(
-            sorted(resting),
-            sorted({name for part in parts for name in part.active} - resting),
-            any(part.lend for part in parts),
-            decisions,
-            leans,
-            sorted({name for part in parts for name in part.sleeping}),
-        )
+        await self.inner.apply(self.plans.with_plan(self.model, where), decisions)

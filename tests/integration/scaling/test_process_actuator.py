@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from autoscaler.actuators.process import ProcessActuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, Rotation
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.snapshot import (
     POOLS,
     DecodeSignals,
@@ -105,15 +106,7 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
     orders: list[float] = []
 
     class Counted(Rotation):
-        async def apply(
-            self,
-            standby: Sequence[str],
-            active: Sequence[str],
-            lend: bool,
-            decisions: Any,
-            leanings: Any,
-            sleeping: Any,
-        ) -> None:
+        async def apply(self, where: PlannedRotation, decisions: Any) -> None:
             pass
 
     async def observe() -> Snapshot:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from autoscaler.control_loop import ControlLoop, LoopSettings
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.plan import ClassShare, Memory, PoolPlan, ScalingPlan
-from autoscaler.reconcile import Bounds
+from autoscaler.reconcile import Bounds, PlannedRotation
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.snapshot import (
     POOLS,
@@ -83,20 +82,12 @@ class World:
         self.snapshots.append(snapshot)
         return self.plan, (memory or 0) + 1
 
-    async def apply(
-        self,
-        standby: Sequence[str],
-        active: Sequence[str],
-        lend: bool,
-        decisions: Any,
-        leanings: Any,
-        sleeping: Any,
-    ) -> None:
+    async def apply(self, where: PlannedRotation, decisions: Any) -> None:
         if self.deaf is not None:
             raise self.deaf
-        self.applied.append((list(standby), list(active), lend))
+        self.applied.append((sorted(where.standby), sorted(where.active), where.lend))
         self.told = list(decisions)
-        self.leanings, self.sleeping = dict(leanings), list(sleeping)
+        self.leanings, self.sleeping = dict(where.leanings), sorted(where.sleeping)
 
     def wants(self, prefill: int, decode: int, standby: int = 0, lend: bool = False) -> None:
         self.plan = ScalingPlan(PoolPlan(prefill, standby, "more came"), PoolPlan(decode), lend)
@@ -454,14 +445,7 @@ async def test_one_that_sleeps_through_the_end_of_its_lease_does_nothing_when_it
             await coordinator.passes_to("other")
         return await world.observe()
 
-    async def apply(
-        standby: Sequence[str],
-        active: Sequence[str],
-        lend: bool,
-        decisions: Any,
-        leanings: Any,
-        sleeping: Any,
-    ) -> None:
+    async def apply(where: PlannedRotation, decisions: Any) -> None:
         if sleeps_in == "apply":
             await coordinator.passes_to("other")
 
@@ -476,14 +460,7 @@ async def test_a_coordinator_that_refuses_a_stale_plan_stops_the_tick() -> None:
     coordinator = FencedCoordinator()
     world.loop.lease = Lease([coordinator], "me", "", 10.0, coordinator.clock)
 
-    async def apply(
-        standby: Sequence[str],
-        active: Sequence[str],
-        lend: bool,
-        decisions: Any,
-        leanings: Any,
-        sleeping: Any,
-    ) -> None:
+    async def apply(where: PlannedRotation, decisions: Any) -> None:
         raise FailedPreconditionError("lease_number 1 is not in force", reason="STALE_LEASE")
 
     world.apply = apply  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.service import CoordinatorRotation
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import UnavailableError
@@ -45,7 +46,9 @@ class Told(ScalingClient):
 async def test_all_coordinators_get_the_same_plan() -> None:
     clients = [Told("a:1"), Told("b:2")]
     why = scaling_pb2.PoolDecision(reason="busy")
-    await CoordinatorRotation(clients, 60.0).apply(["x"], ["y", "z"], True, [why], sleeping=["x"])
+    x = frozenset({"x"})
+    where = PlannedRotation(standby=x, active=frozenset({"z", "y"}), sleeping=x, lend=True)
+    await CoordinatorRotation(clients, 60.0).apply(where, [why])
     assert clients[0].sleeping == clients[1].sleeping == ["x"]
     assert clients[0].decisions == clients[1].decisions == [why]
     assert clients[0].plans == clients[1].plans == [(["x"], ["y", "z"], True, 60.0)]
@@ -54,15 +57,15 @@ async def test_all_coordinators_get_the_same_plan() -> None:
 async def test_the_others_get_the_plan_when_one_is_unreachable() -> None:
     clients = [Told("a:1", away=True), Told("b:2")]
     with pytest.raises(UnavailableError, match="a:1: no answer"):
-        await CoordinatorRotation(clients, 60.0).apply([], [], False)
+        await CoordinatorRotation(clients, 60.0).apply(PlannedRotation())
     assert clients[1].plans
 
 
 async def test_plans_name_the_models_whose_workers_are_started_on_demand() -> None:
     client, models = Told("a:1"), [registry_pb2.ServedModel(name="m")]
     rotation = CoordinatorRotation([client], 60.0, on_demand=lambda: models)
-    await rotation.apply([], [], False)
+    await rotation.apply(PlannedRotation())
     assert client.on_demand == models
     models.clear()
-    await rotation.apply([], [], False)
+    await rotation.apply(PlannedRotation())
     assert client.on_demand == []

@@ -14,6 +14,7 @@ from autoscaler.policies.policy_file import parse_policy
 from autoscaler.policies.predictive import PredictiveMemory
 from autoscaler.policies.slo.slo_prefill import PrefillMemory
 from autoscaler.policy_in_force import PolicyFile, PolicyInForce
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.signals.observer import Observer
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock, FakeSource, worker
@@ -49,9 +50,7 @@ class Edited:
             changed_policy=self.policy.poll,
         )
 
-    async def apply(
-        self, standby: Any, active: Any, lend: bool, decisions: Any, leanings: Any, sleeping: Any
-    ) -> None:
+    async def apply(self, where: PlannedRotation, decisions: Any) -> None:
         pass
 
     async def tick(self) -> tuple[int, float, float]:

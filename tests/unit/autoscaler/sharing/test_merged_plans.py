@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.sharing.merged_plans import MergedPlans
 from autoscaler.sharing.shared_lease import SharedLease
 from splitserve.v1 import scaling_pb2
@@ -16,29 +17,41 @@ class Told:
     def __init__(self) -> None:
         self.plans: list[tuple[list[str], list[str], bool, dict[str, str], list[str]]] = []
 
-    async def apply(
-        self,
-        standby: Sequence[str],
-        active: Sequence[str],
-        lend: bool,
-        decisions: Any,
-        leanings: Mapping[str, Any],
-        sleeping: Sequence[str],
-    ) -> None:
-        self.plans.append((list(standby), list(active), lend, dict(leanings), list(sleeping)))
+    async def apply(self, where: PlannedRotation, decisions: Any) -> None:
+        self.plans.append(
+            (
+                sorted(where.standby),
+                sorted(where.active),
+                where.lend,
+                dict(where.leanings),
+                sorted(where.sleeping),
+            )
+        )
+
+
+def planned(
+    standby: str = "",
+    active: str = "",
+    lend: bool = False,
+    leanings: Mapping[str, Any] = {},
+    sleeping: str = "",
+) -> PlannedRotation:
+    """Names are separated by spaces."""
+    names = (frozenset(each.split()) for each in (standby, active, sleeping))
+    return PlannedRotation(*names, leanings, lend)
 
 
 async def test_each_plan_says_what_the_others_said_last() -> None:
     told, clock = Told(), Clock()
     plans = MergedPlans(30.0, clock)
     a, b = plans.rotation("a", told), plans.rotation("b", told)
-    await a.apply(["a1"], ["a0"], True, (), {"a0": "prefill"}, ["a1"])
-    await b.apply([], ["b0"], False, (), {"b0": "decode"}, [])
+    await a.apply(planned("a1", "a0", True, {"a0": "prefill"}, "a1"), ())
+    await b.apply(planned("", "b0", False, {"b0": "decode"}), ())
     assert told.plans[-1] == (["a1"], ["a0", "b0"], True, {"a0": "prefill", "b0": "decode"}, ["a1"])
-    await a.apply([], ["a0", "a1"], False, (), {}, [])
+    await a.apply(planned("", "a0 a1"), ())
     assert told.plans[-1] == ([], ["a0", "a1", "b0"], False, {"b0": "decode"}, [])
     clock.now += 31
-    await a.apply([], ["a0"], False, (), {}, [])
+    await a.apply(planned("", "a0"), ())
     assert told.plans[-1] == ([], ["a0"], False, {}, []), "the other's has expired"
 
 

@@ -17,6 +17,7 @@ from autoscaler.decisions.decisions_page import shared_document
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.policy_in_force import loop_settings
+from autoscaler.reconcile import PlannedRotation
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
@@ -58,9 +59,7 @@ class Served(FakeActuator):
             journal=DecisionJournal(AttainmentModel(self.policy)),
         )
 
-    async def apply(
-        self, standby: Any, active: Any, lend: Any, decisions: Any, leanings: Any, sleeping: Any
-    ) -> None:
+    async def apply(self, where: PlannedRotation, decisions: Any) -> None:
         """As a `Rotation`: nobody is told."""
 
     async def observe(self) -> Snapshot:
