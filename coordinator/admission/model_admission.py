@@ -200,8 +200,7 @@ class ModelAdmission:
         """Starts a newcomer though others wait, if these are all late, for want of a place that it does not need."""
         if not self._round.only_late or self.prefill.is_late(entry, now):
             return False
-        self._hold(self.held_by, now)
-        entry.marks = self._held_s["prefill"], self._held_s["decode"]
+        self._mark(entry, now)
         self.queue.add(entry)
         if self._try_start(entry, now):
             return True
@@ -268,6 +267,11 @@ class ModelAdmission:
         self._held_s[self.held_by] += max(0.0, now - self._held_since_s) if self.queue.requests else 0.0
         self._held_since_s, self.held_by = now, cause
 
+    def _mark(self, entry: Entry, now: float) -> None:
+        """Begins to measure what an entry waits for; `_start` ends it."""
+        self._hold(self.held_by, now)
+        entry.marks = self._held_s["prefill"], self._held_s["decode"]
+
     def _remove_flight(self, entry: Entry) -> None:
         self._leave_prefill(entry)
         self.decoded(entry)
@@ -278,8 +282,7 @@ class ModelAdmission:
 
     def _begin_wait(self, entry: Entry, predicted: Forecast, now: float) -> None:
         """Sets what a newly queued entry's end of waiting is measured against."""
-        self._hold(self.held_by, now)
-        entry.marks = self._held_s["prefill"], self._held_s["decode"]
+        self._mark(entry, now)
         entry.from_zero = self.awaits_workers
         if entry.from_zero:  # its own deadline bounds it, and a cold start is no wait to learn from
             heapq.heappush(self._deadlines, (entry.start_by_s, entry.number, entry))

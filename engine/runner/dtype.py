@@ -19,6 +19,10 @@ def multiplies_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def _lacks_bfloat16(device: torch.device, native: bool | None) -> bool:
+    return device.type == "cpu" and not (multiplies_bfloat16() if native is None else native)
+
+
 def choose_dtype(
     config: EngineConfig, device: torch.device, wire_dtype: str = SAME, native: bool | None = None
 ) -> str:
@@ -27,18 +31,16 @@ def choose_dtype(
     "auto" is bfloat16, but float32 on a processor that does not multiply it, unless another setting is for bfloat16
     alone. `native`: whether the processor does; default: what oneDNN says.
     """
-    if config.dtype == "float32":
-        return "float32"
-    if device.type != "cpu" or (multiplies_bfloat16() if native is None else native):
-        return "bfloat16"
+    if config.dtype != "auto":
+        return config.dtype
     for_bfloat16 = config.quantization != "none" or config.kv_cache_dtype != "auto" or wire_dtype != SAME
-    return "float32" if config.dtype == "auto" and not for_bfloat16 else "bfloat16"
+    return "bfloat16" if for_bfloat16 or not _lacks_bfloat16(device, native) else "float32"
 
 
 def log_dtype(config: EngineConfig, device: torch.device, dtype: str, native: bool | None = None) -> None:
     """Logs what a processor without bfloat16 costs: `engine.dtype` where float32 was chosen for it, a warning
     `engine.slow_dtype` where bfloat16 is computed all the same."""
-    if device.type != "cpu" or (multiplies_bfloat16() if native is None else native):
+    if not _lacks_bfloat16(device, native):
         return
     if dtype == "bfloat16":
         log_event("engine.slow_dtype", level=logging.WARNING, dtype=dtype, why=SLOW)

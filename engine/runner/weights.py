@@ -83,7 +83,6 @@ def keep_weights(config: EngineConfig, model: str, wire_dtype: str = SAME) -> No
 
     A model that is large, not on this machine or cannot be loaded is left to the workers, who say why.
     """
-    config = config.model_copy(update={"threads": 1})
     try:
         with recorded_events() as events, _variable(SYNCHRONOUS, "1"):
             source = resolve_model(model)

@@ -13,6 +13,7 @@ from engine.model.loaded_model import LoadedModel
 from engine.model.probe import probe_model
 from engine.model.support import context_limit, declared_windows
 from engine.runner.device import choose_device
+from engine.runner.dtype import choose_dtype
 from engine.runner.torch_runner import TorchRunner, make_torch_runner
 from splitserve.config.engine import EngineConfig
 
@@ -23,7 +24,7 @@ def random_runner(folder: str, config: EngineConfig) -> TorchRunner:
     if device.type == "cuda":
         prepare_device(device)
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    dtype = choose_dtype(config, device)
     settings = AutoConfig.from_pretrained(folder)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(
