@@ -45,7 +45,7 @@ async def test_a_plan_from_what_real_workers_measured(log_dir: Path, tmp_path: P
                 await client.generate(prompt, max_tokens=8, ignore_eos=True)
         assert json.loads(await recorder)["recorded"] > 0
         await cluster.assert_no_leaks()
-    log.write_text("at;in;out\n" + "".join(f"{number * 500};90;8\n" for number in range(40)))
+    log.write_text("at;in;out\n" + "".join(f"{number * 5000};90;8\n" for number in range(40)))
     columns = "timestamp=at,input_length=in,output_length=out,unit=ms"
     slow = ("--slo-ttft", "60000", "--slo-tpot", "60000", "--json")
     found = json.loads(
@@ -57,7 +57,7 @@ async def test_a_plan_from_what_real_workers_measured(log_dir: Path, tmp_path: P
     assert engine["step_s"] + engine["sequence_s"] > 1e-4
     assert engine["prefill_token_s"] + engine["prefill_step_s"] > 1e-5
     assert found["traffic"] == {
-        "requests_per_second": pytest.approx(40 / 19.5, rel=1e-3),
+        "requests_per_second": pytest.approx(40 / 195, rel=1e-3),
         "mean_prompt_tokens": 90,
         "mean_output_tokens": 8,
         "requests": 40,

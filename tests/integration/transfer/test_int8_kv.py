@@ -75,7 +75,7 @@ async def test_a_pair_answers_as_one_engine_and_half_the_bytes_travel(cluster: C
 
 
 async def test_workers_that_do_not_fit_end_with_one_line(cluster: Cluster) -> None:
-    wide = cluster.add_worker("decode", "odd-kv", "--kv-cache-dtype", "auto")
+    wide = cluster.add_worker("decode", "odd-kv", "--kv-cache-dtype", "auto", "--dtype", "bfloat16")
     exact = cluster.add_worker("prefill", "odd-dtype", "--dtype", "float32")
     for odd, why in (
         (wide, "dtype: 'bfloat16'"),

@@ -59,7 +59,7 @@ async def test_many_at_once_leave_nothing_behind(cluster: Cluster) -> None:
 
 
 async def test_workers_that_do_not_fit_end_with_one_line(cluster: Cluster) -> None:
-    wire = cluster.add_worker("decode", "odd-wire", "--wire-dtype", "same")
+    wire = cluster.add_worker("decode", "odd-wire", "--wire-dtype", "same", "--dtype", "bfloat16")
     dtype = cluster.add_worker("prefill", "odd-dtype", "--dtype", "float32")
     for odd in (wire, dtype):
         assert await asyncio.to_thread(odd.process.wait, PATIENCE_S) != 0
