@@ -26,7 +26,6 @@ from splitserve.client import AsyncClient
 from splitserve.errors import UnavailableError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
-from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.real_cluster import Cluster, held_resources, running
 from tests.support.cluster.streams import Reading
 from tests.support.engine.cpu_kernels import have_kernels
@@ -86,11 +85,9 @@ async def test_answers_are_the_same_with_the_neighbour_s_core(
             # With a target it lends what it is ahead of that.
             stream = Reading(client, tokens[:40], max_tokens=900, ignore_eos=True, tpot_ms=TPOT_MS)
             await stream.got(2 * FITTED)
-            for _ in range(REPEATS):
-                assert [await ask(prompt) for prompt in prompts] == lent
-                if lent_steps(cluster, "prefill-0") > before:
-                    break
-            assert lent_steps(cluster, "prefill-0") > before
+            async with asyncio.timeout(PATIENCE_S):  # how often one rests depends on what else the machine does
+                while lent_steps(cluster, "prefill-0") == before:
+                    assert [await ask(prompt) for prompt in prompts] == lent
             times = stream.times
             await stream.leave()
             assert (times[-1] - times[0]) / (len(times) - 1) < TPOT_MS / 1e3
