@@ -30,12 +30,12 @@ from tests.support.engine.triton_interpreter import triton_interpreter
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 SETTINGS: dict[str, Any] = {
     "device": str(DEVICE),
-    "num_blocks": 14,
+    "num_blocks": 9,
     "max_running_requests": 4,
     "max_step_tokens": 24,
     "context_tokens": 80,
 }
-REQUESTS = 12
+REQUESTS = 7
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ class Served:
 def made(index: int, pick: random.Random) -> EngineRequest:
     shared = [7] * 20 if index % 2 else [9] * 17
     prompt = (*shared, *(pick.randrange(EOS) for _ in range(pick.randrange(1, 12))))
-    stop = StopParams(pick.randrange(8, 30), ignore_eos=True)
+    stop = StopParams(pick.randrange(8, 20), ignore_eos=True)
     return EngineRequest(f"r{index}", prompt, SamplingParams(temperature=0.0), stop)
 
 
