@@ -85,7 +85,9 @@ async def test_answers_are_the_same_with_the_neighbour_s_core(
             # With a target it lends what it is ahead of that.
             stream = Reading(client, tokens[:40], max_tokens=900, ignore_eos=True, tpot_ms=TPOT_MS)
             await stream.got(2 * FITTED)
-            async with asyncio.timeout(PATIENCE_S):  # how often one rests depends on what else the machine does
+            async with asyncio.timeout(
+                PATIENCE_S
+            ):  # how often one rests depends on what else the machine does
                 while lent_steps(cluster, "prefill-0") == before:
                     assert [await ask(prompt) for prompt in prompts] == lent
             times = stream.times
