@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= 2
 ALONE := $(shell grep -rl 'mark\.alone' tests/integration)
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
-SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=computed
+SEARCHING := SPLITSERVE_HYPOTHESIS_PROFILE=search SPLITSERVE_FUZZ_EXAMPLES=250 SPLITSERVE_TEST_REFERENCES=sampled
 PACKAGES := splitserve coordinator prefill_worker decode_worker neutral_worker kv_transfer engine autoscaler bench
 
 # Images often set it. Without it each module is compiled once, not in every process that a test starts.

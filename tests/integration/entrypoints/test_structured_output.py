@@ -40,8 +40,8 @@ PERSON: Schema = {
         "friends": {
             "type": "array",
             "items": {"type": "string", "maxLength": 20},
-            "minItems": 4,
-            "maxItems": 6,
+            "minItems": 2,
+            "maxItems": 3,
         },
         "kind": {"enum": ["writer", "painter", "doctor"]},
     },

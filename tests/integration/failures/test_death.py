@@ -44,7 +44,7 @@ async def test_a_killed_decode_worker_is_resumed_and_a_lost_pool_is_typed(
     options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1"]
     cluster = Cluster(log_dir, model=smollm2, engine="torch", decode=2, worker_options=options)
     async with running(cluster), AsyncClient(cluster.target) as client:
-        undisturbed = [await client.generate(prompt, **ask) for prompt, ask in asks]
+        undisturbed = await asyncio.gather(*(client.generate(prompt, **ask) for prompt, ask in asks))
         await until(cluster, lambda info: not total(info, "decode", "running_requests"), "all have ended")
         readings = [Reading(client, prompt, **ask) for prompt, ask in asks]
         busy, other = await busy_decode(cluster)

@@ -48,7 +48,7 @@ async def _load(
 
 
 @pytest.mark.parametrize(
-    "restarts", [pytest.param(10, marks=pytest.mark.short), pytest.param(50, marks=pytest.mark.slow)]
+    "restarts", [pytest.param(10, marks=pytest.mark.short), pytest.param(30, marks=pytest.mark.slow)]
 )
 async def test_restarts_at_the_same_address_under_load(log_dir: Path, restarts: int) -> None:
     options = ["--simulated-step-s", "0.01", "--heartbeat", "0.1", "--drain", "2"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import random
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 RECORDED = Path(__file__).parents[2] / "data" / "greedy_answers.json"
 """What the embedded model answers: token ids by a digest of prompt and length, under the model's name."""
 MODE = os.environ.get("SPLITSERVE_TEST_REFERENCES", "recorded")
-"""`recorded`: answers come from the file where it has them. `computed`: each is computed, and must equal the file's.
-`record`: each is computed and written to the file."""
+"""`recorded`: answers come from the file where it has them. `sampled`: some of these are computed and must equal the
+file's. `computed`: all of them. `record`: each is computed and written to the file."""
+SAMPLED_SHARE, SAMPLED_ANSWERS = 0.25, 3
+"""`sampled`: so many of the models that tests ask load their weights, and compute so many of the known answers."""
 
 
 class Reference:
@@ -22,13 +26,17 @@ class Reference:
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
+        self._checks = {"recorded": 0, "sampled": _drawn()}.get(MODE, math.inf)
+        """How many of the known answers are still to be computed."""
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Greedy continuation, up to and with the end-of-sequence token."""
         digest = hashlib.sha256(json.dumps([list(prompt), max_tokens]).encode()).hexdigest()[:16]
         known = _recorded().get(self._folder.name, {}).get(digest)
-        if known is not None and MODE == "recorded":
-            return known
+        if known is not None:
+            if self._checks <= 0:
+                return known
+            self._checks -= 1
         answer = self._computed(prompt, max_tokens)
         if MODE == "record":
             _record(self._folder.name, digest, answer)
@@ -58,6 +66,10 @@ class Reference:
                 pad_token_id=0,
             )
         return [int(token) for token in output[0, len(prompt) :]]
+
+
+def _drawn() -> int:
+    return SAMPLED_ANSWERS if random.random() < SAMPLED_SHARE else 0
 
 
 def _recorded() -> dict[str, dict[str, list[int]]]:
