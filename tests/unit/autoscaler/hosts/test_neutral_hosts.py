@@ -1,5 +1,5 @@
-"""Neutral workers on two Docker hosts: names, ports and addresses of their own, a place beside any partner, hosts that run
-the other kind, and a host that is away."""
+"""Neutral workers on two Docker hosts: names, ports and addresses of their own, a host that runs the other kind, and
+one that is away."""
 
 from __future__ import annotations
 
