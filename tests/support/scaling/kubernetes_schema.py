@@ -1,5 +1,5 @@
-"""Whether the Kubernetes API would take a document, by the models of its Python client, made from the OpenAPI description
-of the API. What fields mean to each other is not looked at."""
+"""Whether the Kubernetes API would take a document, by the models of its Python client: those are made from the OpenAPI
+description of the API. What fields mean to each other is not looked at."""
 
 from __future__ import annotations
 
