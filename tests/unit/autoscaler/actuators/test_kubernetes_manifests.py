@@ -19,7 +19,7 @@ from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.rpc.credentials import read_token
-from tests.support.scaling.kubernetes_schema import check_document
+from tests.support.kubernetes.kubernetes_schema import check_document
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = ROOT / "compose" / "kubernetes"

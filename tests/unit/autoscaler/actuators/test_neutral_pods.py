@@ -12,7 +12,7 @@ from autoscaler.actuators.actuator import ReplicaKind
 from autoscaler.actuators.kubernetes import KubernetesActuator
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.errors import FailedPreconditionError
-from tests.support.scaling.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
+from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 from tests.support.scaling.neutral_loop import NeutralLoop
 
 NEUTRAL, PINNED = ReplicaKind(gpus=0, neutral=True), ReplicaKind(gpus=0)

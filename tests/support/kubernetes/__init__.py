@@ -1,0 +1,1 @@
+"""Actuators and signals for tests of the autoscaler."""
