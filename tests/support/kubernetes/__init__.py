@@ -1,1 +1,1 @@
-"""Actuators and signals for tests of the autoscaler."""
+"""What stands for Kubernetes in tests of the autoscaler."""
