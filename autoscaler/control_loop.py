@@ -223,6 +223,7 @@ class ControlLoop:
                 actual,
                 known,
                 [r for r in seen[pool] if r.registered and not r.ours and r.name not in self._own_names],
+                neutral=self.settings.neutral,
             )
             for pool in POOLS
         }

@@ -83,13 +83,15 @@ def shadows_of(paths: Sequence[Path], window_s: float = 0.0) -> Shadows:
 
 def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:
     """The loop's settings under a policy. `given` has what is not the policy's; its interval wins unless it is 0."""
-    pools = policy.pools
+    pools, neutral = policy.pools, policy.workers == "neutral"
+    longest_s = max(pool.drain_s for pool in pools.values())
     return replace(
         given,
         bounds={name: Bounds(pool.min_replicas, pool.max_replicas) for name, pool in pools.items()},
-        drain_s={name: pool.drain_s for name, pool in pools.items()},
+        # A neutral worker ends with what both pools have sent it.
+        drain_s={name: longest_s if neutral else pool.drain_s for name, pool in pools.items()},
         gpus_each={name: pool.gpus_per_replica for name, pool in pools.items()},
-        neutral=policy.workers == "neutral",
+        neutral=neutral,
         starts=start_limits(policy),
         interval_s=given.interval_s or policy.interval_s,
     )

@@ -92,11 +92,13 @@ def members(
     actual: Iterable[ActualReplica],
     seen: Mapping[str, Replica],
     others: Iterable[Replica] = (),
+    *,
+    neutral: bool = False,
 ) -> tuple[ReplicaView, ...]:
     """The replicas of one pool. The actuator says which exist, the coordinators in which state they are.
 
     `others` are registered workers that the actuator does not have, as those of another host: they count, and are left
-    alone.
+    alone. `neutral`: those that no coordinator sees are taken for neutral workers, as such are started.
     """
     found = [
         ReplicaView(other.name, other.state, other.load, 0.0, False, other.neutral, other.replica_class)
@@ -110,10 +112,10 @@ def members(
         if replica.stopping:
             state = ReplicaState.DRAINING
         load = known.load if known is not None else 0.0
-        neutral = known is not None and known.neutral
+        either = known.neutral if known is not None and known.registered else neutral
         # The actuator knows it from the start; what it adopted may say so only itself.
         kind = replica.replica_class or (known.replica_class if known is not None else "")
-        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s, True, neutral, kind))
+        found.append(ReplicaView(replica.name, state, load, replica.created_wall_s, True, either, kind))
     return tuple(found)
 
 
@@ -128,11 +130,12 @@ def reconcile(
     Replicas that are preempted do not count, so they are replaced at once, whatever `behavior` says of the number.
     In `paused` pools nothing is ordered and no overdue replica replaced, because the last ones failed. Where one pool
     has more in rotation than it shall, and the other less, standby and starting ones counted, neutral workers change
-    sides before anything is started or drained: that takes seconds and no cold start.
+    sides before anything is started or drained: that takes seconds and no cold start. Those that nobody sees yet, or
+    any more, count on either side: they can lean there as soon as they are seen.
     """
     goals = {pool: min(max(plan.pool(pool).desired, bounds[pool].min), bounds[pool].max) for pool in POOLS}
     actions: list[Action] = []
-    pools = _leant(goals, pools, actions)
+    pools = _leant(plan, goals, pools, actions)
     for pool in POOLS:
         wanted, desired = plan.pool(pool), goals[pool]
         others = [member for member in pools[pool] if not member.ours]
@@ -148,21 +151,35 @@ def reconcile(
 
 
 def _leant(
-    goals: Mapping[PoolName, int], pools: Mapping[PoolName, Sequence[ReplicaView]], actions: list[Action]
+    plan: ScalingPlan,
+    goals: Mapping[PoolName, int],
+    pools: Mapping[PoolName, Sequence[ReplicaView]],
+    actions: list[Action],
 ) -> Mapping[PoolName, Sequence[ReplicaView]]:
     """The pools once neutral workers have changed sides, with the actions for it. The total stays."""
     after = {pool: list(pools[pool]) for pool in POOLS}
     sides: tuple[tuple[PoolName, PoolName], ...] = (("prefill", "decode"), ("decode", "prefill"))
     for side, other in sides:
         while sum(member.state in _COMING for member in after[side]) < goals[side]:
-            ready = in_state(after[other], ReplicaState.READY)
-            able = sorted((member for member in ready if member.neutral), key=least_loaded)
-            if not able or len(ready) <= goals[other]:
+            moved = _to_spare(after[other], goals[other], plan.pool(other).standby)
+            if moved is None:
                 break
-            actions.append(Lean(side, able[0].name))
-            after[other].remove(able[0])
-            after[side].append(able[0])
+            if moved.state is ReplicaState.READY:
+                actions.append(Lean(side, moved.name))
+            after[other].remove(moved)
+            after[side].append(moved)
     return after
+
+
+def _to_spare(there: Sequence[ReplicaView], goal: int, standby: int) -> ReplicaView | None:
+    """The neutral worker that a pool can do without, if it has one."""
+    ready = in_state(there, ReplicaState.READY)
+    able = sorted((member for member in ready if member.neutral), key=least_loaded)
+    if able and len(ready) > goal:
+        return able[0]
+    starting = [one for one in in_state(there, ReplicaState.STARTING) if one.neutral and one.ours]
+    coming = sum(member.state in _COMING for member in there)
+    return min(starting, key=oldest) if starting and coming > goal + max(0, standby) else None
 
 
 def _reconcile_pool(

@@ -1,4 +1,4 @@
-"""The prefill worker on the engine thread: pushes the blocks of every finished chunk to the ticket's owner."""
+"""What sends KV on the engine thread: pushes the blocks of every finished chunk to the ticket's owner."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class KvProducer(KvConnector):
             self._pusher.decline(ticket, now)
 
     def connect(self, endpoint: TransferEndpoint) -> None:
-        """Connects to a decode worker's memory. A failure is only logged: the next list of peers brings it again."""
+        """Connects to a peer's memory. A failure is only logged: the next list of peers brings it again."""
         try:
             self._transport.connect(endpoint)
             self._endpoints[endpoint.agent_id] = endpoint
@@ -121,12 +121,12 @@ class KvProducer(KvConnector):
             log_event("peer.refused", agent_id=endpoint.agent_id, reason=known.reason, error=known.message)
 
     def retire(self, agent_id: str) -> None:
-        """Takes no more tickets of a decode worker; it is still told how its pushes end."""
+        """Takes no more tickets of a peer; it is still told how its pushes end."""
         self._endpoints.pop(agent_id, None)
         self._peers.lost(agent_id)
 
     def disconnect(self, agent_id: str) -> None:
-        """Fences a decode worker that is gone: this process cannot write to it any more."""
+        """Fences a peer that is gone: this process cannot write to it any more."""
         self.retire(agent_id)
         self._pusher.peer_lost(agent_id)
 
@@ -135,7 +135,7 @@ class KvProducer(KvConnector):
         return self._transport.connected() & self._endpoints.keys()
 
     def before_step(self, core: Engine, now: float) -> bool:
-        """See `advance`. Nobody writes to a prefill worker: notifications are dropped."""
+        """See `advance`. Nobody writes to a worker that is a producer only: notifications are dropped."""
         polling = super().before_step(core, now)
         self.polls.take_notifications()
         return polling

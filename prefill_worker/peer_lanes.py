@@ -1,4 +1,4 @@
-"""The decode workers that a prefill worker may write to: connected, measured, and not refused for a slow lane."""
+"""The peers that a worker may write to: connected, measured, and not refused for a slow lane."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from autoscaler.actuators.docker_template import (
     worker_id,
 )
 from autoscaler.actuators.room import Room, RoomActuator
-from autoscaler.actuators.worker_kind import check_kind
+from autoscaler.actuators.worker_kind import WORKER_KIND, check_kind, other_kind
 from autoscaler.snapshot import PoolName
 from splitserve.errors import FailedPreconditionError
 from splitserve.gpus.engine_command import check_command, environment_of
@@ -248,12 +248,17 @@ class DockerActuator(RoomActuator):
     def _room(self, client: APIClient, pool: PoolName, kind: ReplicaKind) -> Room:
         containers = self._containers(client)
         members = self._patterns(containers, pool, kind.replica_class)
-        template = client.inspect_container(max(members, key=_age).id) if members else None
+        newest = max(members, key=_age) if members else None
+        template = client.inspect_container(newest.id) if newest is not None else None
         uses = self._uses(client, containers)
         most = self._limits.max_replicas if self._limits is not None else None
         unready = readiness(client, self._project, template, pool)
         if unready is None and kind.gpus and self._has_own_gpus and not self._gpus.gpus:
             unready = Room(0, "NO_GPU", "its driver shows no GPU")
+        if unready is None and newest is not None and template is not None:
+            what = f"the containers of service {newest.service}"
+            if problem := other_kind(what, command_of(template), kind.neutral):
+                unready = Room(0, WORKER_KIND, problem)
         return unready or free_room(self._gpus, uses, pool, kind.gpus, most)
 
     def _seat(

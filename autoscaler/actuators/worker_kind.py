@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from splitserve.errors import FailedPreconditionError
 
+WORKER_KIND = "WORKER_KIND"
+"""Reason of errors."""
 _COMMANDS = {"worker": True, "prefill-worker": False, "decode-worker": False}
 
 
@@ -14,12 +16,17 @@ def runs_neutral(words: Sequence[str]) -> bool | None:
     return next((_COMMANDS[word] for word in words if word in _COMMANDS), None)
 
 
-def check_kind(what: str, words: Sequence[str], neutral: bool) -> None:
-    """Raises FailedPreconditionError (WORKER_KIND) where `what` runs workers of the other kind. What its command does
-    not say is not checked."""
+def other_kind(what: str, words: Sequence[str], neutral: bool) -> str:
+    """What is wrong where `what` runs workers of the other kind; else empty. What its command does not say is not
+    checked."""
     found = runs_neutral(words)
     if found is None or found == neutral:
-        return
+        return ""
     wanted, there = ("neutral", "pinned") if neutral else ("pinned", "neutral")
-    message = f"workers is {wanted}, but {what} run {there} workers; make their command and the policy agree"
-    raise FailedPreconditionError(message, reason="WORKER_KIND", field="workers")
+    return f"workers is {wanted}, but {what} run {there} workers; make their command and the policy agree"
+
+
+def check_kind(what: str, words: Sequence[str], neutral: bool) -> None:
+    """Raises FailedPreconditionError (WORKER_KIND) for workers of the other kind, as `other_kind`."""
+    if problem := other_kind(what, words, neutral):
+        raise FailedPreconditionError(problem, reason=WORKER_KIND, field="workers")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from autoscaler.actuators.room import Room
+from autoscaler.actuators.worker_kind import WORKER_KIND
 from autoscaler.snapshot import PoolName
 from splitserve.errors import FailedPreconditionError, ResourceExhaustedError, SplitserveError
 
@@ -41,22 +42,27 @@ def lane(one: HostCandidate, other: HostCandidate) -> HostLane:
     return HostLane.RDMA if one.fabric and one.fabric == other.fabric else HostLane.TCP
 
 
-def choose_host(pool: PoolName, candidates: Sequence[HostCandidate], silent: Sequence[str] = ()) -> str:
+def choose_host(
+    pool: PoolName, candidates: Sequence[HostCandidate], silent: Sequence[str] = (), *, neutral: bool = False
+) -> str:
     """The host for one more replica of this pool.
 
     Of those that have room the host is chosen by, in this order: most NVLink inside the replica, the best lane to a
     peer without a partner (a host's workers of the other pool beyond those of this one), most such peers on the host,
     most room, fewest replicas, and their order. All GPUs of a replica are on one host, since each host's room is
-    counted in whole replicas.
+    counted in whole replicas. Any two `neutral` replicas are partners, wherever they lean: of an odd number on a host
+    one has none.
 
     `silent` hosts do not answer and are no places. Raises ResourceExhaustedError (NO_GPU, NO_ROOM) or
-    FailedPreconditionError (NO_TEMPLATE), each with every host's reason, if no host has room.
+    FailedPreconditionError (NO_TEMPLATE, WORKER_KIND), each with every host's reason, if no host has room.
     """
     fit = [candidate for candidate in candidates if candidate.room.replicas > 0]
     if not fit:
         raise _nowhere(pool, candidates, silent)
 
     def unpaired(host: HostCandidate) -> int:
+        if neutral:
+            return sum(host.replicas.values()) % 2
         return max(0, host.replicas.get(_PEER[pool], 0) - host.replicas.get(pool, 0))
 
     def best_lane(host: HostCandidate) -> int:
@@ -76,4 +82,6 @@ def _nowhere(pool: PoolName, candidates: Sequence[HostCandidate], silent: Sequen
     message = f"no host has room for a {pool} replica: {'; '.join(why)}"
     if reasons == {"NO_TEMPLATE"} and not silent:
         return FailedPreconditionError(message, reason="NO_TEMPLATE")
+    if reasons == {WORKER_KIND} and not silent:
+        return FailedPreconditionError(message, reason=WORKER_KIND, field="workers")
     return ResourceExhaustedError(message, reason="NO_GPU" if reasons == {"NO_GPU"} else "NO_ROOM")

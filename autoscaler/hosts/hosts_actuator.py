@@ -159,7 +159,7 @@ class HostsActuator(Actuator):
             counts = {one: there[one] for one in POOLS}
             candidates.append(HostCandidate(host.link.name, room, counts, host.link.fabric))
         silent = [host.link.name for host in self._hosts if not host.reachable]
-        chosen = choose_host(pool, candidates, silent)
+        chosen = choose_host(pool, candidates, silent, neutral=kind.neutral)
         return next(host for host in reachable if host.link.name == chosen)
 
     def _refuse_while_unknown(self) -> None:

@@ -33,7 +33,7 @@ from splitserve.logs import log_event
 from splitserve.v1 import kv_transfer_pb2, registry_pb2
 
 MAX_ENDED = 256
-"""Ended boots announced to decode workers. A decode worker that misses one waits for the ticket to expire."""
+"""Ended boots announced to workers that take KV. One that misses one waits for the ticket to expire."""
 MAX_CHANGES = 2**14
 """Length at which the change log is replaced by an empty one."""
 SWEPT_SHARDS = 64

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     ReportContext = grpc.aio.ServicerContext[registry_pb2.ReportRequest, registry_pb2.ReportResponse]
 
 RESEND_PEERS_S = 5.0
-"""Interval at which a prefill worker that is not connected to all its peers gets the list again: a first try may have
-failed."""
+"""Interval at which a worker that is not connected to all its peers gets the list again: a try may have failed."""
 
 
 class RegistryService(RegistryServiceServicer):

@@ -28,9 +28,9 @@ class CircuitStatus:
     tripped: bool = False
     """Whether its breaker ejects it from routing."""
     pairs: tuple[tuple[str, CircuitState], ...] = ()
-    """Prefill only: states of pair breakers that are not closed, by the decode worker's agent id."""
+    """If it sends KV: states of pair breakers that are not closed, by the agent id of the one that decodes."""
     ejected_agents: frozenset[str] = frozenset()
-    """Prefill only: agent ids of decode workers that it must not be paired with."""
+    """If it sends KV: agent ids of workers that it must not be paired with as those that decode."""
 
 
 CLOSED_CIRCUIT = CircuitStatus()
@@ -43,7 +43,7 @@ class Isolation:
     worker: bool = False
     """Whether the worker gets no requests at all."""
     agents: frozenset[str] = frozenset()
-    """Prefill only: agent ids of decode workers that it must not be paired with."""
+    """If it sends KV: agent ids of workers that it must not be paired with as those that decode."""
 
 
 NOT_ISOLATED = Isolation()

@@ -85,7 +85,7 @@ def worker_metrics(status: WorkerStatus) -> list[Metric]:
 
 def _writes(writes: HandoffWrites) -> list[Metric]:
     ended = CounterMetricFamily(
-        "splitserve_handoffs", "Handoffs of a prefill worker by lane", labels=["lane", "outcome"]
+        "splitserve_handoffs", "Handoffs that it has written, by lane", labels=["lane", "outcome"]
     )
     for (lane, outcome), count in writes.by_lane.items():
         ended.add_metric([lane, outcome], count)

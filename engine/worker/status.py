@@ -15,7 +15,7 @@ WriteOutcome = Literal["completed", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class HandoffWrites:
-    """What a prefill worker has written since its start."""
+    """What a worker has written to others since its start."""
 
     by_lane: Mapping[tuple[LaneKind, WriteOutcome], int] = field(default_factory=lambda: MappingProxyType({}))
     descriptors: int = 0
@@ -47,12 +47,12 @@ class WorkerStatus:
 
     load: EngineLoad = field(default_factory=EngineLoad)
     in_progress: int = 0
-    """What a drain waits for: pushes in flight on a prefill worker, requests on a decode worker."""
+    """What a drain waits for: pushes in flight, and requests where they are decoded."""
     transfers_in_flight: int = 0
     waiting_reservations: int = 0
     lanes: tuple[JudgedLane, ...] = ()
     usable_agents: frozenset[str] = frozenset()
-    """Agent ids of decode workers that requests may be sent to: connected, measured, not refused."""
+    """Agent ids of peers that it may write to: connected, measured, not refused."""
     handoffs_completed: int = 0
     handoff_bytes: int = 0
     handoffs_rejected: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -60,4 +60,4 @@ class WorkerStatus:
     completions_rejected: int = 0
     """Those of them that this worker was to receive."""
     writes: HandoffWrites | None = None
-    """Prefill only."""
+    """None: it writes to nobody."""

@@ -643,7 +643,7 @@ class WorkerInfo(_message.Message):
     """How long it took to wake up the last time. Not set: it has not slept. Seconds."""
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneInfo]:
-        """Lanes to decode workers (prefill workers only), in order of their ids."""
+        """Lanes to peers (workers that write only: of prefill, neutral, or that trade prefixes), in order of their ids."""
 
     @_builtins.property
     def start(self) -> _registry_pb2.StartPhases:
@@ -696,7 +696,7 @@ Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
 
 @_typing.final
 class LaneInfo(_message.Message):
-    """How KV travels from a prefill to a decode worker; see LaneReport."""
+    """How KV travels from a worker to one of its peers; see LaneReport."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -708,7 +708,7 @@ class LaneInfo(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     CIRCUIT_FIELD_NUMBER: _builtins.int
     peer: _builtins.str
-    """Worker id of the decode worker."""
+    """Worker id of the peer."""
     gb_per_second: _builtins.float
     """GB/s (10^9 bytes) as measured at first contact."""
     latency_ms: _builtins.float

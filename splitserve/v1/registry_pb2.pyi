@@ -319,11 +319,11 @@ class ReportRequest(_message.Message):
 
     @_builtins.property
     def connected_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Agent ids of peers that KV can be written to now (prefill workers only)."""
+        """Agent ids of peers that KV can be written to now (workers that write: of prefill, neutral, or that trade prefixes)."""
 
     @_builtins.property
     def lanes(self) -> _containers.RepeatedCompositeFieldContainer[Global___LaneReport]:
-        """Lanes to peers, as measured at first contact (prefill workers only). At most one a peer."""
+        """Lanes to peers, as measured at first contact (the same workers only). At most one a peer."""
 
     @_builtins.property
     def cache_events(self) -> Global___CacheEvents:
@@ -668,12 +668,14 @@ class ReportResponse(_message.Message):
     """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.TransferEndpoint]:
-        """KV pools of the decode workers that a prefill worker should connect to; the whole list each time it changes."""
+        """KV pools of the peers to connect to; the whole list each time it changes. To a prefill worker those are the workers that
+        take KV of prompts, to a neutral one all of these but itself, and to one that trades prefixes also those that do.
+        """
 
     @_builtins.property
     def ended_agent_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Agent ids of prefill workers that write no more for certain, as their processes have ended or they have fallen asleep,
-        the latest ones (decode workers only). One that is merely silent or unreachable is never among them.
+        """Agent ids of workers that write no more for certain, as their processes have ended or they have fallen asleep, the
+        latest ones (to workers that take KV only). One that is merely silent or unreachable is never among them.
         """
 
     def __init__(

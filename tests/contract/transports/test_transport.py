@@ -398,6 +398,27 @@ def test_writes_to_a_refused_peer_go_on(writer: Side, owner: Side) -> None:
     assert writer.notifications == []
 
 
+@pytest.mark.parametrize(("heard_before", "polls"), [(False, 2), (False, 3), (True, 0), (True, 2)])
+def test_a_peer_may_be_refused_in_the_middle_of_its_handshake(
+    writer: Side, owner: Side, heard_before: bool, polls: int
+) -> None:
+    """It returns at once, and this side's writes go on, over a connection that both may have joined or not."""
+    if heard_before:
+        writer.poll()
+        owner.poll()
+    owner.transport.connect(writer.endpoint)
+    for number in range(polls):
+        (writer if number % 2 else owner).poll()
+    writer.transport.refuse(owner.agent_id)
+    with contextlib.suppress(TransferError):
+        owner.transport.notify(writer.agent_id, b"stale")
+    handle = writer.transport.write(owner.agent_id, [4], [6], b"done")
+    settle(lambda: bool(writer.writes and owner.notifications), writer, owner)
+    assert writer.writes == [WriteResult(handle)]
+    assert owner.notifications == [(writer.agent_id, b"done")]
+    assert writer.notifications == []
+
+
 def test_a_peer_that_disconnected_can_connect_again(writer: Side, owner: Side) -> None:
     writer.transport.write(owner.agent_id, [0], [0], b"first")
     settle(lambda: bool(writer.writes and owner.notifications), writer, owner)

@@ -108,6 +108,23 @@ def settle(condition: Callable[[], bool], *sides: Owner | RawPeer) -> None:
             side.poll()
 
 
+def test_a_message_that_never_arrives_in_full_does_not_keep_the_worker_from_closing(
+    raw_peer: RawPeer,
+) -> None:
+    """UCXX ends a worker only once it has received all that has begun to arrive; its sender is gone here."""
+    worker = UcxWorker()
+    inbox, sender = UcxInbox(worker), raw_peer.worker.connect(worker.address)
+    sender.send(np.zeros(100_000, dtype=np.uint8), 7)
+    end = time.monotonic() + PATIENCE_S
+    while not worker.probe(0, 0):
+        assert time.monotonic() < end, "nothing comes of it"
+        raw_peer.worker.progress()
+        worker.progress()
+    sender.close()
+    inbox.close()
+    worker.close()
+
+
 @pytest.mark.parametrize(
     ("runs", "total"),
     [

@@ -22,7 +22,7 @@ from autoscaler.snapshot import PoolName
 from splitserve.client import AsyncClient
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.scaling.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
+from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(300)

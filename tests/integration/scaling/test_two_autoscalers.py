@@ -18,8 +18,8 @@ from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster
+from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 from tests.support.scaling.fake_actuator import FakeActuator
-from tests.support.scaling.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(180)

@@ -26,7 +26,7 @@ from splitserve.cluster.placement import Inventory, Place, make_inventory
 from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.autoscaler import KubernetesConfig
 from splitserve.gpus.inventory import GpuInventory
-from tests.support.scaling.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
+from tests.support.kubernetes.kubernetes_api import FakeKubernetes, Workload, serving_kubernetes
 from tests.support.scaling.memory_host import MemoryHost
 
 STUB = Path(__file__).resolve().parents[1] / "cluster" / "stub_worker.py"

@@ -17,7 +17,13 @@ from splitserve.errors import (
     SplitserveError,
     UnavailableError,
 )
-from tests.support.scaling.kubernetes_api import COST, NAMESPACE, FakeKubernetes, Workload, serving_kubernetes
+from tests.support.kubernetes.kubernetes_api import (
+    COST,
+    NAMESPACE,
+    FakeKubernetes,
+    Workload,
+    serving_kubernetes,
+)
 
 
 @pytest.fixture

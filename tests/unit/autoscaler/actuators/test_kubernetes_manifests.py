@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autoscaler.actuators.worker_kind import runs_neutral
 from autoscaler.policies.policy_file import parse_policy
 from coordinator.tenants.policy_file import load_tenants
 from splitserve.config.autoscaler import AutoscalerConfig, KubernetesConfig
@@ -18,6 +19,7 @@ from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.worker import WorkerConfig
 from splitserve.errors import ConfigError
 from splitserve.rpc.credentials import read_token
+from tests.support.kubernetes.kubernetes_schema import check_document
 
 ROOT = Path(__file__).resolve().parents[4]
 FOLDER = ROOT / "compose" / "kubernetes"
@@ -25,6 +27,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "coordinator": CoordinatorConfig,
     "prefill-worker": WorkerConfig,
     "decode-worker": WorkerConfig,
+    "worker": WorkerConfig,
     "autoscaler": AutoscalerConfig,
 }
 POOLS = ("splitserve-prefill", "splitserve-decode")
@@ -43,16 +46,18 @@ def pod(deployment: dict[str, Any]) -> dict[str, Any]:
     return deployment["spec"]["template"]["spec"]
 
 
-CLASSED = found("classes", "Deployment")
+CLASSED, NEUTRAL = found("classes", "Deployment"), found("neutral", "Deployment")
 DEPLOYMENTS = {
     name: deployment
     for file in ("coordinator", "workers", "autoscaler")
     for name, deployment in found(file, "Deployment").items()
 }
-POLICY, CLASSED_POLICY = (
+POLICY, CLASSED_POLICY, NEUTRAL_POLICY = (
     parse_policy(yaml.safe_load(found(file, "ConfigMap")["splitserve-policy"]["data"]["policy.yaml"]))
-    for file in ("autoscaler", "classes")
+    for file in ("autoscaler", "classes", "neutral")
 )
+OTHER_APIS = ("keda.sh/v1alpha1",)
+"""Of custom resources, which the API server learns from their operators."""
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
@@ -61,11 +66,29 @@ def test_every_file_holds_named_documents(path: Path) -> None:
         assert document["apiVersion"]
         assert document["kind"]
         assert document["metadata"]["name"].startswith("splitserve-")
+        if document["apiVersion"] not in OTHER_APIS:
+            check_document(document)
 
 
-@pytest.mark.parametrize("name", [*DEPLOYMENTS, *CLASSED])
-def test_commands_and_labels(name: str) -> None:
-    deployment = (DEPLOYMENTS | CLASSED)[name]
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"spec": {"replica": 1}}, "Deployment.spec: no field replica in V1DeploymentSpec"),
+        ({"spec": {"template": {}}}, r"Deployment\.spec: [\s\S]*selector"),
+        ({"spec": {"selector": {"matchLabels": {"app": 1}}}}, "matchLabels.app: 1 is no str"),
+        ({"spec": {"paused": "no"}}, "paused: 'no' is no bool"),
+        ({"spec": {"replicas": True}}, "replicas: True is no int"),
+        ({"spec": []}, "is no mapping"),
+        ({"kind": "Deploiment"}, "the API has no Deploiment of apps/v1"),
+    ],
+)
+def test_what_the_api_would_refuse_is_found(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_document(DEPLOYMENTS["splitserve-decode"] | change)
+
+
+@pytest.mark.parametrize(("name", "deployment"), [*DEPLOYMENTS.items(), *CLASSED.items(), *NEUTRAL.items()])
+def test_commands_and_labels(name: str, deployment: dict[str, Any]) -> None:
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert deployment["spec"]["selector"]["matchLabels"] == labels == {"app": name}
     command, *options = pod(deployment)["containers"][0]["args"]
@@ -217,3 +240,33 @@ def test_the_network_policies_of_classes_name_their_pods() -> None:
     assert set(apps(first["podSelector"])) == set(CLASSED)
     assert set(apps(second["podSelector"])) == {"splitserve-coordinator", POOLS[0]}
     assert set(apps(second["ingress"][0]["from"][0]["podSelector"])) == set(CLASSED)
+
+
+def test_neutral_workers_are_those_of_the_pools_but_for_their_command() -> None:
+    assert set(NEUTRAL) == set(POOLS)
+    assert (NEUTRAL_POLICY.workers, POLICY.workers) == ("neutral", "pinned")
+    assert NEUTRAL_POLICY.prefill.gpus_per_replica == NEUTRAL_POLICY.decode.gpus_per_replica
+    longest_s = max(NEUTRAL_POLICY.prefill.drain_s, NEUTRAL_POLICY.decode.drain_s)
+    for name, deployment in NEUTRAL.items():
+        pool = name.removeprefix("splitserve-")
+        plain, own = pod(DEPLOYMENTS[name]), pod(deployment)
+        command, leaning, *options = own["containers"][0]["args"]
+        assert (command, leaning) == ("worker", f"--leaning={pool}")
+        assert runs_neutral(own["containers"][0]["args"]) is True
+        assert [f"{pool}-worker", *options] == plain["containers"][0]["args"]
+        assert {**own["containers"][0], "args": 0} == {**plain["containers"][0], "args": 0}
+        assert {**own, "containers": 0} == {**plain, "containers": 0}
+        assert f"--drain={longest_s:g}" in options
+        assert own["terminationGracePeriodSeconds"] >= longest_s + 5
+        assert own["containers"][0]["resources"]["limits"] == {
+            "nvidia.com/gpu": NEUTRAL_POLICY.decode.gpus_per_replica
+        }
+        assert "replicas" not in deployment["spec"]
+
+
+def test_neutral_workers_of_both_pools_reach_each_other() -> None:
+    """Each writes to all others, whichever pool they were started for."""
+    workers = found("network-policy", "NetworkPolicy")["splitserve-workers"]["spec"]
+    assert set(apps(workers["podSelector"])) == set(NEUTRAL)
+    (peers,) = [rule for rule in workers["ingress"] if "ports" not in rule]
+    assert set(apps(peers["from"][0]["podSelector"])) == set(NEUTRAL)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from autoscaler.actuators.docker_template import worker_id
 from autoscaler.hosts.inventory_file import load_hosts
+from autoscaler.snapshot import PoolName
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.config.base import Settings
 from splitserve.config.command_line import settings_of
@@ -23,6 +25,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "coordinator": CoordinatorConfig,
     "prefill-worker": WorkerConfig,
     "decode-worker": WorkerConfig,
+    "worker": WorkerConfig,
     "autoscaler": AutoscalerConfig,
 }
 WORKERS = ("prefill", "decode", "prefill-gpu", "decode-gpu")
@@ -34,9 +37,21 @@ def settings(path: Path) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines)
 
 
+def given_to(host: str, *more: str) -> dict[str, str]:
+    """The variables of a host, with those of `more` files behind its own."""
+    files = (".env", f"hosts/{host}.env", *more)
+    return {name: value for file in files for name, value in settings(FOLDER / file).items()}
+
+
+def filled(text: str, given: dict[str, str]) -> str:
+    return re.sub(r"\$\{(\w+)\}", lambda found: given[found[1]], text)
+
+
 @pytest.mark.parametrize("name", [*WORKERS, "coordinator", "autoscaler"])
-def test_options_and_variables_exist(name: str) -> None:
-    command, *words = SERVICES[name]["command"].split()
+@pytest.mark.parametrize("more", [(), ("neutral/neutral.env",)], ids=["pinned", "neutral"])
+def test_options_and_variables_exist(name: str, more: tuple[str, ...]) -> None:
+    command, *words = filled(SERVICES[name]["command"], given_to("gpu-a", *more)).split()
+    assert (command == "worker") == (bool(more) and name in WORKERS)
     known = list(settings_of(COMMANDS[command]))
     assert {word for word in words if word.startswith("--")} <= {setting.flag for setting in known}
     given = {one for one in SERVICES[name]["environment"] if one.startswith("SPLITSERVE_")}
@@ -46,8 +61,20 @@ def test_options_and_variables_exist(name: str) -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_every_variable_has_a_value(host: str) -> None:
-    given = settings(FOLDER / ".env") | settings(FOLDER / "hosts" / f"{host}.env")
-    assert set(re.findall(r"\$\{(\w+)", TEXT)) <= set(given)
+    assert set(re.findall(r"\$\{(\w+)", TEXT)) <= set(given_to(host))
+
+
+@pytest.mark.parametrize("more", [(), ("neutral/neutral.env",)], ids=["pinned", "neutral"])
+def test_workers_of_both_pools_and_hosts_have_ids_of_their_own(more: tuple[str, ...]) -> None:
+    pools: tuple[tuple[str, PoolName], ...] = (("prefill-gpu", "prefill"), ("decode-gpu", "decode"))
+    ids = set()
+    for host in HOSTS:
+        given = given_to(host, *more)
+        for service, pool in pools:
+            command = filled(SERVICES[service]["command"], given).split()
+            hostname = filled(SERVICES[service]["hostname"], given)
+            ids.add(worker_id({"Config": {"Cmd": command, "Hostname": hostname}}, pool))
+    assert len(ids) == 4
 
 
 def test_the_example_is_what_the_page_shows() -> None:

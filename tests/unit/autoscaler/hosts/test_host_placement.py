@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoscaler.actuators.docker_room import free_room
@@ -61,6 +63,26 @@ def test_replicas_by_turns_give_pairs_on_each_host() -> None:
         ]
         there[choose_host(pool, candidates)][pool] += 1
     assert there == {"a": {"prefill": 1, "decode": 1}, "b": {"prefill": 1, "decode": 1}}
+
+
+def test_neutral_replicas_are_partners_wherever_they_were_started() -> None:
+    odd, even = host("odd", 1, decode=3), host("even", 9, prefill=1, decode=3)
+    for pool in POOLS:
+        assert choose_host(pool, [even, odd], neutral=True) == "odd"
+    assert choose_host("prefill", [host("a", 3, prefill=2), host("b", 4, decode=2)], neutral=True) == "b"
+    full = host("full", 0, decode=1, fabric="x")
+    assert choose_host("decode", [full, host("b", 9), host("c", 1, fabric="x")], neutral=True) == "c"
+
+
+def test_hosts_that_all_run_workers_of_the_other_kind_are_one_wrong_setting() -> None:
+    wrong = HostCandidate("a", Room(0, "WORKER_KIND", "its containers run pinned workers"))
+    with pytest.raises(FailedPreconditionError, match="a: its containers run pinned") as refused:
+        choose_host("decode", [wrong, replace(wrong, name="b")], neutral=True)
+    assert (refused.value.reason, refused.value.field) == ("WORKER_KIND", "workers")
+    for others, silent in (([HostCandidate("b", Room(0, "NO_GPU", "none is free"))], []), ([], ["b"])):
+        with pytest.raises(ResourceExhaustedError):
+            choose_host("decode", [wrong, *others], silent, neutral=True)
+    assert choose_host("decode", [wrong, host("b")], neutral=True) == "b"
 
 
 def test_no_room_says_why_for_each_host() -> None:

@@ -44,10 +44,12 @@ class FakePod:
     phase: str = "Running"
     ready: bool = True
     deleting: bool = False
+    arguments: list[str] = field(default_factory=list)
+    """Of the workload when it was made; a rolling update makes new ones."""
 
     def _worker(self) -> dict[str, Any]:
         limits = {"resources": {"limits": self.workload.limits}} if self.workload.limits else {}
-        return {"name": "worker", "args": self.workload.arguments, **limits}
+        return {"name": "worker", "args": self.arguments, **limits}
 
     def document(self) -> dict[str, Any]:
         metadata: dict[str, Any] = {
@@ -102,7 +104,7 @@ class FakeKubernetes:
         if workload.kind == "statefulset":
             taken = {pod.name for pod in self.pods.values()}
             name = next(n for n in (f"{workload.name}-{i}" for i in itertools.count()) if n not in taken)
-        self.pods[name] = FakePod(name, workload, number)
+        self.pods[name] = FakePod(name, workload, number, arguments=list(workload.arguments))
 
     def answer(self, method: str, path: str, query: str, kind: str, body: Any) -> tuple[int, Any]:
         with self._lock:

@@ -1,0 +1,1 @@
+"""What stands for Kubernetes in tests of the autoscaler."""
