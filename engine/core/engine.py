@@ -69,6 +69,15 @@ class Engine(ABC):
         like `add_request` for a request that can never fit. One that is `prefix_only` ends when it is admitted.
         """
 
+    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Callable[[], None]) -> bool:
+        """Begins to read blocks of a request's prefix from lower tiers into the prefix cache, as far as that is sooner
+        than a peer's transfer of them at `bytes_per_s`, above 0.
+
+        Whether anything is read: then `then` is called on this thread once it has been, or takes too long. What has not
+        come by then is missing, as ever. By default nothing is.
+        """
+        return False
+
     @abstractmethod
     def reservations_wait(self, waits: bool) -> None:
         """Says whether reservations wait that were not granted: what ends streams sooner helps them. An engine that

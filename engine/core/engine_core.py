@@ -174,6 +174,10 @@ class EngineCore(Engine):
         self._scheduler.num_reserved += 1
         return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
 
+    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Callable[[], None]) -> bool:
+        """See `Engine`."""
+        return self._kv.read_back(Sequence(request, 0), bytes_per_s, then)
+
     def reservations_wait(self, waits: bool) -> None:
         """See `Engine`."""
         self._pacing.reservation_waits = waits
@@ -245,10 +249,6 @@ class EngineCore(Engine):
         batch = self._outputs.batch(step, drafts, result)
         # After an empty step the next one is empty too, until something else sets the flag.
         self._changed = bool(step.num_new or step.preempted or step.failed)
-        for sequence in step.num_new:
-            if not sequence.started:
-                sequence.started = True
-                result.started.append(sequence.request_id)
         result.scheduled_tokens = sum(step.num_new.values())
         computing(self._meter.expected_s(step.num_new))
         self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result, drafts)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -19,8 +18,8 @@ from engine.kv_cache.cache_events import KvEventLog
 from engine.pacing.step_time_fit import PromptFit
 from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.pool_copier import PoolCopier
-from engine.tiers.read_choice import PrefixBelow, TierName, choose_read
-from engine.tiers.tier import ReadItem, ReadOutcome, Tier
+from engine.tiers.read_choice import PrefixBelow, TierName, choose_read, choose_read_back
+from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierRead
 from engine.tiers.tier_index import Eviction, TierBlock
 from splitserve.logs import log_event
 
@@ -34,21 +33,6 @@ _LEAST_PATIENCE_S = 0.5
 _UNKNOWN_PATIENCE_S = 5.0
 """The same while computing has not been measured."""
 _CLOSE_S = 5.0
-
-
-@dataclass(eq=False, slots=True)
-class _Read:
-    """Blocks on their way into the pool, for one prompt."""
-
-    hits: list[int]
-    """Blocks of the prefix before them, which must stay."""
-    hashes: Sequence[bytes]
-    tiers: Sequence[TierName]
-    blocks: list[int]
-    then: Callable[[], None] | None
-    """What waits for them; None once it has waited long enough."""
-    parts: int = 0
-    brought: set[int] = field(default_factory=set)
 
 
 class KvTiers:
@@ -71,6 +55,7 @@ class KvTiers:
         if self.disk is not None:
             self.disk.index.restore(self.disk.store.found())
             self.all["disk"] = self.disk
+        self._rates = {name: tier.rate for name, tier in self.all.items()}
         self.wake: Callable[[], object] = lambda: None
         """Called on any thread when `collect` has something to do."""
         self._copier, self._host_store = copier, host
@@ -144,28 +129,21 @@ class KvTiers:
         `hashes`: of the blocks after the hits, each in a tier. `tokens`: of the whole prompt. `then` is called when
         they are in the prefix cache, when it takes too long, or now if nothing is to be read.
         """
-        names = [self._where(block_hash) for block_hash in hashes]
-        free = self._pool.free - self._pool.unowned(hits)
-        names = names[: max(0, min(free * 3 // 4, self._most_owned - self._reading))]
-        if self._late_reads and "disk" in names:
-            names = names[: names.index("disk")]
+        names, fit = self._readable(hits, hashes), self._prompt_fit()
         prefix = PrefixBelow(tokens, self._block_tokens, len(hits), names)
-        fit = self._prompt_fit()
-        rates = {name: tier.rate for name, tier in self.all.items()}
-        waits = {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
-        count = choose_read(prefix, rates, waits, fit)
-        for name in set(names[count:]):
-            self.all[name].rate.passed_over()
-        if not count:
-            then()
-            return
-        self._pool.share(hits)
-        blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
-        self._reading += count
-        read = _Read(hits, hashes[:count], names[:count], blocks, then)
+        count = choose_read(prefix, self._rates, self._waits_s(), fit)
         patience_s = fit.chunk_s(tokens, 0) if fit is not None else _UNKNOWN_PATIENCE_S
-        for tier in self.all.values():
-            self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
+        if not self._begin(hits, hashes, names, count, patience_s, then):
+            then()
+
+    def read_back(
+        self, hits: list[int], hashes: Sequence[bytes], bytes_per_s: float, then: Callable[[], None]
+    ) -> bool:
+        """The same as far as that is sooner than a peer's transfer at this speed, above 0. Whether anything is read; if
+        not, `then` is never called."""
+        names, transfer_s = self._readable(hits, hashes), self._block_bytes / bytes_per_s
+        count = choose_read_back(names, self._rates, self._waits_s(), transfer_s)
+        return self._begin(hits, hashes, names, count, count * transfer_s, then)
 
     def collect(self) -> None:
         """Takes what the threads have done. Raises what ended one of them: the device, or a bug."""
@@ -185,6 +163,38 @@ class KvTiers:
                 tier.store.close()
             else:  # a disk that does not answer; the process ends with it
                 log_event("kv_tier.hung", tier=tier.name)
+
+    def _readable(self, hits: list[int], hashes: Sequence[bytes]) -> list[TierName]:
+        """Where the first of these blocks are: as many as there is room for, and none behind a disk that hangs."""
+        free = self._pool.free - self._pool.unowned(hits)
+        room = max(0, min(free * 3 // 4, self._most_owned - self._reading))
+        names = [self._where(block_hash) for block_hash in hashes[:room]]
+        return names[: names.index("disk")] if self._late_reads and "disk" in names else names
+
+    def _waits_s(self) -> dict[TierName, float]:
+        return {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
+
+    def _begin(
+        self,
+        hits: list[int],
+        hashes: Sequence[bytes],
+        names: Sequence[TierName],
+        count: int,
+        patience_s: float,
+        then: Callable[[], None],
+    ) -> bool:
+        """Begins to read the first `count` of the blocks whose tiers are `names`; False if there are none."""
+        for name in set(names[count:]):
+            self.all[name].rate.passed_over()
+        if not count:
+            return False
+        self._pool.share(hits)
+        blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
+        self._reading += count
+        read = TierRead(hits, hashes[:count], names[:count], blocks, then)
+        for tier in self.all.values():
+            self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
+        return True
 
     def _where(self, block_hash: bytes) -> TierName:
         return "host" if block_hash in self.host.index else "disk"
@@ -250,7 +260,7 @@ class KvTiers:
         if isinstance(outcome, OSError) and disk.stats.failures["write"] == 1:
             log_event("kv_tier.write_failed", tier=disk.name, error=str(outcome))
 
-    def _start_part(self, tier: Tier, read: _Read, patience_s: float) -> None:
+    def _start_part(self, tier: Tier, read: TierRead, patience_s: float) -> None:
         """Begins to read what a tier has of a read."""
         items = []
         for place, name in enumerate(read.tiers):
@@ -272,7 +282,7 @@ class KvTiers:
     def _part_read(
         self,
         tier: Tier,
-        read: _Read,
+        read: TierRead,
         items: list[ReadItem],
         timer: threading.Timer | None,
         outcome: ReadOutcome,
@@ -293,7 +303,7 @@ class KvTiers:
         if not read.parts:
             self._finish(read)
 
-    def _finish(self, read: _Read) -> None:
+    def _finish(self, read: TierRead) -> None:
         """Gives what has been read to the prefix cache, up to the first block that is missing."""
         for place, (block, block_hash) in enumerate(zip(read.blocks, read.hashes, strict=True)):
             if place not in read.brought:
@@ -307,12 +317,12 @@ class KvTiers:
         else:
             read.then()
 
-    def _send_late(self, read: _Read) -> None:
+    def _send_late(self, read: TierRead) -> None:
         """On a timer's thread."""
         self._completed.put(partial(self._late, read))
         self.wake()
 
-    def _late(self, read: _Read) -> None:
+    def _late(self, read: TierRead) -> None:
         """Lets a prompt be computed whose blocks do not come; until they do, nobody else waits for the disk."""
         if read.parts and read.then is not None:
             log_event("kv_tier.read_late", blocks=len(read.blocks))

@@ -47,6 +47,21 @@ class ReadOutcome(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False, slots=True)
+class TierRead:
+    """Blocks on their way into the pool, for one prompt."""
+
+    hits: list[int]
+    """Blocks of the prefix before them, which must stay."""
+    hashes: Sequence[bytes]
+    tiers: Sequence[TierName]
+    blocks: list[int]
+    then: Callable[[], None] | None
+    """What waits for them; None once it has waited long enough."""
+    parts: int = 0
+    brought: set[int] = field(default_factory=set)
+
+
 class Tier:
     """A tier. All but `read` is for the engine thread."""
 
