@@ -69,8 +69,8 @@ class WaitingReservation:
 class ReservationQueue:
     """In order of precedence; one that does not fit may be bypassed `max_bypasses` times.
 
-    The cost per step does not depend on how many wait. Those whose prefix is being read are set aside: they do not count
-    as waiting for blocks, and are offered none.
+    The cost per step does not depend on how many wait. Those whose prefix is being read are set aside: they do not
+    count as waiting for blocks, and are offered none.
     """
 
     def __init__(self, *, max_waiting: int, max_bypasses: int) -> None:

@@ -97,7 +97,7 @@ class KVCacheManager:
         for index in range(hits, _usable_tokens(sequence) // self.block_size):
             if index == len(hashes):
                 self._extend_hashes(sequence, index + 1)
-            if hashes[index] not in self._tiers:
+            if self._tiers.place_of(hashes[index]) is None:
                 break
             found.append(hashes[index])
         return found

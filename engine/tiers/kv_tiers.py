@@ -75,13 +75,15 @@ class KvTiers:
         of the pool may have become free."""
         self._pool, self._log, self._freed, self._prompt_fit = pool, log, freed, prompt_fit
         self._most_owned = max(1, pool.total // _SHARE)
-        pool.kept_below = self
+        pool.place_below, log.tiered = self.place_of, True
         for tier in self.all.values():
             for block_hash in tier.index.hashes():
-                log.stored(block_hash)
+                if tier.name == self.place_of(block_hash):
+                    log.stored(block_hash, tier.name)
 
-    def __contains__(self, block_hash: object) -> bool:
-        return isinstance(block_hash, bytes) and any(block_hash in tier.index for tier in self.all.values())
+    def place_of(self, block_hash: bytes) -> TierName | None:
+        """The nearest tier that has a block; None if none has."""
+        return next((name for name, tier in self.all.items() if block_hash in tier.index), None)
 
     @property
     def copying_blocks(self) -> int:
@@ -147,12 +149,8 @@ class KvTiers:
 
     def collect(self) -> None:
         """Takes what the threads have done. Raises what ended one of them: the device, or a bug."""
-        while True:
-            try:
-                done = self._completed.get_nowait()
-            except queue.Empty:
-                break
-            done()
+        while not self._completed.empty():
+            self._completed.get_nowait()()
         self._freed()
 
     def close(self) -> None:
@@ -168,7 +166,7 @@ class KvTiers:
         """Where the first of these blocks are: as many as there is room for, and none behind a disk that hangs."""
         free = self._pool.free - self._pool.unowned(hits)
         room = max(0, min(free * 3 // 4, self._most_owned - self._reading))
-        names = [self._where(block_hash) for block_hash in hashes[:room]]
+        names: list[TierName] = ["host" if each in self.host.index else "disk" for each in hashes[:room]]
         return names[: names.index("disk")] if self._late_reads and "disk" in names else names
 
     def _waits_s(self) -> dict[TierName, float]:
@@ -195,9 +193,6 @@ class KvTiers:
         for tier in self.all.values():
             self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
         return True
-
-    def _where(self, block_hash: bytes) -> TierName:
-        return "host" if block_hash in self.host.index else "disk"
 
     def _cost(self, depth: int) -> float:
         """Of computing a block at this depth, relative to the first."""
@@ -243,13 +238,8 @@ class KvTiers:
     def _write(self, disk: Tier, found: TierBlock, source: int, slot: int) -> OSError | bool:
         """On the thread of the disk. Whether the block has been written."""
         content = self._host_store.copy(source, found.block_hash)
-        if content is None:  # host memory has given the block up meanwhile
-            return False
-        try:
-            disk.store.write(slot, found, content)
-        except OSError as error:
-            return error
-        return True
+        # None: host memory has given the block up meanwhile.
+        return content is not None and disk.write(slot, found, content)
 
     def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
         if outcome is True:
@@ -332,17 +322,25 @@ class KvTiers:
 
     def _arrived(self, tier: Tier, found: TierBlock) -> int | None:
         """Counts a block as held by a tier; its slot, None if the tier has dropped it."""
-        known = found.block_hash in self or self._pool.lookup(found.block_hash) is not None
+        before = self.place_of(found.block_hash)
         tier.index.ready(found.block_hash)
-        slot = tier.index.slot_of(found.block_hash)
-        if slot is not None and not known:
-            self._log.stored(found.block_hash)
-        return slot
+        self._tell(found.block_hash, before)
+        return tier.index.slot_of(found.block_hash)
 
     def _left(self, block_hash: bytes | None) -> None:
         """A tier has given a block up."""
-        if block_hash is not None and block_hash not in self and self._pool.lookup(block_hash) is None:
+        if block_hash is not None:
+            self._tell(block_hash, "host")
+
+    def _tell(self, block_hash: bytes, before: TierName | None) -> None:
+        """Tells coordinators where a block is now, unless they know: in the pool, or `before`."""
+        place = self.place_of(block_hash)
+        if place == before or self._pool.lookup(block_hash) is not None:
+            return
+        if place is None:
             self._log.removed(block_hash)
+        else:
+            self._log.stored(block_hash, place)
 
 
 def _raise(error: BaseException) -> None:

@@ -183,7 +183,7 @@ def reservation(name: str) -> WaitingReservation:
 
 def looked_at(queue: ReservationQueue) -> None:
     queue.expire(0.0)
-    queue.grant(lambda _: False)
+    queue.grant((), 0.0, lambda _: False)
     queue.add(reservation("new"))
     assert queue.remove("new")
     len(queue)

@@ -55,8 +55,8 @@ def rig_of(
 def names_reported(rig: TieredRig) -> set[bytes]:
     reader, held = KvEventReader(rig.core.kv_events), set()
     while (events := reader.next_events()) is not None:
-        size = 8
-        held |= {events.stored[at : at + size] for at in range(0, len(events.stored), size)}
+        for names in (events.stored, events.in_host, events.on_disk):
+            held |= {names[at : at + 8] for at in range(0, len(names), 8)}
     return held
 
 
