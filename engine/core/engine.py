@@ -17,8 +17,8 @@ class Engine(ABC):
     its tokens). It ends with an output that has a finish reason, or silently through `abort`.
 
     A step has two halves, `begin_step` and `finish_step`. Between them the device may be computing: `add_request`,
-    `reserve`, `admit` and `begin_step` raise BrokenInvariantError. Everything else may be called; blocks that are freed
-    meanwhile are not reused before the next step.
+    `reserve`, `read_back`, `admit` and `begin_step` raise BrokenInvariantError. Everything else may be called; blocks
+    that are freed meanwhile are not reused before the next step.
     """
 
     max_step_tokens: int

@@ -85,8 +85,7 @@ class EngineCore(Engine):
         self._reserved: dict[int, Sequence] = {}
         self._writers: dict[int, list[int]] = {}
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
-        self._prompt_room = 0  # blocks that reservations leave
-        self._arrivals = 0
+        self._prompt_room = self._arrivals = 0  # the first: blocks that reservations leave
         self._changed = False  # whether the next step may do something that the last one could not
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
@@ -176,6 +175,7 @@ class EngineCore(Engine):
 
     def read_back(self, request: EngineRequest, bytes_per_s: float, then: Callable[[], None]) -> bool:
         """See `Engine`."""
+        self._require_no_step()
         return self._kv.read_back(Sequence(request, 0), bytes_per_s, then)
 
     def reservations_wait(self, waits: bool) -> None:

@@ -31,7 +31,7 @@ _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
 _UNKNOWN_PATIENCE_S = 5.0
-"""The same while computing has not been measured."""
+"""The same while computing has not been measured; and at most, in place of a transfer."""
 _CLOSE_S = 5.0
 
 
@@ -145,7 +145,7 @@ class KvTiers:
         not, `then` is never called."""
         names, transfer_s = self._readable(hits, hashes), self._block_bytes / bytes_per_s
         count = choose_read_back(names, self._rates, self._waits_s(), transfer_s)
-        return self._begin(hits, hashes, names, count, count * transfer_s, then)
+        return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), then)
 
     def collect(self) -> None:
         """Takes what the threads have done. Raises what ended one of them: the device, or a bug."""

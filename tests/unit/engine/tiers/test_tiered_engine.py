@@ -124,6 +124,32 @@ def test_coordinators_hear_of_a_block_until_no_tier_has_it() -> None:
     assert not names_of(0, 10) & names_reported(rig)
 
 
+def places_reported(rig: TieredRig, number: int) -> list[str | None]:
+    """Where the first full blocks of a prompt are, as coordinators hear."""
+    places = rig.core.kv_events.snapshot()[0]
+    return [places.get(name_of(block_hash)) for block_hash in hashes_of_prompt(number, 10)]
+
+
+def test_coordinators_hear_where_a_block_is(tmp_path: Path) -> None:
+    rig = rig_of(host_blocks=24, disk=tmp_path)
+    ask(rig, 0)
+    assert rig.core.kv_events.tiered
+    assert places_reported(rig, 0) == ["pool"] * 10
+    ask(rig, 1, 2)
+    rig.core.pool.forget()
+    found = places_reported(rig, 0)
+    assert set(found) == {"host", "disk"}
+    assert found == sorted(found, reverse=True), "host memory gives up a prefix from its end"
+    assert rig.below.host.bytes_per_s > 0
+    rig.core.add_request(request("again", prompt(0), max_tokens=3))
+    rig.settle()
+    assert places_reported(rig, 0)[:9] == ["pool"] * 9
+    rig.core.close()
+    again = rig_of(host_blocks=24, disk=tmp_path)
+    assert places_reported(again, 1)[:9] == ["disk"] * 9, "that is where they are after a restart"
+    again.core.close()
+
+
 def test_what_can_be_reached_counts_as_cached() -> None:
     rig = rig_of()
     ask(rig, 0, 1, 2)
