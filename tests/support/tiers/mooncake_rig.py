@@ -23,6 +23,8 @@ class StoreWithMaster(MooncakeStore):
     """Ends its master when it is closed."""
 
     master: subprocess.Popen[bytes] | None = None
+    address: str
+    """Of the master."""
 
     def close(self) -> None:
         super().close()
@@ -35,17 +37,19 @@ class StoreWithMaster(MooncakeStore):
             self.master = None
 
 
-def mooncake_store(block_bytes: int, slots: int, identity: bytes) -> StoreWithMaster:
-    """A store with a master of its own; skips the test without the package."""
+def mooncake_store(
+    block_bytes: int, slots: int, identity: bytes, segment_bytes: int = SEGMENT_BYTES
+) -> StoreWithMaster:
+    """A store with a master of its own, whose only node lends it so many bytes; skips the test without the package."""
     master, address = _start_master()
     try:
-        store: Any = open_mooncake_store(address, block_bytes, slots, identity, SEGMENT_BYTES, "127.0.0.1")
+        store: Any = open_mooncake_store(address, block_bytes, slots, identity, segment_bytes, "127.0.0.1")
     except BaseException:
         master.kill()
         master.wait()
         raise
     store.__class__ = StoreWithMaster
-    store.master = master
+    store.master, store.address = master, address
     return store  # type: ignore[no-any-return]
 
 
