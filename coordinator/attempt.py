@@ -30,6 +30,7 @@ from coordinator.request.observer import RequestEvents, RequestObserver
 from coordinator.request.sending import DirectSend
 from coordinator.workers.client import WorkerClient
 from coordinator.workers.output_collector import OutputCollector, WorkerEvent, WorkerFailed
+from coordinator.workers.prefix_index.tier_reads import read_back_speed
 from splitserve.errors import (
     CancelledByPeerError,
     DeadlineExceededError,
@@ -126,6 +127,7 @@ class Attempt:
             writer_agent_id=self._prefill.worker.agent_id,
             local_prefill_tokens=self._local_prefill_tokens,
             targets=self._targets,
+            lane_gb_per_second=read_back_speed(self._record.prefill, self._record.decode),
         )
         request.timeout.FromNanoseconds(int(left_s * 1e9))
         self._events.reserving(started_s)

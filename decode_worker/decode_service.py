@@ -20,6 +20,7 @@ from splitserve.errors import FailedPreconditionError, InvalidArgumentError, Spl
 from splitserve.v1 import decode_pb2
 from splitserve.v1.decode_pb2_grpc import DecodeServiceServicer
 
+MAX_LANE_GB_PER_S = 1e6
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -84,6 +85,7 @@ class DecodeService(DecodeServiceServicer):
             now,
             self._replying(reply),
             local_prefill_tokens=0 if request.prefix_only else request.local_prefill_tokens,
+            lane_bytes_per_s=_lane_bytes_per_s(request),
         )
         self._reserving += 1
         response = None
@@ -180,6 +182,14 @@ class DecodeService(DecodeServiceServicer):
 def _engine_id(coordinator_id: str, request_id: str) -> str:
     """An id that is unique in this worker: coordinators choose request ids independently."""
     return f"{coordinator_id}/{request_id}"
+
+
+def _lane_bytes_per_s(request: decode_pb2.ReserveRequest) -> float:
+    """Raises InvalidArgumentError for a speed that no lane has."""
+    if not 0 <= request.lane_gb_per_second <= MAX_LANE_GB_PER_S:
+        message = f"lane_gb_per_second: must be 0..{MAX_LANE_GB_PER_S:g}, not {request.lane_gb_per_second}"
+        raise InvalidArgumentError(message, field="lane_gb_per_second")
+    return request.lane_gb_per_second * 1e9
 
 
 def _checked_id(coordinator_id: str) -> str:

@@ -6,8 +6,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 
 from decode_worker.live_request import LiveRequest, LiveRequests, LocalPrefill, public_id
+from decode_worker.read_back import reads_back
 from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, WaitingReservation
 from engine.core.engine import Engine
 from engine.core.types import RequestOutput, ReservedBlocks, StepResult
@@ -65,8 +67,6 @@ class KvConsumer(KvConnector):
         self._waiting = ReservationQueue(
             max_waiting=engine.max_waiting_requests, max_bypasses=engine.max_bypasses
         )
-        self._last_tried_at: tuple[int, int, int] | None = None
-        """Free and reserved blocks and running requests when waiting reservations were last tried."""
         self._emit = emit
         self._requests = LiveRequests(spans)
         self._outputs: Outputs = defaultdict(list)
@@ -75,14 +75,16 @@ class KvConsumer(KvConnector):
         self._rejected: dict[str, int] = {}
 
     def reserve(self, core: Engine, entry: WaitingReservation) -> None:
-        """Queues a reservation, and grants it at once if blocks are free.
+        """Queues a reservation, and grants it at once if blocks are free and no tier is read for it before.
 
         Raises like `ReservationQueue.add` and `require_awake`. The error of a request that can never fit, and of a
         prefix that does not fit now, is passed to `entry.reply`.
         """
         self.require_awake()
+        others_wait = len(self._waiting) > 0
         self._waiting.add(entry)
-        self._last_tried_at = None
+        if not others_wait and reads_back(core, entry, partial(self._waiting.put_back, entry)):
+            self._waiting.set_aside(entry)
         self._grant(core, entry.arrived_s)
         self._flush(core)
 
@@ -161,11 +163,7 @@ class KvConsumer(KvConnector):
     def _grant(self, core: Engine, now: float) -> None:
         load = core.load()
         state = (load.free_blocks, load.reserved_blocks, load.running_requests)
-        # A try looks the prompt up in the prefix cache, which costs time and is useless while nothing was freed.
-        if len(self._waiting) and state != self._last_tried_at:
-            self._waiting.expire(now)
-            self._waiting.grant(lambda entry: self._try_reserve(core, entry, now))
-            self._last_tried_at = state
+        self._waiting.grant(state, now, lambda entry: self._try_reserve(core, entry, now))
         core.reservations_wait(len(self._waiting) > 0)
 
     def _try_reserve(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
@@ -227,10 +225,8 @@ class KvConsumer(KvConnector):
     def _try_compute(self, core: Engine, entry: WaitingReservation, now: float) -> bool:
         """Computes the prompt here, without a handoff, if few enough of its tokens are not in the prefix cache."""
         request = entry.request
-        if not entry.local_prefill_tokens:
-            return False
-        cached = core.cached_tokens(request)
-        if len(request.token_ids) - cached > entry.local_prefill_tokens:
+        cached = core.cached_tokens(request) if entry.local_prefill_tokens else 0
+        if not entry.computes_here(cached):
             return False
         core.add_request(request)
         local = LocalPrefill(entry.arrived_s, cached)

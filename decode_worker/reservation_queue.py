@@ -42,6 +42,8 @@ class WaitingReservation:
     bypassed: int = 0
     local_prefill_tokens: int = 0
     """The prompt is computed here if at most this many of its tokens are not cached."""
+    lane_bytes_per_s: float = 0.0
+    """How fast the writer's KV would come; 0: unknown, nothing is read back in its place."""
     arrival: int = 0
     """Its number in the order of arrival, set by the queue."""
     place: int = 0
@@ -51,6 +53,11 @@ class WaitingReservation:
     def precedence(self) -> Precedence:
         """Where it stands among other requests."""
         return self.request.precedence
+
+    def computes_here(self, cached_tokens: int) -> bool:
+        """Whether the prompt is computed here if so many of its tokens are cached."""
+        lacking = len(self.request.token_ids) - cached_tokens
+        return bool(self.local_prefill_tokens) and lacking <= self.local_prefill_tokens
 
     def require_may_wait(self) -> None:
         """Raises ResourceExhaustedError (NO_ROOM_FOR_PREFIX) for a prefix, which is fetched at once or computed."""
@@ -62,7 +69,8 @@ class WaitingReservation:
 class ReservationQueue:
     """In order of precedence; one that does not fit may be bypassed `max_bypasses` times.
 
-    The cost per step does not depend on how many wait.
+    The cost per step does not depend on how many wait. Those whose prefix is being read are set aside: they do not
+    count as waiting for blocks, and are offered none.
     """
 
     def __init__(self, *, max_waiting: int, max_bypasses: int) -> None:
@@ -72,6 +80,8 @@ class ReservationQueue:
         self._deadlines: LazyHeap[float, WaitingReservation] = LazyHeap()
         self._by_id: dict[str, list[WaitingReservation]] = {}
         self._arrivals = 0
+        self._tried_at: tuple[int, ...] | None = None
+        """The state in which they were last tried; None if others have come since."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -81,7 +91,7 @@ class ReservationQueue:
         if any does."""
         if len(self._order):
             entry.require_may_wait()
-        if len(self._order) >= self._max_waiting:
+        if len(self._deadlines) >= self._max_waiting:
             raise ResourceExhaustedError(
                 f"{self._max_waiting} reservations are waiting already",
                 reason="QUEUE_FULL",
@@ -92,6 +102,17 @@ class ReservationQueue:
         self._order.push(entry)
         self._deadlines.push(entry.request.deadline_s, entry)
         self._by_id.setdefault(entry.request.request_id, []).append(entry)
+        self._tried_at = None
+
+    def set_aside(self, entry: WaitingReservation) -> None:
+        """Offers an entry nothing until `put_back`. It keeps its place."""
+        self._order.discard(entry)
+
+    def put_back(self, entry: WaitingReservation) -> None:
+        """Ends `set_aside`. Ignored for an entry that has left meanwhile."""
+        if entry in self._deadlines:
+            self._order.push(entry)
+            self._tried_at = None
 
     def remove(self, request_id: str) -> bool:
         """Removes the entries of a request without a reply; returns whether there were any."""
@@ -111,8 +132,17 @@ class ReservationQueue:
             message = "the deadline passed while waiting for KV blocks on the decode worker"
             first[1].reply(DeadlineExceededError(message))
 
-    def grant(self, try_reserve: Callable[[WaitingReservation], bool]) -> None:
-        """Tries the first entries in order, and removes those that `try_reserve` has served."""
+    def grant(
+        self, state: tuple[int, ...], now: float, try_reserve: Callable[[WaitingReservation], bool]
+    ) -> None:
+        """Tries the first entries in order, and removes those that `try_reserve` has served.
+
+        Nothing is done in a `state` of the engine in which they were tried before: a try looks the prompt up in the
+        prefix cache, which costs time and is useless while nothing was freed.
+        """
+        if not len(self._order) or state == self._tried_at:
+            return
+        self.expire(now)
         for entry in offer_in_order(
             self._first(MAX_LOOKS),
             lambda entry: Offer.TAKEN if try_reserve(entry) else Offer.MISFIT,
@@ -120,6 +150,7 @@ class ReservationQueue:
             max_looks=MAX_LOOKS,
         ):
             self._forget(entry)
+        self._tried_at = state
 
     def _first(self, count: int) -> list[WaitingReservation]:
         first: list[WaitingReservation] = []

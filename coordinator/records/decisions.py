@@ -18,6 +18,7 @@ TERMS: Mapping[str, str] = MappingProxyType(
         "prefill_s": "prefill",
         "transfer_s": "transfer",
         "fetch_s": "fetch",
+        "read_s": "read",
         "decode_wait_s": "decode",
         "others_s": "delay of others",
     }

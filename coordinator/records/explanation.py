@@ -160,6 +160,7 @@ def _candidate(candidate: Candidate) -> records_pb2.DecisionCandidate:
         cached_tokens=cost.cached_tokens,
         decode_cached_tokens=cost.decode_cached_tokens,
         fetch_ms=cost.fetch_s * 1e3,
+        read_ms=cost.read_s * 1e3,
     )
 
 

@@ -19,6 +19,8 @@ class PairCost:
     decode_wait_s: float = 0.0
     fetch_s: float = 0.0
     """Fetching what another worker's cache has more of the prompt, where that is sooner; `prefill_s` is the rest."""
+    read_s: float = 0.0
+    """Reading what of that lies below the prefill worker's KV blocks, beyond `queue_s`, which passes meanwhile."""
     cached_tokens: int = 0
     """Leading prompt tokens expected in the prefill worker's cache, without what is fetched."""
     decode_cached_tokens: int = 0
@@ -27,7 +29,8 @@ class PairCost:
     @property
     def wait_s(self) -> float:
         """Seconds until the request can be decoded."""
-        return self.queue_s + self.fetch_s + self.prefill_s + self.transfer_s + self.decode_wait_s
+        own_s = self.queue_s + self.read_s + self.fetch_s + self.prefill_s
+        return own_s + self.transfer_s + self.decode_wait_s
 
 
 NO_COST = PairCost()

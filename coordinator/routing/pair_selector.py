@@ -257,6 +257,7 @@ def _log_chosen(pair: Pair, request: RoutingRequest) -> None:
         decode_worker=pair.decode.worker_id if pair.decode else "",
         queue_ms=cost.queue_s * 1e3,
         prefill_ms=cost.prefill_s * 1e3,
+        read_ms=cost.read_s * 1e3,
         transfer_ms=cost.transfer_s * 1e3,
         decode_wait_ms=cost.decode_wait_s * 1e3,
         uncached_tokens=request.prompt_tokens - cost.cached_tokens,

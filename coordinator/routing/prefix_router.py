@@ -4,9 +4,12 @@ The cost of a prefill worker p and a decode worker d is the sum of
 
     queue     tokens queued at p / its rate, weighted by class
     prefill   prompt tokens that p does not hold / its rate
+    read      until p has read what it holds below its KV blocks, beyond the time of its queue; what is computed as soon
+              counts as not held
     others    prompt tokens that p does not hold / the pool's mean rate, times `scores.crowding`: the delay for
               requests behind this one
-    transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d
+    transfer  bytes of the prompt's blocks that d does not hold / speed of the lane from p to d; and until d has read
+              those that it holds below its KV blocks, as far as that is sooner
     decode    wait for blocks at d, and the cost of a step in its batch (`scores.decode_score_s`); where d computes
               prompts in any case (`local_prefill: always`), also those that wait there / its rate
 
@@ -32,6 +35,7 @@ from coordinator.routing.worker_columns import (
     DecodeColumns,
     ModelColumns,
     PrefillColumns,
+    Transfers,
     WorkerColumns,
 )
 from coordinator.workers.load_ledger import LoadLedger
@@ -91,16 +95,15 @@ class PrefixRouter:
             if p_score[first] == np.inf:
                 return None
             return _pair(loads, prefill, first, None, 0, request, p_kept, None)
-        d_score, bytes_lacking = _decode_scores(decode, request), _bytes_lacking(decode, request, depths)
-        best = _least_pair(p_score, d_score, bytes_lacking, prefill, request.turn)
+        d_score, transfers = _decode_scores(decode, request), Transfers(decode, request.prompt_tokens, depths)
+        best = _least_pair(p_score, d_score, transfers, prefill, request.turn)
         row, column = best.prefill, best.decode
         if row < 0:
             return None
         d_total: Column | None = None
         if p_kept is not None:
-            d_total = prefill.byte_s[row] * bytes_lacking + d_score + prefill.unreached[row]
-            lacking = bytes_lacking if isinstance(bytes_lacking, float) else bytes_lacking[column]
-            p_kept += prefill.byte_s[:, column] * lacking + prefill.unreached[:, column]
+            d_total = transfers.seconds(prefill.byte_s[row]) + d_score + prefill.unreached[row]
+            p_kept += transfers.seconds_to(column, prefill.byte_s[:, column]) + prefill.unreached[:, column]
         return _pair(loads, prefill, row, decode, column, request, p_kept, d_total)
 
     def _columns(self, model: str) -> ModelColumns:
@@ -123,6 +126,11 @@ def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Colum
         size = pool.block_size
         blocks = depths.take(pool.slots, mode="wrap")
         np.minimum(blocks, (request.prompt_tokens - 1) / size, out=blocks)
+        if pool.tiers is not None:
+            below = pool.tiers.brought(blocks, depths, pool.token_s * size)
+            blocks -= below.lacking
+            queue_s = pool.queue_s * queue_weight(request.class_rank)
+            scores += np.maximum(below.read_s - queue_s, 0.0)
         # Others' delay is counted as a saving relative to the whole prompt, which shifts all scores alike.
         saved_s = pool.token_s + _others_token_s(pool)
         saved_s *= size
@@ -170,21 +178,6 @@ def _decode_scores(pool: DecodeColumns, request: RoutingRequest) -> Column:
     return _without_excluded(scores, pool, request)
 
 
-def _bytes_lacking(pool: DecodeColumns, request: RoutingRequest, depths: Column | None) -> Column | float:
-    """KV bytes of the prompt that each decode worker lacks, float64 [workers].
-
-    A scalar if no worker holds any and all have blocks of one size.
-    """
-    blocks = -(-request.prompt_tokens // pool.block_size)
-    if depths is None:
-        return blocks * pool.block_bytes
-    lacking: Column = depths.take(pool.slots, mode="wrap")
-    np.subtract(blocks, lacking, out=lacking)
-    np.maximum(lacking, 0.0, out=lacking)
-    lacking *= pool.block_bytes
-    return lacking
-
-
 def _without_excluded(scores: Column, pool: WorkerColumns, request: RoutingRequest) -> Column:
     for key in request.exclude:
         if (row := pool.row_of.get(key)) is not None:
@@ -193,13 +186,13 @@ def _without_excluded(scores: Column, pool: WorkerColumns, request: RoutingReque
 
 
 def _least_pair(
-    p_score: Column, d_score: Column, bytes_lacking: Column | float, prefill: PrefillColumns, turn: int
+    p_score: Column, d_score: Column, transfers: Transfers, prefill: PrefillColumns, turn: int
 ) -> _Best:
     """The pair of least total: examines prefill workers from the best score on until no other can do better.
 
-    `p_score` is float64 [prefill workers] and is overwritten; `d_score` and `bytes_lacking` are [decode workers].
+    `p_score` is float64 [prefill workers] and is overwritten; `d_score` is [decode workers].
     """
-    bounds = prefill.least_byte_s * bytes_lacking
+    bounds = transfers.seconds(prefill.least_byte_s)
     bounds += d_score
     least_decode_s = float(bounds[bounds.argmin()])
     best = _Best()
@@ -210,7 +203,7 @@ def _least_pair(
             break
         if looked_at >= MAX_PREFILL_CANDIDATES and best.prefill >= 0:
             break
-        totals = prefill.byte_s[row] * bytes_lacking
+        totals = transfers.seconds(prefill.byte_s[row])
         totals += d_score
         if not prefill.reaches_all[row]:
             totals += prefill.unreached[row]

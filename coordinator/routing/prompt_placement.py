@@ -15,7 +15,7 @@ from coordinator.routing.pair_choice import (
     share_left,
 )
 from coordinator.routing.prompt_book import PromptBook
-from coordinator.routing.router import Pair, RoutingRequest, cached_tokens
+from coordinator.routing.router import Pair, RoutingRequest, cached_tokens, held_prefix
 from coordinator.routing.scores import needed_blocks
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker
@@ -252,16 +252,17 @@ def _is_long(worker: Worker, request: RoutingRequest) -> bool:
 
 
 def _work_s(worker: Worker, request: RoutingRequest, fit: PromptFit, held: int, speedup: float) -> float:
-    """Computing what a worker lacks of the prompt, or fetching a part of it where that is sooner. `speedup`: of what it
-    computes, by lent cores."""
-    offer = request.offer
-    compute_s = fit.chunk_s(request.prompt_tokens - held, held) / speedup
+    """Computing what a worker lacks of the prompt, or fetching a part of it where that is sooner; and reading what it
+    holds below its KV blocks. `speedup`: of what it computes, by lent cores."""
+    known, read_s = held_prefix(worker, request, fit.token_s / speedup)
+    offer, held = request.offer, min(held, known)
+    compute_s = read_s + fit.chunk_s(request.prompt_tokens - held, held) / speedup
     if offer is None or offer.tokens <= held:
         return compute_s
     fetch_s = offer.sooner_s(worker, held, fit.chunk_s(offer.tokens - held, held) / speedup)
     if fetch_s is None:
         return compute_s
-    return fetch_s + fit.chunk_s(request.prompt_tokens - offer.tokens, offer.tokens) / speedup
+    return read_s + fetch_s + fit.chunk_s(request.prompt_tokens - offer.tokens, offer.tokens) / speedup
 
 
 def prompt_fit_of(told: registry_pb2.PromptFit) -> PromptFit:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from coordinator.request.candidates import PairCost
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
-from coordinator.routing.router import RoutingRequest, cached_tokens
+from coordinator.routing.router import RoutingRequest, held_prefix
 from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.prefix_index.tier_reads import brought
 from coordinator.workers.snapshot import Worker
 from splitserve.generation.kv_blocks import blocks_for
 
@@ -77,18 +78,22 @@ def pair_cost(
     the lane's seconds per byte; pool means stand in for missing measurements. `others_token_s` is the delay for other
     requests per computed token, in seconds.
     """
-    cached = cached_tokens(prefill, request)
+    cached, read_s = held_prefix(prefill, request, 1 / rate)
     queue_s = prefill_score_s(loads.prefill[prefill.key].queued_tokens, 0, rate) * queue_weight(
         request.class_rank
     )
+    read_s = max(0.0, read_s - queue_s)
     known, fetch_s = fetched(prefill, request, cached, rate)
     prefill_s = prefill_score_s(0, request.prompt_tokens - known, rate)
     others_s = (request.prompt_tokens - known) * others_token_s
     if decode is None:
-        return PairCost(queue_s, prefill_s, others_s, fetch_s=fetch_s, cached_tokens=cached)
+        return PairCost(queue_s, prefill_s, others_s, fetch_s=fetch_s, read_s=read_s, cached_tokens=cached)
     load, size = loads.decode[decode.key], decode.block_size_tokens
     blocks = blocks_for(request.prompt_tokens, size)
     held = min(request.hits.blocks(decode.prefix_slot), blocks)
+    block_s, read_back_s = decode.block_bytes * byte_s, 0.0
+    if (below := brought(decode, request.hits, held, block_s)) is not None:
+        read_back_s = float(below.lacking) * block_s + float(below.read_s)
     wait_s = decode_score_s(
         needed_blocks=needed_blocks(request, float(size)),
         free_blocks=load.free_blocks,
@@ -104,9 +109,10 @@ def pair_cost(
         queue_s,
         prefill_s,
         others_s,
-        transfer_s=(blocks - held) * decode.block_bytes * byte_s,
+        transfer_s=(blocks - held) * block_s + read_back_s,
         decode_wait_s=wait_s,
         fetch_s=fetch_s,
+        read_s=read_s,
         cached_tokens=cached,
         decode_cached_tokens=min(held * size, request.prompt_tokens),
     )

@@ -20,6 +20,7 @@ from coordinator.peer_fetch.prefix_offer import PrefixOffer, has_room, token_byt
 from coordinator.routing.scores import crowding
 from coordinator.workers.load import DEFAULT_PREFILL_TOKENS_PER_S, DEFAULT_STEP_S, DecodeLoad, PrefillLoad
 from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.prefix_index.tier_reads import TierColumns
 from coordinator.workers.snapshot import ChangeLog, PoolSnapshot, Worker, WorkerKey
 
 Column = npt.NDArray[np.float64]
@@ -51,6 +52,8 @@ class WorkerColumns:
         self.slots = np.full(count, -1, np.int64)
         # Lists mirror the arrays: reading one element of an array is slower.
         self._slots, self._accepts = [-1] * count, [False] * count
+        self.tiers: TierColumns | None = None
+        """None: nobody has any."""
         self.width = 0
         """One more than the highest slot."""
         self.block_size = _scalar_if_equal([worker.block_size_tokens for worker in workers])
@@ -81,6 +84,10 @@ class WorkerColumns:
         if worker.prefix_slot != self._slots[row]:
             self.slots[row] = self._slots[row] = worker.prefix_slot
             self.width = int(self.slots.max()) + 1
+        if worker.near_slots is not None or self.tiers is not None:
+            self.tiers = self.tiers or TierColumns(self.slots)
+            self.tiers.write(row, worker)
+            self.width = max(self.width, int(self.tiers.slots.max()) + 1)
         accepts = worker.accepts
         if accepts != self._accepts[row]:
             self.ready[row] = self._accepts[row] = accepts
@@ -229,6 +236,40 @@ class DecodeColumns(WorkerColumns):
             self.step_s[self._own_step == 0] = self._mean(self._own_step, DEFAULT_STEP_S)
             self.block_s = self.step_s / self._held
             self.batch_s = np.where(self.ready, self.step_s * self._fill, np.inf)
+
+
+class Transfers:
+    """What each decode worker lacks of a prompt's KV."""
+
+    def __init__(self, pool: DecodeColumns, prompt_tokens: int, depths: Column | None) -> None:
+        """`depths`: cached leading blocks by slot, float64 [slots + 1]; None: nobody holds any."""
+        self._block_bytes, self._depths = pool.block_bytes, depths
+        blocks = -(-prompt_tokens // pool.block_size)
+        self._bytes_lacking: Column | float = blocks * pool.block_bytes
+        """A scalar if no worker holds any and all have blocks of one size."""
+        self._tiers, self._held = None, np.zeros(0)
+        if depths is not None:
+            self._tiers, self._held = pool.tiers, np.minimum(depths.take(pool.slots, mode="wrap"), blocks)
+            self._bytes_lacking = (blocks - self._held) * pool.block_bytes
+
+    def seconds(self, byte_s: Column) -> Column:
+        """Until each has it, float64 [workers], over lanes of so many seconds a byte."""
+        transfer_s: Column = byte_s * self._bytes_lacking
+        if self._tiers is not None and self._depths is not None:
+            block_s = byte_s * self._block_bytes
+            below = self._tiers.brought(self._held, self._depths, block_s)
+            transfer_s += below.lacking * block_s + below.read_s
+        return transfer_s
+
+    def seconds_to(self, row: int, byte_s: Column) -> Column:
+        """The same to one of them over several lanes, float64 [lanes]."""
+        lacking, size = self._bytes_lacking, self._block_bytes
+        transfer_s = byte_s * (lacking if isinstance(lacking, float) else lacking[row])
+        if self._tiers is not None and self._depths is not None:
+            block_s = byte_s * (size if isinstance(size, float) else size[row])
+            below = self._tiers.brought(self._held, self._depths, block_s, row)
+            transfer_s += below.lacking * block_s + below.read_s
+        return transfer_s
 
 
 class ModelColumns:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from coordinator.workers.catalog import Model
+from coordinator.workers.prefix_index.tier_reads import check_tier_reads
 from coordinator.workers.snapshot import NO_ADAPTERS, PoolName, Worker, WorkerKey
 from kv_transfer.layout import DTYPE_BYTES, MAX_NAME, QUANTIZATIONS, WIRE_DTYPES, KvLayout
 from splitserve.addresses import check_address
@@ -143,6 +144,7 @@ def check_report(request: registry_pb2.ReportRequest) -> None:
         _require(0 < prompt.token_ms <= MAX_MS, "load.prompt_fit.token_ms", f"above 0, at most {MAX_MS:g}")
         _between("load.prompt_fit.pair_ms", prompt.pair_ms, 0, MAX_MS)
         _between("load.prompt_fit.mixing_ms", prompt.mixing_ms, -prompt.base_ms, MAX_MS)
+    check_tier_reads(load)
     if load.lent_speedup:
         _between("load.lent_speedup", load.lent_speedup, 1, MAX_LENT_SPEEDUP)
     if request.leaning:

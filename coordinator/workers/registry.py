@@ -139,7 +139,7 @@ class Registry:
         self._silent.discard(worker.key)
         if request.HasField("cache_events"):
             self.prefixes.apply(worker.key, request.cache_events)
-        reported = worker.reported_as(request, pool, self.prefixes.slot_of(worker.key), now)
+        reported = worker.reported_as(request, pool, self.prefixes.slots_of(worker.key), now)
         self.loads.on_report(worker.key, request.load)
         self._put(reported)
         if reported.sleeping and not worker.sleeping:

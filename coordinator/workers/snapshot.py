@@ -104,6 +104,8 @@ class Worker:
     isolation: Isolation = NOT_ISOLATED
     prefix_slot: int = -1
     """Its slot in the prefix index; -1: no cache events yet. See `coordinator.workers.prefix_index.index`."""
+    near_slots: tuple[int, int] | None = None
+    """With tiers below its KV blocks: slots of what is in host memory or nearer, and of what is among the blocks."""
     certificate: str = ""
     """Fingerprint of the certificate that it registered with; empty without mutual TLS."""
     total_requests: int = 0
@@ -125,7 +127,7 @@ class Worker:
         return self.worker_id, self.epoch
 
     def reported_as(
-        self, report: registry_pb2.ReportRequest, pool: PoolName, prefix_slot: int, now: float
+        self, report: registry_pb2.ReportRequest, pool: PoolName, slots: tuple[int, int, int], now: float
     ) -> Worker:
         """The worker after a report that came at `now` and has been checked; `pool` is where it leans by that."""
         preempted_by_s = self.preempted_by_s
@@ -136,7 +138,8 @@ class Worker:
         return replace(
             self,
             pool=pool,
-            prefix_slot=prefix_slot,
+            prefix_slot=slots[0],
+            near_slots=slots[1:] if slots[0] != slots[2] else None,
             load=report.load,
             reported=True,
             connected_agents=frozenset(report.connected_agent_ids),

@@ -17,8 +17,8 @@ class Engine(ABC):
     its tokens). It ends with an output that has a finish reason, or silently through `abort`.
 
     A step has two halves, `begin_step` and `finish_step`. Between them the device may be computing: `add_request`,
-    `reserve`, `admit` and `begin_step` raise BrokenInvariantError. Everything else may be called; blocks that are freed
-    meanwhile are not reused before the next step.
+    `reserve`, `read_back`, `admit` and `begin_step` raise BrokenInvariantError. Everything else may be called; blocks
+    that are freed meanwhile are not reused before the next step.
     """
 
     max_step_tokens: int
@@ -68,6 +68,15 @@ class Engine(ABC):
         cached here are shared; the others are owned by the request and, until `release_writer`, by the writer. Raises
         like `add_request` for a request that can never fit. One that is `prefix_only` ends when it is admitted.
         """
+
+    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Callable[[], None]) -> bool:
+        """Begins to read blocks of a request's prefix from lower tiers into the prefix cache, as far as that is sooner
+        than a peer's transfer of them at `bytes_per_s`, above 0.
+
+        Whether anything is read: then `then` is called on this thread once it has been, or takes too long. What has not
+        come by then is missing, as ever. By default nothing is.
+        """
+        return False
 
     @abstractmethod
     def reservations_wait(self, waits: bool) -> None:

@@ -85,8 +85,7 @@ class EngineCore(Engine):
         self._reserved: dict[int, Sequence] = {}
         self._writers: dict[int, list[int]] = {}
         self._deadlines: LazyHeap[float, Sequence] = LazyHeap()
-        self._prompt_room = 0  # blocks that reservations leave
-        self._arrivals = 0
+        self._prompt_room = self._arrivals = 0  # the first: blocks that reservations leave
         self._changed = False  # whether the next step may do something that the last one could not
         self._step: BegunStep | None = None
         self._pending = PendingResult(tokenizer, self._end_if_live, late=runner.overlaps)
@@ -174,6 +173,11 @@ class EngineCore(Engine):
         self._scheduler.num_reserved += 1
         return ReservedBlocks(tuple(fresh), sequence.cached_tokens)
 
+    def read_back(self, request: EngineRequest, bytes_per_s: float, then: Callable[[], None]) -> bool:
+        """See `Engine`."""
+        self._require_no_step()
+        return self._kv.read_back(Sequence(request, 0), bytes_per_s, then)
+
     def reservations_wait(self, waits: bool) -> None:
         """See `Engine`."""
         self._pacing.reservation_waits = waits
@@ -245,10 +249,6 @@ class EngineCore(Engine):
         batch = self._outputs.batch(step, drafts, result)
         # After an empty step the next one is empty too, until something else sets the flag.
         self._changed = bool(step.num_new or step.preempted or step.failed)
-        for sequence in step.num_new:
-            if not sequence.started:
-                sequence.started = True
-                result.started.append(sequence.request_id)
         result.scheduled_tokens = sum(step.num_new.values())
         computing(self._meter.expected_s(step.num_new))
         self._step = BegunStep.at(self._runner, began_s, step.num_new, batch, result, drafts)

@@ -75,6 +75,14 @@ class KVCacheManager:
         else:
             then(sequence)
 
+    def read_back(self, sequence: Sequence, bytes_per_s: float, then: Callable[[], None]) -> bool:
+        """Begins to read blocks of the sequence's prefix that lower tiers have; see `Engine.read_back`."""
+        if self._tiers is None:
+            return False
+        hits = self.computed_prefix(sequence, len(sequence.tokens))
+        below = self._below(sequence, len(hits))
+        return bool(below) and self._tiers.read_back(hits, below, bytes_per_s, then)
+
     def reachable_tokens(self, sequence: Sequence) -> int:
         """Leading tokens whose KV is cached now, here or in a lower tier. The last token does not count."""
         hits = len(self.computed_prefix(sequence, len(sequence.tokens) - 1))
@@ -89,7 +97,7 @@ class KVCacheManager:
         for index in range(hits, _usable_tokens(sequence) // self.block_size):
             if index == len(hashes):
                 self._extend_hashes(sequence, index + 1)
-            if hashes[index] not in self._tiers:
+            if self._tiers.place_of(hashes[index]) is None:
                 break
             found.append(hashes[index])
         return found

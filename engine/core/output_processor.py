@@ -79,7 +79,8 @@ class OutputProcessor:
     def batch(
         self, step: SchedulerOutput, drafts: Mapping[Sequence, tuple[int, ...]], result: StepResult
     ) -> list[ScheduledSequence]:
-        """The runner's view of a step. Sequences that cannot be scheduled leave the step and fail."""
+        """The runner's view of a step. Sequences that cannot be scheduled leave the step and fail; those that are in a
+        step for the first time have started."""
         batch: list[ScheduledSequence] = []
         for sequence, num_new in list(step.num_new.items()):
             try:
@@ -88,6 +89,10 @@ class OutputProcessor:
                 step.fail(sequence, error)
         for sequence, why in step.failed:
             self.fail(sequence, why.reason, why.message, result)
+        for sequence in step.num_new:
+            if not sequence.started:
+                sequence.started = True
+                result.started.append(sequence.request_id)
         return batch
 
     def process(self, step: BegunStep) -> None:

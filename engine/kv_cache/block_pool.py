@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.cache_events import KvEventLog
+from engine.kv_cache.cache_events import KvEventLog, Place
 from splitserve.errors import BrokenInvariantError
 
 _FREE, _REFERENCED, _QUARANTINED, _RESERVED = range(4)
@@ -40,8 +40,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, log: KvEventLog | None = None) -> None:
         self._total = num_blocks
         self._log = log or KvEventLog()
-        self.kept_below: Container[bytes] = ()
-        """Hashes of blocks that lower tiers have: to coordinators they count as cached, here or not."""
+        self.place_below: Callable[[bytes], Place | None] = lambda _: None
+        """Where below the pool a block with this hash is: to coordinators that counts as cached, too."""
         self._requests = array("i", bytes(4 * num_blocks))
         self._writer = bytearray(num_blocks)
         self._counts = [num_blocks, 0, 0, 0]
@@ -75,10 +75,7 @@ class BlockPool:
             raise BrokenInvariantError(f"{count} blocks asked for, {self.free} free")
         while len(self._unused) < count:
             block, _ = self._evictable.popitem(last=False)
-            block_hash = self._hash_of.pop(block)
-            del self._block_of[block_hash]
-            if block_hash not in self.kept_below:
-                self._log.removed(block_hash)
+            self._uncache(block)
             self._unused.add(block)
         blocks = self._unused.take(count, after)
         for block in blocks:
@@ -120,8 +117,7 @@ class BlockPool:
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            if block_hash not in self.kept_below:
-                self._log.stored(block_hash)
+            self._log.stored(block_hash)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Ends a request's ownership of its blocks, given in sequence order.
@@ -149,12 +145,18 @@ class BlockPool:
         if self.free < self._total:
             raise BrokenInvariantError(f"{self._total - self.free} blocks have owners")
         for block in self._evictable:
-            block_hash = self._hash_of.pop(block)
-            del self._block_of[block_hash]
-            if block_hash not in self.kept_below:
-                self._log.removed(block_hash)
+            self._uncache(block)
             self._unused.add(block)
         self._evictable.clear()
+
+    def _uncache(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        place = self.place_below(block_hash)
+        if place is None:
+            self._log.removed(block_hash)
+        else:
+            self._log.stored(block_hash, place)
 
     def owners(self, block: int) -> tuple[int, bool]:
         """Number of owning requests, and whether a writer owns the block."""

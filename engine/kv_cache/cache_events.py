@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import Literal
 
 from splitserve.generation.kv_blocks import name_of
 from splitserve.v1 import registry_pb2
 
+Place = Literal["pool", "host", "disk"]
+"""Where a block is cached: among the KV blocks, or in a tier below them."""
+Change = tuple[bytes, Place | None]
+"""A name, and where its block is cached now; None: nowhere."""
 MAX_LOGGED = 2**15
 """Changes kept for readers that have not read them yet."""
 MAX_NAMES_A_MESSAGE = 2**12
@@ -25,8 +30,10 @@ class KvEventLog:
 
     def __init__(self, max_logged: int = MAX_LOGGED) -> None:
         self._lock = threading.Lock()
-        self._names: dict[bytes, None] = {}
-        self._changes: deque[tuple[bytes, bool]] = deque(maxlen=max_logged)
+        self.tiered = False
+        """Whether blocks may be cached elsewhere than in the pool. Set it before anybody reads."""
+        self._names: dict[bytes, Place] = {}
+        self._changes: deque[Change] = deque(maxlen=max_logged)
         self._end = 0
         self._unread = False
         self._on_change: Callable[[], object] | None = None
@@ -35,34 +42,34 @@ class KvEventLog:
         """Calls `on_change` on the engine thread, at the first change after each read."""
         self._on_change = on_change
 
-    def stored(self, block_hash: bytes) -> None:
-        """Records that a block with this hash is cached now."""
-        self._changed(name_of(block_hash), True)
+    def stored(self, block_hash: bytes, place: Place = "pool") -> None:
+        """Records that a block with this hash is cached now, and where: the nearest place."""
+        self._changed(name_of(block_hash), place)
 
     def removed(self, block_hash: bytes) -> None:
         """Records that no block with this hash is cached any more."""
-        self._changed(name_of(block_hash), False)
+        self._changed(name_of(block_hash), None)
 
-    def _changed(self, name: bytes, is_stored: bool) -> None:
+    def _changed(self, name: bytes, place: Place | None) -> None:
         with self._lock:
-            if is_stored:
-                self._names[name] = None
+            if place is not None:
+                self._names[name] = place
             else:
                 self._names.pop(name, None)
-            self._changes.append((name, is_stored))
+            self._changes.append((name, place))
             self._end += 1
             first, self._unread = not self._unread, True
         if first and self._on_change is not None:
             self._on_change()
 
-    def snapshot(self) -> tuple[dict[bytes, bool], int]:
-        """All names that are cached now, parents before children, and the position in the log."""
+    def snapshot(self) -> tuple[dict[bytes, Place | None], int]:
+        """All names that are cached now, parents before children, with their places, and the position in the log."""
         with self._lock:
             self._unread = False
-            return dict.fromkeys(self._names, True), self._end
+            return {**self._names}, self._end
 
-    def since(self, position: int) -> tuple[dict[bytes, bool], int] | None:
-        """The names that changed since a position, True if cached now; and the new position.
+    def since(self, position: int) -> tuple[dict[bytes, Place | None], int] | None:
+        """The names that changed since a position, with the places of those cached now; and the new position.
 
         None if the log does not reach back that far.
         """
@@ -82,7 +89,7 @@ class KvEventReader:
         self._log = log
         self._sequence = 0
         self._position = -1
-        self._unsent: deque[tuple[bytes, bool]] = deque()
+        self._unsent: deque[Change] = deque()
         self._resync = True
 
     @property
@@ -113,6 +120,13 @@ class KvEventReader:
         return registry_pb2.CacheEvents(
             sequence=self._sequence,
             cleared=cleared,
-            removed=b"".join(name for name, is_stored in sent if not is_stored),
-            stored=b"".join(name for name, is_stored in sent if is_stored),
+            removed=_names_at(None, sent),
+            stored=_names_at("pool", sent),
+            in_host=_names_at("host", sent),
+            on_disk=_names_at("disk", sent),
+            tiered=self._log.tiered,
         )
+
+
+def _names_at(place: Place | None, changes: Sequence[Change]) -> bytes:
+    return b"".join(name for name, at in changes if at == place)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -19,8 +18,8 @@ from engine.kv_cache.cache_events import KvEventLog
 from engine.pacing.step_time_fit import PromptFit
 from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.pool_copier import PoolCopier
-from engine.tiers.read_choice import PrefixBelow, TierName, choose_read
-from engine.tiers.tier import ReadItem, ReadOutcome, Tier
+from engine.tiers.read_choice import PrefixBelow, TierName, choose_read, choose_read_back
+from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierRead
 from engine.tiers.tier_index import Eviction, TierBlock
 from splitserve.logs import log_event
 
@@ -32,23 +31,8 @@ _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
 _UNKNOWN_PATIENCE_S = 5.0
-"""The same while computing has not been measured."""
+"""The same while computing has not been measured; and at most, in place of a transfer."""
 _CLOSE_S = 5.0
-
-
-@dataclass(eq=False, slots=True)
-class _Read:
-    """Blocks on their way into the pool, for one prompt."""
-
-    hits: list[int]
-    """Blocks of the prefix before them, which must stay."""
-    hashes: Sequence[bytes]
-    tiers: Sequence[TierName]
-    blocks: list[int]
-    then: Callable[[], None] | None
-    """What waits for them; None once it has waited long enough."""
-    parts: int = 0
-    brought: set[int] = field(default_factory=set)
 
 
 class KvTiers:
@@ -71,6 +55,7 @@ class KvTiers:
         if self.disk is not None:
             self.disk.index.restore(self.disk.store.found())
             self.all["disk"] = self.disk
+        self._rates = {name: tier.rate for name, tier in self.all.items()}
         self.wake: Callable[[], object] = lambda: None
         """Called on any thread when `collect` has something to do."""
         self._copier, self._host_store = copier, host
@@ -90,13 +75,15 @@ class KvTiers:
         of the pool may have become free."""
         self._pool, self._log, self._freed, self._prompt_fit = pool, log, freed, prompt_fit
         self._most_owned = max(1, pool.total // _SHARE)
-        pool.kept_below = self
+        pool.place_below, log.tiered = self.place_of, True
         for tier in self.all.values():
             for block_hash in tier.index.hashes():
-                log.stored(block_hash)
+                if tier.name == self.place_of(block_hash):
+                    log.stored(block_hash, tier.name)
 
-    def __contains__(self, block_hash: object) -> bool:
-        return isinstance(block_hash, bytes) and any(block_hash in tier.index for tier in self.all.values())
+    def place_of(self, block_hash: bytes) -> TierName | None:
+        """The nearest tier that has a block; None if none has."""
+        return next((name for name, tier in self.all.items() if block_hash in tier.index), None)
 
     @property
     def copying_blocks(self) -> int:
@@ -144,37 +131,26 @@ class KvTiers:
         `hashes`: of the blocks after the hits, each in a tier. `tokens`: of the whole prompt. `then` is called when
         they are in the prefix cache, when it takes too long, or now if nothing is to be read.
         """
-        names = [self._where(block_hash) for block_hash in hashes]
-        free = self._pool.free - self._pool.unowned(hits)
-        names = names[: max(0, min(free * 3 // 4, self._most_owned - self._reading))]
-        if self._late_reads and "disk" in names:
-            names = names[: names.index("disk")]
+        names, fit = self._readable(hits, hashes), self._prompt_fit()
         prefix = PrefixBelow(tokens, self._block_tokens, len(hits), names)
-        fit = self._prompt_fit()
-        rates = {name: tier.rate for name, tier in self.all.items()}
-        waits = {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
-        count = choose_read(prefix, rates, waits, fit)
-        for name in set(names[count:]):
-            self.all[name].rate.passed_over()
-        if not count:
-            then()
-            return
-        self._pool.share(hits)
-        blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
-        self._reading += count
-        read = _Read(hits, hashes[:count], names[:count], blocks, then)
+        count = choose_read(prefix, self._rates, self._waits_s(), fit)
         patience_s = fit.chunk_s(tokens, 0) if fit is not None else _UNKNOWN_PATIENCE_S
-        for tier in self.all.values():
-            self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
+        if not self._begin(hits, hashes, names, count, patience_s, then):
+            then()
+
+    def read_back(
+        self, hits: list[int], hashes: Sequence[bytes], bytes_per_s: float, then: Callable[[], None]
+    ) -> bool:
+        """The same as far as that is sooner than a peer's transfer at this speed, above 0. Whether anything is read; if
+        not, `then` is never called."""
+        names, transfer_s = self._readable(hits, hashes), self._block_bytes / bytes_per_s
+        count = choose_read_back(names, self._rates, self._waits_s(), transfer_s)
+        return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), then)
 
     def collect(self) -> None:
         """Takes what the threads have done. Raises what ended one of them: the device, or a bug."""
-        while True:
-            try:
-                done = self._completed.get_nowait()
-            except queue.Empty:
-                break
-            done()
+        while not self._completed.empty():
+            self._completed.get_nowait()()
         self._freed()
 
     def close(self) -> None:
@@ -186,8 +162,37 @@ class KvTiers:
             else:  # a disk that does not answer; the process ends with it
                 log_event("kv_tier.hung", tier=tier.name)
 
-    def _where(self, block_hash: bytes) -> TierName:
-        return "host" if block_hash in self.host.index else "disk"
+    def _readable(self, hits: list[int], hashes: Sequence[bytes]) -> list[TierName]:
+        """Where the first of these blocks are: as many as there is room for, and none behind a disk that hangs."""
+        free = self._pool.free - self._pool.unowned(hits)
+        room = max(0, min(free * 3 // 4, self._most_owned - self._reading))
+        names: list[TierName] = ["host" if each in self.host.index else "disk" for each in hashes[:room]]
+        return names[: names.index("disk")] if self._late_reads and "disk" in names else names
+
+    def _waits_s(self) -> dict[TierName, float]:
+        return {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
+
+    def _begin(
+        self,
+        hits: list[int],
+        hashes: Sequence[bytes],
+        names: Sequence[TierName],
+        count: int,
+        patience_s: float,
+        then: Callable[[], None],
+    ) -> bool:
+        """Begins to read the first `count` of the blocks whose tiers are `names`; False if there are none."""
+        for name in set(names[count:]):
+            self.all[name].rate.passed_over()
+        if not count:
+            return False
+        self._pool.share(hits)
+        blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
+        self._reading += count
+        read = TierRead(hits, hashes[:count], names[:count], blocks, then)
+        for tier in self.all.values():
+            self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
+        return True
 
     def _cost(self, depth: int) -> float:
         """Of computing a block at this depth, relative to the first."""
@@ -233,13 +238,8 @@ class KvTiers:
     def _write(self, disk: Tier, found: TierBlock, source: int, slot: int) -> OSError | bool:
         """On the thread of the disk. Whether the block has been written."""
         content = self._host_store.copy(source, found.block_hash)
-        if content is None:  # host memory has given the block up meanwhile
-            return False
-        try:
-            disk.store.write(slot, found, content)
-        except OSError as error:
-            return error
-        return True
+        # None: host memory has given the block up meanwhile.
+        return content is not None and disk.write(slot, found, content)
 
     def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
         if outcome is True:
@@ -250,7 +250,7 @@ class KvTiers:
         if isinstance(outcome, OSError) and disk.stats.failures["write"] == 1:
             log_event("kv_tier.write_failed", tier=disk.name, error=str(outcome))
 
-    def _start_part(self, tier: Tier, read: _Read, patience_s: float) -> None:
+    def _start_part(self, tier: Tier, read: TierRead, patience_s: float) -> None:
         """Begins to read what a tier has of a read."""
         items = []
         for place, name in enumerate(read.tiers):
@@ -272,7 +272,7 @@ class KvTiers:
     def _part_read(
         self,
         tier: Tier,
-        read: _Read,
+        read: TierRead,
         items: list[ReadItem],
         timer: threading.Timer | None,
         outcome: ReadOutcome,
@@ -293,7 +293,7 @@ class KvTiers:
         if not read.parts:
             self._finish(read)
 
-    def _finish(self, read: _Read) -> None:
+    def _finish(self, read: TierRead) -> None:
         """Gives what has been read to the prefix cache, up to the first block that is missing."""
         for place, (block, block_hash) in enumerate(zip(read.blocks, read.hashes, strict=True)):
             if place not in read.brought:
@@ -307,12 +307,12 @@ class KvTiers:
         else:
             read.then()
 
-    def _send_late(self, read: _Read) -> None:
+    def _send_late(self, read: TierRead) -> None:
         """On a timer's thread."""
         self._completed.put(partial(self._late, read))
         self.wake()
 
-    def _late(self, read: _Read) -> None:
+    def _late(self, read: TierRead) -> None:
         """Lets a prompt be computed whose blocks do not come; until they do, nobody else waits for the disk."""
         if read.parts and read.then is not None:
             log_event("kv_tier.read_late", blocks=len(read.blocks))
@@ -322,17 +322,25 @@ class KvTiers:
 
     def _arrived(self, tier: Tier, found: TierBlock) -> int | None:
         """Counts a block as held by a tier; its slot, None if the tier has dropped it."""
-        known = found.block_hash in self or self._pool.lookup(found.block_hash) is not None
+        before = self.place_of(found.block_hash)
         tier.index.ready(found.block_hash)
-        slot = tier.index.slot_of(found.block_hash)
-        if slot is not None and not known:
-            self._log.stored(found.block_hash)
-        return slot
+        self._tell(found.block_hash, before)
+        return tier.index.slot_of(found.block_hash)
 
     def _left(self, block_hash: bytes | None) -> None:
         """A tier has given a block up."""
-        if block_hash is not None and block_hash not in self and self._pool.lookup(block_hash) is None:
+        if block_hash is not None:
+            self._tell(block_hash, "host")
+
+    def _tell(self, block_hash: bytes, before: TierName | None) -> None:
+        """Tells coordinators where a block is now, unless they know: in the pool, or `before`."""
+        place = self.place_of(block_hash)
+        if place == before or self._pool.lookup(block_hash) is not None:
+            return
+        if place is None:
             self._log.removed(block_hash)
+        else:
+            self._log.stored(block_hash, place)
 
 
 def _raise(error: BaseException) -> None:

@@ -1,8 +1,8 @@
-"""Whether to read blocks of a prefix from lower tiers or to compute them: pure."""
+"""Whether to read blocks of a prefix from lower tiers, or to compute them or have them transferred: pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,11 +57,32 @@ def choose_read(
     """
     if fit is None:
         return len(prefix.tiers)
-    best, best_s = 0, _compute_s(fit, prefix, 0)
+    return _soonest(prefix.tiers, rates, waits_s, lambda count: _compute_s(fit, prefix, count))
+
+
+def choose_read_back(
+    tiers: Sequence[TierName],
+    rates: Mapping[TierName, ReadRate],
+    waits_s: Mapping[TierName, float],
+    transfer_s: float,
+) -> int:
+    """How many of the next blocks to read, where a peer would transfer the others in `transfer_s` seconds each, and
+    begins once all have been read."""
+    return _soonest(tiers, rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)
+
+
+def _soonest(
+    tiers: Sequence[TierName],
+    rates: Mapping[TierName, ReadRate],
+    waits_s: Mapping[TierName, float],
+    rest_s: Callable[[int], float],
+) -> int:
+    """The number of blocks to read after which all is there soonest; `rest_s`: of what is not read, by that number."""
+    best, best_s = 0, rest_s(0)
     ready_s: dict[TierName, float] = {}
-    for count, tier in enumerate(prefix.tiers, start=1):
+    for count, tier in enumerate(tiers, start=1):
         ready_s[tier] = ready_s.get(tier, waits_s.get(tier, 0.0)) + rates[tier].block_s
-        total_s = max(ready_s.values()) + _compute_s(fit, prefix, count)
+        total_s = max(ready_s.values()) + rest_s(count)
         if total_s < best_s:
             best, best_s = count, total_s
     return best

@@ -11,7 +11,7 @@ from engine.tiers.block_store import BlockStore
 from engine.tiers.copy_thread import CopyThread
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import ReadRate, TierName
-from engine.tiers.tier_index import Eviction, TierIndex
+from engine.tiers.tier_index import Eviction, TierBlock, TierIndex
 from splitserve.logs import log_event
 
 _ASSUMED_BYTES_PER_S: dict[TierName, float] = {"host": 2e9, "disk": 4e8}
@@ -47,6 +47,21 @@ class ReadOutcome(NamedTuple):
     seconds: float
 
 
+@dataclass(eq=False, slots=True)
+class TierRead:
+    """Blocks on their way into the pool, for one prompt."""
+
+    hits: list[int]
+    """Blocks of the prefix before them, which must stay."""
+    hashes: Sequence[bytes]
+    tiers: Sequence[TierName]
+    blocks: list[int]
+    then: Callable[[], None] | None
+    """What waits for them; None once it has waited long enough."""
+    parts: int = 0
+    brought: set[int] = field(default_factory=set)
+
+
 class Tier:
     """A tier. All but `read` is for the engine thread."""
 
@@ -64,6 +79,19 @@ class Tier:
     def bytes(self) -> int:
         """Bytes of the blocks that it holds."""
         return len(self.index) * self.store.block_bytes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast blocks are read, as far as is known."""
+        return self.store.block_bytes / self.rate.block_s
+
+    def write(self, slot: int, block: TierBlock, content: memoryview) -> OSError | bool:
+        """Writes a block, on the tier's thread: True, or why not."""
+        try:
+            self.store.write(slot, block, content)
+        except OSError as error:
+            return error
+        return True
 
     def read(self, items: Sequence[ReadItem], copier: PoolCopier, closed: Callable[[], bool]) -> ReadOutcome:
         """Copies blocks into the pool, on the tier's thread.

@@ -15,6 +15,7 @@ from engine.core.types import (
 )
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from engine.pacing.token_clock import ServiceTargets
+from engine.tiers.kv_tiers import KvTiers
 from kv_transfer.lane import JudgedLane
 from splitserve.config.security import CeilingConfig
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
@@ -204,6 +205,14 @@ def worker_load(load: EngineLoad) -> registry_pb2.WorkerLoad:
         streams=load.streams,
         lent_speedup=load.lent_speedup,
     )
+
+
+def add_tier_reads(load: registry_pb2.WorkerLoad, tiers: KvTiers | None) -> None:
+    """The tiers' part of a load report; for any thread."""
+    for name, tier in tiers.all.items() if tiers is not None else ():
+        message = load.host_tier if name == "host" else load.disk_tier
+        message.gb_per_second = tier.bytes_per_s / 1e9
+        message.waiting_bytes = tier.reading_blocks * tier.store.block_bytes
 
 
 def step_fit_message(fit: DecodeStepFit | None) -> registry_pb2.DecodeStepFit | None:

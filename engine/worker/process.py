@@ -19,7 +19,7 @@ from engine.worker.build import EngineParts, build_engine
 from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
-from engine.worker.messages import lane_report, preemption_notice, worker_load
+from engine.worker.messages import add_tier_reads, lane_report, preemption_notice, worker_load
 from engine.worker.metrics import (
     registration_metrics,
     sleep_metrics,
@@ -306,6 +306,7 @@ class WorkerProcess(Generic[C]):
         load.open_rpcs = self.open_rpcs.count
         load.transfers_in_flight = status.transfers_in_flight
         load.waiting_reservations = status.waiting_reservations
+        add_tier_reads(load, self.parts.tiers)
         load.rejected_handoffs = self._rejected_tickets + status.completions_rejected
         return registry_pb2.ReportRequest(
             worker_id=self.config.worker_id,

@@ -43,6 +43,7 @@ class ReserveRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     PREFIX_ONLY_FIELD_NUMBER: _builtins.int
+    LANE_GB_PER_SECOND_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique among live requests of this worker. Required. Failure: INVALID_ARGUMENT."""
     coordinator_id: _builtins.str
@@ -64,6 +65,11 @@ class ReserveRequest(_message.Message):
     request ends without a token. Default false. Failures: FAILED_PRECONDITION NO_PREFIX_FETCH (the engine cannot), and
     PREFIXES_ONLY for everything else at a prefill worker that trades prefixes,
     RESOURCE_EXHAUSTED NO_ROOM_FOR_PREFIX (it does not fit now, or reservations wait: it never waits itself).
+    """
+    lane_gb_per_second: _builtins.float
+    """How fast the prefill worker's KV would come, by the probe of its lane. GB/s (10^9 bytes). What this worker's tiers below
+    its KV blocks have of the prompt is read into them before blocks are reserved, as far as that is sooner. Range 0..1e6.
+    Default 0: unknown, nothing is read. Failure: INVALID_ARGUMENT.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -118,10 +124,11 @@ class ReserveRequest(_message.Message):
         adapter: _generation_pb2.AdapterRef | None = ...,
         targets: _generation_pb2.ServiceTargets | None = ...,
         prefix_only: _builtins.bool = ...,
+        lane_gb_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "precedence", b"precedence", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prefix_only", b"prefix_only", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attachment", b"attachment", "cache_salt", b"cache_salt", "coordinator_id", b"coordinator_id", "lane_gb_per_second", b"lane_gb_per_second", "local_prefill_tokens", b"local_prefill_tokens", "precedence", b"precedence", "prefix_only", b"prefix_only", "prior_output_tokens", b"prior_output_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "targets", b"targets", "timeout", b"timeout", "token_ids", b"token_ids", "trace", b"trace", "writer_agent_id", b"writer_agent_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -390,10 +390,11 @@ class DecisionCandidate(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_MS_FIELD_NUMBER: _builtins.int
+    READ_MS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """Worker id."""
     predicted_ms: _builtins.float
-    """Predicted time until the request can be decoded: the sum of the next four and fetch_ms. Milliseconds."""
+    """Predicted time until the request can be decoded: the sum of the next four, fetch_ms and read_ms. Milliseconds."""
     queue_ms: _builtins.float
     """Waiting on the prefill worker. Milliseconds."""
     prefill_ms: _builtins.float
@@ -410,6 +411,8 @@ class DecisionCandidate(_message.Message):
     """The same for the decode worker."""
     fetch_ms: _builtins.float
     """Fetching what another worker's cache has more of the prompt, where that is sooner than computing. Milliseconds."""
+    read_ms: _builtins.float
+    """Reading KV from the prefill worker's host memory or disk, beyond the wait in its queue. Milliseconds."""
     def __init__(
         self,
         *,
@@ -423,10 +426,11 @@ class DecisionCandidate(_message.Message):
         cached_tokens: _builtins.int = ...,
         decode_cached_tokens: _builtins.int = ...,
         fetch_ms: _builtins.float = ...,
+        read_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_cached_tokens", b"decode_cached_tokens", "decode_wait_ms", b"decode_wait_ms", "fetch_ms", b"fetch_ms", "others_ms", b"others_ms", "predicted_ms", b"predicted_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "decode_cached_tokens", b"decode_cached_tokens", "decode_wait_ms", b"decode_wait_ms", "fetch_ms", b"fetch_ms", "others_ms", b"others_ms", "predicted_ms", b"predicted_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "read_ms", b"read_ms", "transfer_ms", b"transfer_ms", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

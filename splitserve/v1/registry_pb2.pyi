@@ -399,6 +399,9 @@ class CacheEvents(_message.Message):
     CLEARED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
+    IN_HOST_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
+    TIERED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Grows by one with each message of one Report stream, from 1. A gap means that something was lost: the coordinator
     forgets this worker's blocks and answers with `resync_cache`.
@@ -408,7 +411,15 @@ class CacheEvents(_message.Message):
     removed: _builtins.bytes
     """Names of blocks that are gone, 8 bytes each, one after the other."""
     stored: _builtins.bytes
-    """Names of blocks that are cached now, 8 bytes each, one after the other. At most 2^17 a message."""
+    """Names of blocks that are cached now, 8 bytes each, one after the other. At most 2^17 a message. With `tiered` those that
+    are among its KV blocks.
+    """
+    in_host: _builtins.bytes
+    """Names of blocks that are cached now in its host memory, and no nearer. As `stored`; only with `tiered`."""
+    on_disk: _builtins.bytes
+    """Names of blocks that are cached now on its disk only. As `stored`; only with `tiered`."""
+    tiered: _builtins.bool
+    """Whether there are tiers below its KV blocks. The same in all messages of a boot."""
     def __init__(
         self,
         *,
@@ -416,10 +427,13 @@ class CacheEvents(_message.Message):
         cleared: _builtins.bool = ...,
         removed: _builtins.bytes = ...,
         stored: _builtins.bytes = ...,
+        in_host: _builtins.bytes = ...,
+        on_disk: _builtins.bytes = ...,
+        tiered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "removed", b"removed", "sequence", b"sequence", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "in_host", b"in_host", "on_disk", b"on_disk", "removed", b"removed", "sequence", b"sequence", "stored", b"stored", "tiered", b"tiered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -495,6 +509,8 @@ class WorkerLoad(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     REJECTED_HANDOFFS_FIELD_NUMBER: _builtins.int
     LENT_SPEEDUP_FIELD_NUMBER: _builtins.int
+    HOST_TIER_FIELD_NUMBER: _builtins.int
+    DISK_TIER_FIELD_NUMBER: _builtins.int
     waiting_requests: _builtins.int
     """Sequences waiting for their first step."""
     running_requests: _builtins.int
@@ -541,6 +557,14 @@ class WorkerLoad(_message.Message):
     def prompt_fit(self) -> Global___PromptFit:
         """What a prompt costs, fitted over recent steps that computed nothing else. Not set until there were enough."""
 
+    @_builtins.property
+    def host_tier(self) -> Global___TierReads:
+        """Reads from host memory into the KV blocks. Not set: there is no such tier."""
+
+    @_builtins.property
+    def disk_tier(self) -> Global___TierReads:
+        """Reads from the disk, or the store that takes its place. Not set: there is no such tier."""
+
     def __init__(
         self,
         *,
@@ -564,16 +588,44 @@ class WorkerLoad(_message.Message):
         streams: _builtins.int | None = ...,
         rejected_handoffs: _builtins.int = ...,
         lent_speedup: _builtins.float = ...,
+        host_tier: Global___TierReads | None = ...,
+        disk_tier: Global___TierReads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "prompt_fit", b"prompt_fit", "step_fit", b"step_fit", "streams", b"streams"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "disk_tier", b"disk_tier", "host_tier", b"host_tier", "prompt_fit", b"prompt_fit", "step_fit", b"step_fit", "streams", b"streams"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_step_ms", b"decode_step_ms", "free_blocks", b"free_blocks", "late_prompts", b"late_prompts", "lent_speedup", b"lent_speedup", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_streams", b"_streams", "decode_step_ms", b"decode_step_ms", "disk_tier", b"disk_tier", "free_blocks", b"free_blocks", "host_tier", b"host_tier", "late_prompts", b"late_prompts", "lent_speedup", b"lent_speedup", "open_rpcs", b"open_rpcs", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prompt_fit", b"prompt_fit", "quarantined_blocks", b"quarantined_blocks", "referenced_blocks", b"referenced_blocks", "rejected_handoffs", b"rejected_handoffs", "reserved_blocks", b"reserved_blocks", "rss_bytes", b"rss_bytes", "running_requests", b"running_requests", "step_fit", b"step_fit", "streams", b"streams", "total_blocks", b"total_blocks", "transfers_in_flight", b"transfers_in_flight", "waiting_requests", b"waiting_requests", "waiting_reservations", b"waiting_reservations", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__streams: _TypeAlias = _typing.Literal["streams"]  # noqa: Y015
     _WhichOneofArgType__streams: _TypeAlias = _typing.Literal["_streams", b"_streams"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__streams) -> _WhichOneofReturnType__streams | None: ...
 
 Global___WorkerLoad: _TypeAlias = WorkerLoad  # noqa: Y015
+
+@_typing.final
+class TierReads(_message.Message):
+    """How fast KV comes back from a tier below the KV blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GB_PER_SECOND_FIELD_NUMBER: _builtins.int
+    WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    gb_per_second: _builtins.float
+    """Mean of recent reads, as the worker itself predicts with it; an assumption until the first. GB/s (10^9 bytes), above 0."""
+    waiting_bytes: _builtins.int
+    """Bytes of reads that are under way."""
+    def __init__(
+        self,
+        *,
+        gb_per_second: _builtins.float = ...,
+        waiting_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_second", b"gb_per_second", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierReads: _TypeAlias = TierReads  # noqa: Y015
 
 @_typing.final
 class DecodeStepFit(_message.Message):

@@ -70,16 +70,16 @@ class EngineCacheChanges:
         changes = None if self._position is None else self._log.since(self._position)
         if changes is None:
             names, self._position = self._log.snapshot()
-            changed = {**dict.fromkeys(self._told.keys() - names.keys(), False), **names}
+            changed = {**dict.fromkeys(self._told.keys() - names.keys()), **names}
         else:
             changed, self._position = changes
         stored: list[int] = []
         removed: list[int] = []
-        for name, is_stored in changed.items():
+        for name, place in changed.items():
             block = self._blocks.get(name)
-            if block is None or is_stored == (name in self._told):
+            if block is None or (place is not None) == (name in self._told):
                 continue
-            if is_stored:
+            if place is not None:
                 self._told[name] = None
                 stored.append(block)
             else:

@@ -39,7 +39,8 @@ _FOUND_A_MESSAGE = 4
 class _EventCursor:
     """Position in one boot's stream of cache events."""
 
-    slot: int
+    slots: tuple[int, ...]
+    """The first has all blocks; with tiers the second has those in host memory or nearer, the third the pool's."""
     sequence: int = 0
     lost: bool = False
     """A message was missed: everything is ignored until the worker has resent its whole cache."""
@@ -74,8 +75,14 @@ class PrefixIndex:
 
     def slot_of(self, worker: WorkerKey) -> int:
         """The worker's slot in the results of `hits`; -1 before its first message."""
+        return self.slots_of(worker)[0]
+
+    def slots_of(self, worker: WorkerKey) -> tuple[int, int, int]:
+        """That slot, the one of what it has in host memory or nearer, and the one of its pool: all the same without
+        tiers."""
         cursor = self._cursors.get(worker)
-        return -1 if cursor is None else cursor.slot
+        slots = (-1,) if cursor is None else cursor.slots
+        return slots[0], slots[len(slots) // 2], slots[-1]
 
     def apply(self, worker: WorkerKey, events: registry_pb2.CacheEvents) -> None:
         """Applies a worker's next message. After a gap its blocks are forgotten until it has resent its whole cache.
@@ -83,13 +90,15 @@ class PrefixIndex:
         Raises InvalidArgumentError for names that are not a multiple of 8 bytes long, or too many.
         """
         removed, stored = _checked("removed", events.removed), _checked("stored", events.stored)
+        in_host, on_disk = _checked("in_host", events.in_host), _checked("on_disk", events.on_disk)
+        width = 3 if events.tiered else 1
         cursor = self._cursors.get(worker)
         follows = events.sequence == (cursor.sequence + 1 if cursor is not None else 1)
         if cursor is None:
-            cursor = self._cursors[worker] = _EventCursor(self._take_slot())
+            cursor = self._cursors[worker] = _EventCursor(self._take_slots(width))
         elif events.cleared or (not follows and not cursor.lost):
-            self._release_slot(cursor.slot)
-            cursor.slot = self._take_slot()
+            self._release_slots(cursor.slots)
+            cursor.slots = self._take_slots(width)
         cursor.sequence = events.sequence
         if events.cleared:
             cursor.lost = False
@@ -100,8 +109,8 @@ class PrefixIndex:
             keys, depth = self._found.popleft()
             self._touch(keys[:depth])
         if not cursor.lost:
-            self._remove(cursor.slot, removed)
-            self._store(cursor.slot, stored)
+            for count, names in enumerate((removed, on_disk, in_host, stored)):
+                self._place(cursor.slots, names, count)
             # Keys spread evenly: one shard speaks for all.
             self._crowded = 4 * len(self._shards[0]) > 3 * self._shard_limit
         self.sweep(1)
@@ -118,14 +127,14 @@ class PrefixIndex:
         cursor = self._cursors.pop(worker, None)
         self._resync.discard(worker)
         if cursor is not None:
-            self._release_slot(cursor.slot)
+            self._release_slots(cursor.slots)
 
     def expect(self, workers: Iterable[WorkerKey], keys: Sequence[int], now: float) -> None:
         """Counts a prompt sent to these workers as held by them, until they report its blocks or a lifetime is over."""
         bits = 0
         for worker in workers:
             if (cursor := self._cursors.get(worker)) is not None:
-                bits |= self._bits[cursor.slot]
+                bits |= self._bits_of(cursor.slots)
         if bits:
             self._expected.add(keys, bits, now)
 
@@ -198,42 +207,43 @@ class PrefixIndex:
             elif left != holders:
                 shard[key] = self._shared(left)
 
-    def _take_slot(self) -> int:
-        if self._free_slots:
-            slot = self._free_slots.pop()
-        else:
-            slot = len(self._bits)
-            self._bits.append(1 << slot)
-        self._live |= self._bits[slot]
-        return slot
+    def _take_slots(self, count: int) -> tuple[int, ...]:
+        taken = []
+        for _ in range(count):
+            if not self._free_slots:
+                self._free_slots.append(len(self._bits))
+                self._bits.append(1 << len(self._bits))
+            taken.append(self._free_slots.pop())
+        self._live |= self._bits_of(taken)
+        return tuple(taken)
 
-    def _release_slot(self, slot: int) -> None:
-        self._live &= ~self._bits[slot]
-        self._dead.append(slot)
+    def _release_slots(self, slots: tuple[int, ...]) -> None:
+        self._live &= ~self._bits_of(slots)
+        self._dead += slots
 
-    def _store(self, slot: int, keys: Sequence[int]) -> None:
-        shards, mask, limit, bit = self._shards, self._mask, self._shard_limit, self._bits[slot]
+    def _bits_of(self, slots: Sequence[int]) -> int:
+        return sum(self._bits[slot] for slot in slots)
+
+    def _place(self, slots: tuple[int, ...], keys: Sequence[int], count: int) -> None:
+        """The first `count` of a worker's slots hold these blocks from now on, the others do not."""
+        if not keys:
+            return
+        shards, mask, limit = self._shards, self._mask, self._shard_limit
+        own, now = self._bits_of(slots), self._bits_of(slots[:count])
+        others = self._live & ~own
         for key in keys:
             shard = shards[key & mask]
             holders = shard.get(key)
             if holders is None:
-                if len(shard) >= limit:
-                    shard = self._evicted(key & mask)
-                shard[key] = bit
-            elif not holders & bit:
-                shard[key] = self._shared(holders & self._live | bit)
-
-    def _remove(self, slot: int, keys: Sequence[int]) -> None:
-        shards, mask, bit = self._shards, self._mask, self._bits[slot]
-        for key in keys:
-            shard = shards[key & mask]
-            holders = shard.get(key)
-            if holders is None or not holders & bit:
-                continue
-            if left := holders ^ bit:
-                shard[key] = self._shared(left)
-            else:
-                del shard[key]
+                if now:
+                    if len(shard) >= limit:
+                        shard = self._evicted(key & mask)
+                    shard[key] = now
+            elif holders & own != now:
+                if left := holders & others | now:
+                    shard[key] = self._shared(left)
+                else:
+                    del shard[key]
 
     def _evicted(self, number: int) -> dict[int, int]:
         # A new dict: after many deletions the old one would keep half as much memory again.

@@ -1,8 +1,12 @@
-"""Workers with real weights in float32 and a pool of half their working set: answers are those of `transformers`,
-and prefixes come back from host memory and, after the worker was killed, from the disk."""
+"""Workers with real weights in float32 and a pool of half their working set: answers are those of `transformers`.
+
+Prefixes come back from host memory and, after the worker was killed, from the disk, or from a Mooncake Store in its
+place; on the decode worker, too, where that is sooner than over the lane.
+"""
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from pathlib import Path
 
@@ -14,11 +18,14 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
+from tests.support.tiers.mooncake_rig import mooncake_store
 
 PROMPTS, TOKENS, ANSWER = 4, 96, 3
 POOL_BLOCKS = 13
 """Of 16 tokens. A prompt has six full blocks."""
 BLOCK_BYTES = 30 * 2 * 3 * 16 * 64 * 4
+LANE_BYTES_PER_S = 1e8
+"""Slower than host memory on any machine."""
 
 
 def tier_hits(cluster: Cluster, member: str) -> dict[str, float]:
@@ -40,6 +47,7 @@ async def test_prefixes_come_back_from_host_memory_and_disk(
     options = ["--dtype", "float32", "--num-blocks", str(POOL_BLOCKS), "--metrics-port", "0"]
     options += ["--kv-host-tier-bytes", str(64 * BLOCK_BYTES), "--kv-disk-tier-path", str(tmp_path / "kv")]
     options += ["--kv-disk-tier-bytes", str(80 * BLOCK_BYTES)]
+    options += ["--faults", json.dumps({"bandwidth_bytes_per_s": LANE_BYTES_PER_S})]
     setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=200) as client:
 
@@ -50,7 +58,8 @@ async def test_prefixes_come_back_from_host_memory_and_disk(
 
         await ask_all()
         await ask_all()
-        assert tier_hits(cluster, "prefill-0")["host"] >= (PROMPTS - 1) * TOKENS
+        for member in ("prefill-0", "decode-0"):
+            assert tier_hits(cluster, member)["host"] >= (PROMPTS - 1) * TOKENS, member
         await cluster.assert_no_leaks()
         cluster.members["prefill-0"].kill()
         cluster.add_worker("prefill", "prefill-0").wait_event("worker.ready")
@@ -58,3 +67,33 @@ async def test_prefixes_come_back_from_host_memory_and_disk(
         await ask_all()
         assert tier_hits(cluster, "prefill-0")["disk"] >= (PROMPTS - 1) * TOKENS
         await cluster.assert_no_leaks()
+
+
+@pytest.mark.timeout(300)
+async def test_prefixes_come_back_from_a_mooncake_store(log_dir: Path, smollm2: str) -> None:
+    """Skipped without its package, which is an extra."""
+    node = mooncake_store(BLOCK_BYTES, 1, bytes(32), segment_bytes=2**28)
+    tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
+    prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
+    expected = [reference.greedy(prompt, ANSWER) for prompt in prompts]
+    options = ["--dtype", "float32", "--num-blocks", str(POOL_BLOCKS), "--metrics-port", "0"]
+    options += ["--kv-host-tier-bytes", str(7 * BLOCK_BYTES), "--kv-store-master", node.address]
+    options += ["--kv-disk-tier-bytes", str(80 * BLOCK_BYTES)]
+    setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
+    try:
+        async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=200) as client:
+
+            async def ask_all() -> None:
+                for prompt, answer in zip(prompts, expected, strict=True):
+                    got = await client.generate(prompt, temperature=0.0, max_tokens=ANSWER)
+                    assert list(got.token_ids) == answer
+
+            await ask_all()
+            await ask_all()
+            assert tier_hits(cluster, "prefill-0")["disk"] >= TOKENS
+            await cluster.assert_no_leaks()
+            node.end_master()
+            await ask_all()
+            await cluster.assert_no_leaks()
+    finally:
+        node.close()

@@ -13,9 +13,11 @@ from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, SamplingParams, StopParams
 from engine.runner.simulated_runner import SimulatedRunner
 from engine.runner.structured_output import GrammarCompiler
+from engine.tiers.kv_tiers import KvTiers
 from engine.worker.build import EngineParts, ServedAs
 from kv_transfer.handoff.ticket import KvTicket
 from kv_transfer.transports.memory import MemoryHub, MemoryTransport
+from kv_transfer.transports.transport import KvMemoryRegion
 from prefill_worker.kv_producer import KvProducer
 from prefill_worker.prefill_event import FirstTokenReady, PrefillEvent
 from splitserve.config.engine import EngineConfig
@@ -49,7 +51,11 @@ class ConnectorPair:
         runner: type[SimulatedRunner] = SimulatedRunner,
         verify_kv: Literal["off", "all"] = "off",
         token_first_s: float = 0.0,
+        below: Callable[[KvMemoryRegion], KvTiers] | None = None,
     ) -> None:
+        """`below` makes tiers for the decode engine."""
+        self.tiers: KvTiers | None = None
+        self._below = below
         self.clock = Clock()
         self._runner, self._verify_kv = runner, verify_kv
         hub = MemoryHub()
@@ -84,7 +90,10 @@ class ConnectorPair:
         runner = self._runner(engine)
         transport = MemoryTransport(hub)
         endpoint = transport.register_memory(runner.wire.memory)
-        core = EngineCore(runner, engine, load_tokenizer("simulated"), self.clock)
+        if self._below is not None and name == "d":
+            self.tiers = self._below(runner.wire.memory)
+        tiers = self.tiers if name == "d" else None
+        core = EngineCore(runner, engine, load_tokenizer("simulated"), self.clock, tiers=tiers)
         grammars = GrammarCompiler(load_tokenizer("simulated"), runner.facts)
         served = ServedAs("simulated", "simulated")
         return EngineParts(core, runner.facts, runner.wire, grammars, transport, endpoint, served, config)
@@ -99,7 +108,12 @@ class ConnectorPair:
             self.decode_outputs[coordinator].extend(batch)
 
     def reserve(
-        self, name: str, prompt: list[int], local_prefill_tokens: int = 0, **fields: Any
+        self,
+        name: str,
+        prompt: list[int],
+        local_prefill_tokens: int = 0,
+        lane_bytes_per_s: float = 0.0,
+        **fields: Any,
     ) -> list[Granted | SplitserveError]:
         """`fields` replace those of the engine's request."""
         answers: list[Granted | SplitserveError] = []
@@ -110,6 +124,7 @@ class ConnectorPair:
             self.clock.now,
             answers.append,
             local_prefill_tokens=local_prefill_tokens,
+            lane_bytes_per_s=lane_bytes_per_s,
         )
         self.consumer.reserve(self.decode, entry)
         return answers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import shutil
 import socket
@@ -23,6 +23,8 @@ class StoreWithMaster(MooncakeStore):
     """Ends its master when it is closed."""
 
     master: subprocess.Popen[bytes] | None = None
+    address: str
+    """Of the master."""
 
     def close(self) -> None:
         super().close()
@@ -35,25 +37,28 @@ class StoreWithMaster(MooncakeStore):
             self.master = None
 
 
-def mooncake_store(block_bytes: int, slots: int, identity: bytes) -> StoreWithMaster:
-    """A store with a master of its own; skips the test without the package."""
+def mooncake_store(
+    block_bytes: int, slots: int, identity: bytes, segment_bytes: int = SEGMENT_BYTES
+) -> StoreWithMaster:
+    """A store with a master of its own, whose only node lends it so many bytes; skips the test without the package."""
     master, address = _start_master()
     try:
-        store: Any = open_mooncake_store(address, block_bytes, slots, identity, SEGMENT_BYTES, "127.0.0.1")
+        store: Any = open_mooncake_store(address, block_bytes, slots, identity, segment_bytes, "127.0.0.1")
     except BaseException:
         master.kill()
         master.wait()
         raise
     store.__class__ = StoreWithMaster
-    store.master = master
+    store.master, store.address = master, address
     return store  # type: ignore[no-any-return]
 
 
 def _start_master() -> tuple[subprocess.Popen[bytes], str]:
-    found = importlib.util.find_spec("mooncake")
-    if found is None or found.origin is None:
-        pytest.skip("mooncake-transfer-engine-non-cuda is not installed")
-    program = shutil.which("mooncake_master", path=str(Path(found.origin).parent))
+    try:
+        package = importlib.import_module("mooncake.store")
+    except ImportError as error:  # libibverbs may be missing, too
+        pytest.skip(f"mooncake-transfer-engine-non-cuda cannot be used: {error}")
+    program = shutil.which("mooncake_master", path=str(Path(str(package.__file__)).parent))
     if program is None:
         pytest.skip("the package has no mooncake_master")
     ports = _free_ports(2)

@@ -183,7 +183,7 @@ def reservation(name: str) -> WaitingReservation:
 
 def looked_at(queue: ReservationQueue) -> None:
     queue.expire(0.0)
-    queue.grant(lambda _: False)
+    queue.grant((), 0.0, lambda _: False)
     queue.add(reservation("new"))
     assert queue.remove("new")
     len(queue)
@@ -223,7 +223,7 @@ def test_news_of_the_cache_cost_what_is_new() -> None:
 
     few, many = log_of(FEW), log_of(MANY * 3)
     assert_alike(lambda: few.since(FEW - 1), lambda: many.since(MANY * 3 - 1))
-    assert many.since(MANY * 3 - 1) == ({(MANY * 3 - 1).to_bytes(32, "big")[:8]: True}, MANY * 3)
+    assert many.since(MANY * 3 - 1) == ({(MANY * 3 - 1).to_bytes(32, "big")[:8]: "pool"}, MANY * 3)
 
 
 def test_a_pool_of_a_million_blocks_is_made_of_a_few_bytes_each() -> None:

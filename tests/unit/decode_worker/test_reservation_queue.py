@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from decode_worker.reservation_queue import Granted, ReservationQueue, WaitingReservation
 from engine.core.precedence import Precedence
 from engine.core.types import EngineRequest, SamplingParams, StopParams
 from splitserve.errors import DeadlineExceededError, ResourceExhaustedError, SplitserveError
+
+_states = itertools.count()
+"""Each try sees another state of the engine."""
 
 
 class Replies(list[Granted | SplitserveError]):
@@ -46,7 +51,7 @@ def served(queue: ReservationQueue, fits: set[str]) -> list[str]:
             names.append(name)
         return name in fits
 
-    queue.grant(try_reserve)
+    queue.grant((next(_states),), 0.0, try_reserve)
     return names
 
 

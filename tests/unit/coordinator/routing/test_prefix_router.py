@@ -283,6 +283,77 @@ def with_block_sizes(workers: Sequence[Worker], sizes: Sequence[int]) -> list[Wo
 sizes_st = st.just([16]) | st.lists(st.sampled_from([8, 16, 32]), min_size=2, max_size=4)
 
 
+Tiers = tuple[int, int, float, float, int]
+"""Blocks on disk, in host memory beyond the pool, GB/s of host memory and disk, and bytes that wait."""
+tier_st = st.none() | st.tuples(
+    st.integers(0, 50),
+    st.integers(0, 50),
+    st.sampled_from([0.002, 0.01, 1.0]),
+    st.sampled_from([0.001, 0.008, 0.1]),
+    st.sampled_from([0, 10**6]),
+)
+
+
+def with_tiers(
+    workers: Sequence[Worker], held: PrefixHits, tiers: Sequence[Tiers | None]
+) -> tuple[list[Worker], PrefixHits]:
+    """The same workers with tiers, in turn: part of what each holds is there."""
+    blocks = {slot: held.blocks(slot) for slot in range(3 * len(SLOTS) + 60)}
+    changed = []
+    for one, tier in zip(workers, itertools.cycle(tiers), strict=False):
+        if tier is None:
+            changed.append(one)
+            continue
+        on_disk, in_host, host_gb, disk_gb, waiting = tier
+        slots, whole = (one.prefix_slot + 20, one.prefix_slot + 40), blocks[one.prefix_slot]
+        blocks[slots[0]] = max(0, whole - on_disk)
+        blocks[slots[1]] = max(0, whole - on_disk - in_host)
+        load = registry_pb2.WorkerLoad()
+        load.CopyFrom(one.load)
+        load.host_tier.gb_per_second, load.disk_tier.gb_per_second = host_gb, disk_gb
+        load.host_tier.waiting_bytes = load.disk_tier.waiting_bytes = waiting
+        changed.append(dataclasses.replace(one, near_slots=slots, load=load))
+    return changed, PrefixHits.of(blocks)
+
+
+def test_a_hit_on_disk_counts_the_time_of_reading() -> None:
+    """960 tokens are computed in 0.96 s, and 60 blocks of 100 kB are read in 0.06 s at 0.1 GB/s, in 0.6 at 0.01."""
+    two, held = [prefill("p0", "d0"), prefill("p1", "d0")], hits(p0=60)
+    (fast,), on_disk = with_tiers(two[:1], held, [(60, 0, 1.0, 0.1, 0)])
+    (slow,), _ = with_tiers(two[:1], held, [(60, 0, 1.0, 0.01, 0)])
+    (slower,), _ = with_tiers(two[:1], held, [(60, 0, 1.0, 0.005, 0)])
+    (waits,), _ = with_tiers(two[:1], held, [(60, 0, 1.0, 0.1, 5 * 10**7)])
+    for holder, read_s in ((fast, 0.06), (slow, 0.6), (waits, 0.56)):
+        pair = choose(holder, two[1], decode("d0"), hits=on_disk)
+        assert pair is not None
+        assert (pair.prefill.worker_id, pair.cost.cached_tokens) == ("p0", 960)
+        assert pair.cost.read_s == pytest.approx(read_s)
+    pair = choose(slower, two[1], decode("d0"), hits=on_disk, turn=1)
+    assert pair is not None
+    assert (pair.prefill.worker_id, pair.cost.cached_tokens) == ("p1", 0), "it is computed as soon"
+    # One of two is busy: computing counts four times, for the requests behind.
+    queued = with_tiers([prefill("p0", "d0", waiting_tokens=3100)], held, [(60, 0, 1.0, 0.01, 0)])[0][0]
+    pair = choose(queued, two[1], decode("d0"), hits=on_disk)
+    assert pair is not None
+    assert pair.prefill.worker_id == "p0"
+    assert pair.cost.read_s == 0, "it is read while it would wait anyway"
+
+
+def test_what_decode_holds_below_its_blocks_is_read_or_transferred() -> None:
+    lanes, held = {"d0": 0.05, "d1": 0.05}, hits(d0=62, d1=62)
+    p0 = prefill("p0", "d0", "d1", lanes=lanes)
+    two, below = with_tiers([decode("d0"), decode("d1")], held, [(62, 0, 1.0, 0.1, 0), (0, 62, 1.0, 0.1, 0)])
+    pair = choose(p0, *two, hits=below)
+    assert pair is not None
+    assert pair.decode is not None
+    assert pair.decode.worker_id == "d1"
+    assert pair.cost.transfer_s == pytest.approx(62 * 1e5 / 1e9 + 1e5 / 0.05e9)
+    slow, below = with_tiers([decode("d0")], held, [(62, 0, 1.0, 0.01, 0)])
+    pair = choose(p0, *slow, hits=below)
+    assert pair is not None
+    assert pair.cost.transfer_s == pytest.approx(63 * 1e5 / 0.05e9), "the lane is faster than the disk"
+
+
 def able_to_fetch(ps: list[Worker], speed: float) -> tuple[list[Worker], PrefixOffer]:
     """The same workers, neutral and connected to each other, and what the first one offers."""
     more = [registry_pb2.LaneReport(agent_id=p.agent_id, gb_per_second=speed, latency_ms=2.0) for p in ps]
@@ -325,6 +396,7 @@ def test_a_worker_that_could_fetch_the_prefix_is_nearly_as_good_as_one_that_has_
     sizes_st,
     st.booleans(),
     st.sampled_from([None, 0.02, 10.0]),
+    st.lists(tier_st, max_size=4),
 )
 def test_the_search_equals_trying_every_pair(
     prefills: Prefills,
@@ -334,10 +406,14 @@ def test_the_search_equals_trying_every_pair(
     sizes: list[int],
     computed_at_decode: bool,
     fetch_gb_per_s: float | None,
+    tiers: list[Tiers | None],
 ) -> None:
-    """Workers with blocks of different sizes, and those that could fetch the prefix, included."""
+    """Workers with blocks of different sizes, with tiers, and those that could fetch the prefix, included."""
     ps, ds, held = pools(prefills, decodes)
     ps, ds = with_block_sizes(ps, sizes), with_block_sizes(ds, sizes[::-1])
+    if tiers:
+        ps, held = with_tiers(ps, held, tiers)
+        ds, held = with_tiers(ds, held, tiers[::-1])
     ps, offer = (ps, None) if fetch_gb_per_s is None else able_to_fetch(ps, fetch_gb_per_s)
     request = dataclasses.replace(
         REQUEST,

@@ -51,6 +51,52 @@ def test_the_longest_prefix_of_each_worker() -> None:
     assert not index.hits((), 0.0)
 
 
+def tiered(sequence: int, **changed: tuple[int, ...]) -> registry_pb2.CacheEvents:
+    """A message of a worker with tiers; the first one clears."""
+    places = {name: names(*keys) for name, keys in changed.items()}
+    return registry_pb2.CacheEvents(sequence=sequence, cleared=sequence == 1, tiered=True, **places)
+
+
+def depths(index: PrefixIndex, *keys: int) -> list[int]:
+    """Blocks that worker A holds anywhere, in host memory or nearer, and in its pool."""
+    found = index.hits(keys, 0.0)
+    return [found.blocks(slot) for slot in index.slots_of(A)]
+
+
+def test_where_a_worker_with_tiers_holds_a_prefix() -> None:
+    index, prompt = holding(b=(1, 2)), (1, 2, 3, 4, 5, 6)
+    assert index.slots_of(A) == (-1, -1, -1)
+    assert len(set(index.slots_of(B))) == 1
+    index.apply(A, tiered(1, stored=(1, 2), in_host=(3,), on_disk=(4, 5)))
+    assert depths(index, *prompt) == [5, 3, 2]
+    index.apply(A, tiered(2, stored=(3, 4)))
+    assert depths(index, *prompt) == [5, 4, 4]
+    index.apply(A, tiered(3, removed=(5,), in_host=(3, 4)))
+    assert depths(index, *prompt) == [4, 4, 2]
+    index.apply(A, tiered(4, on_disk=(4,)))
+    assert depths(index, *prompt) == [4, 3, 2]
+    assert blocks(index, B, *prompt) == 2
+    index.expect([A], (1, 2, 3, 4, 5, 6), 0.0)
+    assert depths(index, *prompt) == [6, 6, 6], "what it is sent will be in its pool"
+    index.forget(A)
+    index.sweep(4096)
+    assert depths(index, *prompt) == [0, 0, 0]
+    assert blocks(index, B, *prompt) == 2
+
+
+def test_a_worker_that_comes_back_without_tiers_has_one_slot() -> None:
+    index = PrefixIndex()
+    index.apply(A, tiered(1, stored=(1,), on_disk=(2,)))
+    index.apply(A, events(2, 1, 2, 3, cleared=True))
+    assert depths(index, 1, 2, 3) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("field", ["in_host", "on_disk"])
+def test_names_of_tiers_are_checked(field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"cache_events.{field}"):
+        PrefixIndex().apply(A, registry_pb2.CacheEvents(sequence=1, tiered=True, **{field: b"short"}))  # type: ignore[arg-type]
+
+
 def test_removed_blocks_end_the_prefix() -> None:
     index = holding(a=(1, 2, 3))
     index.apply(A, events(2, 4, removed=(2, 3)))

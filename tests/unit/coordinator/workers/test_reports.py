@@ -33,6 +33,7 @@ def report(lanes: tuple[dict[str, Any], ...] = (), **load: Any) -> registry_pb2.
         {},
         {"waiting_tokens": 2**40, "prefill_tokens_per_second": 1e9, "decode_step_ms": 1e9},
         {"step_fit": {}, "prompt_fit": PROMPT},
+        {"host_tier": {"gb_per_second": 40.0}, "disk_tier": {"gb_per_second": 1e-6, "waiting_bytes": 2**50}},
     ],
 )
 def test_what_workers_send(load: dict[str, Any]) -> None:
@@ -127,3 +128,17 @@ def test_a_spot_notice_out_of_its_bounds(asked: registry_pb2.ReportRequest, fiel
     with pytest.raises(InvalidArgumentError) as caught:
         check_report(asked)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("tier", ["host_tier", "disk_tier"])
+@pytest.mark.parametrize("bad", [NAN, ENDLESS, 0.0, -1.0, 1e7])
+def test_the_speed_of_a_tier_is_a_number_above_0(tier: str, bad: float) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_report(report(**{tier: {"gb_per_second": bad}}))
+    assert caught.value.field == f"load.{tier}.gb_per_second"
+
+
+def test_reads_that_wait_are_bounded() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_report(report(disk_tier={"gb_per_second": 1.0, "waiting_bytes": 2**50 + 1}))
+    assert caught.value.field == "load.disk_tier.waiting_bytes"

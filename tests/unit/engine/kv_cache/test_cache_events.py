@@ -107,6 +107,25 @@ def test_a_pool_logs_what_it_caches_and_evicts() -> None:
     assert coordinator.catch_up() == {name_of(hashed(0))}  # the last block of a prefix goes first
 
 
+def test_where_a_block_is_cached_is_told() -> None:
+    log = KvEventLog()
+    log.tiered = True
+    reader = KvEventReader(log)
+    log.stored(hashed(1), "disk")
+    log.stored(hashed(2), "host")
+    log.stored(hashed(3))
+    events = reader.next_events()
+    assert events is not None
+    assert (events.tiered, events.cleared) == (True, True)
+    assert (events.on_disk, events.in_host, events.stored) == tuple(name_of(hashed(n)) for n in (1, 2, 3))
+    log.stored(hashed(3), "host")
+    log.stored(hashed(1))
+    events = reader.next_events()
+    assert events is not None
+    assert (events.on_disk, events.in_host) == (b"", name_of(hashed(3)))
+    assert (events.stored, events.removed) == (name_of(hashed(1)), b"")
+
+
 def test_keys_are_those_of_the_workers_names() -> None:
     tokens, hashes = list(range(100)), list[bytes]()
     extend_block_hashes(hashes, tokens, 16, b"salt", 6)

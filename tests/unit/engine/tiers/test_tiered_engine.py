@@ -55,8 +55,8 @@ def rig_of(
 def names_reported(rig: TieredRig) -> set[bytes]:
     reader, held = KvEventReader(rig.core.kv_events), set()
     while (events := reader.next_events()) is not None:
-        size = 8
-        held |= {events.stored[at : at + size] for at in range(0, len(events.stored), size)}
+        for names in (events.stored, events.in_host, events.on_disk):
+            held |= {names[at : at + 8] for at in range(0, len(names), 8)}
     return held
 
 
@@ -122,6 +122,32 @@ def test_coordinators_hear_of_a_block_until_no_tier_has_it() -> None:
     assert len(held) > POOL
     ask(rig, *range(4, 12))
     assert not names_of(0, 10) & names_reported(rig)
+
+
+def places_reported(rig: TieredRig, number: int) -> list[str | None]:
+    """Where the first full blocks of a prompt are, as coordinators hear."""
+    places = rig.core.kv_events.snapshot()[0]
+    return [places.get(name_of(block_hash)) for block_hash in hashes_of_prompt(number, 10)]
+
+
+def test_coordinators_hear_where_a_block_is(tmp_path: Path) -> None:
+    rig = rig_of(host_blocks=24, disk=tmp_path)
+    ask(rig, 0)
+    assert rig.core.kv_events.tiered
+    assert places_reported(rig, 0) == ["pool"] * 10
+    ask(rig, 1, 2)
+    rig.core.pool.forget()
+    found = places_reported(rig, 0)
+    assert set(found) == {"host", "disk"}
+    assert found == sorted(found, reverse=True), "host memory gives up a prefix from its end"
+    assert rig.below.host.bytes_per_s > 0
+    rig.core.add_request(request("again", prompt(0), max_tokens=3))
+    rig.settle()
+    assert places_reported(rig, 0)[:9] == ["pool"] * 9
+    rig.core.close()
+    again = rig_of(host_blocks=24, disk=tmp_path)
+    assert places_reported(again, 1)[:9] == ["disk"] * 9, "that is where they are after a restart"
+    again.core.close()
 
 
 def test_what_can_be_reached_counts_as_cached() -> None:

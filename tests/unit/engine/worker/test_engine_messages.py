@@ -7,9 +7,14 @@ import pytest
 from engine.core.types import EngineLoad, EngineRequest, ModelFacts
 from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import ServiceTargets
-from engine.worker.messages import engine_request, worker_load
+from engine.runner.simulated_runner import SimulatedRunner
+from engine.tiers.block_store import HostStore
+from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.pool_copier import HostPoolCopier
+from engine.worker.messages import add_tier_reads, engine_request, worker_load
+from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
-from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2
+from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
 
 STOP = generation_pb2.StopParams(max_tokens=1)
 
@@ -22,6 +27,28 @@ def test_a_report_has_the_prompt_fit_in_milliseconds() -> None:
 
 def test_without_a_fit_the_report_has_none() -> None:
     assert not worker_load(EngineLoad()).HasField("prompt_fit")
+
+
+def test_a_report_has_the_speed_of_the_tiers_and_what_waits_for_them() -> None:
+    tiers = KvTiers(HostPoolCopier(SimulatedRunner(EngineConfig(num_blocks=4)).pool_memory), *stores(1000))
+    try:
+        load = registry_pb2.WorkerLoad()
+        add_tier_reads(load, tiers)
+        assert load.host_tier.gb_per_second > load.disk_tier.gb_per_second > 0
+        tiers.host.rate.measured(1, 1e-6)
+        tiers.host.reading_blocks = 3
+        add_tier_reads(load, tiers)
+        assert load.host_tier.waiting_bytes == 3000
+    finally:
+        tiers.close()
+    add_tier_reads(none := registry_pb2.WorkerLoad(), None)
+    assert not none.HasField("host_tier")
+
+
+def stores(block_bytes: int) -> tuple[HostStore, HostStore, int]:
+    """Two tiers, and the tokens of a block."""
+    host, disk = (HostStore(memoryview(bytearray(4 * block_bytes)), block_bytes) for _ in range(2))
+    return host, disk, 16
 
 
 def asked(message: decode_pb2.ReserveRequest | prefill_pb2.PrefillRequest) -> EngineRequest:
