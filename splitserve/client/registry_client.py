@@ -230,8 +230,8 @@ class RegistryClient:
         log_event(event, level=level, coordinator=where, reason=error.reason, error=why)
 
     async def _session(self) -> None:
-        """Registers and reports over one connection, boot after boot: with another one a renewed certificate might come,
-        and the coordinator knows the boot before by the certificate that it came with."""
+        """Registers and reports over one connection, boot after boot: another one may bring a renewed certificate, and
+        the coordinator knows the boot before by the certificate that it came with."""
         async with self._security.channel(self.coordinator, "coordinator") as channel:
             stub = RegistryServiceStub(channel)
             while True:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import threading
 
-import pytest
 import torch
 
 from engine.kv_cache.memory import BlockMemory
 from kv_transfer.layout import KvLayout
-from splitserve.errors import ConfigError
 
 LAYOUT = KvLayout("ab" * 32, "bfloat16", block_size_tokens=16, num_layers=2, num_kv_heads=2, head_dim=64)
 
