@@ -19,7 +19,7 @@ from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_docume
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
-from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
+from autoscaler.policy_in_force import LearnedHistory, PolicyFile, PolicyInForce, history_s, shadows_of
 from autoscaler.reconcile import PlannedRotation
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
@@ -96,8 +96,6 @@ async def control_loop(
         settings = LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run)
         in_force = PolicyInForce(policy, observer, settings, shadows)
         first = in_force.first()
-        if history is not None:
-            history.restore(observer, in_force.history_s)
         lease = None if sharing is None else sharing.lease
         if lease is None and lease_s is not None and actuator is not None and not dry_run:
             lease = Lease(clients, holder_name(), model, lease_length_s(lease_s, first.settings.interval_s))
@@ -112,7 +110,7 @@ async def control_loop(
             return change if change is None or sharing is None else sharing.changed(change)
 
         first = first if sharing is None else sharing.changed(first)
-        yield ControlLoop(
+        loop = ControlLoop(
             observe=observer.observe,
             decide=first.decide,
             rotation=rotation if sharing is None else sharing.plans.rotation(model, rotation),
@@ -125,6 +123,9 @@ async def control_loop(
             rest=NoticeWatch(clients, model).pause,
             journal=DecisionJournal(first.attainment),
         )
+        if history is not None:
+            history.restore(LearnedHistory(policy, observer, loop), in_force.history_s)
+        yield loop
 
 
 def holder_name() -> str:

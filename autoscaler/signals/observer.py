@@ -104,9 +104,18 @@ class Observer:
         """From now on keeps the arrivals of this many seconds."""
         self._log.history_s = max(history_s, self._window_s)
 
+    def wall_s(self) -> float:
+        """Now, seconds since the epoch."""
+        return self._wall_clock()
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds since the epoch at time 0 of the clock of snapshots."""
+        return self._wall_clock() - self._clock()
+
     def history(self) -> ForecastHistory:
         """See `Remembering`."""
-        ahead_s = self._wall_clock() - self._clock()
+        ahead_s = self.ahead_s
         rows = [(start + ahead_s, end + ahead_s, demand) for start, end, demand in self._log.rows()]
         return ForecastHistory(
             model=self._model,
@@ -117,7 +126,7 @@ class Observer:
 
     def remember(self, history: ForecastHistory) -> None:
         """See `Remembering`."""
-        ahead_s, now = self._wall_clock() - self._clock(), self._clock()
+        ahead_s, now = self.ahead_s, self._clock()
         rows = [(row[0] - ahead_s, row[1] - ahead_s, DemandCounts(*row[2:])) for row in history.arrivals]
         self._log.restore([(start, end, demand) for start, end, demand in rows if end <= now])
         self._cold_starts.remember(history.cold_starts_s)
