@@ -28,6 +28,7 @@ from autoscaler.signals.worker_view import (
     replicas,
     serving,
     step_fit,
+    with_served,
 )
 from autoscaler.snapshot import (
     DecodeSignals,
@@ -149,7 +150,7 @@ class Observer:
                 self._log.add(increment.start_s, increment.end_s, increment.totals.demand)
         self._learn_foreign(answered)
         known = [model for _, answer, _ in answered for model in self._models(answer)]
-        self.served |= {model.model: model.served for model in known if model.HasField("served")}
+        self.served = with_served(self.served, known)
         actual = [replica for replica in listed if replica.name not in self._foreign]
         return self._snapshot(actual, now, wall, complete=len(answered) == len(self._sources))
 
