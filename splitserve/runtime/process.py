@@ -1,4 +1,4 @@
-"""Process-wide behaviour of services: signal handling, open files and garbage collection."""
+"""Process-wide behaviour of services: signal handling, environment, open files and garbage collection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -49,6 +49,21 @@ def stop_signal() -> asyncio.Event:
         ):  # loops without signal handlers: off the main thread, other systems
             loop.add_signal_handler(number, on_signal)
     return stop
+
+
+@contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables in the environment of the process, and of those that it starts, while the context is open."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 async def unless_stopped(

@@ -1,13 +1,14 @@
-"""A process that is told to stop while it starts."""
+"""A process that is told to stop while it starts, and variables that are set meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
 from splitserve.errors import NotFoundError
-from splitserve.runtime.process import unless_stopped
+from splitserve.runtime.process import environment_with, unless_stopped
 
 
 class _LeftError(Exception):
@@ -53,3 +54,13 @@ async def test_one_that_is_cancelled_cancels_the_start() -> None:
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert begun.cancelling()
+
+
+def test_variables_are_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPLITSERVE_A", "before")
+    monkeypatch.delenv("SPLITSERVE_B", raising=False)
+    with environment_with({"SPLITSERVE_A": "1", "SPLITSERVE_B": "2"}):
+        assert (os.environ["SPLITSERVE_A"], os.environ["SPLITSERVE_B"]) == ("1", "2")
+        del os.environ["SPLITSERVE_B"]
+    assert os.environ["SPLITSERVE_A"] == "before"
+    assert "SPLITSERVE_B" not in os.environ
