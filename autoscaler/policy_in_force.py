@@ -158,13 +158,14 @@ class LearnedHistory:
     def remember(self, history: ForecastHistory) -> None:
         """See `Remembering`. A season that the policy does not have any more, or that ended long ago, begins anew."""
         self.observer.remember(history)
-        states = dict[str, PoolState]()
+        states = dict[PoolName, PoolState]()
         for name, pool in self.policy.value.rules.pools.items():
             season = history.seasons.get(name)
             if season is not None and isinstance(pool, PredictivePool):
                 states[name] = PoolState(policy=self._resumed(pool, season))
         if states:
-            self.loop.memory = replace(PlanMemory(), **states)
+            nothing = PoolState()
+            self.loop.memory = PlanMemory(states.get("prefill", nothing), states.get("decode", nothing))
 
     def _resumed(self, pool: PredictivePool, season: SeasonRecord) -> PredictiveMemory | None:
         wall_s = self.observer.wall_s()

@@ -89,7 +89,7 @@ class BlockMemory:
     @property
     def total_bytes(self) -> int:
         """What it takes, probe blocks included."""
-        return self._probes.numel() + self.bytes.numel()
+        return int(self._probes.numel() + self.bytes.numel())
 
     def memory(self) -> KvMemoryRegion:
         """All blocks, probe blocks included, as one region to register with a transport."""
