@@ -70,8 +70,8 @@ async def test_late_ones_wait_at_the_coordinator_for_those_that_can_be_in_time(l
 
 
 async def test_late_ones_are_refused_at_once_where_the_settings_say_so(log_dir: Path) -> None:
-    """The second takes 3 s, and misses its 4 s behind the first, of 2.8 s. Again where the machine was a third slower, or
-    took a second and more to send it: forecasts are of rates that workers measure."""
+    """The second takes 3 s, and misses its 4 s behind the first, of 2.8 s. Once more where the machine was a third
+    slower, or took seconds to send it: forecasts are of rates that workers measure."""
     first, long, short = 1400, 1500, 20
     for _ in range(REPEATS):
         answers, ended = await crowd(log_dir, "refuse", [first, long, short])
