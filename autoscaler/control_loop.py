@@ -106,13 +106,14 @@ class ControlLoop:
     """Between all others: it may end sooner, when a machine is to be taken away."""
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
+    memory: Memory = None
+    """The policy's, between ticks. What outlives a restart is put here before the first one."""
     _starts: StartWatch = field(default_factory=StartWatch)
     _refused: RefusedClasses = field(default_factory=RefusedClasses)
     _own_names: frozenset[str] = frozenset()
     """Names that the actuator has listed, and that are still registered."""
     _started_for: Mapping[str, PoolName] = field(default_factory=dict)
     """The pool of each replica to the actuator. Neutral ones may lean elsewhere since."""
-    _memory: Memory = None
     _last_plan: ScalingPlan | None = None
 
     async def run(self) -> None:
@@ -136,7 +137,7 @@ class ControlLoop:
             self._failed("observe", error)
             return
         snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
-        plan, self._memory = self.decide(self._memory, snapshot)
+        plan, self.memory = self.decide(self.memory, snapshot)
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
         paused = self._starts.paused(snapshot.now_s)
@@ -181,7 +182,7 @@ class ControlLoop:
             return
         if change is not None:
             self.decide, self.settings = change.decide, change.settings
-            self._memory, self.journal.attainment = change.carry(self._memory), change.attainment
+            self.memory, self.journal.attainment = change.carry(self.memory), change.attainment
             self.status.policy_is_current = True
             self.status.policy_reloads += 1
 

@@ -76,6 +76,12 @@ class PoolPlan:
     """Whether its standbys sleep."""
 
     @property
+    def given_up(self) -> bool:
+        """Whether nobody has asked for anything for so long that the pool is given up: what still starts ends, too.
+        Else, where the coordinators see no replica at all, they may have just restarted, and nothing is drained."""
+        return self.cause == "to_zero"
+
+    @property
     def capacity(self) -> int:
         """What its policy and `behavior` go on from: replicas, or units where there are classes."""
         return self.desired if self.units is None else round(self.units + self.floor.others)

@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from autoscaler.control_loop import LoopSettings, PolicyChange
-from autoscaler.decide import carried, make_decide
+from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.decide import PlanMemory, PoolState, carried, make_decide
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.policies.custom import bounded_functions, loaded_functions, source_files
-from autoscaler.policies.policy_file import ScalingPolicy, SloPool, policy_in
+from autoscaler.policies.policy_file import PredictivePool, ScalingPolicy, SloPool, policy_in
+from autoscaler.policies.predictive import SEASONS_KEPT, PredictiveMemory, resumed
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
+from autoscaler.signals.history_file import MAX_RATES, ForecastHistory, SeasonRecord
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
+from autoscaler.snapshot import PoolName
 from autoscaler.start_watch import start_limits
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
@@ -132,6 +135,77 @@ class PolicyInForce:
         return PolicyChange(
             decide, loop_settings(after.rules, self.given), carry, AttainmentModel(after.rules)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedHistory:
+    """What outlives a restart: what the observer has seen, and the seasons that the policy has recorded, but not those
+    of shadows. A `Remembering`."""
+
+    policy: PolicyFile
+    observer: Observer
+    loop: ControlLoop
+
+    def history(self) -> ForecastHistory:
+        """See `Remembering`."""
+        seasons, ahead_s = dict[PoolName, SeasonRecord](), self.observer.ahead_s
+        for name, pool in self.policy.value.rules.pools.items():
+            memory = _state_of(self.loop.memory, name).policy
+            if not (isinstance(pool, PredictivePool) and isinstance(memory, PredictiveMemory)):
+                continue
+            if memory.interval is not None:
+                seasons[name] = _season_record(pool, memory, memory.interval, ahead_s)
+        return self.observer.history().model_copy(update={"seasons": seasons})
+
+    def remember(self, history: ForecastHistory) -> None:
+        """See `Remembering`. A season that the policy does not have any more, or that ended long ago, begins anew."""
+        self.observer.remember(history)
+        states = dict[PoolName, PoolState]()
+        for name, pool in self.policy.value.rules.pools.items():
+            season = history.seasons.get(name)
+            if season is not None and isinstance(pool, PredictivePool):
+                states[name] = PoolState(policy=self._resumed(pool, season))
+        if states:
+            nothing = PoolState()
+            self.loop.memory = PlanMemory(states.get("prefill", nothing), states.get("decode", nothing))
+
+    def _resumed(self, pool: PredictivePool, season: SeasonRecord) -> PredictiveMemory | None:
+        wall_s = self.observer.wall_s()
+        of_another = (season.season_s, season.interval_s) != (pool.season_s, pool.interval_s)
+        if of_another or wall_s - season.seen_until_wall_s > SEASONS_KEPT * pool.season_s:
+            return None
+        memory = PredictiveMemory(
+            seen_until_s=season.seen_until_wall_s - self.observer.ahead_s - _CLOCK_NOISE_S,
+            interval=season.interval,
+            amount=season.amount,
+            covered_s=season.covered_s,
+            rates=season.rates,
+        )
+        return resumed(pool, memory, wall_s)
+
+
+_CLOCK_NOISE_S = 1e-3
+"""Between two readings of both clocks, at most."""
+
+
+def _state_of(memory: object, name: PoolName) -> PoolState:
+    if not isinstance(memory, PlanMemory):
+        return PoolState()
+    return memory.prefill if name == "prefill" else memory.decode
+
+
+def _season_record(
+    pool: PredictivePool, memory: PredictiveMemory, interval: int, ahead_s: float
+) -> SeasonRecord:
+    return SeasonRecord(
+        season_s=pool.season_s,
+        interval_s=pool.interval_s,
+        seen_until_wall_s=memory.seen_until_s + ahead_s,
+        interval=interval,
+        amount=memory.amount,
+        covered_s=memory.covered_s,
+        rates=memory.rates[-MAX_RATES:],
+    )
 
 
 def _loaded(path: Path) -> LoadedPolicy:

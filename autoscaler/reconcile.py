@@ -146,7 +146,9 @@ def reconcile(
         desired -= serving + min(coming, max(0, desired - serving))
         standby = max(0, wanted.standby) - spare
         ours = [member for member in pools[pool] if member.ours]
-        actions += _reconcile_pool(pool, max(0, desired), max(0, standby), ours, pool in paused)
+        actions += _reconcile_pool(
+            pool, max(0, desired), max(0, standby), ours, pool in paused, wanted.given_up
+        )
     return tuple(actions)
 
 
@@ -183,7 +185,12 @@ def _to_spare(there: Sequence[ReplicaView], goal: int, standby: int) -> ReplicaV
 
 
 def _reconcile_pool(
-    pool: PoolName, desired: int, standby: int, there: Sequence[ReplicaView], paused: bool
+    pool: PoolName,
+    desired: int,
+    standby: int,
+    there: Sequence[ReplicaView],
+    paused: bool,
+    given_up: bool,
 ) -> list[Action]:
     actions: list[Action] = []
     ready = sorted(in_state(there, ReplicaState.READY), key=least_loaded)
@@ -205,8 +212,7 @@ def _reconcile_pool(
         actions.append(Start(pool, -surplus))
     if overdue and not draining and (surplus > 0 or not paused):
         actions.append(Drain(pool, (overdue[0].name,)))
-    # Where the coordinators see no replica at all they may have just restarted: nothing is drained.
-    elif surplus > 0 and not draining and (ready or resting):
+    elif surplus > 0 and not draining and (ready or resting or (starting and given_up)):
         actions.append(Drain(pool, (_superfluous(ready, resting, starting, standby).name,)))
     # Once they have nothing left: a drain has a deadline of its own, which may be before their machines end.
     if empty := tuple(member.name for member in preempted if not member.load):

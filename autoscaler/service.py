@@ -19,7 +19,7 @@ from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_docume
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
-from autoscaler.policy_in_force import PolicyFile, PolicyInForce, history_s, shadows_of
+from autoscaler.policy_in_force import LearnedHistory, PolicyFile, PolicyInForce, shadows_of
 from autoscaler.reconcile import PlannedRotation
 from autoscaler.shadows.shadow import Shadows
 from autoscaler.shadows.shadow_metrics import shadow_metrics
@@ -81,29 +81,26 @@ async def control_loop(
     history: HistoryFile | None = None,
     sharing: Sharing | None = None,
 ) -> AsyncIterator[ControlLoop]:
-    """A connected control loop; the caller runs it. The actuator is not closed here. With `lease_s` it acts only while
-    it holds the coordinators' lease, which it gives up at the end. Forecasts go on from `history`, which the caller
-    runs. With `sharing` it is one of several, whose lease it has."""
+    """A connected control loop; the caller runs it and `history`, and closes the actuator. With `lease_s` it acts only
+    while it holds the coordinators' lease, given up at the end; with `sharing` it is one of several, and has theirs."""
     shadows = shadows or Shadows()
     async with AsyncExitStack() as stack:
-        made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
+        made = (ScalingClient(target, security=security, api_key=api_key) for target in coordinators)
         clients = [await stack.enter_async_context(client) for client in made]
         listing: dict[str, Any] = {} if actuator is None else {"replicas": actuator.replicas}
         if actuator is not None and actuator.proves_end and not dry_run:
             listing["on_ended"] = partial(report_ended, clients)
-        kept_s = max(history_s(policy.value.rules), shadows.history_s)
-        observer = Observer(clients, **listing, model=model, window_s=window_s, history_s=kept_s)
+        observer = Observer(clients, **listing, model=model, window_s=window_s)
         settings = LoopSettings(interval_s=interval_s or 0.0, dry_run=dry_run)
         in_force = PolicyInForce(policy, observer, settings, shadows)
+        observer.keep_history(in_force.history_s)
         first = in_force.first()
-        if history is not None:
-            history.restore(observer, in_force.history_s)
-        lease = None if sharing is None else sharing.lease
+        lease = sharing.lease if sharing is not None else None
         if lease is None and lease_s is not None and actuator is not None and not dry_run:
             lease = Lease(clients, holder_name(), model, lease_length_s(lease_s, first.settings.interval_s))
             stack.push_async_callback(lease.release)
-        on_demand, valid_s = partial(_on_demand, policy, observer), _plan_s(first.settings)
-        rotation = CoordinatorRotation(clients, valid_s, lease, on_demand)
+        on_demand = partial(_on_demand, policy, observer)
+        rotation = CoordinatorRotation(clients, _plan_s(first.settings), lease, on_demand)
 
         def changed_policy() -> PolicyChange | None:
             change = in_force.poll()
@@ -112,7 +109,7 @@ async def control_loop(
             return change if change is None or sharing is None else sharing.changed(change)
 
         first = first if sharing is None else sharing.changed(first)
-        yield ControlLoop(
+        loop = ControlLoop(
             observe=observer.observe,
             decide=first.decide,
             rotation=rotation if sharing is None else sharing.plans.rotation(model, rotation),
@@ -125,6 +122,9 @@ async def control_loop(
             rest=NoticeWatch(clients, model).pause,
             journal=DecisionJournal(first.attainment),
         )
+        if history is not None:
+            history.restore(LearnedHistory(policy, observer, loop), in_force.history_s)
+        yield loop
 
 
 def holder_name() -> str:

@@ -34,7 +34,7 @@ from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
-from splitserve.logs import log_event, request_context
+from splitserve.logs import log_context, log_event
 from splitserve.v1 import generation_pb2, inference_pb2
 
 
@@ -94,7 +94,7 @@ class RequestFlow:
         check_names(request)
         request_id = request.request_id or random_hex()
         trace_id = trace.context.trace_id if trace is not None else ""
-        with request_context(request_id, trace_id), ExitStack() as stack:
+        with log_context(request_id=request_id, trace_id=trace_id), ExitStack() as stack:
             try:
                 left_s = timeout_s(request, self._config.request_timeout_s, call_left_s)
                 async with asyncio.timeout(left_s) as timer:

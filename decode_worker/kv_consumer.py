@@ -23,7 +23,7 @@ from kv_transfer.handoff.reservation_table import ReservationTable
 from kv_transfer.handoff.ticket import KvTicket
 from kv_transfer.transports.poll_dealer import PollDealer
 from splitserve.errors import SplitserveError
-from splitserve.logs import log_event, request_context
+from splitserve.logs import log_context, log_event
 from splitserve.request_guard import request_error
 from splitserve.tracing.context import trace_id_of
 from splitserve.tracing.finished_span import SpanSink
@@ -256,7 +256,7 @@ class KvConsumer(KvConnector):
         request.admitted_s = now
         output = core.admit(verdict.number, verdict.first_token)
         self._admitted += 1
-        with request_context(request.public_id, trace_id_of(request.trace)):
+        with log_context(request_id=request.public_id, trace_id=trace_id_of(request.trace)):
             log_event("handoff.admitted", level=logging.DEBUG, admitted_s=time.monotonic())
         self._outputs[request.coordinator_id].append(request.admitted())
         if output is not None:

@@ -32,12 +32,17 @@ class KvWire(ABC):
         """Called once, when the engine is ready: memory of its own may be prepared behind it."""
         return
 
+    @property
+    def own_bytes(self) -> int:
+        """Memory of its own, beside that of the KV blocks."""
+        return 0
+
     def give_up(self) -> None:
         """Gives up memory of its own while the KV blocks have none."""
         return
 
     def take_back(self) -> None:
-        """Takes it back. Raises ConfigError where it is not to be had."""
+        """Takes it back. The caller has seen that `own_bytes` are free, with what else it takes back."""
         return
 
     @abstractmethod

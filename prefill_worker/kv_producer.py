@@ -28,7 +28,7 @@ from prefill_worker.prefill_event import (
 )
 from prefill_worker.prefix_pushes import PrefixPush, PrefixPushes
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError
-from splitserve.logs import log_event, request_context
+from splitserve.logs import log_context, log_event
 from splitserve.request_guard import request_error
 from splitserve.rpc.status import failure_error
 from splitserve.tracing.context import trace_id_of
@@ -251,7 +251,7 @@ class KvProducer(KvConnector):
         for event in self._pusher.poll(now, PollResult(self.polls.take_writes())):
             prefill = self._live.pop(event.request_id, None)
             trace = prefill.trace if prefill is not None else None
-            with request_context(public_id(event.request_id), trace_id_of(trace)):
+            with log_context(request_id=public_id(event.request_id), trace_id=trace_id_of(trace)):
                 self._on_push(core, event, prefill, now)
         for agent_id in self._pusher.take_cut_off():
             log_event("peer.cut_off", agent_id=agent_id, why="a write to it failed half way")

@@ -31,29 +31,19 @@ MAX_FIELD_CHARACTERS = 2000
 """Longer texts in a field are cut: an error's message may repeat what a client sent."""
 _QUIET = ("asyncio", "grpc", "grpc_reflection", "transformers", "tokenizers", "urllib3", "filelock", "httpx")
 _logger = logging.getLogger("splitserve")
-_request_ids: ContextVar[Mapping[str, str]] = ContextVar("request_ids", default=MappingProxyType({}))
+_context_fields: ContextVar[Mapping[str, str]] = ContextVar("context_fields", default=MappingProxyType({}))
 
 
 @contextmanager
 def log_context(**fields: str) -> Iterator[None]:
-    """Adds these to every event logged in this context and in tasks started from it, beside what is there already."""
-    token = _request_ids.set({**_request_ids.get(), **fields})
+    """Adds these to every event logged in this context and in tasks started from it, beside what is there already, such
+    as `request_id` and `trace_id`. An empty one is in no event. A field of an event's own goes before them."""
+    there = {**_context_fields.get(), **fields}
+    token = _context_fields.set({name: value for name, value in there.items() if value})
     try:
         yield
     finally:
-        _request_ids.reset(token)
-
-
-@contextmanager
-def request_context(request_id: str, trace_id: str = "") -> Iterator[None]:
-    """Adds `request_id`, and `trace_id` unless it is empty, to every event logged in this context and in tasks started
-    from it. A field of an event's own goes before them."""
-    ids = {"request_id": request_id}
-    token = _request_ids.set(ids | {"trace_id": trace_id} if trace_id else ids)
-    try:
-        yield
-    finally:
-        _request_ids.reset(token)
+        _context_fields.reset(token)
 
 
 def log_event(event: str, *, level: int = logging.INFO, **fields: Any) -> None:
@@ -69,7 +59,7 @@ def log_exception(event: str, error: BaseException, **fields: Any) -> None:
 def _log(event: str, level: int, fields: dict[str, Any], error: BaseException | None) -> None:
     if not _logger.isEnabledFor(level):
         return
-    fields = {**_request_ids.get(), **fields}
+    fields = {**_context_fields.get(), **fields}
     exc_info = (type(error), error, error.__traceback__) if error is not None else None
     _logger.log(level, event, exc_info=exc_info, extra={"event_fields": fields})
 

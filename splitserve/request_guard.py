@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 
 from splitserve.errors import BrokenInvariantError, SplitserveError
-from splitserve.logs import log_exception, request_context
+from splitserve.logs import log_context, log_exception
 from splitserve.tracing.context import TraceContext, trace_id_of
 
 _NOT_THE_REQUEST = (BrokenInvariantError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -25,6 +25,6 @@ def request_error(
     if isinstance(error, _NOT_THE_REQUEST):
         raise error
     incident = uuid.uuid4().hex[:12]
-    with request_context(request_id, trace_id_of(trace)):
+    with log_context(request_id=request_id, trace_id=trace_id_of(trace)):
         log_exception("engine.request_failed", error, incident=incident)
     return SplitserveError(f"the engine failed on this request, incident {incident}")

@@ -148,8 +148,8 @@ class _Classed:
     def _superfluous(self, makes_room: bool) -> str:
         """The one to drain next; empty: none, or none yet."""
         ready = in_state(self.ours, ReplicaState.READY)
-        if not ready and not in_state(self.ours, ReplicaState.STANDBY):
-            return ""  # the coordinators may have just restarted
+        if not (ready or in_state(self.ours, ReplicaState.STANDBY) or self.plan.given_up):
+            return ""
         carried = self._carried(ready)
         wanted = min(self.plan.units or 0.0, sum(one.count * one.speed for one in self.plan.mix))
         for state in (ReplicaState.STARTING, ReplicaState.STANDBY, ReplicaState.READY):

@@ -96,14 +96,36 @@ def _entered(pool: PredictivePool, memory: PredictiveMemory, interval: int) -> P
     """The memory at the start of `interval`. Unrecorded intervals repeat the previous season, else the last rate."""
     if memory.interval is None or interval <= memory.interval:
         return replace(memory, interval=memory.interval or interval)
-    season = round(pool.season_s / pool.interval_s)
-    rates = list(memory.rates)
-    rates.append(memory.amount / memory.covered_s if memory.covered_s > 0 else 0.0)
-    for _ in range(min(interval - memory.interval - 1, season)):
+    season, rates, unrecorded = season_intervals(pool), list(memory.rates), interval - memory.interval
+    if memory.covered_s > 0 or not rates:
+        rates.append(memory.amount / memory.covered_s if memory.covered_s > 0 else 0.0)
+        unrecorded -= 1
+    if unrecorded > season:
+        unrecorded = season + unrecorded % season  # of a longer gap the phase is kept
+    for _ in range(unrecorded):
         rates.append(rates[-season] if len(rates) >= season else rates[-1])
     kept = tuple(rates[-SEASONS_KEPT * season :])
-    ahead = forecast_rates(kept, season, season, pool.forecast_percentile)
-    return replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept, forecast=ahead)
+    entered = replace(memory, interval=interval, amount=0.0, covered_s=0.0, rates=kept)
+    return replace(entered, forecast=_forecast(pool, entered))
+
+
+def season_intervals(pool: PredictivePool) -> int:
+    """Intervals in a season."""
+    return round(pool.season_s / pool.interval_s)
+
+
+def resumed(pool: PredictivePool, memory: PredictiveMemory, wall_s: float) -> PredictiveMemory:
+    """What an earlier process recorded, as it is at `wall_s`, with its forecast. Raises as `forecast_rates`."""
+    memory = replace(memory, rates=memory.rates[-SEASONS_KEPT * season_intervals(pool) :])
+    interval = math.floor(wall_s / pool.interval_s)
+    if memory.interval is not None and interval > memory.interval:
+        return _entered(pool, memory, interval)
+    return replace(memory, forecast=_forecast(pool, memory))
+
+
+def _forecast(pool: PredictivePool, memory: PredictiveMemory) -> tuple[float, ...]:
+    season = season_intervals(pool)
+    return forecast_rates(memory.rates, season, season, pool.forecast_percentile)
 
 
 def forecast_rates(rates: Sequence[float], season: int, steps: int, percentile: float) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""What forecasts are made from, in a small file, so that a restart does not forget it: arrivals and cold starts.
+"""What forecasts are made from, in a small file, so that a restart does not forget it: arrivals, cold starts, seasons.
 
 Forecast errors are not in it: the policy measures them on the arrivals, at each decision. Times in the file are seconds
 since the epoch, because no other clock outlives a process.
@@ -24,6 +24,8 @@ VERSION: Final = 1
 MAX_BYTES = 16 * 2**20
 MAX_BUCKETS = 100_000
 MAX_COLD_STARTS = 5
+MAX_RATES = 20_000
+"""Intervals of a season's record: 13 days of minutes."""
 SAVE_S = 5.0
 """Between two writes, seconds: what a process that is killed loses at most."""
 LAST_WAIT_S = 1.0
@@ -34,6 +36,21 @@ CLOCK_ERROR_S = 60.0
 Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Row = tuple[Amount, Amount, Amount, Amount, Amount, Amount]
 """A bucket: start and end, requests, prompt tokens, uncached tokens, output tokens."""
+
+
+class SeasonRecord(BaseModel):
+    """What a seasonal forecast of one pool is made from; see `autoscaler.policies.predictive.PredictiveMemory`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    season_s: Amount
+    interval_s: Amount
+    """Another season or interval than the policy's: it is of no use."""
+    seen_until_wall_s: Amount
+    interval: Annotated[int, Field(ge=0, le=10**12)]
+    amount: Amount
+    covered_s: Amount
+    rates: Annotated[tuple[Amount, ...], Field(max_length=MAX_RATES)]
 
 
 class ForecastHistory(BaseModel):
@@ -51,10 +68,12 @@ class ForecastHistory(BaseModel):
         default_factory=dict
     )
     """The latest of each pool, the newest last."""
+    seasons: dict[PoolName, SeasonRecord] = Field(default_factory=dict)
+    """Of pools of kind `predictive`."""
 
 
 class Remembering(Protocol):
-    """What has a history; `Observer` does."""
+    """What has a history: an `Observer`, alone or with what the policy has learned."""
 
     def history(self) -> ForecastHistory:
         """What is known now."""
@@ -91,6 +110,7 @@ class HistoryFile:
             file=str(self._path),
             buckets=len(history.arrivals),
             age_s=round(self._wall_clock() - history.saved_wall_s, 3),
+            season_intervals={pool: len(season.rates) for pool, season in history.seasons.items()},
         )
 
     async def run(self) -> None:
@@ -139,13 +159,19 @@ class HistoryFile:
             raise ValueError(f"model: {history.model!r} in the file, {model!r} here")
         if age_s < -CLOCK_ERROR_S:
             raise ValueError(f"saved_wall_s: {-age_s:.0f} s in the future")
-        if age_s > history_s:
+        if age_s > history_s and not history.seasons:
             raise ValueError(f"saved_wall_s: {age_s:.0f} s old, forecasts look back {history_s:.0f} s")
+        latest_s = history.saved_wall_s + CLOCK_ERROR_S
+        for pool, season in history.seasons.items():
+            if max(season.seen_until_wall_s, season.interval * season.interval_s) > latest_s:
+                raise ValueError(f"seasons.{pool}: after saved_wall_s")
         ends = 0.0
         for number, (start, end, *_) in enumerate(history.arrivals):
-            if start < ends or end <= start or end > history.saved_wall_s + CLOCK_ERROR_S:
+            if start < ends or end <= start or end > latest_s:
                 raise ValueError(f"arrivals.{number}: not in order of time, or after saved_wall_s")
             ends = end
+        if age_s > history_s:
+            return history.model_copy(update={"arrivals": (), "cold_starts_s": {}})
         return history
 
 

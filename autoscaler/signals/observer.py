@@ -28,6 +28,7 @@ from autoscaler.signals.worker_view import (
     replicas,
     serving,
     step_fit,
+    with_served,
 )
 from autoscaler.snapshot import (
     DecodeSignals,
@@ -104,9 +105,18 @@ class Observer:
         """From now on keeps the arrivals of this many seconds."""
         self._log.history_s = max(history_s, self._window_s)
 
+    def wall_s(self) -> float:
+        """Now, seconds since the epoch."""
+        return self._wall_clock()
+
+    @property
+    def ahead_s(self) -> float:
+        """Seconds since the epoch at time 0 of the clock of snapshots."""
+        return self._wall_clock() - self._clock()
+
     def history(self) -> ForecastHistory:
         """See `Remembering`."""
-        ahead_s = self._wall_clock() - self._clock()
+        ahead_s = self.ahead_s
         rows = [(start + ahead_s, end + ahead_s, demand) for start, end, demand in self._log.rows()]
         return ForecastHistory(
             model=self._model,
@@ -117,7 +127,7 @@ class Observer:
 
     def remember(self, history: ForecastHistory) -> None:
         """See `Remembering`."""
-        ahead_s, now = self._wall_clock() - self._clock(), self._clock()
+        ahead_s, now = self.ahead_s, self._clock()
         rows = [(row[0] - ahead_s, row[1] - ahead_s, DemandCounts(*row[2:])) for row in history.arrivals]
         self._log.restore([(start, end, demand) for start, end, demand in rows if end <= now])
         self._cold_starts.remember(history.cold_starts_s)
@@ -140,7 +150,7 @@ class Observer:
                 self._log.add(increment.start_s, increment.end_s, increment.totals.demand)
         self._learn_foreign(answered)
         known = [model for _, answer, _ in answered for model in self._models(answer)]
-        self.served |= {model.model: model.served for model in known if model.HasField("served")}
+        self.served = with_served(self.served, known)
         actual = [replica for replica in listed if replica.name not in self._foreign]
         return self._snapshot(actual, now, wall, complete=len(answered) == len(self._sources))
 

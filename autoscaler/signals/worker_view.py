@@ -9,6 +9,7 @@ from statistics import fmean, median
 from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.signals.serving_classes import serving_by_class
 from autoscaler.snapshot import ClassSignals, PoolName, Replica, ReplicaState, StepTimeModel
+from splitserve.config.engine import MAX_ADAPTERS
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 _STATES: Mapping[int, ReplicaState] = {
@@ -184,3 +185,21 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _whole(values: Sequence[int]) -> int | None:
     return round(fmean(values)) if values else None
+
+
+def with_served(
+    before: Mapping[str, registry_pb2.ServedModel], models: Iterable[scaling_pb2.ModelSignals]
+) -> dict[str, registry_pb2.ServedModel]:
+    """What is known of models as they were last served. Their adapters add up, the newest MAX_ADAPTERS of each: a
+    coordinator that was restarted knows those of the workers that have registered since."""
+    found = dict(before)
+    for model in models:
+        if model.HasField("served"):
+            served, earlier = registry_pb2.ServedModel(), found.get(model.model)
+            served.CopyFrom(model.served)
+            named = {one.name for one in served.adapters}
+            others = [] if earlier is None else [one for one in earlier.adapters if one.name not in named]
+            del served.adapters[:]
+            served.adapters.extend([*others, *model.served.adapters][-MAX_ADAPTERS:])
+            found[model.model] = served
+    return found

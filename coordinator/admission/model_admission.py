@@ -42,6 +42,8 @@ MAX_LOOKS = 8
 MAX_BYPASSES = 16
 """How many smaller requests may bypass one that does not fit the free KV; after that it blocks the queue."""
 _MAX_OFFERS = 256
+_MAX_PASSED_OVER = 1024
+"""Requests drawn from the queue per look, tried or passed over: what other tenants have held back hides nobody."""
 _OVERDUE = 2.0
 """A forecast is learned from after this multiple of it, even if there is no first token yet."""
 
@@ -114,6 +116,7 @@ class ModelAdmission:
             return Arrival(refused=queue_full(self.queue, entry, predicted))
         self.queue.add(entry)
         self._begin_wait(entry, predicted, now)
+        self._round.waits(entry)
         for other in evicted:
             other.number = GONE
         return Arrival(evicted=tuple(queue_full(self.queue, other, predicted) for other in evicted))
@@ -137,7 +140,7 @@ class ModelAdmission:
             return float("inf")
         while not self._deadlines[0][2].waits:
             heapq.heappop(self._deadlines)
-        return min(self._deadlines[0][0], self.prefill.next_change_s(now))
+        return min(self._deadlines[0][0], self.prefill.next_change_s(now), self._round.late_from_s)
 
     def routed(self, entry: Entry, prefill: WorkerKey, decode: WorkerKey | None, now: float) -> None:
         """An attempt was routed to these workers. A further attempt computes the prompt again."""
@@ -185,11 +188,10 @@ class ModelAdmission:
         round_ = self._round = OfferRound(self.prefill, now)
 
         def attempt(entry: Entry) -> Offer:
-            if round_.passes_over(entry):
-                return Offer.SKIP
             return Offer.TAKEN if self._try_start(entry, now) else self._held(entry)
 
-        offers = islice(self.queue.offers(self.prefill.pace(now)), _MAX_OFFERS)
+        drawn = islice(self.queue.offers(self.prefill.pace(now)), _MAX_PASSED_OVER)
+        offers = islice((entry for entry in drawn if not round_.passes_over(entry)), _MAX_OFFERS)
         taken = offer_in_order(offers, attempt, max_bypasses=MAX_BYPASSES, max_looks=MAX_LOOKS)
         return next(taken, None)  # one at a time: serving a request changes the order
 

@@ -17,6 +17,12 @@ class OfferRound:
         self._late_held = False
         self.only_late = True
         """Whether all that is held are prompts that cannot be in time, for want of a place among such."""
+        self.late_from_s = float("inf")
+        """When the first of those that prefill workers have no place for will be late, which gives it another place."""
+
+    def waits(self, entry: Entry) -> None:
+        """An entry waits for a place on a prefill worker, tried or not."""
+        self.late_from_s = min(self.late_from_s, self._prefill.late_from_s(entry, self._now))
 
     def passes_over(self, entry: Entry) -> bool:
         """Whether an entry is not tried."""
@@ -26,6 +32,8 @@ class OfferRound:
 
     def hold(self, entry: Entry, for_prefill: bool, others_may_fit: bool) -> Offer:
         """An entry has found no place, `for_prefill` or for another reason; what that means for those behind it."""
+        if for_prefill:
+            self.waits(entry)
         if for_prefill and self._prefill.held_by_late:
             self._late_held = True
             return Offer.SKIP

@@ -100,6 +100,12 @@ class PrefillCapacity:
         """Whether a prompt cannot be in time on any worker, where these serve such prompts last."""
         return bool(self.workers) and all(load.will_be_late(flight, now) for load in self.workers.values())
 
+    def late_from_s(self, flight: Flight, now: float) -> float:
+        """When a prompt that waits cannot be in time any more on one more of the workers that serve such prompts last:
+        it then has the place of those there. Infinity: never."""
+        times_s = (load.begin_by_s(flight) for load in self.workers.values() if load.orders_prompts)
+        return min((each_s for each_s in times_s if each_s > now), default=float("inf"))
+
     def add_flight(self, load: PrefillLoad, flight: Flight, now: float) -> None:
         """Counts a request as in flight on a worker."""
         load.add_flight(flight, self.is_long(load, flight), now, self.helpers)

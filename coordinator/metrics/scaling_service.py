@@ -22,10 +22,12 @@ from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import NO_PLAN, RotationPlan, checked_plan
 from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey, WorkerState
 from splitserve.client.scaling_client import MAX_DEMAND_S
+from splitserve.config.engine import MAX_ADAPTERS
 from splitserve.errors import InvalidArgumentError
+from splitserve.generation.kv_blocks import Adapter
 from splitserve.histograms import LATENCY_BOUNDS_S
 from splitserve.logs import log_event
-from splitserve.v1 import registry_pb2, scaling_pb2
+from splitserve.v1 import generation_pb2, registry_pb2, scaling_pb2
 from splitserve.v1.scaling_pb2_grpc import ScalingServiceServicer
 
 MAX_ENDED_BOOTS = 4096
@@ -147,7 +149,8 @@ class ScalingService(ScalingServiceServicer):
         return scaling_pb2.ReportEndedResponse(coordinator_id=self._coordinator_id)
 
     def _model(self, name: str, snapshot: PoolSnapshot, now: float) -> scaling_pb2.ModelSignals:
-        adapters = [one.name for one in self._registry.known_models().values() if one.base == name]
+        known = self._registry.known_models()
+        adapters = {one.name: one.adapter for one in known.values() if one.base == name and one.adapter}
         stats = summed([self._stats.of(one) for one in (name, *adapters)])
         stages, means = stats.stages, self._estimates.of_model(name)
         workers = [worker for worker in snapshot.workers if worker.model.name == name]
@@ -175,7 +178,7 @@ class ScalingService(ScalingServiceServicer):
             workers=[self._worker(worker, snapshot, now) for worker in workers],
             expected_output_tokens=means.output_tokens.value,
             cached_share=means.cached_share.value,
-            served=_served(self._registry.known_models()[name]),
+            served=_served(known[name], list(adapters.values())[-MAX_ADAPTERS:]),
         )
 
     def _worker(self, worker: Worker, snapshot: PoolSnapshot, now: float) -> scaling_pb2.WorkerSignals:
@@ -211,12 +214,13 @@ def _checked_wait_s(wait: Duration, field: str) -> float:
     return wait_s
 
 
-def _served(model: Model) -> registry_pb2.ServedModel:
+def _served(model: Model, adapters: Sequence[Adapter]) -> registry_pb2.ServedModel:
     return registry_pb2.ServedModel(
         name=model.name,
         tokenizer_source=model.tokenizer_source,
         context_tokens=model.context_tokens,
         vocabulary_size=model.vocabulary_size,
+        adapters=[generation_pb2.AdapterRef(**adapter._asdict()) for adapter in adapters],
     )
 
 

@@ -24,7 +24,7 @@ from coordinator.workers.clients import WorkerClients
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker
 from splitserve.errors import SplitserveError, UnavailableError
-from splitserve.logs import request_context
+from splitserve.logs import log_context
 from splitserve.v1 import generation_pb2
 
 ANSWER_TOKENS = 8
@@ -69,7 +69,10 @@ class WorkerProber:
         """See Prober."""
         state = RequestState.of(_request(prompt), RequestEstimate(ANSWER_TOKENS, 0.0), time.monotonic())
         try:
-            with request_context(state.request.request_id, ""), RequestEvents(state) as events:
+            with (
+                log_context(request_id=state.request.request_id, trace_id=""),
+                RequestEvents(state) as events,
+            ):
                 async with asyncio.timeout(PROBE_TIMEOUT_S):
                     return await self._answer(target, events)
         except TimeoutError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from splitserve.generation.kv_blocks import Adapter
@@ -53,12 +53,15 @@ class ModelCatalog:
                 self._adapters[name] = base, adapter
                 self._changed = True
 
-    def know(self, models: Iterable[Model]) -> None:
-        """Learns base models that no worker has registered here; the next `update` shows them."""
-        for model in models:
-            if model.name not in self._bases and model.name not in self._adapters:
-                self._bases[model.name] = model
-                self._changed = True
+    def know(self, model: Model, adapters: Mapping[str, Adapter]) -> None:
+        """Learns a base model and adapters that no worker has registered here; the next `update` shows them. One that
+        is known keeps its meaning."""
+        if model.name not in self._bases and model.name not in self._adapters:
+            self._bases[model.name] = model
+            self._changed = True
+        if model.name in self._bases:
+            known = self._bases.keys() | self._adapters.keys()
+            self.add(model.name, {name: one for name, one in adapters.items() if name not in known})
 
     def update(self, models: Mapping[str, Model]) -> None:
         """Learns the base models of all workers."""

@@ -139,7 +139,7 @@ class PrefillLoad(_Load):
             self._add_late(flight)
             return
         if self.orders_prompts:
-            self.late_from_s = min(self.late_from_s, self._begin_by_s(flight))
+            self.late_from_s = min(self.late_from_s, self.begin_by_s(flight))
         if is_long:
             begin_s = max(now, self.long_until_s) if self.long else now
             self.long[flight] = None
@@ -150,7 +150,7 @@ class PrefillLoad(_Load):
 
     def will_be_late(self, flight: Flight, now: float) -> bool:
         """Whether a prompt could not be in time if its worker began with it now, and goes last there."""
-        return self.orders_prompts and now >= self._begin_by_s(flight)
+        return self.orders_prompts and now >= self.begin_by_s(flight)
 
     def set_late_aside(self, now: float) -> None:
         """Keeps those that cannot be in time any more apart from those that newcomers wait for."""
@@ -159,7 +159,7 @@ class PrefillLoad(_Load):
         self.late_from_s = float("inf")
         begun = next(iter(self.long or self.short), None)  # what the worker computes, most likely
         for flight in [*self.short, *self.long]:
-            late_s = flight.due_s if flight is begun else self._begin_by_s(flight)
+            late_s = flight.due_s if flight is begun else self.begin_by_s(flight)
             if now >= late_s:
                 self._remove_timely(flight)
                 self._add_late(flight)
@@ -175,7 +175,8 @@ class PrefillLoad(_Load):
             return
         self.prompt_tokens -= flight.prompt_tokens
 
-    def _begin_by_s(self, flight: Flight) -> float:
+    def begin_by_s(self, flight: Flight) -> float:
+        """When the worker has to begin with a prompt at the latest for it to be in time."""
         return flight.due_s - flight.uncached_tokens / self.rate
 
     def _add_late(self, flight: Flight) -> None:

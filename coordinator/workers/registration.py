@@ -112,7 +112,7 @@ def checked_worker(
         paces_prompts=request.paces_prompts,
         replica_class=request.replica_class,
         carries_calls=request.carries_calls,
-        adapters=_checked_adapters(request.model),
+        adapters=checked_adapters(request.model, "model"),
         start=_checked_start(request),
         sleeping=request.sleeping,
         certificate=certificate,
@@ -254,14 +254,15 @@ def checked_model(model: registry_pb2.ServedModel, at: str, *block_sizes: int) -
     return Model(model.name, model.tokenizer_source, model.context_tokens, model.vocabulary_size, block_sizes)
 
 
-def _checked_adapters(model: registry_pb2.ServedModel) -> Mapping[str, Adapter]:
-    _between("model.adapters (count)", len(model.adapters), 0, MAX_ADAPTERS)
+def checked_adapters(model: registry_pb2.ServedModel, at: str) -> Mapping[str, Adapter]:
+    """The adapters of the base model in the field `at`. Raises InvalidArgumentError naming field and bound."""
+    _between(f"{at}.adapters (count)", len(model.adapters), 0, MAX_ADAPTERS)
     for adapter in model.adapters:
-        _matches("model.adapters.name", adapter.name, ADAPTER_NAME, "1..128 characters of [A-Za-z0-9._-]")
-        _matches("model.adapters.fingerprint", adapter.fingerprint, FINGERPRINT, "64 hex digits")
+        _matches(f"{at}.adapters.name", adapter.name, ADAPTER_NAME, "1..128 characters of [A-Za-z0-9._-]")
+        _matches(f"{at}.adapters.fingerprint", adapter.fingerprint, FINGERPRINT, "64 hex digits")
     names = {model.name, *(adapter.name for adapter in model.adapters)}
     _require(
-        len(names) == 1 + len(model.adapters), "model.adapters.name", "another one each, and not the model's"
+        len(names) == 1 + len(model.adapters), f"{at}.adapters.name", "another one each, and not the model's"
     )
     found = {adapter.name: Adapter(adapter.name, adapter.fingerprint) for adapter in model.adapters}
     return found or NO_ADAPTERS

@@ -89,7 +89,8 @@ class Registry:
     def apply_plan(self, plan: RotationPlan) -> None:
         """Replaces the plan in force."""
         before, self._plan = self._plan, plan
-        self._catalog.know(one.model for one in plan.on_demand.values())
+        for one in plan.on_demand.values():
+            self._catalog.know(one.model, one.adapters)
         if plan.asks_otherwise(before):
             self._bump_version()
         self._set_rotation(plan.in_rotation)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from coordinator.workers.catalog import Model
-from coordinator.workers.registration import checked_model
-from coordinator.workers.snapshot import NOT_ISOLATED, PoolName, Worker, WorkerKey
+from coordinator.workers.registration import checked_adapters, checked_model
+from coordinator.workers.snapshot import NO_ADAPTERS, NOT_ISOLATED, PoolName, Worker, WorkerKey
 from splitserve.errors import InvalidArgumentError
+from splitserve.generation.kv_blocks import Adapter
 from splitserve.v1 import registry_pb2, scaling_pb2
 
 SleepOrder: TypeAlias = registry_pb2.SleepOrder.ValueType
@@ -30,6 +31,8 @@ class OnDemand:
 
     model: Model
     expires_s: float
+    adapters: Mapping[str, Adapter] = field(default_factory=lambda: NO_ADAPTERS)
+    """By name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,14 @@ class RotationPlan:
     def asks_otherwise(self, before: RotationPlan) -> bool:
         """Whether anything but rotation and lending is another than in the plan `before`."""
         mine, theirs = (
-            (plan.leanings, plan.on_demand.keys(), plan.sleeping, plan.standby) for plan in (self, before)
+            (plan.leanings, plan.names_on_demand, plan.sleeping, plan.standby) for plan in (self, before)
         )
         return mine != theirs
+
+    @property
+    def names_on_demand(self) -> Mapping[str, Mapping[str, Adapter]]:
+        """The adapters of each model that is started on demand."""
+        return {name: one.adapters for name, one in self.on_demand.items()}
 
     def sleep_order(self, worker: Worker, expected: bool = False) -> SleepOrder:
         """Whether the worker is to sleep. What is in rotation is to be awake, whoever put it there. `expected`: prompts
@@ -129,8 +137,11 @@ def _checked_sleeping(request: scaling_pb2.ApplyPlanRequest, standby: frozenset[
 def _checked_on_demand(request: scaling_pb2.ApplyPlanRequest, expires_s: float) -> dict[str, OnDemand]:
     if len(request.on_demand) > MAX_ON_DEMAND:
         raise InvalidArgumentError(f"on_demand may hold {MAX_ON_DEMAND} models", field="on_demand")
-    models = (checked_model(model, "on_demand") for model in request.on_demand)
-    return {model.name: OnDemand(model, expires_s) for model in models}
+    models = [
+        OnDemand(checked_model(one, "on_demand"), expires_s, checked_adapters(one, "on_demand"))
+        for one in request.on_demand
+    ]
+    return {one.model.name: one for one in models}
 
 
 def _checked_leanings(request: scaling_pb2.ApplyPlanRequest) -> dict[str, PoolName]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -20,6 +19,7 @@ from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import settings_of
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.worker import WorkerConfig
+from splitserve.runtime.process import environment_with
 
 GROUPS = frozenset({"autoscaler", "keys", "model", "routes"})
 """Commands with subcommands."""
@@ -33,17 +33,9 @@ _WORD = re.compile(r"^[a-z][a-z-]*$")
 @cache
 def splitserve_flags(*words: str) -> frozenset[str]:
     """Options of `splitserve WORDS`; empty where there is no such command."""
-    shown, before = io.StringIO(), {name: os.environ.get(name) for name in WIDE}
-    os.environ.update(WIDE)
-    try:
-        with redirect_stdout(shown):
-            code = splitserve([*words, "--help"])
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    shown = io.StringIO()
+    with environment_with(WIDE), redirect_stdout(shown):
+        code = splitserve([*words, "--help"])
     return frozenset(_FLAG.findall(shown.getvalue())) if code == 0 else frozenset()
 
 

@@ -142,8 +142,14 @@ class ModelRunner(ABC):
         before `take_kv_back`, and no transport may have the memory registered."""
         raise BrokenInvariantError("this runner keeps its KV blocks")
 
+    @property
+    def given_up_bytes(self) -> int:
+        """Memory that `take_kv_back` populates; 0 where pages are only taken as they are used."""
+        return 0
+
     def take_kv_back(self) -> None:
-        """Makes the KV blocks usable again, with any content. Raises ConfigError where there is no memory."""
+        """Makes the KV blocks usable again, with any content. The caller has seen that `given_up_bytes` are free, with
+        what else it takes back."""
         raise BrokenInvariantError("this runner keeps its KV blocks")
 
     @abstractmethod

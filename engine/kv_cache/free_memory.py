@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from splitserve.errors import ConfigError
+
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _KIB = 1024
 
@@ -38,6 +40,19 @@ def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
             cache = sum(_line(folder / "memory.stat", name) or 0 for name in files.cache)
             known.append(max(0, limit - used + cache))
     return min(known, default=None)
+
+
+def require_free_memory(num_bytes: int) -> None:
+    """Raises ConfigError unless so many bytes are free. Memory is populated behind a start or a wake: what does not fit
+    would kill a worker that serves already."""
+    free = free_memory()
+    if free is not None and num_bytes > free:
+        message = (
+            f"engine.kv_memory_bytes: KV blocks, with those for the wire and the host tier, take {num_bytes} bytes,"
+            f" and {free} bytes of memory are free on this machine, or below the limit of this container; lower it, or"
+            " engine.num_blocks or engine.kv_host_tier_bytes"
+        )
+        raise ConfigError(message, field="engine.kv_memory_bytes")
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Files]]:

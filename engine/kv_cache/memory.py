@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 
-from engine.kv_cache.free_memory import free_memory
+from engine.kv_cache.free_memory import require_free_memory
 from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import INT8, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
@@ -45,7 +45,7 @@ class BlockMemory:
         self._pages: mmap.mmap | None = None
         self._population: _Population | None = None
         if device.type == "cpu":
-            _refuse_more_than_is_free(total * layout.block_bytes + beside_bytes)
+            require_free_memory(total * layout.block_bytes + beside_bytes)
             self._pages = _huge_pages(total * layout.block_bytes)
             memory = torch.frombuffer(self._pages, dtype=torch.uint8)
         else:
@@ -81,11 +81,15 @@ class BlockMemory:
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def take_back(self) -> None:
-        """Makes the blocks usable again after `give_up`, all zero, and populates them. Raises ConfigError if there is
-        not enough memory any more."""
-        _refuse_more_than_is_free(self._probes.numel() + self.bytes.numel())
+        """Makes the blocks usable again after `give_up`, all zero, and populates them. The caller has seen that
+        `total_bytes` are free, with what else it takes back."""
         self._fill_probes()
         self.populate()
+
+    @property
+    def total_bytes(self) -> int:
+        """What it takes, probe blocks included."""
+        return int(self._probes.numel() + self.bytes.numel())
 
     def memory(self) -> KvMemoryRegion:
         """All blocks, probe blocks included, as one region to register with a transport."""
@@ -186,18 +190,6 @@ def _refuse_expandable_segments() -> None:
                 f"{name} must not enable expandable_segments: KV cannot be transferred at speed from there"
             )
             raise ConfigError(message, field=name)
-
-
-def _refuse_more_than_is_free(num_bytes: int) -> None:
-    # Memory is populated behind the start: what does not fit would kill a worker that serves already.
-    free = free_memory()
-    if free is not None and num_bytes > free:
-        message = (
-            f"engine.kv_memory_bytes: KV blocks, with those for the wire and the host tier, take {num_bytes} bytes,"
-            f" and {free} bytes of memory are free on this machine, or below the limit of this container; lower it, or"
-            " engine.num_blocks or engine.kv_host_tier_bytes"
-        )
-        raise ConfigError(message, field="engine.kv_memory_bytes")
 
 
 _MADV_HUGEPAGE = 14

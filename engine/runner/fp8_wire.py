@@ -95,6 +95,11 @@ class Fp8Wire(KvWire):
         """See `KvWire`."""
         self._blocks.populate()
 
+    @property
+    def own_bytes(self) -> int:
+        """See `KvWire`."""
+        return self._blocks.total_bytes
+
     def give_up(self) -> None:
         """See `KvWire`."""
         self._blocks.give_up()

@@ -164,6 +164,11 @@ class TorchRunner(ModelRunner):
         self._pool.give_up()
         self._wire.give_up()
 
+    @property
+    def given_up_bytes(self) -> int:
+        """See `ModelRunner.given_up_bytes`."""
+        return self._pool.total_bytes + self._wire.own_bytes
+
     def take_kv_back(self) -> None:
         """See `ModelRunner.take_kv_back`."""
         self._pool.take_back()

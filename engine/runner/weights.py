@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from splitserve.config.engine import EngineConfig
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event, recorded_events, repeat_events
 from splitserve.models.sources import ModelSource, resolve_model
+from splitserve.runtime.process import environment_with
 
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
 """With this variable `transformers` reads weights on the thread that asks."""
@@ -84,7 +85,7 @@ def keep_weights(config: EngineConfig, model: str, wire_dtype: str = SAME) -> No
     A model that is large, not on this machine or cannot be loaded is left to the workers, who say why.
     """
     try:
-        with recorded_events() as events, _variable(SYNCHRONOUS, "1"):
+        with recorded_events() as events, environment_with({SYNCHRONOUS: "1"}):
             source = resolve_model(model)
             if not source.is_local or source.gguf_file:
                 return
@@ -118,19 +119,6 @@ def _taken() -> Weights:
     if weights.kernels is not None:
         weights.kernels.threads = torch.get_num_threads()
     return weights
-
-
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def load_weights(

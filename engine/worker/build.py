@@ -14,6 +14,7 @@ from engine.core.model_runner import ModelRunner, warm_up
 from engine.core.step_stats import StepMeter, StepWork
 from engine.core.types import ModelFacts
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.free_memory import require_free_memory
 from engine.kv_cache.kv_dtype import refuse_int8_kv
 from engine.model.adapter import read_adapters
 from engine.runner.simulated_runner import SimulatedRunner
@@ -84,7 +85,9 @@ class KvSleep(EngineSleep):
             runner.give_up_kv()
 
     def take_back(self) -> None:
-        """See `EngineSleep`."""
+        """See `EngineSleep`. Raises ConfigError, with nothing taken, unless there is memory for all of it: each part is
+        populated behind this call, so that each one would find free what the others are about to take."""
+        require_free_memory(sum(runner.given_up_bytes for runner in self.runners))
         for runner in self.runners:
             runner.take_kv_back()
 

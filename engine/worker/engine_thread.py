@@ -102,6 +102,8 @@ LENT_POLL_S = 0.002
 """Poll interval of a thread whose cores a neighbour uses: all of its threads wait for the one that was interrupted."""
 BETWEEN_STEPS_S = 30.0
 """Time between two steps after which the engine counts as hung."""
+BOOT_S = 600.0
+"""Time after which the engine counts as hung while it falls asleep or wakes up: like a start it may pin much memory."""
 EXPECTED_TIMES = 20.0
 """A step may take so many times as long as expected."""
 MOST_TIMES = 10.0
@@ -121,7 +123,7 @@ def step_limit_s(expected_s: float | None, hung_step_s: float) -> float:
 class Activity:
     """What the engine thread is busy with. A new object whenever it begins something; compared by identity."""
 
-    what: Literal["a step", "between two steps"]
+    what: Literal["in a step", "between two steps", "while it falls asleep", "while it wakes up"]
     limit_s: float
     """Time after which the thread counts as hung."""
 
@@ -129,8 +131,9 @@ class Activity:
 class _Call(Generic[L, T]):
     """A function waiting to be run, and the future of its result."""
 
-    def __init__(self, fn: Callable[[Engine, L], T]) -> None:
+    def __init__(self, fn: Callable[[Engine, L], T], activity: Activity | None = None) -> None:
         self.future: Future[T] = Future()
+        self.activity = activity
         self._fn = fn
 
     def run(self, core: Engine, listener: L) -> None:
@@ -205,14 +208,14 @@ class EngineThread(Generic[L]):
         self._thread.start()
         await asyncio.shield(asyncio.wrap_future(self._started))
 
-    async def call(self, fn: Callable[[Engine, L], T]) -> T:
+    async def call(self, fn: Callable[[Engine, L], T], activity: Activity | None = None) -> T:
         """Runs `fn` between two steps and returns its result or raises its exception; only a BrokenInvariantError ends
-        the thread, too.
+        the thread, too. `activity`: what that is, where it may take longer than `BETWEEN_STEPS_S`.
 
         A call that is cancelled before it begins does not run; one that has begun runs to its end. Raises
         UnavailableError (ENGINE_STOPPED) if the thread has ended.
         """
-        call: _Call[L, T] = _Call(fn)
+        call: _Call[L, T] = _Call(fn, activity)
         self._put(call)
         return await asyncio.wrap_future(call.future)
 
@@ -276,7 +279,7 @@ class EngineThread(Generic[L]):
             while not self._stopping:
                 self._between_steps()
                 for _ in range(self._calls.qsize()):
-                    self._calls.get_nowait().run(core, self._listener)
+                    self._run(self._calls.get_nowait(), core)
                 polling = self._listener.before_step(core, time.monotonic())
                 if core.has_work():
                     self._step(core)
@@ -289,7 +292,7 @@ class EngineThread(Generic[L]):
         self._activity = Activity("between two steps", BETWEEN_STEPS_S)
 
     def _computing(self, expected_s: float | None) -> None:
-        self._activity = Activity("a step", step_limit_s(expected_s, self._hung_step_s))
+        self._activity = Activity("in a step", step_limit_s(expected_s, self._hung_step_s))
 
     def _step(self, core: Engine) -> None:
         core.begin_step(self._computing)
@@ -323,7 +326,15 @@ class EngineThread(Generic[L]):
         except queue.Empty:
             return
         self._between_steps()
+        self._run(call, core)
+
+    def _run(self, call: _Call[L, Any], core: Engine) -> None:
+        if call.activity is None:
+            call.run(core, self._listener)
+            return
+        self._activity = call.activity
         call.run(core, self._listener)
+        self._between_steps()
 
     def _finish(self, error: BaseException | None) -> None:
         with self._lock:

@@ -60,9 +60,7 @@ async def watch_for_hangs(
     while not clock.look(doing := activity(), time.monotonic()):  # noqa: ASYNC110 - a hung thread signals nothing
         await asyncio.sleep(check_s)
     assert doing is not None
-    error = (
-        f"the engine hangs in {doing.what}" if doing.what == "a step" else f"the engine hangs {doing.what}"
-    )
+    error = f"the engine hangs {doing.what}"
     log_event(
         "engine.hung",
         level=logging.ERROR,

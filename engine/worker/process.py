@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 
 from engine.core.engine import Engine
 from engine.kv_cache.cache_events import KvEventReader
-from engine.worker.build import EngineParts, build_engine
+from engine.worker.build import VLLM, EngineParts, build_engine
 from engine.worker.engine_thread import EngineThread
 from engine.worker.gpu_metrics import GpuMetrics, gpus_in_use
 from engine.worker.hang_watch import EXIT_CODE, watch_for_hangs
@@ -42,7 +42,7 @@ from splitserve.rpc.carried_calls import CarriedCalls
 from splitserve.rpc.credentials import cluster_credentials, warn_if_open
 from splitserve.rpc.server import OpenRpcs, RpcServer, make_server
 from splitserve.runtime.loops import LoopRunner
-from splitserve.runtime.process import relax_collector, stop_signal
+from splitserve.runtime.process import relax_collector, stop_signal, unless_stopped
 from splitserve.runtime.reload import FileWatcher
 from splitserve.security.authorizer import ANY_SERVICE
 from splitserve.security.tls import Role
@@ -172,7 +172,9 @@ class WorkerProcess(Generic[C]):
             await self._run(stop)
 
     async def _run(self, stop: asyncio.Event) -> None:
-        await self.engine.start()
+        # vLLM has processes of its own to end.
+        early = asyncio.Event() if self.config.engine.kind == VLLM else stop
+        await unless_stopped(self.engine.start(), early)
         relax_collector()  # a full collection, with all of torch's objects, would stop the engine for 0.2 s
         authorizer = self._security.authorizer({ANY_SERVICE: CALLERS})
         server = make_server(open_rpcs=self.open_rpcs, authorizer=authorizer)

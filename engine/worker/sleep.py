@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 from engine.core.engine import Engine
 from engine.core.types import EngineLoad
 from engine.worker.build import EngineParts
-from engine.worker.engine_thread import EngineThread, KvConnector
+from engine.worker.engine_thread import BOOT_S, Activity, EngineThread, KvConnector
 from splitserve.errors import UnavailableError
 from splitserve.logs import log_event
 from splitserve.v1 import registry_pb2
@@ -151,7 +151,7 @@ class Sleeper(Generic[C]):
             return True
 
         try:
-            return await self._host.engine.call(give_up)
+            return await self._host.engine.call(give_up, Activity("while it falls asleep", BOOT_S))
         except Exception as error:
             message = f"the worker cannot sleep: {type(error).__name__}: {error}"
             raise UnavailableError(message, reason="SLEEP_FAILED") from error
@@ -166,7 +166,7 @@ class Sleeper(Generic[C]):
 
         log_event("worker.waking", worker_id=self._worker_id)
         try:
-            await self._host.engine.call(take_back)
+            await self._host.engine.call(take_back, Activity("while it wakes up", BOOT_S))
         except Exception as error:
             message = f"the worker cannot wake up: {type(error).__name__}: {error}"
             raise UnavailableError(message, reason="WAKE_FAILED") from error

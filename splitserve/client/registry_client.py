@@ -142,7 +142,7 @@ class RegistryClient:
         self._wake = asyncio.Event()
         self._replaced = asyncio.Event()
         """Whether the present boot has been registered in place of the one before, as far as that could be done."""
-        self._registered = False
+        self._registered, self._epoch = False, registration.epoch
         self._read_cache = read_cache
         self._cache: CacheReader | None = None
         self._sent_s = 0.0
@@ -186,8 +186,8 @@ class RegistryClient:
         retry_s = FIRST_RETRY_S
         lost = False
         while True:
-            self._registered = False
-            last_retry_s, epoch = LAST_RETRY_S, self._registration.epoch
+            self._begin_boot()
+            last_retry_s = LAST_RETRY_S
             try:
                 await self._session()
             except REFUSALS as error:
@@ -197,7 +197,9 @@ class RegistryClient:
                     last_retry_s = LAST_REFUSED_RETRY_S
                 self._log_lost(error, logging.ERROR)
             except SplitserveError as error:
-                if self._is_of(epoch) and (self._registered or not lost):  # once per loss, not on every retry
+                if not self._is_another_boot and (
+                    self._registered or not lost
+                ):  # once per loss, not on every retry
                     self._log_lost(error, logging.INFO)
             except Exception as error:  # what one coordinator sends must not end the worker for the others
                 log_exception("registry.failed", error, coordinator=self.coordinator)
@@ -206,16 +208,21 @@ class RegistryClient:
             if self._registered:
                 retry_s = FIRST_RETRY_S
                 self._on_peers(self.coordinator, [])
-            if not self._is_of(epoch):
+            if self._is_another_boot:
                 continue  # another boot of the worker registers at once; what was asked of this one still holds
             if self._on_sleep:
                 self._on_sleep(self.coordinator, registry_pb2.SLEEP_ORDER_UNSPECIFIED)
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, last_retry_s)
 
-    def _is_of(self, epoch: int) -> bool:
-        """Whether this is the worker's boot still."""
-        return self._registration.epoch == epoch
+    def _begin_boot(self) -> registry_pb2.RegisterRequest:
+        self._registered, self._epoch = False, self._registration.epoch
+        return self._registration
+
+    @property
+    def _is_another_boot(self) -> bool:
+        """Whether the worker is another boot now than the one that was registered last, or was going to be."""
+        return self._registration.epoch != self._epoch
 
     def _log_lost(self, error: SplitserveError, level: int) -> None:
         event = "registry.refused" if level == logging.ERROR else "registry.lost"
@@ -223,26 +230,41 @@ class RegistryClient:
         log_event(event, level=level, coordinator=where, reason=error.reason, error=why)
 
     async def _session(self) -> None:
-        metadata = self._security.metadata
+        """Registers and reports over one connection, boot after boot: another one may bring a renewed certificate, and
+        the coordinator knows the boot before by the certificate that it came with."""
         async with self._security.channel(self.coordinator, "coordinator") as channel:
             stub = RegistryServiceStub(channel)
-            registration = self._registration
-            try:
-                terms = await stub.Register(registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
-                self._stub, self._registered = stub, True
-                self._status.accepted(self.coordinator, terms.coordinator_id)
-                log_event("registry.registered", coordinator=self.coordinator)
-                self._cache = self._read_cache() if self._read_cache else None
-                call = stub.Report(self._reports(registration.epoch), metadata=metadata)
+            while True:
+                registration = self._begin_boot()
                 try:
-                    async for response in call:
-                        self._on_response(response)
-                finally:
-                    call.cancel()
-            except grpc.aio.AioRpcError as error:
-                raise error_from_rpc(error) from None
+                    await self._register_and_report(stub, registration)
+                except SplitserveError:
+                    if not (self._registered and self._is_another_boot):
+                        raise
+                if not self._is_another_boot:
+                    return
+                self._on_peers(self.coordinator, [])
+
+    async def _register_and_report(
+        self, stub: RegistryServiceAsyncStub, registration: registry_pb2.RegisterRequest
+    ) -> None:
+        metadata = self._security.metadata
+        try:
+            terms = await stub.Register(registration, timeout=REGISTER_TIMEOUT_S, metadata=metadata)
+            self._stub, self._registered = stub, True
+            self._status.accepted(self.coordinator, terms.coordinator_id)
+            log_event("registry.registered", coordinator=self.coordinator)
+            self._cache = self._read_cache() if self._read_cache else None
+            call = stub.Report(self._reports(registration.epoch), metadata=metadata)
+            try:
+                async for response in call:
+                    self._on_response(response)
             finally:
-                self._stub = None
+                call.cancel()
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            self._stub = None
 
     def _on_response(self, response: registry_pb2.ReportResponse) -> None:
         self._on_peers(self.coordinator, list(response.peers))
@@ -259,7 +281,7 @@ class RegistryClient:
     async def _reports(self, epoch: int) -> AsyncIterator[registry_pb2.ReportRequest]:
         """The reports of one boot; they end once the next one has taken its place."""
         loop = asyncio.get_running_loop()
-        while self._is_of(epoch):
+        while self._registration.epoch == epoch:
             self._wake.clear()
             if self._report_timer is not None:
                 self._report_timer.cancel()

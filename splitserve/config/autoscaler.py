@@ -97,8 +97,9 @@ class AutoscalerConfig(SecuritySettings):
     window_s: Annotated[float, Field(ge=1, le=3600)] = 60.0
     """Time window of the latencies that a decision considers."""
     history_file: Path | None = None
-    """File in which arrivals and measured cold starts outlive a restart, replaced each 5 s; each autoscaler needs its
-    own. One that cannot be used is ignored with a line in the log. Default: forecasts begin anew."""
+    """File in which arrivals, measured cold starts and the seasons of `predictive` outlive a restart, replaced each
+    5 s; each autoscaler needs its own. One that cannot be used is ignored with a line in the log. Default: forecasts
+    begin anew."""
     model: str = ""
     """Consider only this model's traffic and scale only its workers; on Docker those are the containers whose label
     `splitserve.model` names it. Needed where the coordinators serve several models. Default: all of them."""

@@ -1,4 +1,4 @@
-"""Process-wide behaviour of services: signal handling, open files and garbage collection."""
+"""Process-wide behaviour of services: signal handling, environment, open files and garbage collection."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import gc
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from splitserve.logs import log_event
+
+T = TypeVar("T")
 
 SECOND_SIGNAL_EXIT_CODE = 130
 
@@ -43,6 +49,40 @@ def stop_signal() -> asyncio.Event:
         ):  # loops without signal handlers: off the main thread, other systems
             loop.add_signal_handler(number, on_signal)
     return stop
+
+
+@contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables in the environment of the process, and of those that it starts, while the context is open."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+async def unless_stopped(
+    starting: Awaitable[T], stop: asyncio.Event, leave: Callable[[int], object] = os._exit
+) -> T:
+    """The result of a start that cannot be cancelled, such as loading weights on a thread. Once `stop` is set the
+    process ends in the middle of it, with code 0: nobody knows it yet, and nobody waits for what it would give back."""
+    begun, stopped = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([begun, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not begun.done():
+            log_event("process.stopped_at_start")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            leave(0)
+        return await begun
+    finally:
+        stopped.cancel()
+        begun.cancel()
 
 
 RESERVED_FILES = 256

@@ -330,8 +330,8 @@ class ModelSignals(_message.Message):
 
     @_builtins.property
     def served(self) -> _registry_pb2.ServedModel:
-        """The model as its workers last served it, without adapters and end tokens. An autoscaler says it again to coordinators
-        that started while there was no worker; see `ApplyPlanRequest.on_demand`.
+        """The model as its workers last served it, without end tokens, with the adapters that it has had. An autoscaler says it
+        again to coordinators that started while there was no worker; see `ApplyPlanRequest.on_demand`.
         """
 
     def __init__(
@@ -657,8 +657,8 @@ class ApplyPlanRequest(_message.Message):
     def on_demand(self) -> _containers.RepeatedCompositeFieldContainer[_registry_pb2.ServedModel]:
         """Models whose workers are started on demand. While a pool of theirs has no worker, requests for them wait within their
         own deadlines in place of failing, and show in `waiting_for_workers`. A coordinator that has not seen a worker of the
-        model since its boot learns it from here. A model stays one until the last plan that named it ends. At most 64.
-        Failure: INVALID_ARGUMENT. Default: none.
+        model since its boot learns it from here, and its adapters. A model stays one until the last plan that named it ends.
+        At most 64. Failure: INVALID_ARGUMENT. Default: none.
         """
 
     @_builtins.property

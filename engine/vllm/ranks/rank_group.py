@@ -26,6 +26,7 @@ from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.shard_map import held_heads
 from kv_transfer.transports.transport import KvMemoryRegion, TransferEndpoint
 from splitserve.errors import UnsupportedModelError
+from splitserve.runtime.process import environment_with
 from splitserve.v1 import ranks_pb2 as pb
 
 SOCKET_FIELD = "splitserve_socket"
@@ -62,16 +63,11 @@ class RankGroup:
         """While the context is open, new temporary files lie in the group's folder, those of ranks that start in it
         too: vLLM leaves one behind that its ranks meet at, and sockets when they are killed."""
         before, tempfile.tempdir = tempfile.tempdir, str(self._folder)
-        sockets = os.environ.get(SOCKETS_VARIABLE)
-        os.environ[SOCKETS_VARIABLE] = str(self._folder)
         try:
-            yield
+            with environment_with({SOCKETS_VARIABLE: str(self._folder)}):
+                yield
         finally:
             tempfile.tempdir = before
-            if sockets is None:
-                del os.environ[SOCKETS_VARIABLE]
-            else:
-                os.environ[SOCKETS_VARIABLE] = sockets
 
     def join(self, bridge: VllmBridge, vocabulary_size: int) -> None:
         """Takes the connections of all ranks, which have made them while vLLM started. Removes the folder."""

@@ -74,6 +74,20 @@ async def test_sigterm_drains(log_dir: Path, victim: str) -> None:
         assert cluster.members[victim].process.wait(PATIENCE_S) == 0
 
 
+async def test_a_worker_that_is_stopped_while_it_loads_ends_at_once(log_dir: Path, smollm2: str) -> None:
+    cluster = Cluster(log_dir, model=smollm2, engine="torch", prefill=0, decode=0)
+    async with running(cluster):
+        worker = cluster.add_worker("decode", "decode-0")
+        worker.wait_event("worker.loading")
+        # Whatever comes next, it comes after the signal.
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGCONT):
+            worker.signal(number)
+        assert worker.process.wait(PATIENCE_S) == 0
+        events = [event.get("event") for event in worker.events()]
+        assert "process.stopped_at_start" in events
+        assert "worker.ready" not in events
+
+
 async def test_a_worker_runs_where_it_was_told(log_dir: Path) -> None:
     core = max(os.sched_getaffinity(0))
     cluster = Cluster(log_dir, worker_options=["--cpus", str(core)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 import yaml
 
+from autoscaler.signals.worker_view import with_served
 from splitserve.client import AsyncClient
+from splitserve.client.scaling_client import MAX_DEMAND_S, ScalingClient
 from splitserve.errors import NotFoundError
 from splitserve.security.api_keys import key_hash, new_key
+from tests.support.cluster.ports import free_port
+from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, decoding_worker, tokens
 from tests.support.lora import write_adapter
@@ -122,3 +127,32 @@ async def test_a_worker_with_other_files_is_refused(cluster: Cluster, tmp_path: 
     assert "error: model.adapters: 'red' is an adapter with other files on" in refused.log_tail()
     async with AsyncClient(cluster.target) as client:
         assert "decode-2" not in {worker.worker_id for worker in (await client.server_info()).workers}
+
+
+async def test_one_that_a_coordinator_has_never_seen_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
+    """As after its restart at zero: the autoscaler tells it what it had, and a name that nobody had is not found."""
+    port = free_port()
+    other = ServiceProcess("other", ["coordinator", "--grpc-port", str(port), "--http-port", "off"], tmp_path)
+    other.start()
+    try:
+        other.wait_event("coordinator.ready")
+        target = f"127.0.0.1:{port}"
+        async with (
+            ScalingClient(cluster.target) as ours,
+            ScalingClient(target) as theirs,
+            AsyncClient(target) as client,
+        ):
+            served = with_served({}, (await ours.signals()).models)
+            await theirs.apply_plan(on_demand=served.values())
+            with pytest.raises(NotFoundError) as caught:
+                await client.generate(tokens(40, 1), model="green", max_tokens=2)
+            assert caught.value.reason == "MODEL_NOT_FOUND"
+            waiting = asyncio.create_task(client.generate(tokens(40, 1), model="blue", max_tokens=2))
+            assert await theirs.demand("simulated", MAX_DEMAND_S), "it wakes the pools"
+            files = ["--adapter", f"blue={tmp_path / 'blue'}", "--coordinator", target]
+            cluster.add_worker("prefill", "prefill-9", *files)
+            cluster.add_worker("decode", "decode-9", *files)
+            assert (await waiting).served_by.decode_worker == "decode-9"
+    finally:
+        other.terminate()
+    await cluster.assert_no_leaks()

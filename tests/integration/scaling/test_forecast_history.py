@@ -15,7 +15,11 @@ from tests.support.cluster.real_cluster import Cluster
 from tests.support.cluster.streams import eventually
 from tests.support.waiting import PATIENCE_S
 
-POLICY = "{interval_s: 0.2, prefill: {target_ms: 500}, decode: {target_ms: 50}}"
+POLICY = """\
+interval_s: 0.2
+prefill: {kind: predictive, season_s: 60, interval_s: 1, target_ms: 500}
+decode: {target_ms: 50}
+"""
 
 
 def decisions(autoscaler: ServiceProcess) -> list[dict[str, Any]]:
@@ -34,6 +38,12 @@ def tokens_in(path: Path) -> float:
     return sum(row[4] for row in json.loads(path.read_text())["arrivals"]) if path.exists() else 0.0
 
 
+def season_in(path: Path) -> list[float]:
+    """The mean rates of the intervals that have ended."""
+    rates: list[float] = json.loads(path.read_text())["seasons"].get("prefill", {}).get("rates", [])
+    return rates
+
+
 async def test_killed_and_started_again_it_forecasts_the_same(
     simulated_cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -49,10 +59,13 @@ async def test_killed_and_started_again_it_forecasts_the_same(
         async with simulated_cluster.client() as client:
             await asyncio.gather(*(client.generate([7 + n] * 400, max_tokens=2) for n in range(20)))
         await eventually(lambda: tokens_in(history) >= 7_000, "the arrivals in the file")
+        await eventually(lambda: season_in(history), "a season's first interval in the file")
         before = arrived(decisions(autoscaler)[0])
         autoscaler.kill()
         autoscaler.start()
-        assert autoscaler.wait_event("history.restored")["buckets"] > 0
+        restored = autoscaler.wait_event("history.restored")
+        assert restored["buckets"] > 0
+        assert restored["season_intervals"]["prefill"] > 0
         await eventually(lambda: bool(decisions(autoscaler)), "a decision")
         first = decisions(autoscaler)[-1]
         assert first["number"] == 1

@@ -44,6 +44,30 @@ def of(*states: ReplicaState) -> list[ReplicaView]:
     return [ReplicaView(f"prefill-{n}", state, 10.0 - n, float(n)) for n, state in enumerate(states)]
 
 
+@pytest.mark.parametrize(
+    ("states", "drained"),
+    [
+        ([STARTING], ["prefill-0"]),
+        ([STARTING, STARTING], ["prefill-1"]),
+        ([STARTING, DRAINING], []),
+        ([READY, STARTING], ["prefill-1"]),
+        ([], []),
+    ],
+)
+def test_a_start_that_nobody_waits_for_any_more_ends(states: list[ReplicaState], drained: list[str]) -> None:
+    """Else nothing is drained where no replica is seen: the coordinators may have just restarted."""
+    bounds = dict.fromkeys(BOUNDS, Bounds(0, 8))
+    pools = {"prefill": of(*states), "decode": ()}
+
+    def found(plan: ScalingPlan) -> list[object]:
+        return list(reconcile(plan, pools, bounds))
+
+    given_up = ScalingPlan(PoolPlan(0, cause="to_zero"), PoolPlan(0, cause="to_zero"))
+    assert found(given_up) == [Drain("prefill", (name,)) for name in drained]
+    if READY not in states:
+        assert found(ScalingPlan(PoolPlan(0), PoolPlan(0))) == []
+
+
 def actions(
     desired: int, there: Sequence[ReplicaView], standby: int = 0, *, paused: bool = False
 ) -> list[object]:

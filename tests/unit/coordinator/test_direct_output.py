@@ -18,7 +18,7 @@ from coordinator.request.observer import RequestObserver
 from coordinator.request.state import RequestState
 from coordinator.workers.output_collector import WorkerFailed
 from splitserve.errors import SplitserveError
-from splitserve.logs import log_event, request_context
+from splitserve.logs import log_context, log_event
 from splitserve.v1 import generation_pb2
 from tests.unit.coordinator.test_attempt import ADMITTED, HANDOFF, LENGTH, LOST, Rig, first, output
 
@@ -92,7 +92,7 @@ class Streaming:
 @asynccontextmanager
 async def streaming() -> AsyncIterator[Streaming]:
     background = BackgroundTasks()
-    with request_context("r"):
+    with log_context(request_id="r"):
         one = Streaming(Rig(background))
         await one.begin()
     yield one

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from splitserve.errors import ConfigError
-from splitserve.logs import LogFormat, configure_logging, log_event, log_exception, request_context
+from splitserve.logs import LogFormat, configure_logging, log_context, log_event, log_exception
 
 
 @pytest.fixture
@@ -67,15 +67,18 @@ async def test_the_request_id_follows_into_tasks(stderr: pytest.CaptureFixture[s
     async def work() -> None:
         log_event("inner")
 
-    with request_context("r7", "4bf9"):
+    with log_context(request_id="r7", trace_id="4bf9"):
         await asyncio.create_task(work())
         log_event("own", request_id="other")
-    with request_context("r8"):
-        log_event("untraced")
+        with log_context(model="m"):
+            log_event("beside")
+        with log_context(request_id="r8", trace_id=""):
+            log_event("untraced")
     log_event("outer")
-    inner, own, untraced, outer = lines(stderr)
+    inner, own, beside, untraced, outer = lines(stderr)
     assert (inner["request_id"], inner["trace_id"]) == ("r7", "4bf9")
     assert (own["request_id"], own["trace_id"]) == ("other", "4bf9")
+    assert (beside["request_id"], beside["trace_id"], beside["model"]) == ("r7", "4bf9", "m")
     assert untraced["request_id"] == "r8"
     assert "trace_id" not in untraced
     assert not {"request_id", "trace_id"} & outer.keys()
@@ -110,7 +113,7 @@ def test_the_form_comes_from_the_environment(
 ) -> None:
     monkeypatch.setenv("SPLITSERVE_LOG_FORMAT", "text")
     configure_logging("c")
-    with request_context("r7", "4bf9"):
+    with log_context(request_id="r7", trace_id="4bf9"):
         log_event("request.completed")
     assert stderr.readouterr().err.rstrip().endswith("c request.completed request_id=r7 trace_id=4bf9")
     monkeypatch.setenv("SPLITSERVE_LOG_FORMAT", "json")

@@ -156,6 +156,14 @@ def actions(plan: ScalingPlan, prefill: list[ReplicaView], **more: Any) -> list[
     return [one for one in found if one.pool == "prefill"]
 
 
+def test_a_start_that_nobody_waits_for_any_more_ends() -> None:
+    mix = (ClassShare("slow", 0, 1.0, 1.0),)
+    starting = [view("s-0", "slow", ReplicaState.STARTING)]
+    for cause, drained in (("to_zero", [Drain("prefill", ("s-0",))]), ("policy", [])):
+        plan = ScalingPlan(PoolPlan(0, units=0, mix=mix, cause=cause), PoolPlan(0))  # type: ignore[arg-type]
+        assert actions(plan, starting) == drained
+
+
 def fast_for_four_slow(**more: Any) -> ScalingPlan:
     """One fast one shall take the place of four slow ones."""
     given = classed(snapshot(load=Load(8.0), prefill=4))

@@ -74,12 +74,12 @@ async def test_an_edit_is_taken_at_the_next_tick_and_nothing_is_forgotten(tmp_pa
     edited = Edited(tmp_path)
     assert await edited.tick() == (1, 1, 0)
     await edited.tick()
-    before = edited.loop._memory
+    before = edited.loop.memory
     edited.path.write_text(POLICY.format(least=3))
     assert await edited.tick() == (3, 1, 0)
     assert edited.loop.status.policy_reloads == 1
     assert edited.loop.settings.bounds["prefill"].min == 3
-    after = edited.loop._memory
+    after = edited.loop.memory
     assert before.decode.behavior.recommendations[0] in after.decode.behavior.recommendations
     assert len((await edited.observer.observe()).arrivals) == 2, "what arrived before the edit still counts"
 

@@ -114,6 +114,18 @@ def test_what_still_runs_on_draining_replicas_starts_nothing() -> None:
     assert pools.look(in_progress=1, waiting_for_workers=1) == (1, 1)
 
 
+def test_who_leaves_while_replicas_start_leaves_them_for_the_idle_time() -> None:
+    pools = Pools()
+    pools.to_zero()
+    assert pools.look(waiting_for_workers=1, in_progress=1) == (1, 1)
+    pools.there = dict.fromkeys(pools.there, ReplicaState.STARTING)
+    assert pools.look(IDLE_S - 1) == (1, 1), "the next one may come"
+    assert pools.look(6.0) == (0, 0)
+    assert pools.plan is not None
+    assert pools.plan.prefill.given_up
+    assert pools.plan.decode.given_up, "what still starts ends"
+
+
 def test_what_was_not_given_up_after_all_is_used() -> None:
     """As a shadow policy sees it, whose plans nobody carries out, and where a coordinator could not be told."""
     pools = Pools()

@@ -10,8 +10,9 @@ import pytest
 from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.signals.observer import Observer
 from autoscaler.snapshot import PrefillSignals, ReplicaStart, StepTimeModel, lead_s
+from splitserve.config.engine import MAX_ADAPTERS
 from splitserve.errors import UnavailableError
-from splitserve.v1 import registry_pb2, scaling_pb2
+from splitserve.v1 import generation_pb2, registry_pb2, scaling_pb2
 from tests.support.scaling.signal_sources import Clock, FakeSource, names, worker
 
 TTFT, TPOT = scaling_pb2.PHASE_TTFT, scaling_pb2.PHASE_TPOT
@@ -314,6 +315,26 @@ async def test_what_waits_for_workers_and_whose_model_it_is_comes_from_all_coord
     rig.one.served.Clear()
     await rig.look(5)
     assert rig.observer.served["m"].context_tokens == 512, "a restarted one is told again"
+
+
+async def test_the_adapters_of_a_model_add_up() -> None:
+    """A coordinator that was restarted knows those of the workers that have registered since."""
+
+    def known(*names: str, digit: str = "1") -> registry_pb2.ServedModel:
+        refs = [generation_pb2.AdapterRef(name=name, fingerprint=digit * 64) for name in names]
+        return registry_pb2.ServedModel(name="m", context_tokens=512, adapters=refs)
+
+    rig = Rig()
+    rig.one.served.CopyFrom(known("red", "blue"))
+    rig.two.served.CopyFrom(known())
+    await rig.look()
+    rig.one.served.CopyFrom(known("blue", digit="2"))
+    await rig.look(5)
+    found = {one.name: one.fingerprint[0] for one in rig.observer.served["m"].adapters}
+    assert found == {"red": "1", "blue": "2"}
+    rig.one.served.CopyFrom(known(*(f"a{n}" for n in range(MAX_ADAPTERS))))
+    await rig.look(5)
+    assert [one.name for one in rig.observer.served["m"].adapters] == [f"a{n}" for n in range(MAX_ADAPTERS)]
 
 
 async def test_a_neutral_worker_stands_in_where_a_pool_has_none() -> None:

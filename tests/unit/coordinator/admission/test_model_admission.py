@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator.admission.entry import Entry
 from coordinator.admission.forecast import MOST_RETRY_S, retry_after_s
 from coordinator.admission.model_admission import MAX_BYPASSES, ModelAdmission
+from coordinator.admission.queue import LOOK_AHEAD
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import CircuitStatus, PoolSnapshot
 from splitserve.config.coordinator import AdmissionConfig
@@ -72,6 +73,46 @@ def test_late_ones_that_find_no_place_keep_nobody_in_time_from_theirs() -> None:
     model.ended(more)
     finish(model, late[0], 0.2)
     assert model.release(0.2).started == (late[2],)
+
+
+def test_one_that_becomes_late_while_it_waits_is_sent_at_that_time() -> None:
+    """Where late ones have a place of their own, though nothing else happens."""
+    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
+    model = admission(workers, prefill_horizon_s=0.1)  # 1,000 tokens
+    assert all(model.arrive(entry(500, due_s=60.0 + n), 0.0).started for n in range(2))
+    later, sooner = entry(500, due_s=2.0), entry(500, due_s=1.0, priority_class="interactive")
+    assert not model.arrive(later, 0.0).started
+    assert model.next_release_s(0.0) == pytest.approx(1.95), "0.05 s of prompt before it is due"
+    assert not model.arrive(sooner, 0.1).started
+    due_s = model.next_release_s(0.1)
+    assert due_s == pytest.approx(0.95)
+    assert model.release(due_s - 0.01).started == ()
+    assert model.next_release_s(due_s - 0.01) == pytest.approx(due_s), "or earlier, it is not put off"
+    assert model.release(due_s).started == (sooner,)
+    due_s = model.next_release_s(due_s)
+    assert due_s == pytest.approx(1.95)
+    assert model.release(due_s).started == (later,)
+    assert model.next_release_s(due_s) == float("inf")
+
+
+def test_where_workers_serve_as_it_comes_nobody_is_waited_for_to_be_late() -> None:
+    model = admission(prefill_horizon_s=0.1)
+    assert all(model.arrive(entry(500, due_s=60.0), 0.0).started for _ in range(2))
+    assert not model.arrive(entry(500, due_s=1.0), 0.0).started
+    assert model.next_release_s(0.0) > 59.0
+
+
+def test_what_many_tenants_have_late_hides_nobody_in_time_behind_them() -> None:
+    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
+    model = admission(workers, prefill_horizon_s=0.1)
+    late = [entry(500, due_s=0.01, tenant=f"t{n % 8}") for n in range(8 * LOOK_AHEAD)]
+    assert sum(model.arrive(one, 0.0).started for one in late) == 2
+    first = entry(1000, due_s=60.0, tenant="z")
+    assert model.arrive(first, 0.0).started
+    timely = entry(1000, due_s=61.0, tenant="z")
+    assert not model.arrive(timely, 0.0).started
+    model.sent(first, 1, 0.1)
+    assert model.release(0.1).started == (timely,)
 
 
 def test_leaving_the_queue_frees_the_place_at_once() -> None:

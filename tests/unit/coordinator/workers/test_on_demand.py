@@ -10,8 +10,10 @@ from coordinator.models.model_routes import ModelRoutes
 from coordinator.request.caller import ANYONE
 from coordinator.workers.registry import Registry
 from coordinator.workers.rotation import MAX_ON_DEMAND, NO_PLAN, RotationPlan, checked_plan
-from splitserve.errors import InvalidArgumentError
-from splitserve.v1 import registry_pb2, scaling_pb2
+from splitserve.errors import InvalidArgumentError, NotFoundError
+from splitserve.generation.kv_blocks import Adapter
+from splitserve.v1 import generation_pb2, registry_pb2, scaling_pb2
+from tests.support.cluster.registrations import registration
 
 
 def served(name: str = "m", **changes: Any) -> registry_pb2.ServedModel:
@@ -56,6 +58,47 @@ def test_it_ends_with_the_plan_and_the_model_stays_known() -> None:
     assert "m" in registry.known_models()
 
 
+def adapters(**names: str) -> list[generation_pb2.AdapterRef]:
+    """By name, the first digit of the fingerprint."""
+    return [generation_pb2.AdapterRef(name=name, fingerprint=digit * 64) for name, digit in names.items()]
+
+
+def test_it_learns_the_adapters_too() -> None:
+    registry = Registry(5.0)
+    routes = ModelRoutes(registry)
+    registry.apply_plan(plan(0.0, served()))
+    registry.apply_plan(plan(0.0, served(adapters=adapters(red="1", blue="2")), before=registry.plan))
+    known = registry.known_models()
+    assert (known["red"].base, known["red"].adapter, known["red"].context_tokens) == (
+        "m",
+        Adapter("red", "1" * 64),
+        512,
+    )
+    assert routes.ready_models == {"m", "red", "blue"}
+    with pytest.raises(NotFoundError) as unknown:
+        routes.find("green", "", ANYONE)
+    assert unknown.value.reason == "MODEL_NOT_FOUND", "nobody has ever had it"
+    version = registry.version
+    registry.apply_plan(plan(1.0, served(adapters=adapters(red="1", blue="2")), before=registry.plan))
+    assert registry.version == version, "the same again wakes nobody"
+
+
+def test_what_a_name_means_here_is_not_changed_by_a_plan() -> None:
+    registry = Registry(5.0)
+    registry.apply_plan(plan(0.0, served("a", adapters=adapters(red="1"))))
+    others = served("b", adapters=adapters(red="2", a="3")), served("red", adapters=adapters(green="4"))
+    registry.apply_plan(plan(0.0, *others, before=registry.plan))
+    known = registry.known_models()
+    assert known["red"].adapter == Adapter("red", "1" * 64)
+    assert (known["a"].adapter, known["b"].adapter) == (None, None)
+    assert "green" not in known
+    worker = registration("p0", registry_pb2.POOL_PREFILL)
+    worker.model.name = "a"
+    worker.model.adapters.extend(adapters(red="5"))
+    registry.register(worker, 0.0)
+    assert registry.known_models()["red"].adapter == Adapter("red", "5" * 64), "but by a worker that has it"
+
+
 def test_plans_of_several_autoscalers_keep_each_others_models() -> None:
     first = plan(0.0, served("a"))
     second = plan(20.0, served("b"), before=first)
@@ -71,6 +114,10 @@ def test_plans_of_several_autoscalers_keep_each_others_models() -> None:
         ([served(tokenizer_source="")], "on_demand.tokenizer_source"),
         ([served(context_tokens=0)], "on_demand.context_tokens"),
         ([served(vocabulary_size=2**25)], "on_demand.vocabulary_size"),
+        ([served(adapters=adapters(**{"bad name": "1"}))], "on_demand.adapters.name"),
+        ([served(adapters=adapters(red="x"))], "on_demand.adapters.fingerprint"),
+        ([served(adapters=adapters(m="1"))], "on_demand.adapters.name"),
+        ([served(adapters=adapters(**{f"a{n}": "1" for n in range(129)}))], "on_demand.adapters"),
         ([served(f"m{n}") for n in range(MAX_ON_DEMAND + 1)], "on_demand"),
     ],
 )

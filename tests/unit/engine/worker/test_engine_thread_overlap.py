@@ -199,4 +199,4 @@ async def test_delivering_counts_as_between_steps_and_computing_as_a_step() -> N
             listener.journal.at[event] = look
         await thread.call(lambda core, _: core.add_request(request(max_tokens=2)))
         await ended(listener)
-    assert doing == {"begin 2": "a step", "deliver 1": "between two steps", "wait 2": "a step"}
+    assert doing == {"begin 2": "in a step", "deliver 1": "between two steps", "wait 2": "in a step"}

@@ -88,6 +88,20 @@ async def test_a_thread_that_hangs_between_steps_ends_the_process(
     assert engine.activity() is None
 
 
+async def test_a_call_has_the_limit_of_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.worker.engine_thread.BETWEEN_STEPS_S", 0.0)
+    waking = Activity("while it wakes up", 3600.0)
+    engine = EngineThread(lambda: (Rig().core, QuietListener()), name="engine-test")
+    await engine.start()
+    try:
+        assert await engine.call(lambda _core, _listener: engine.activity(), waking) is waking
+        during = await engine.call(lambda _core, _listener: engine.activity())
+        assert during is not None
+        assert during.what == "between two steps"
+    finally:
+        await engine.stop()
+
+
 async def test_a_step_that_hangs_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
     engine = EngineThread(
         lambda: (Rig(kind=Hanging).core, QuietListener()), name="engine-test", hung_step_s=0.2
@@ -100,7 +114,7 @@ async def test_a_step_that_hangs_ends_the_process(caplog: pytest.LogCaptureFixtu
             await watched.run()
         assert Hanging.hanging.is_set()
         (record,) = caplog.records
-        assert record.__dict__["event_fields"]["during"] == "a step"
+        assert record.__dict__["event_fields"]["during"] == "in a step"
         assert watched.did == ["not serving", f"left with {hang_watch.EXIT_CODE}"]
     finally:
         Hanging.release.set()
@@ -115,7 +129,7 @@ async def test_a_process_that_cannot_say_goodbye_is_left_all_the_same(
     def leave(code: int) -> None:
         raise _Left(code)
 
-    hung = Activity("a step", 0.0)
+    hung = Activity("in a step", 0.0)
     with pytest.raises(_Left, match="70"):
         await watch_for_hangs(
             lambda: hung,
@@ -144,7 +158,7 @@ def lasts(looks: Callable[[int], float], activity: Activity | None, count: int =
 
 
 def test_only_time_in_which_the_watcher_ran_counts() -> None:
-    step = Activity("a step", limit_s=20.0)
+    step = Activity("in a step", limit_s=20.0)
     assert lasts(lambda n: 0.25 * n, step)
     assert not lasts(lambda n: 0.25 * n, None)
     assert not lasts(lambda n: 0.25 * n, step, count=70)
@@ -155,8 +169,8 @@ def test_only_time_in_which_the_watcher_ran_counts() -> None:
 def test_each_activity_counts_by_itself() -> None:
     clock = HangClock(0.0, max_tick_s=1.0)
     for n in range(100):
-        assert not clock.look(Activity("a step", limit_s=3.0), float(n))
-    step = Activity("a step", limit_s=3.0)
+        assert not clock.look(Activity("in a step", limit_s=3.0), float(n))
+    step = Activity("in a step", limit_s=3.0)
     assert [clock.look(step, 100.0 + n) for n in range(4)] == [False, False, False, True]
     assert clock.seconds == pytest.approx(3.0)
 

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from engine.core.types import EngineLoad
+from engine.worker.build import KvSleep
+from engine.worker.engine_thread import BETWEEN_STEPS_S, Activity
 from engine.worker.sleep import Sleeper, SleepOrders, is_at_rest
 from splitserve.errors import ConfigError, UnavailableError
 from splitserve.v1 import registry_pb2
@@ -88,7 +90,8 @@ class Host:
     def load(self) -> EngineLoad:
         return LOAD
 
-    async def call(self, fn: Callable[[Any, Any], Any]) -> Any:
+    async def call(self, fn: Callable[[Any, Any], Any], activity: Activity) -> Any:
+        assert activity.limit_s > BETWEEN_STEPS_S, "much memory may take long, and that is no hang"
         await asyncio.sleep(0)
         return fn(self, self)
 
@@ -211,3 +214,29 @@ async def test_one_that_cannot_wake_up_ends_with_the_reason() -> None:
             await task
         assert ended.value.reason == "WAKE_FAILED"
         assert sleeper.closed
+
+
+class Runner:
+    """One whose memory is a number of bytes."""
+
+    def __init__(self, given_up_bytes: int) -> None:
+        self.given_up_bytes, self.taken = given_up_bytes, False
+
+    def take_kv_back(self) -> None:
+        self.taken = True
+
+
+@pytest.mark.parametrize(("free", "fits"), [(700, True), (699, False), (400, False)])
+def test_memory_is_taken_back_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
+) -> None:
+    """Pages are populated later: each part by itself would find free what the other one is going to take."""
+    monkeypatch.setattr("engine.kv_cache.free_memory.free_memory", lambda: free)
+    runners: Any = [Runner(400), Runner(300)]
+    sleep = KvSleep(cast("Any", None), runners, None)
+    if fits:
+        sleep.take_back()
+    else:
+        with pytest.raises(ConfigError, match=rf"take 700 bytes, and {free} bytes"):
+            sleep.take_back()
+    assert [each.taken for each in runners] == [fits, fits]
