@@ -80,6 +80,11 @@ class LocalScaling:
         return self.file.value.rules
 
     @property
+    def gpu_kinds(self) -> dict[PoolName, str]:
+        """Of the GPUs of the first workers, which are of the default class."""
+        return {pool: rules.classes[0].gpu for pool, rules in self.policy.pools.items() if rules.classes}
+
+    @property
     def most_workers(self) -> int:
         """Most workers of both pools, standbys included."""
         pools = (self.policy.prefill, self.policy.decode)

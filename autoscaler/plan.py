@@ -48,6 +48,8 @@ class ClassShare:
     price_per_hour: float = 0.0
     gpus: int = 1
     """GPUs of one replica."""
+    gpu: str = ""
+    """Their kind; empty: any."""
     most: int = 10_000
     """Replicas at most; 0 where it must not be used now."""
     spot: bool = False

@@ -239,7 +239,7 @@ class DockerActuator(RoomActuator):
             if self._gpus.gpus and kind.gpus:
                 environment = environment_of(inspected["Config"]["Env"] or ())
                 check_command(command_of(inspected), environment, kind.gpus)
-                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, kind.gpus)
+                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, kind.gpus, kind.gpu)
             name = replica_name(template.name, self._project, template.service, number)
             seat = self._seat(client, inspected, containers)
             self._create(client, name, inspected, replica_body(inspected, number, gpus, seat))
@@ -254,7 +254,7 @@ class DockerActuator(RoomActuator):
         unready = readiness(client, self._project, template, pool)
         if unready is None and kind.gpus and self._has_own_gpus and not self._gpus.gpus:
             unready = Room(0, "NO_GPU", "its driver shows no GPU")
-        return unready or free_room(self._gpus, uses, pool, kind.gpus, most)
+        return unready or free_room(self._gpus, uses, pool, kind.gpus, most, kind.gpu)
 
     def _seat(
         self, client: APIClient, inspected: dict[str, Any], containers: Sequence[Container]

@@ -15,7 +15,7 @@ class Room:
 
     replicas: int
     reason: str = ""
-    """Without room: NO_GPU, NO_ROOM, NO_TEMPLATE, NO_IMAGE or NO_MODEL."""
+    """Without room: NO_GPU, GPU_KIND, NO_ROOM, NO_TEMPLATE, NO_IMAGE or NO_MODEL."""
     why: str = ""
     """The same for people."""
     linked: int = 0

@@ -103,7 +103,7 @@ class _Classed:
             if affordable:
                 # Where all are alike nobody has to choose.
                 name = share.name if len(self.plan.mix) > 1 else ""
-                actions.append(Start(self.pool, affordable, name, share.gpus))
+                actions.append(Start(self.pool, affordable, name, share.gpus, share.gpu))
                 if share.name in places:
                     places[share.name] -= affordable
                 room -= affordable * share.price_per_hour

@@ -271,6 +271,7 @@ def _planned(one: ClassedDemand, before: PoolPlan, granted: float, mix: ClassMix
             known.speed,
             known.price_per_hour,
             gpus_of(one.pool, known.name),
+            known.gpu,
             offer.most,
             known.spot,
         )

@@ -10,11 +10,14 @@ from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import broken_rule
 from autoscaler.snapshot import PoolName
+from splitserve.gpus.kinds import is_slices
 
 
 class _Pool(Protocol):
     @property
     def classes(self) -> tuple[ReplicaClass, ...]: ...
+    @property
+    def gpus_per_replica(self) -> int: ...
     @property
     def floor(self) -> OnDemandFloor: ...
     @property
@@ -40,6 +43,7 @@ def check_classes(policy: _Policy) -> None:
     for name, pool in pools.items():
         if not pool.classes:
             continue
+        _check_slices(name, pool)
         if policy.workers == "neutral":
             raise broken_rule(
                 f"{name}.classes need pinned workers: a neutral one serves pools of two price lists"
@@ -64,6 +68,16 @@ def check_classes(policy: _Policy) -> None:
             f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas of both pools, with their "
             f"on_demand_floor: {least:g}"
         )
+
+
+def _check_slices(name: PoolName, pool: _Pool) -> None:
+    for number, one in enumerate(pool.classes):
+        gpus = pool.gpus_per_replica if one.gpus_per_replica is None else one.gpus_per_replica
+        if gpus > 1 and is_slices(one.gpu):
+            field = f"{name}.classes.{number}.gpus_per_replica"
+            raise broken_rule(
+                f"{field} ({gpus}) must be 1 with gpu {one.gpu!r}: CUDA shows a process one slice"
+            )
 
 
 def least_price_per_hour(pools: Sequence[_Pool], least: Sequence[int]) -> float:

@@ -50,7 +50,8 @@ def choose_host(pool: PoolName, candidates: Sequence[HostCandidate], silent: Seq
     counted in whole replicas.
 
     `silent` hosts do not answer and are no places. Raises ResourceExhaustedError (NO_GPU, NO_ROOM) or
-    FailedPreconditionError (NO_TEMPLATE), each with every host's reason, if no host has room.
+    FailedPreconditionError (NO_TEMPLATE; GPU_KIND with field `gpu`), each with every host's reason, if no host has
+    room.
     """
     fit = [candidate for candidate in candidates if candidate.room.replicas > 0]
     if not fit:
@@ -76,4 +77,7 @@ def _nowhere(pool: PoolName, candidates: Sequence[HostCandidate], silent: Sequen
     message = f"no host has room for a {pool} replica: {'; '.join(why)}"
     if reasons == {"NO_TEMPLATE"} and not silent:
         return FailedPreconditionError(message, reason="NO_TEMPLATE")
-    return ResourceExhaustedError(message, reason="NO_GPU" if reasons == {"NO_GPU"} else "NO_ROOM")
+    if reasons == {"GPU_KIND"} and not silent:
+        return FailedPreconditionError(message, reason="GPU_KIND", field="gpu")
+    of_gpus = bool(reasons) and reasons <= {"NO_GPU", "GPU_KIND"} and "NO_GPU" in reasons
+    return ResourceExhaustedError(message, reason="NO_GPU" if of_gpus else "NO_ROOM")

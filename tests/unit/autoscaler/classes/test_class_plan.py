@@ -135,6 +135,12 @@ def test_a_budget_goes_where_it_saves_most() -> None:
         ({"classes": [FAST]}, {}, "prefill.classes must have one of speed 1"),
         ({"classes": [{**SLOW, "speed": 0.5}]}, {}, r"prefill.classes.0.speed: .* \(given: 0.5\)"),
         ({"classes": [{**SLOW, "name": "a b"}]}, {}, "prefill.classes.0.name"),
+        (
+            {"gpus_per_replica": 2, "classes": [{**SLOW, "gpu": "MIG 3g.40gb"}]},
+            {},
+            r"prefill.classes.0.gpus_per_replica \(2\) must be 1 with gpu 'MIG 3g.40gb'",
+        ),
+        ({"classes": [{**SLOW, "gpu": "H100;0"}]}, {}, r"prefill.classes.0.gpu: .* \(given: 'H100;0'\)"),
         ({"warm_standby": 1}, {}, r"prefill.warm_standby \(1\) must be 0 with classes"),
         ({}, {"gpu_budget": 8}, r"gpu_budget \(8\) counts GPUs of one kind"),
         ({"classes": []}, {"budget_per_hour": 3}, r"budget_per_hour \(3\) needs prefill.classes"),
