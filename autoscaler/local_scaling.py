@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from autoscaler.actuators.process import ProcessActuator
-from autoscaler.classes.class_plan import gpus_of
+from autoscaler.classes.class_demand import gpus_of
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop

@@ -39,6 +39,10 @@ class ReplicaClass(PolicyModel):
     """Under `splitserve up`: options that its workers are started with beside those of the cluster, such as
     `[--engine.threads, "2"]`."""
 
+    def gpus_or(self, of_pool: int) -> int:
+        """GPUs of one replica, where those of the pool have so many."""
+        return of_pool if self.gpus_per_replica is None else self.gpus_per_replica
+
 
 class ClassedPool(PolicyModel):
     """The part of a pool's settings that is about classes."""
