@@ -42,8 +42,8 @@ class PoolPolicy(ClassedPool):
     NVLink together (docs/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's limits must say the
     same. vLLM's tensor parallel size, where it is given, must be equal to it; the torch engine takes one."""
     warm_standby: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs. With `classes`
-    units, carried by the cheapest replicas."""
+    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs. With
+    `classes` units, carried by the cheapest replicas."""
     sleep: bool = False
     """Let the replicas of `warm_standby` sleep: they give up the memory of their KV, and wake up within about a second
     when they are to join. At zero they are what the pool keeps."""
@@ -208,9 +208,9 @@ class ScalingPolicy(BudgetedPolicy):
     started for. Those change sides before one is started; the bounds of a pool count them where they lean."""
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """GPUs that both pools may take together, standby included. With `classes`, which both pools must have then, each
-    replica counts the GPUs of its class, and there is no budget by default. Default without: the actuator's inventory (`docker.gpus`, or
-    the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget where it has none, as
-    on Kubernetes."""
+    replica counts the GPUs of its class. Default with `classes`: no budget; without: the actuator's inventory
+    (`docker.gpus`, or the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget
+    where it has none, as on Kubernetes."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Time between decisions."""
     idle_s: Seconds = 300.0

@@ -63,7 +63,7 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
         (
             {"budget_per_hour": 7},
             PRICED,
-            r"budget_per_hour \(7\) must hold min_replicas of all models, .*: 8",
+            r"budget_per_hour \(7\) must hold min_replicas and warm_standby of all models, .*: 8",
         ),
         ({"gpu_budget": 9}, PRICED, r"gpu_budget \(9\) counts GPUs of one kind, and the policy of a has"),
     ],
@@ -102,7 +102,7 @@ def test_a_new_version_of_a_policy_must_fit_the_others(tmp_path: Path) -> None:
     files = policies_of(ModelsInForce(shared))
     before = files["a"].value
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "min_replicas": 3}), b=both(PRICED))
-    with pytest.raises(ConfigError, match=r"budget_per_hour \(10\) must hold min_replicas of all models"):
+    with pytest.raises(ConfigError, match=r"budget_per_hour \(10\) must hold min_replicas and"):
         files["a"].poll()
     assert files["a"].value is before
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "max_replicas": 5}), b=both(PRICED))
