@@ -195,8 +195,10 @@ def _planned(one: ClassedDemand, before: PoolPlan, given: _Granted) -> PoolPlan:
     text = " + ".join(f"{share.count} {share.name}" for share in shares if share.count) or "none"
     notes += [*one.unusable, f"{text} for {given.mix.price_per_hour:g} an hour"]
     if one.standby:
-        text = " + ".join(f"{share.standby} {share.name}" for share in shares if share.standby) or "none"
-        notes.append(f"on standby {text} for {given.standbys.price_per_hour:g} an hour")
+        text = " + ".join(f"{share.standby} {share.name}" for share in shares if share.standby)
+        notes.append(
+            f"on standby {text} for {given.standbys.price_per_hour:g} an hour" if text else "none on standby"
+        )
     return replace(
         before,
         desired=sum(given.mix.counts) + one.others,

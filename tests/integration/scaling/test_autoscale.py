@@ -325,6 +325,6 @@ async def test_classes_share_gpus_and_a_standby_of_the_cheapest_joins_at_once(tm
             assert before < after
             assert "decode-4" not in after, "nothing was started for it"
             log = (tmp_path / "up.log").read_text()
-            assert "4 small for 4 an hour; on standby none for 0 an hour" in log
+            assert "4 small for 4 an hour; none on standby" in log
     assert not up.failures
     assert up.done["light"] > 0
