@@ -85,6 +85,12 @@ def test_no_workload_is_scaled_by_two() -> None:
         check_workloads(classed, ["small"])
 
 
+def test_a_policy_with_classes_has_no_budget_of_gpus_either(tmp_path: Path) -> None:
+    path = write(tmp_path, {"budget_per_hour": 9}, a=both(PRICED, gpu_budget=8), b=both(PRICED))
+    with pytest.raises(ConfigError, match=r"gpu_budget \(8\) of the policy of a is for one model"):
+        policies_of(ModelsInForce(load_models(path)))
+
+
 def test_the_least_of_all_must_fit_the_gpus(tmp_path: Path) -> None:
     path = write(tmp_path, {"gpu_budget": 7}, a=both(PLAIN), b=both(PLAIN))
     with pytest.raises(ConfigError, match=r"gpu_budget \(7\) must hold min_replicas .* of all models: 8"):
