@@ -71,6 +71,8 @@ class GpuInventory:
             return self.restricted_to(kept)
         there = f"there are {kinds_there(kinds.values())}"
         if not any(kinds.values()):
-            there = "of which kinds they are is not known: list them as KIND=0,1, or take `auto`"
+            there = (
+                "nobody says of which they are: list them as KIND=0,1, or let the driver be asked (`auto`)"
+            )
         message = f"gpu: none of the {len(self.gpus)} GPUs is of the kind {wanted!r}; {there}"
         raise FailedPreconditionError(message, reason="GPU_KIND", field="gpu")

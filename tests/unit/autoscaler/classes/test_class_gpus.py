@@ -16,7 +16,7 @@ from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import Drain, Start
 from autoscaler.snapshot import POOLS, Snapshot
 from splitserve.errors import ConfigError
-from tests.support.scaling.classed_pools import (
+from tests.support.classes.classed_pools import (
     BOUNDS,
     Clusters,
     classed,

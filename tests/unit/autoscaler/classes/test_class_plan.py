@@ -24,7 +24,7 @@ from splitserve.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from tests.support.scaling.classed_pools import (
+from tests.support.classes.classed_pools import (
     BOUNDS,
     DRAINING,
     FAST,

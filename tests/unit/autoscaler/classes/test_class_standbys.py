@@ -13,7 +13,7 @@ from autoscaler.decide import make_decide
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Activate, Drain, ReplicaView, Rest, Start
 from autoscaler.snapshot import PoolName, ReplicaState
-from tests.support.scaling.classed_pools import (
+from tests.support.classes.classed_pools import (
     BOUNDS,
     READY,
     STARTING,
