@@ -251,9 +251,10 @@ class ControlLoop:
     async def _act(self, actuator: Actuator, plan: ScalingPlan, action: Action) -> None:
         try:
             match action:
-                case Start(pool, count, kind, gpus):
+                case Start(pool, count, kind, gpus, gpu):
                     each = self.settings.gpus_each[pool] if gpus is None else gpus
-                    ordered = actuator.start(pool, count, ReplicaKind(each, self.settings.neutral, kind))
+                    wanted = ReplicaKind(each, self.settings.neutral, kind, gpu)
+                    ordered = actuator.start(pool, count, wanted)
                     await within(self.settings.act_s, ordered, "start")
                 case Drain(pool, names):
                     self._starts.told_to_end(names)

@@ -63,8 +63,8 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
 
     def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         before = memory if isinstance(memory, PlanMemory) else PlanMemory()
-        zero, zero_memory = zero_state(policy, before.zero, snapshot)
         units = in_units(policy, snapshot)
+        zero, zero_memory = zero_state(policy, before.zero, units)
         prefill, after_p = _propose(policy.prefill, "prefill", recommend_p, before.prefill, units, zero)
         decode, after_d = _propose(policy.decode, "decode", recommend_d, before.decode, units, zero)
         proposals = Proposals(prefill, decode)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from autoscaler.actuators.process import ProcessActuator
-from autoscaler.classes.class_plan import gpus_of
+from autoscaler.classes.class_demand import gpus_of
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
@@ -78,6 +78,11 @@ class LocalScaling:
     def policy(self) -> ScalingPolicy:
         """The policy as of now."""
         return self.file.value.rules
+
+    @property
+    def gpu_kinds(self) -> dict[PoolName, str]:
+        """Of the GPUs of the first workers, which are of the default class."""
+        return {pool: rules.classes[0].gpu for pool, rules in self.policy.pools.items() if rules.classes}
 
     @property
     def most_workers(self) -> int:

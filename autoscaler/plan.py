@@ -48,10 +48,14 @@ class ClassShare:
     price_per_hour: float = 0.0
     gpus: int = 1
     """GPUs of one replica."""
+    gpu: str = ""
+    """Their kind; empty: any."""
     most: int = 10_000
     """Replicas at most; 0 where it must not be used now."""
     spot: bool = False
     """Whether its machines may be taken away."""
+    standby: int = 0
+    """Replicas beside `count` that it shall have on standby."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,8 @@ class PoolPlan:
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of `mix`; None without classes."""
-        return sum(one.count * one.price_per_hour for one in self.mix) if self.mix else None
+        """Of `mix`, standbys included; None without classes."""
+        return sum((one.count + one.standby) * one.price_per_hour for one in self.mix) if self.mix else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,8 @@ class ScalingPlan:
     """Decode workers compute prompts themselves, where that is faster, while prefill replicas start."""
     budget_per_hour: float | None = None
     """What all replicas of pools with classes may cost, those that start or drain included."""
+    gpu_budget: int | None = None
+    """GPUs that they may have, likewise."""
     class_room: Mapping[str, int] = field(default_factory=dict)
     """How many more replicas of a class may be started now, where several models share its limit."""
     claims: Mapping[PoolName, Claim] = field(default_factory=dict)

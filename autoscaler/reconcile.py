@@ -33,6 +33,8 @@ class Start:
     """Of which class; empty: the pool has none."""
     gpus_each: int | None = None
     """GPUs of one replica; None: as many as the pool's replicas have."""
+    gpu: str = ""
+    """Their kind; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from autoscaler.signals.notice_watch import NoticeWatch
 from autoscaler.signals.observer import Observer
 from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
-from splitserve.config.gpu_list import AUTO, gpu_groups
+from splitserve.config.gpu_list import AUTO
 from splitserve.errors import ConfigError, FailedPreconditionError, SplitserveError, UnavailableError
 from splitserve.gpus.inventory import GpuInventory
 from splitserve.gpus.nvml import driver_inventory
@@ -237,7 +237,7 @@ def docker_gpus(config: DockerConfig) -> GpuInventory:
     """The GPUs that Docker replicas may get. Raises UnavailableError (NO_NVML) where `auto` cannot ask for them."""
     if config.gpus == AUTO:
         return driver_inventory(config.replicas_per_gpu)
-    return GpuInventory.of_groups(gpu_groups(config.gpus), config.replicas_per_gpu)
+    return GpuInventory.listed(config.gpus, config.replicas_per_gpu)
 
 
 def _kubernetes(config: AutoscalerConfig) -> Actuator:

@@ -65,6 +65,8 @@ class ReplicaKind:
     """A worker that serves both pools and leans to this one at first."""
     replica_class: str = ""
     """Of that class; empty where the pool has none."""
+    gpu: str = ""
+    """The kind of its GPUs; empty: any."""
 
 
 ORDINARY = ReplicaKind()
@@ -103,7 +105,8 @@ class Actuator(ABC):
         """Creates replicas; returns once they are ordered.
 
         Raises ResourceExhaustedError (NO_GPU) when the inventory has not `kind.gpus` GPUs for the next one; those
-        before it stay ordered. Raises FailedPreconditionError (WORKER_KIND) where the platform's pattern for this pool
+        before it stay ordered. Raises FailedPreconditionError (GPU_KIND, field `gpu`) where no GPU of the inventory is
+        of its kind. Raises FailedPreconditionError (WORKER_KIND) where the platform's pattern for this pool
         is known to run workers of the other kind."""
 
     @abstractmethod

@@ -239,7 +239,7 @@ class DockerActuator(RoomActuator):
             if self._gpus.gpus and kind.gpus:
                 environment = environment_of(inspected["Config"]["Env"] or ())
                 check_command(command_of(inspected), environment, kind.gpus)
-                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, kind.gpus)
+                gpus = choose_gpus(self._gpus, self._uses(client, containers), pool, kind.gpus, kind.gpu)
             name = replica_name(template.name, self._project, template.service, number)
             seat = self._seat(client, inspected, containers)
             self._create(client, name, inspected, replica_body(inspected, number, gpus, seat))
@@ -259,7 +259,7 @@ class DockerActuator(RoomActuator):
             what = f"the containers of service {newest.service}"
             if problem := other_kind(what, command_of(template), kind.neutral):
                 unready = Room(0, WORKER_KIND, problem)
-        return unready or free_room(self._gpus, uses, pool, kind.gpus, most)
+        return unready or free_room(self._gpus, uses, pool, kind.gpus, most, kind.gpu)
 
     def _seat(
         self, client: APIClient, inspected: dict[str, Any], containers: Sequence[Container]

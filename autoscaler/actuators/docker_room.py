@@ -42,16 +42,23 @@ def readiness(client: APIClient, project: str, template: dict[str, Any] | None, 
 
 
 def free_room(
-    inventory: GpuInventory, uses: Sequence[GpuUse], pool: str, gpus_each: int, most: int | None
+    inventory: GpuInventory,
+    uses: Sequence[GpuUse],
+    pool: str,
+    gpus_each: int,
+    most: int | None,
+    kind: str = "",
 ) -> Room:
-    """Room by GPUs; without any by `most` replicas (None: as many as there may be) less those that are there."""
+    """Room by GPUs, of this kind; without any by `most` replicas (None: as many as there may be) less those that are
+    there."""
     if not inventory.gpus or not gpus_each:
         left = None if most is None else most - len(uses)
         if left is not None and left <= 0:
             return Room(0, "NO_ROOM", f"it has {len(uses)} of at most {most} replicas")
         return Room(left if left is not None else 1)
     try:
-        chosen = choose_gpus(inventory, uses, pool, gpus_each)
+        inventory = inventory.of_kind(kind)
+        chosen = choose_gpus(inventory, uses, pool, gpus_each, kind)
     except ResourceExhaustedError as error:
         return Room(0, "NO_GPU", error.message)
     except FailedPreconditionError as error:

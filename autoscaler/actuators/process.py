@@ -69,7 +69,7 @@ class ProcessActuator(Actuator):
         role: Kind = "worker" if kind.neutral else pool
         for _ in range(count):
             name = self._new_name(role)
-            place = self._inventory.take(name, role, kind.gpus)
+            place = self._inventory.take(name, role, kind.gpus, kind.gpu)
             try:
                 if kind.neutral:
                     spec = self._make_neutral(pool, name, place)

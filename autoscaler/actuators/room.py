@@ -15,7 +15,7 @@ class Room:
 
     replicas: int
     reason: str = ""
-    """Without room: NO_GPU, NO_ROOM, NO_TEMPLATE, NO_IMAGE, NO_MODEL or WORKER_KIND."""
+    """Without room: NO_GPU, GPU_KIND, NO_ROOM, NO_TEMPLATE, NO_IMAGE, NO_MODEL or WORKER_KIND."""
     why: str = ""
     """The same for people."""
     linked: int = 0

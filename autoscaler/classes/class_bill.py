@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoscaler.classes.class_actions import price_per_hour, share_of
+from autoscaler.classes.class_actions import gpus_there, price_per_hour, share_of
 from autoscaler.classes.mix import ClassOffer, cheapest_mix
 from autoscaler.plan import PoolPlan
 from autoscaler.reconcile import ReplicaView
@@ -24,6 +24,10 @@ class ClassLine:
     """Of one."""
     spot: bool = False
     """Whether its machines may be taken away."""
+    standby: int = 0
+    """Wanted on standby beside those in rotation."""
+    gpus: int = 0
+    """Of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +38,14 @@ class PoolBill:
     there_per_hour: float
     """What all that exists costs, replicas that start or drain included."""
     wanted_per_hour: float
+    """Standbys included, as in what follows."""
     fewer_per_hour: float
     """What one unit of capacity less would cost; a unit is a replica of speed 1."""
     more_per_hour: float
     """What one unit more would cost; as much as now where the mix has one to spare, or there are no more."""
+    there_gpus: int = 0
+    """GPUs of all that exists."""
+    wanted_gpus: int = 0
 
 
 def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
@@ -46,8 +54,9 @@ def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
         return None
     ours = [one for one in there if one.ours]
     offers = [ClassOffer(s.name, s.speed, s.price_per_hour, s.most, s.count, s.spot) for s in plan.mix]
+    standbys = sum(share.standby * share.price_per_hour for share in plan.mix)
     fewer, more = (
-        cheapest_mix(offers, units, floor=plan.floor.within(units)).price_per_hour
+        standbys + cheapest_mix(offers, units, floor=plan.floor.within(units)).price_per_hour
         for units in (max(0.0, plan.units - 1), plan.units + 1)
     )
     return PoolBill(
@@ -59,6 +68,8 @@ def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
                 share.speed,
                 share.price_per_hour,
                 share.spot,
+                share.standby,
+                share.gpus,
             )
             for share in plan.mix
         ),
@@ -66,4 +77,6 @@ def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
         wanted_per_hour=plan.price_per_hour or 0.0,
         fewer_per_hour=fewer,
         more_per_hour=more,
+        there_gpus=gpus_there(plan, ours),
+        wanted_gpus=sum((share.count + share.standby) * share.gpus for share in plan.mix),
     )

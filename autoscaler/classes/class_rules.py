@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from autoscaler.classes.mix import cheapest_mix, offers_of
+from autoscaler.classes.mix import cheapest_mix, leanest_mix, offers_of, without
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import broken_rule
 from autoscaler.snapshot import PoolName
+from splitserve.gpus.kinds import is_slices
 
 
 class _Pool(Protocol):
     @property
     def classes(self) -> tuple[ReplicaClass, ...]: ...
+    @property
+    def gpus_per_replica(self) -> int: ...
     @property
     def floor(self) -> OnDemandFloor: ...
     @property
@@ -40,17 +43,16 @@ def check_classes(policy: _Policy) -> None:
     for name, pool in pools.items():
         if not pool.classes:
             continue
+        _check_slices(name, pool)
         if policy.workers == "neutral":
             raise broken_rule(
                 f"{name}.classes need pinned workers: a neutral one serves pools of two price lists"
             )
-        if pool.warm_standby:
-            raise broken_rule(f"{name}.warm_standby ({pool.warm_standby}) must be 0 with classes")
-        if policy.gpu_budget is not None:
-            raise broken_rule(
-                f"gpu_budget ({policy.gpu_budget}) counts GPUs of one kind: with {name}.classes give each "
-                "class its max_replicas"
-            )
+    classed = [name for name, pool in pools.items() if pool.classes]
+    if policy.gpu_budget is not None and len(classed) == 1:
+        raise broken_rule(
+            f"gpu_budget ({policy.gpu_budget}) needs classes in both pools or in none: {classed[0]} has some"
+        )
     if policy.budget_per_hour is None:
         return
     for name, pool in pools.items():
@@ -61,14 +63,39 @@ def check_classes(policy: _Policy) -> None:
     least = least_price_per_hour(list(pools.values()), policy.least_awake)
     if least > policy.budget_per_hour:
         raise broken_rule(
-            f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas of both pools, with their "
-            f"on_demand_floor: {least:g}"
+            f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas and warm_standby of both pools, with "
+            f"their on_demand_floor: {least:g}"
         )
 
 
+def _check_slices(name: PoolName, pool: _Pool) -> None:
+    for number, one in enumerate(pool.classes):
+        gpus = one.gpus_or(pool.gpus_per_replica)
+        if gpus > 1 and is_slices(one.gpu):
+            field = f"{name}.classes.{number}.gpus_per_replica"
+            raise broken_rule(
+                f"{field} ({gpus}) must be 1 with gpu {one.gpu!r}: CUDA shows a process one slice"
+            )
+
+
 def least_price_per_hour(pools: Sequence[_Pool], least: Sequence[int]) -> float:
-    """What the cheapest replicas for these capacities cost for an hour."""
-    return sum(
-        cheapest_mix(offers_of(pool.classes), units, floor=pool.floor.within(units)).price_per_hour
-        for pool, units in zip(pools, least, strict=True)
-    )
+    """What the cheapest replicas for these capacities cost for an hour, with standbys."""
+    price = 0.0
+    for pool, units in zip(pools, least, strict=True):
+        offers = offers_of(pool.classes)
+        mix = cheapest_mix(offers, units, floor=pool.floor.within(units))
+        price += mix.price_per_hour + cheapest_mix(without(offers, mix), pool.warm_standby).price_per_hour
+    return price
+
+
+def least_gpus(pools: Sequence[_Pool], least: Sequence[int]) -> int:
+    """The fewest GPUs for these capacities, with standbys."""
+    gpus = 0
+    for pool, units in zip(pools, least, strict=True):
+        if not pool.classes:
+            gpus += (units + pool.warm_standby) * pool.gpus_per_replica
+            continue
+        offers = offers_of(pool.classes, gpus_each=pool.gpus_per_replica)
+        mix = leanest_mix(offers, units, pool.floor.within(units))
+        gpus += mix.gpus + leanest_mix(without(offers, mix), pool.warm_standby).gpus
+    return gpus

@@ -20,8 +20,10 @@ class ReplicaClass(PolicyModel):
     name: ReplicaClassName
     """Its name: 1 to 32 of a-z, 0-9 and inner dashes. Workers report it (`replica_class`); Docker finds the container
     to copy by its label `splitserve.class`, Kubernetes the workload by its name."""
-    gpu: Annotated[str, Field(max_length=64)] = ""
-    """What it runs on, for people: "H100", "MIG 3g.40gb"."""
+    gpu: Annotated[str, Field(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9 .,+()/_-]*)?$")] = ""
+    """The kind of its GPUs: words of what the driver calls them, such as "H100", "A100 80GB" or, for slices,
+    "MIG 3g.40gb" (docs/gpus.md). On Docker and under `splitserve up` it gets only such. Default: any. On Kubernetes,
+    and where no GPUs are given out, it is for people."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=64)] | None = None
     """GPUs of one replica. Default: the pool's `gpus_per_replica`."""
     price_per_hour: Annotated[float, Field(ge=0, le=1e6)]
@@ -36,6 +38,10 @@ class ReplicaClass(PolicyModel):
     worker_options: tuple[Annotated[str, Field(max_length=256)], ...] = ()
     """Under `splitserve up`: options that its workers are started with beside those of the cluster, such as
     `[--engine.threads, "2"]`."""
+
+    def gpus_or(self, of_pool: int) -> int:
+        """GPUs of one replica, where those of the pool have so many."""
+        return of_pool if self.gpus_per_replica is None else self.gpus_per_replica
 
 
 class ClassedPool(PolicyModel):

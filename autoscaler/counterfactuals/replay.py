@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from autoscaler.classes.class_plan import gpus_of
+from autoscaler.classes.class_demand import gpus_of
 from autoscaler.counterfactuals.recorded_window import RecordedWindow
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import load_policy

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from autoscaler.classes.class_plan import expected_shares, in_units
+from autoscaler.classes.class_demand import expected_shares
+from autoscaler.classes.class_plan import in_units
 from autoscaler.decisions.decision import AchievedShare, ExpectedShare
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot

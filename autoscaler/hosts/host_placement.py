@@ -54,7 +54,8 @@ def choose_host(
     one has none.
 
     `silent` hosts do not answer and are no places. Raises ResourceExhaustedError (NO_GPU, NO_ROOM) or
-    FailedPreconditionError (NO_TEMPLATE, WORKER_KIND), each with every host's reason, if no host has room.
+    FailedPreconditionError (NO_TEMPLATE, WORKER_KIND; GPU_KIND with field `gpu`), each with every host's reason, if no
+    host has room.
     """
     fit = [candidate for candidate in candidates if candidate.room.replicas > 0]
     if not fit:
@@ -84,4 +85,7 @@ def _nowhere(pool: PoolName, candidates: Sequence[HostCandidate], silent: Sequen
         return FailedPreconditionError(message, reason="NO_TEMPLATE")
     if reasons == {WORKER_KIND} and not silent:
         return FailedPreconditionError(message, reason=WORKER_KIND, field="workers")
-    return ResourceExhaustedError(message, reason="NO_GPU" if reasons == {"NO_GPU"} else "NO_ROOM")
+    if reasons == {"GPU_KIND"} and not silent:
+        return FailedPreconditionError(message, reason="GPU_KIND", field="gpu")
+    of_gpus = bool(reasons) and reasons <= {"NO_GPU", "GPU_KIND"} and "NO_GPU" in reasons
+    return ResourceExhaustedError(message, reason="NO_GPU" if of_gpus else "NO_ROOM")

@@ -111,7 +111,7 @@ class DockerHost(Settings):
     address: Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9.:_-]{0,252}$")]
     """Host name or IP address at which workers of other hosts and the coordinators reach this host."""
     gpus: GpuGroups = ""
-    """GPUs that replicas may get, as of `docker.gpus`; `auto` asks the host itself."""
+    """GPUs that replicas may get, as of `docker.gpus`; `auto` asks the host itself, for their kinds too."""
     replicas_per_gpu: Annotated[int, Field(ge=1, le=16)] = 1
     """How many replicas may share one GPU."""
     max_replicas: Annotated[int, Field(ge=1, le=1024)] = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 from docker import APIClient
@@ -42,6 +43,7 @@ def probed_inventory(client: APIClient, project: str, replicas_per_gpu: int) -> 
         "host.inventory",
         level=logging.WARNING if why else logging.INFO,
         gpus=inventory.gpus,
+        kinds=dict(Counter(inventory.kinds.values())),
         nvlink_pairs=sorted(sorted(pair) for pair in inventory.links),
         nics=nics,
         error=why or None,

@@ -11,7 +11,7 @@ from autoscaler.hosts.hosts_actuator import HostsActuator
 from autoscaler.hosts.inventory_file import DockerHost, load_hosts
 from autoscaler.hosts.inventory_probe import probed_inventory
 from splitserve.config.autoscaler import DockerConfig
-from splitserve.config.gpu_list import AUTO, gpu_groups
+from splitserve.config.gpu_list import AUTO
 from splitserve.errors import ConfigError
 from splitserve.gpus.inventory import GpuInventory
 
@@ -39,7 +39,7 @@ def _actuator(host: DockerHost, config: DockerConfig, model: str) -> DockerActua
     if host.gpus == AUTO:
         ask = _asker(config.project, host.replicas_per_gpu)
     else:
-        gpus = GpuInventory.of_groups(gpu_groups(host.gpus), host.replicas_per_gpu)
+        gpus = GpuInventory.listed(host.gpus, host.replicas_per_gpu)
     limits = HostLimits(network, host.max_replicas, ask)
     return DockerActuator(engine, config.project, gpus, model, limits, puller)
 

@@ -18,10 +18,10 @@ def link_carries(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
 
 def gpu_budget(policy: ScalingPolicy, snapshot: Snapshot) -> int | None:
     """GPUs for both pools: the policy's, else the actuator's inventory and what workers of others have beside it."""
+    if policy.prefill.classes or policy.decode.classes:
+        return None  # units are no GPUs: the mixes of classes keep a budget
     if policy.gpu_budget is not None or snapshot.gpu_inventory is None:
         return policy.gpu_budget
-    if policy.prefill.classes or policy.decode.classes:
-        return None  # units are no GPUs: `max_replicas` of each class says how many there are
     return snapshot.gpu_inventory + sum(
         pool.gpus_per_replica * sum(not r.ours and r.state not in LEAVING for r in replicas)
         for pool, replicas in (

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from autoscaler.classes.class_rules import check_classes
+from autoscaler.classes.class_rules import check_classes, least_gpus
 from autoscaler.classes.replica_class import BudgetedPolicy, ClassedPool
 from autoscaler.policies.behavior import (
     HPA_DOWN,
@@ -42,7 +42,8 @@ class PoolPolicy(ClassedPool):
     NVLink together (docs/gpus.md); 0: none, as on a machine without GPUs. On Kubernetes the pod's limits must say the
     same. vLLM's tensor parallel size, where it is given, must be equal to it; the torch engine takes one."""
     warm_standby: Annotated[int, Field(ge=0, le=10_000)] = 0
-    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs."""
+    """Replicas beside those in rotation that are loaded and connected. They join at once and occupy GPUs. With
+    `classes` units, carried by the cheapest replicas."""
     sleep: bool = False
     """Let the replicas of `warm_standby` sleep: they give up the memory of their KV, and wake up within about a second
     when they are to join. At zero they are what the pool keeps."""
@@ -206,9 +207,10 @@ class ScalingPolicy(BudgetedPolicy):
     """What is started: workers of one pool, or neutral ones, which serve both and lean to the pool that they are
     started for. Those change sides before one is started; the bounds of a pool count them where they lean."""
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """GPUs that both pools may take together, standby included. Default: the actuator's inventory (`docker.gpus`, or
-    the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget where it has none, as
-    on Kubernetes."""
+    """GPUs that both pools may take together, standby included. With `classes`, which both pools must have then, each
+    replica counts the GPUs of its class. Default with `classes`: no budget; without: the actuator's inventory
+    (`docker.gpus`, or the GPUs of `splitserve up`'s machine) and those of workers that it did not start; no budget
+    where it has none, as on Kubernetes."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 5.0
     """Time between decisions."""
     idle_s: Seconds = 300.0
@@ -262,9 +264,8 @@ class ScalingPolicy(BudgetedPolicy):
 
     @property
     def least_gpus(self) -> int:
-        """GPUs of both pools at the fewest replicas that can serve."""
-        pools = zip((self.prefill, self.decode), self.least_awake, strict=True)
-        return sum((least + pool.warm_standby) * pool.gpus_per_replica for pool, least in pools)
+        """GPUs of both pools at the fewest replicas that can serve, with standbys."""
+        return least_gpus((self.prefill, self.decode), self.least_awake)
 
 
 def load_policy(path: Path) -> ScalingPolicy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoscaler.classes.class_plan import MOST_RUNGS, expected_shares, weight_of
+from autoscaler.classes.class_demand import MOST_RUNGS, expected_shares, weight_of
 from autoscaler.plan import Proposals, joint_plan
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.sharing.shared_view import GpuShare

@@ -19,7 +19,7 @@ from autoscaler.actuators.actuator import (
     counted,
     where_they_lean,
 )
-from autoscaler.classes.class_plan import gpus_of
+from autoscaler.classes.class_demand import gpus_of
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.shared_account import Holding, SharedAccount

@@ -107,7 +107,8 @@ def check_shared(shared: SharedModels, policies: Mapping[str, ScalingPolicy]) ->
     if shared.budget_per_hour is not None and least > shared.budget_per_hour:
         raise _broken(
             "budget_per_hour",
-            f"({shared.budget_per_hour:g}) must hold min_replicas of all models, with their on_demand_floor: {least:g}",
+            f"({shared.budget_per_hour:g}) must hold min_replicas and warm_standby of all models, with their "
+            f"on_demand_floor: {least:g}",
         )
     gpus = sum(rules.least_gpus for rules in policies.values())
     if shared.gpu_budget is not None and gpus > shared.gpu_budget:
@@ -123,6 +124,11 @@ def check_shared(shared: SharedModels, policies: Mapping[str, ScalingPolicy]) ->
 def _check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None:
     if rules.budget_per_hour is not None:
         raise _broken("budget_per_hour", f"belongs into the file of models, not into the policy of {model}")
+    if rules.gpu_budget is not None and any(pool.classes for pool in rules.pools.values()):
+        raise _broken(
+            "gpu_budget",
+            f"({rules.gpu_budget}) of the policy of {model} is for one model alone with classes: give class_limits",
+        )
     for name, pool in rules.pools.items():
         if shared.budget_per_hour is not None and not pool.classes:
             raise _broken(

@@ -31,6 +31,7 @@ class PoolMix:
     cost_per_hour: float
     on_demand_cost_per_hour: float | None
     """Without spot machines; None where the other classes do not give so much."""
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ def mix_bill(policy: ScalingPolicy, split: Prediction, trace: Trace) -> MixBill:
     """The bill of two pools that serve this trace for ever.
 
     All pools must have classes. Raises FailedPreconditionError: TOO_FEW_REPLICAS where they give fewer units than the
-    plan has, TOO_DEAR where they cost more than the policy's budget."""
+    plan has, TOO_DEAR where they cost more than the policy's budget, TOO_FEW_GPUS where they take more than its
+    `gpu_budget`."""
     pools = (
         _mixed("prefill", policy.prefill, split.candidate.prefill),
         _mixed("decode", policy.decode, split.candidate.decode),
@@ -64,6 +66,10 @@ def mix_bill(policy: ScalingPolicy, split: Prediction, trace: Trace) -> MixBill:
             f"policy: {split.candidate.name} costs {cost:g} an hour, the budget is {policy.budget_per_hour:g}"
         )
         raise FailedPreconditionError(message, reason="TOO_DEAR", field="policy")
+    gpus = sum(one.gpus for one in pools)
+    if policy.gpu_budget is not None and gpus > policy.gpu_budget:
+        message = f"policy: {split.candidate.name} takes {gpus} GPUs, the budget is {policy.gpu_budget}"
+        raise FailedPreconditionError(message, reason="TOO_FEW_GPUS", field="policy")
     plain = [one.on_demand_cost_per_hour for one in pools]
     on_demand = None if None in plain else sum(each for each in plain if each is not None)
     tokens = sum(one.prompt_tokens + one.output_tokens for one in trace.requests)
@@ -78,13 +84,15 @@ def mix_bill(policy: ScalingPolicy, split: Prediction, trace: Trace) -> MixBill:
 
 
 def _mixed(name: str, pool: AnyPool, units: int) -> PoolMix:
-    mix = cheapest_mix(offers_of(pool.classes), units, floor=pool.floor.within(units))
+    offers = offers_of(pool.classes, gpus_each=pool.gpus_per_replica)
+    mix = cheapest_mix(offers, units, floor=pool.floor.within(units))
     if mix.units < units - 1e-9:
         message = f"policy: the classes of {name} give {mix.units:g} units, the plan has {units}"
         raise FailedPreconditionError(message, reason="TOO_FEW_REPLICAS", field="policy")
     counts = dict(zip((one.name for one in pool.classes), mix.counts, strict=True))
     on_demand = sum(counts[one.name] * one.speed for one in pool.classes if not one.spot)
-    return PoolMix(units, counts, on_demand, mix.price_per_hour, _on_demand_cost(pool.classes, units))
+    without_spot = _on_demand_cost(pool.classes, units)
+    return PoolMix(units, counts, on_demand, mix.price_per_hour, without_spot, mix.gpus)
 
 
 def _on_demand_cost(classes: Sequence[ReplicaClass], units: int) -> float | None:

@@ -208,8 +208,8 @@ async def run_cluster(
         given = (config, start) if scaling is None else (start,)
         make = partial(worker_spec if scaling is None else scaling.worker_spec, *given)
         lean = partial(neutral_spec if scaling is None else scaling.neutral_spec, *given)
-        pinned, neutral = worker_specs(config, inventory, make), neutral_specs(config, inventory, lean)
-        specs = [*coordinator_specs(config, start), *pinned, *neutral]
+        pinned = worker_specs(config, inventory, make, {} if scaling is None else scaling.gpu_kinds)
+        specs = [*coordinator_specs(config, start), *pinned, *neutral_specs(config, inventory, lean)]
         line = _ready_line(config, cluster_target(config))
         display = stack.enter_context(ClusterDisplay(specs, line, log_dir))
         async with AsyncClient(parts_target(config), security=security) as client:

@@ -48,14 +48,14 @@ class Inventory:
     gpus: GpuInventory = field(default_factory=GpuInventory)
     _taken: dict[str, tuple[int, str, Place]] = field(default_factory=dict)
 
-    def take(self, name: str, pool: str, gpus: int = 1) -> Place:
-        """Assigns the worker the share with the fewest users, the first among equals, and so many GPUs.
+    def take(self, name: str, pool: str, gpus: int = 1, kind: str = "") -> Place:
+        """Assigns the worker the share with the fewest users, the first among equals, and so many GPUs of this kind.
 
         Raises as `choose_gpus`. On a machine without GPUs the settings decide on the device.
         """
         users = Counter(number for number, _, _ in self._taken.values())
         number = min(range(len(self.shares)), key=lambda n: users[n])
-        own = choose_gpus(self.gpus, self._uses(), pool, gpus) if self.gpus.gpus else None
+        own = choose_gpus(self.gpus, self._uses(), pool, gpus, kind) if self.gpus.gpus else None
         place = Place(self.shares[number], own)
         self._taken[name] = number, pool, place
         return place

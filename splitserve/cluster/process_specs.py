@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Literal
 
 from splitserve.addresses import join_address, reachable_host
@@ -201,11 +202,17 @@ def neutral_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecM
     return specs
 
 
-def worker_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker) -> list[ChildSpec]:
-    """The initial workers of both pools, each with its GPUs; none where the cluster has neutral workers.
+def worker_specs(
+    config: ClusterConfig,
+    inventory: Inventory,
+    make: WorkerSpecMaker,
+    kinds: Mapping[Pool, str] = MappingProxyType({}),
+) -> list[ChildSpec]:
+    """The initial workers of both pools, each with its GPUs, by `kinds` only such; none where the cluster has neutral
+    workers.
 
     Raises ConfigError for a number of GPUs that the engine cannot use, ResourceExhaustedError (NO_GPU) where the
-    machine has too few.
+    machine has too few, FailedPreconditionError (GPU_KIND) where it has none of a kind.
     """
     if config.workers is not None:
         return []
@@ -219,13 +226,15 @@ def worker_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMa
             check_gpu_count(config.engine.kind, config.engine.engine_args, gpus, f"{pool}_gpus")
         for number in range(workers):
             name = f"{pool}-{number}"
-            specs.append(make(pool, name, _take(inventory, config, pool, name, gpus)))
+            specs.append(make(pool, name, _take(inventory, config, pool, name, gpus, kinds.get(pool, ""))))
     return specs
 
 
-def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, gpus: int) -> Place:
+def _take(
+    inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, gpus: int, of_kind: str = ""
+) -> Place:
     try:
-        return inventory.take(name, kind, gpus)
+        return inventory.take(name, kind, gpus, of_kind)
     except ResourceExhaustedError as error:
         who, wanted = (
             f"{config.prefill} prefill and {config.decode} decode",

@@ -56,7 +56,8 @@ class DockerConfig(Settings):
     used. Default: one Engine."""
     gpus: Annotated[GpuGroups, Option(metavar="0,1;2,3|auto", env="SPLITSERVE_GPUS")] = ""
     """GPUs for Docker replicas: numbers as `nvidia-smi -L` prints them, UUIDs, or UUIDs of MIG slices. Semicolons stand
-    between groups that share NVLink. `auto`: all GPUs of the autoscaler's machine, as NVIDIA's driver shows them to
+    between groups that share NVLink; a group may begin with its kind, `H100=0,1;L40S=2,3`, for classes that name one
+    (`gpu`). `auto`: all GPUs of the autoscaler's machine, as NVIDIA's driver shows them to
     it (`pip install 'splitserve[nvml]'`). Default: replicas get none."""
     replicas_per_gpu: Annotated[int, Field(ge=1, le=16), Option(env="SPLITSERVE_REPLICAS_PER_GPU")] = 1
     """How many replicas may share one GPU; above 1 with MPS, for a prefill and a decode worker on one GPU

@@ -1,4 +1,4 @@
-"""Lists of GPUs as text, such as "0,1", "MIG-…" or "0,1;2,3"."""
+"""Lists of GPUs as text, such as "0,1", "MIG-…", "0,1;2,3" or "H100=0,1;L40S=2,3"."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from splitserve.errors import InvalidArgumentError
 AUTO = "auto"
 MAX_GPUS = 256
 """GPUs and MIG slices of one machine: 16 GPUs of 7 slices, and room."""
+_KIND = re.compile(r"^[A-Za-z0-9][A-Za-z0-9 .+()/_-]{0,63}$")
 _NAME = re.compile(r"^(\d{1,3}|(GPU|MIG)-[A-Za-z0-9][A-Za-z0-9/-]{0,99})$")
 
 
@@ -33,9 +34,27 @@ def gpu_names(text: str) -> tuple[str, ...]:
 
 def gpu_groups(text: str) -> tuple[tuple[str, ...], ...]:
     """The groups in "0,1;2,3", which share NVLink. Raises InvalidArgumentError as `gpu_names`, for all together."""
-    groups = tuple(gpu_names(group) for group in text.split(";"))
-    gpu_names(",".join(name for group in groups for name in group))
-    return tuple(group for group in groups if group)
+    return tuple(names for _, names in _groups(text))
+
+
+def gpu_kinds(text: str) -> dict[str, str]:
+    """The kinds in "H100=0,1;L40S=2,3", by name of the GPU; without those of which none is given. Raises as
+    `gpu_groups`."""
+    return {name: kind for kind, names in _groups(text) for name in names if kind}
+
+
+def _groups(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Kind and names of each."""
+    found = []
+    for group in text.split(";"):
+        kind, mark, names = group.rpartition("=")
+        if mark and not _KIND.match(kind.strip()):
+            raise _bad(f"{kind.strip()[:80]!r} is no kind of GPU; write KIND=0,1, as H100=0,1")
+        if mark and not names.strip():
+            raise _bad(f"no GPU is named for the kind {kind.strip()!r}")
+        found.append((kind.strip(), gpu_names(names)))
+    gpu_names(",".join(name for _, names in found for name in names))
+    return [(kind, names) for kind, names in found if names]
 
 
 def _checked(text: str) -> str:
@@ -62,4 +81,4 @@ Gpus = Annotated[
 ]
 """Names of GPUs; also accepts text."""
 GpuGroups = Annotated[str, AfterValidator(_checked)]
-"""Groups of GPUs as text, or "auto"."""
+"""Groups of GPUs as text, with or without their kinds, or "auto"."""

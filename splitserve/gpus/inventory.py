@@ -1,4 +1,4 @@
-"""The GPUs of a machine that replicas may get, and which of them share NVLink. Pure."""
+"""The GPUs of a machine that replicas may get, of which kinds they are, and which share NVLink. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Self
+
+from splitserve.config.gpu_list import gpu_groups, gpu_kinds
+from splitserve.errors import FailedPreconditionError
+from splitserve.gpus.kinds import is_of_kind, kinds_there
 
 MIG_PREFIX = "MIG-"
 
@@ -26,12 +30,19 @@ class GpuInventory:
     """Other names of GPUs: by UUID, the name in `gpus`."""
     replicas_per_gpu: int = 1
     """How many replicas may share one GPU. Above 1 only where that was asked for, as with MPS."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """By name, what the driver or the operator calls each: "NVIDIA L40S"."""
 
     @classmethod
     def of_groups(cls, groups: Sequence[Sequence[str]], replicas_per_gpu: int = 1) -> Self:
         """Of groups whose members are all linked with each other."""
         links = frozenset(frozenset(pair) for group in groups for pair in combinations(group, 2))
         return cls(tuple(gpu for group in groups for gpu in group), links, {}, replicas_per_gpu)
+
+    @classmethod
+    def listed(cls, text: str, replicas_per_gpu: int = 1) -> Self:
+        """Of a list such as "H100=0,1;L40S=2,3". Raises InvalidArgumentError as `gpu_groups`."""
+        return replace(cls.of_groups(gpu_groups(text), replicas_per_gpu), kinds=gpu_kinds(text))
 
     @property
     def capacity(self) -> int:
@@ -46,4 +57,22 @@ class GpuInventory:
         """The named ones alone, in this order, as CUDA_VISIBLE_DEVICES restricts a process. Others are left out."""
         kept = tuple(name for name in dict.fromkeys(self.named(names)) if name in self.gpus)
         links = frozenset(pair for pair in self.links if pair <= set(kept))
-        return replace(self, gpus=kept, links=links)
+        kinds = {name: self.kinds[name] for name in kept if name in self.kinds}
+        return replace(self, gpus=kept, links=links, kinds=kinds)
+
+    def of_kind(self, wanted: str) -> GpuInventory:
+        """Those of this kind alone; all without one. Raises FailedPreconditionError (GPU_KIND, field `gpu`) where there
+        is none of it."""
+        if not wanted:
+            return self
+        kinds = {name: self.kinds.get(name, "") for name in self.gpus}
+        kept = [name for name, kind in kinds.items() if is_of_kind(wanted, kind, is_slice=is_mig(name))]
+        if kept:
+            return self.restricted_to(kept)
+        there = f"there are {kinds_there(kinds.values())}"
+        if not any(kinds.values()):
+            there = (
+                "nobody says of which they are: list them as KIND=0,1, or let the driver be asked (`auto`)"
+            )
+        message = f"gpu: none of the {len(self.gpus)} GPUs is of the kind {wanted!r}; {there}"
+        raise FailedPreconditionError(message, reason="GPU_KIND", field="gpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from splitserve.errors import UnavailableError
 from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.kinds import MAX_KIND, is_slices
 
 NVLINK = 2
 """NVML_P2P_CAPS_INDEX_NVLINK"""
@@ -39,6 +40,9 @@ class NvmlLibrary(Protocol):
     def nvmlDeviceGetUUID(self, handle: Any) -> str | bytes:
         """Of a GPU or a MIG slice."""
 
+    def nvmlDeviceGetName(self, handle: Any) -> str | bytes:
+        """The product's name; of a MIG slice with its profile."""
+
     def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
         """The current mode and the one after a reset. NVMLError where there is no such mode."""
 
@@ -57,12 +61,13 @@ class _Found:
     handle: Any
     index: int
     uuid: str
-    slices: tuple[str, ...] | None
-    """UUIDs of its MIG slices; None if it is not in MIG mode."""
+    kind: str
+    slices: Mapping[str, str] | None
+    """Kinds of its MIG slices by UUID; None if it is not in MIG mode."""
 
 
 def driver_inventory(replicas_per_gpu: int = 1, library: NvmlLibrary | None = None) -> GpuInventory:
-    """All GPUs of this machine by their numbers, and the pairs that share NVLink.
+    """All GPUs of this machine by their numbers, with their kinds, and the pairs that share NVLink.
 
     Of a GPU in MIG mode its slices, by UUID; as soon as there is one, all GPUs go by UUID, because CUDA then numbers
     them in another way. Raises UnavailableError (NO_NVML) without the package or the driver.
@@ -78,12 +83,14 @@ def driver_inventory(replicas_per_gpu: int = 1, library: NvmlLibrary | None = No
             for one, other in combinations(whole, 2)
             if _linked(nvml, one.handle, other.handle)
         )
-    gpus = tuple(
-        name for gpu in found for name in (gpu.slices if gpu.slices is not None else (names[gpu.uuid],))
-    )
+    kinds = {
+        name: kind
+        for gpu in found
+        for name, kind in (gpu.slices if gpu.slices is not None else {names[gpu.uuid]: gpu.kind}).items()
+    }
     aliases = {gpu.uuid: str(gpu.index) for gpu in whole} if numbered else {}
     aliases |= {} if numbered else {str(gpu.index): gpu.uuid for gpu in whole}
-    return GpuInventory(gpus, links, aliases, replicas_per_gpu)
+    return GpuInventory(tuple(kinds), links, aliases, replicas_per_gpu, kinds)
 
 
 def load_library() -> Any:
@@ -114,23 +121,33 @@ def _opened(nvml: NvmlLibrary) -> Iterator[None]:
 
 def _read(nvml: NvmlLibrary, index: int) -> _Found:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    return _Found(handle, index, _text(nvml.nvmlDeviceGetUUID(handle)), _slices(nvml, handle))
+    kind = _kind(nvml, handle)
+    return _Found(handle, index, _text(nvml.nvmlDeviceGetUUID(handle)), kind, _slices(nvml, handle, kind))
 
 
-def _slices(nvml: NvmlLibrary, handle: Any) -> tuple[str, ...] | None:
+def _kind(nvml: NvmlLibrary, handle: Any) -> str:
+    try:
+        return _text(nvml.nvmlDeviceGetName(handle)).strip()[:MAX_KIND]
+    except nvml.NVMLError:  # it serves all the same, where nobody asks for a kind
+        return ""
+
+
+def _slices(nvml: NvmlLibrary, handle: Any, whole: str) -> Mapping[str, str] | None:
     try:
         if nvml.nvmlDeviceGetMigMode(handle)[0] != MIG_ENABLED:
             return None
     except nvml.NVMLError:  # a GPU without MIG
         return None
-    uuids = []
+    found = {}
     for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         try:
             part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
         except nvml.NVMLError:  # fewer slices than it could have
             continue
-        uuids.append(_text(nvml.nvmlDeviceGetUUID(part)))
-    return tuple(uuids)
+        kind = _kind(nvml, part)
+        # A driver that leaves the profile out must not make a slice look like a whole GPU.
+        found[_text(nvml.nvmlDeviceGetUUID(part))] = kind if is_slices(kind) else f"{kind or whole} MIG"
+    return found
 
 
 def _linked(nvml: NvmlLibrary, one: Any, other: Any) -> bool:

@@ -22,18 +22,21 @@ class GpuUse:
     gpus: tuple[str, ...]
 
 
-def choose_gpus(inventory: GpuInventory, uses: Iterable[GpuUse], pool: str, count: int) -> tuple[str, ...]:
-    """`count` GPUs for a replica of this pool, in the inventory's order; () for 0.
+def choose_gpus(
+    inventory: GpuInventory, uses: Iterable[GpuUse], pool: str, count: int, kind: str = ""
+) -> tuple[str, ...]:
+    """`count` GPUs for a replica of this pool, in the inventory's order; () for 0. With a `kind` only such.
 
     None of them is one that already has `replicas_per_gpu` replicas. Among the rest the set is chosen by, in this
-    order: fewest replicas of the same pool that share it, fewest at all, most NVLink pairs inside, fewest NVLink
-    pairs with free GPUs that it breaks up, the inventory's order.
+    order: fewest kinds in it, fewest replicas of the same pool that share it, fewest at all, most NVLink pairs inside,
+    fewest NVLink pairs with free GPUs that it breaks up, the inventory's order.
 
     Raises ResourceExhaustedError (NO_GPU) if too few are free, FailedPreconditionError (MIG_GROUP) for several MIG
-    slices, of which CUDA shows a process only one.
+    slices, of which CUDA shows a process only one, and (GPU_KIND) where there is none of this kind.
     """
     if count == 0:
         return ()
+    inventory = inventory.of_kind(kind)
     there = _Uses(inventory, uses)
     free = [gpu for gpu in inventory.gpus if there.count(gpu) < inventory.replicas_per_gpu]
     whole = [gpu for gpu in free if count == 1 or not is_mig(gpu)]
@@ -41,19 +44,20 @@ def choose_gpus(inventory: GpuInventory, uses: Iterable[GpuUse], pool: str, coun
         message = f"a replica takes {count} GPUs, and CUDA shows a process only one MIG slice"
         raise FailedPreconditionError(message, reason="MIG_GROUP", field="gpus_per_replica")
     if len(whole) < count:
-        raise _none_free(inventory, len(whole), count)
+        raise _none_free(inventory, len(whole), count, kind)
     unused = [gpu for gpu in whole if there.count(gpu) == 0]
     # Used ones only where the unused ones do not do: they are what sharing is for.
     shared = sorted(set(whole) - set(unused), key=lambda gpu: (there.count(gpu, pool), there.count(gpu)))
     candidates = set((unused + shared)[: max(MAX_CANDIDATES, count)])
     ordered = [gpu for gpu in whole if gpu in candidates]
 
-    def cost(chosen: tuple[str, ...]) -> tuple[int, int, int, int]:
+    def cost(chosen: tuple[str, ...]) -> tuple[int, ...]:
+        kinds = len({inventory.kinds.get(gpu, "") for gpu in chosen})
         inside = sum(frozenset(pair) in inventory.links for pair in combinations(chosen, 2))
         left = [gpu for gpu in unused if gpu not in chosen]
         broken = sum(frozenset((gpu, other)) in inventory.links for gpu in chosen for other in left)
         same = sum(there.count(gpu, pool) for gpu in chosen)
-        return same, sum(there.count(gpu) for gpu in chosen), -inside, broken
+        return kinds, same, sum(there.count(gpu) for gpu in chosen), -inside, broken
 
     return min(combinations(ordered, count), key=cost)
 
@@ -78,8 +82,9 @@ def taken(inventory: GpuInventory, uses: Sequence[GpuUse]) -> int:
     return sum(gpu in inventory.gpus for use in uses for gpu in inventory.named(use.gpus))
 
 
-def _none_free(inventory: GpuInventory, free: int, count: int) -> ResourceExhaustedError:
-    what = f"{free or 'none'} of the {len(inventory.gpus)} GPUs {'are' if free > 1 else 'is'} free"
+def _none_free(inventory: GpuInventory, free: int, count: int, kind: str) -> ResourceExhaustedError:
+    gpus = f"{len(inventory.gpus)} GPUs" + (f" of the kind {kind!r}" if kind else "")
+    what = f"{free or 'none'} of the {gpus} {'are' if free > 1 else 'is'} free"
     if count > 1:
         what += f", a replica takes {count}"
     return ResourceExhaustedError(what, reason="NO_GPU")

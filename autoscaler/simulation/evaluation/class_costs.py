@@ -20,6 +20,8 @@ class ClassCost:
     name: str
     replica_hours: float
     price_per_hour: float
+    gpus: int = 0
+    """Of one replica."""
 
     @property
     def money(self) -> float:
@@ -40,11 +42,17 @@ class RunCost:
         """Of the whole run."""
         return sum(one.money for one in self.classes)
 
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run."""
+        return sum(one.replica_hours * one.gpus for one in self.classes)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "money": round(self.money, 4),
             "money_per_hour": round(self.money / self.hours, 4) if self.hours else None,
+            "gpu_hours": round(self.gpu_hours, 4),
             "classes": [
                 {
                     "pool": one.pool,
@@ -63,7 +71,9 @@ class RunCost:
             f"{one.pool}: {one.replica_hours:.2f} h of {one.name} at {one.price_per_hour:g} = {one.money:.2f}"
             for one in self.classes
         ]
-        return [f"bill: {self.money:.2f}, {self.money / max(self.hours, 1e-9):.2f} an hour", *parts]
+        hour = max(self.hours, 1e-9)
+        gpus = f"GPU-hours: {self.gpu_hours:.2f}, {self.gpu_hours / hour:.2f} GPUs on average"
+        return [f"bill: {self.money:.2f}, {self.money / hour:.2f} an hour", *parts, gpus]
 
 
 def speeds_of(policy: ScalingPolicy) -> Mapping[PoolName, Mapping[str, float]]:
@@ -79,7 +89,13 @@ def spot_of(policy: ScalingPolicy) -> Mapping[PoolName, Collection[str]]:
 def cost_of(outcome: Outcome, policy: ScalingPolicy) -> RunCost | None:
     """The cost of a run of this policy; None where it has no classes."""
     classes = tuple(
-        ClassCost(name, one.name, outcome.class_hours[name].get(one.name, 0.0), one.price_per_hour)
+        ClassCost(
+            name,
+            one.name,
+            outcome.class_hours[name].get(one.name, 0.0),
+            one.price_per_hour,
+            one.gpus_or(pool.gpus_per_replica),
+        )
         for name, pool in policy.pools.items()
         for one in pool.classes
     )

@@ -159,17 +159,24 @@ def _bill_lines(bill: Mapping[str, Any] | None) -> Iterator[str]:
     if not bill:
         return
     parts = [
-        f"{one['wanted']} {one['name']} at {one['price_per_hour']:g}{_on_spot(one)} (of {one['there']})"
+        f"{one['wanted']} {one['name']} at {one['price_per_hour']:g}{_on_spot(one)}{_resting(one)} (of {one['there']})"
         for one in bill["classes"]
     ]
     yield f"    bill: {bill['wanted_per_hour']:.4g} an hour: {' + '.join(parts)}; now {bill['there_per_hour']:.4g}"
     less = bill["wanted_per_hour"] - bill["fewer_per_hour"]
     more = bill["more_per_hour"] - bill["wanted_per_hour"]
+    if bill.get("wanted_gpus") or bill.get("there_gpus"):
+        each = ", ".join(f"{one['name']} {one['gpus']}" for one in bill["classes"])
+        yield f"    GPUs: {bill['wanted_gpus']} wanted, now {bill['there_gpus']} ({each} a replica)"
     yield f"    one unit more costs {more:.4g} an hour, one less saves {less:.4g}"
 
 
 def _on_spot(one: Mapping[str, Any]) -> str:
     return " on spot machines" if one.get("spot") else ""
+
+
+def _resting(one: Mapping[str, Any]) -> str:
+    return f" + {one['standby']} on standby" if one.get("standby") else ""
 
 
 def _replay_lines(replays: list[Mapping[str, Any]]) -> Iterator[str]:

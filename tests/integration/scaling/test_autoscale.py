@@ -294,3 +294,37 @@ async def test_a_notice_is_answered_at_once_by_a_replica_of_its_class(tmp_path: 
         assert before.items() & after.items() == {(n, k) for n, k in before.items() if n != taken}
     assert not up.failures
     assert up.done["light"] > 0
+
+
+async def test_classes_share_gpus_and_a_standby_of_the_cheapest_joins_at_once(tmp_path: Path) -> None:
+    """Of five GPUs decode has four: for three units and a standby of small ones, and not for four and one."""
+    small = {"name": "small", "price_per_hour": 1, "gpus_per_replica": 1}
+    large = {"name": "large", "price_per_hour": 5, "gpus_per_replica": 2, "speed": 3}
+    pool = {"kind": "schedule", "cold_start_s": 3, "drain_s": 10, "max_replicas": 6}
+    decode = pool | {"classes": [small, large], "min_replicas": 3, "warm_standby": 1}
+    policy = {"interval_s": 0.25, "lend_decode": False, "gpu_budget": 5, "decode": decode}
+    policy |= {"prefill": pool | {"min_replicas": 1, "classes": [small]}}
+    async with running(tmp_path, policy=policy) as up, AsyncClient(up.target) as client:
+
+        async def until(**wanted: int) -> set[str]:
+            """The decode workers that serve, once so many are in each state, and no more than may be."""
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    there = [w for w in (await client.server_info()).workers if w.pool == "decode"]
+                    assert len(there) <= 4, there
+                    states = Counter("ready" if w.state in SERVING_STATES else w.state for w in there)
+                    if states == wanted:
+                        return {w.worker_id for w in there if w.state in SERVING_STATES}
+                    await asyncio.sleep(0.05)
+
+        async with up.traffic("light", 2, 16, 20):
+            before = await until(ready=3, standby=1)
+            more = policy | {"decode": decode | {"min_replicas": 4}}
+            (tmp_path / "policy.yaml").write_text(yaml.safe_dump(more))
+            after = await until(ready=4)
+            assert before < after
+            assert "decode-4" not in after, "nothing was started for it"
+            log = (tmp_path / "up.log").read_text()
+            assert "4 small for 4 an hour; none on standby" in log
+    assert not up.failures
+    assert up.done["light"] > 0

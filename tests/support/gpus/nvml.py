@@ -18,6 +18,9 @@ class FakeGpu:
     slices: list[str | None] | None = None
     """UUIDs of its MIG slices, None for a place that is not in use; None if it is not in MIG mode."""
     knows_mig: bool = True
+    name: str = "NVIDIA H100 80GB HBM3"
+    profiles: dict[str, str] = field(default_factory=dict)
+    """Of its slices by UUID; the driver says nothing of one that is not there."""
 
 
 @dataclass
@@ -84,6 +87,12 @@ class FakeNvml:
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
         return handle if isinstance(handle, str) else handle.uuid
+
+    def nvmlDeviceGetName(self, handle: FakeGpu | str) -> str:
+        if isinstance(handle, FakeGpu):
+            return handle.name
+        whole = next(gpu for gpu in self.gpus if handle in (gpu.slices or ()))
+        return f"{whole.name} MIG {whole.profiles[handle]}" if handle in whole.profiles else whole.name
 
     def nvmlDeviceGetMigMode(self, handle: FakeGpu | str) -> list[int]:
         self._require_whole(handle)

@@ -25,7 +25,8 @@ class MemoryHost(RoomActuator):
 
     proves_end = True
 
-    def __init__(self, name: str, gpus: int | None = None, most: int = 100) -> None:
+    def __init__(self, name: str, gpus: int | None = None, most: int = 100, listed: str = "") -> None:
+        """`listed`: its GPUs with their kinds, in place of `gpus`."""
         self.name = name
         self.there: dict[str, ActualReplica] = {}
         self.stubborn: set[str] = set()
@@ -34,7 +35,8 @@ class MemoryHost(RoomActuator):
         self.lacks: Room | None = None
         self.pulled: list[str] = []
         self.started = 0
-        self._inventory = GpuInventory.of_groups([[f"GPU-{name}-{number}" for number in range(gpus or 0)]])
+        numbered = [f"GPU-{name}-{number}" for number in range(gpus or 0)]
+        self._inventory = GpuInventory.listed(listed) if listed else GpuInventory.of_groups([numbered])
         self._most = most
         self._deadlines: dict[str, float] = {}
         self._numbers = itertools.count()
@@ -62,7 +64,7 @@ class MemoryHost(RoomActuator):
 
     async def room(self, pool: PoolName, kind: ReplicaKind) -> Room:
         await self._answer()
-        return self.lacks or free_room(self._inventory, self._uses(), pool, kind.gpus, self._most)
+        return self.lacks or free_room(self._inventory, self._uses(), pool, kind.gpus, self._most, kind.gpu)
 
     async def pull(self, image: str) -> None:
         await self._answer()
@@ -72,7 +74,9 @@ class MemoryHost(RoomActuator):
     async def start(self, pool: PoolName, count: int, kind: ReplicaKind = ORDINARY) -> None:
         await self._answer()
         for _ in range(count):
-            gpus = choose_gpus(self._inventory, self._uses(), pool, kind.gpus) if self._inventory.gpus else ()
+            gpus: tuple[str, ...] = ()
+            if self._inventory.gpus:
+                gpus = choose_gpus(self._inventory, self._uses(), pool, kind.gpus, kind.gpu)
             name = f"{'worker' if kind.neutral else pool}-{self.name}-{next(self._numbers)}"
             self.there[name] = ActualReplica(
                 name, pool, False, time.time(), ",".join(gpus) or None, replica_class=kind.replica_class

@@ -244,6 +244,32 @@ async def test_a_class_is_copied_from_a_container_of_that_class() -> None:
     assert (room.replicas, room.reason) == (0, "NO_TEMPLATE")
 
 
+async def test_a_class_gets_gpus_of_its_kind_and_a_restart_counts_the_same() -> None:
+    """Two H100 and three L40S in one machine."""
+    docker, gpus = FakeDocker(), docker_gpus(DockerConfig(gpus="H100=0,1;L40S=2,3,4"))
+    for kind in ("big", "small"):
+        docker.runs(f"decode-{kind}", "decode", {"splitserve.class": kind}, ["--engine", "vllm"])
+    big = ReplicaKind(2, replica_class="big", gpu="H100")
+    small = ReplicaKind(1, replica_class="small", gpu="L40S")
+    await actuator(docker, gpus=gpus).start("decode", 1, small)
+    await actuator(docker, gpus=gpus).start("decode", 1, big)
+    await actuator(docker, gpus=gpus).start("decode", 1, small)
+    again = actuator(docker, gpus=gpus)
+    given = {one.gpu: one.replica_class for one in await again.replicas() if one.gpu}
+    assert given == {"0,1": "big", "2": "small", "3": "small"}
+    docker.images.add("splitserve")
+    assert [(await again.room("decode", kind)).replicas for kind in (big, small)] == [0, 1]
+    with pytest.raises(ResourceExhaustedError, match="none of the 2 GPUs of the kind 'H100' is free"):
+        await again.start("decode", 1, big)
+    with pytest.raises(FailedPreconditionError, match="there are 3 L40S, 2 H100") as no:
+        await again.start("decode", 1, ReplicaKind(1, replica_class="small", gpu="B200"))
+    assert (no.value.reason, no.value.field) == ("GPU_KIND", "gpu")
+    assert (
+        await again.room("decode", ReplicaKind(1, replica_class="small", gpu="B200"))
+    ).reason == "GPU_KIND"
+    await actuator(docker).start("decode", 1, ReplicaKind(1, replica_class="small", gpu="B200"))
+
+
 async def test_the_last_container_of_each_class_is_kept_as_its_pattern() -> None:
     docker = FakeDocker()
     for name, kind in (("a", "small"), ("b", "small"), ("c", "big")):

@@ -14,9 +14,9 @@ from autoscaler.classes.class_bill import pool_bill
 from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decide import make_decide
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
-from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.reconcile import Activate, Bounds, Drain, ReplicaView, Start
-from autoscaler.snapshot import POOLS, ClassSignals, PoolName, Replica, ReplicaState, Snapshot
+from autoscaler.policies.policy_file import parse_policy
+from autoscaler.reconcile import Activate, Drain, ReplicaView, Start
+from autoscaler.snapshot import POOLS, ReplicaState
 from autoscaler.start_watch import SHORT_S
 from splitserve.errors import (
     ConfigError,
@@ -24,53 +24,20 @@ from splitserve.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from tests.support.classes.classed_pools import (
+    BOUNDS,
+    DRAINING,
+    FAST,
+    SLOW,
+    STARTING,
+    Clusters,
+    classed,
+    counts,
+    decided,
+    policy,
+    view,
+)
 from tests.support.scaling.snapshots import Load, snapshot
-
-READY, STARTING, DRAINING = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.DRAINING
-SLOW = {"name": "slow", "price_per_hour": 1, "max_replicas": 20}
-FAST = {"name": "fast", "price_per_hour": 3, "speed": 4, "max_replicas": 20}
-BOUNDS: dict[PoolName, Bounds] = {"prefill": Bounds(1, 20), "decode": Bounds(1, 20)}
-
-
-def policy(
-    prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **more: Any
-) -> ScalingPolicy:
-    both = {"min_replicas": 1, "max_replicas": 40, "classes": [SLOW, FAST]}
-    return parse_policy(
-        {
-            "prefill": {"target_ms": 1000, **both, **(prefill or {})},
-            "decode": {"target_ms": 60, **both, **(decode or {})},
-            **more,
-        }
-    )
-
-
-def classed(given: Snapshot, prefill: str = "slow", decode: str = "slow") -> Snapshot:
-    """The snapshot with all replicas of these classes, as fast as `Snapshot` says for a slow one."""
-
-    def named(replicas: tuple[Replica, ...], kind: str) -> tuple[Replica, ...]:
-        return tuple(replace(one, replica_class=kind) for one in replicas)
-
-    p, d = given.prefill, given.decode
-    return replace(
-        given,
-        prefill=replace(
-            p, replicas=named(p.replicas, prefill), classes={"slow": ClassSignals(1, p.tokens_per_s)}
-        ),
-        decode=replace(
-            d,
-            replicas=named(d.replicas, decode),
-            classes={"slow": ClassSignals(1, None, d.kv_capacity_tokens, d.max_running_requests, d.step)},
-        ),
-    )
-
-
-def decided(rules: ScalingPolicy, given: Snapshot) -> ScalingPlan:
-    return make_decide(rules)(None, given)[0]
-
-
-def counts(plan: ScalingPlan, pool: PoolName = "prefill") -> dict[str, int]:
-    return {share.name: share.count for share in plan.pool(pool).mix}
 
 
 def test_one_class_changes_no_count() -> None:
@@ -135,8 +102,23 @@ def test_a_budget_goes_where_it_saves_most() -> None:
         ({"classes": [FAST]}, {}, "prefill.classes must have one of speed 1"),
         ({"classes": [{**SLOW, "speed": 0.5}]}, {}, r"prefill.classes.0.speed: .* \(given: 0.5\)"),
         ({"classes": [{**SLOW, "name": "a b"}]}, {}, "prefill.classes.0.name"),
-        ({"warm_standby": 1}, {}, r"prefill.warm_standby \(1\) must be 0 with classes"),
-        ({}, {"gpu_budget": 8}, r"gpu_budget \(8\) counts GPUs of one kind"),
+        (
+            {"gpus_per_replica": 2, "classes": [{**SLOW, "gpu": "MIG 3g.40gb"}]},
+            {},
+            r"prefill.classes.0.gpus_per_replica \(2\) must be 1 with gpu 'MIG 3g.40gb'",
+        ),
+        ({"classes": [{**SLOW, "gpu": "H100;0"}]}, {}, r"prefill.classes.0.gpu: .* \(given: 'H100;0'\)"),
+        (
+            {"classes": []},
+            {"gpu_budget": 8},
+            r"gpu_budget \(8\) needs classes in both pools or in none: decode",
+        ),
+        (
+            {"min_replicas": 8, "warm_standby": 4},
+            {"gpu_budget": 3},
+            r"gpu_budget \(3\) must hold min_replicas and warm_standby of both pools: 4",
+        ),
+        ({"warm_standby": 2}, {"budget_per_hour": 3}, "must hold min_replicas and warm_standby .*: 4"),
         ({"classes": []}, {"budget_per_hour": 3}, r"budget_per_hour \(3\) needs prefill.classes"),
         ({"min_replicas": 3}, {"budget_per_hour": 3}, r"budget_per_hour \(3\) must hold min_replicas .*: 4"),
         ({}, {"workers": "neutral"}, "prefill.classes need pinned workers"),
@@ -145,10 +127,6 @@ def test_a_budget_goes_where_it_saves_most() -> None:
 def test_what_a_policy_must_keep(prefill: dict[str, Any], more: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         policy(prefill, **more)
-
-
-def view(name: str, kind: str, state: ReplicaState = READY, load: float = 0.0) -> ReplicaView:
-    return ReplicaView(name, state, load, 0.0, replica_class=kind)
 
 
 def actions(plan: ScalingPlan, prefill: list[ReplicaView], **more: Any) -> list[Any]:
@@ -217,53 +195,6 @@ def test_standbys_of_a_class_join_and_overdue_ones_are_replaced() -> None:
     overdue = [view("f", "fast", ReplicaState.OVERDUE), view("s", "slow")]
     assert actions(plan, overdue) == [Drain("prefill", ("f",))]
     assert actions(plan, overdue, paused=[("prefill", "fast")]) == []
-
-
-class Clusters:
-    """Replicas that start and drain for random times, under decisions of a policy."""
-
-    def __init__(self) -> None:
-        self.pools: dict[PoolName, list[ReplicaView]] = {"prefill": [], "decode": []}
-        self.number = 0
-
-    def seen(self, load: float, now_s: float) -> Snapshot:
-        base = snapshot(now_s, load=Load(load))
-        parts: dict[str, Any] = {}
-        for pool in POOLS:
-            there = tuple(
-                Replica(one.name, one.state, 0.0, replica_class=one.replica_class) for one in self.pools[pool]
-            )
-            parts[pool] = replace(base.pool(pool), replicas=there)
-        rated = classed(base)
-        return replace(
-            base,
-            prefill=replace(parts["prefill"], classes=rated.prefill.classes),
-            decode=replace(parts["decode"], classes=rated.decode.classes),
-        )
-
-    def act(self, found: tuple[Any, ...]) -> None:
-        for action in found:
-            there = self.pools[action.pool]
-            match action:
-                case Start(pool, count, kind):
-                    for _ in range(count):
-                        self.number += 1
-                        there.append(view(f"{pool}-{self.number}", kind, STARTING))
-                case Drain(_, names):
-                    for place, one in enumerate(there):
-                        if one.name in names:
-                            there[place] = replace(one, state=DRAINING)
-
-    def pass_time(self, chances: st.DataObject) -> None:
-        for pool in POOLS:
-            after = []
-            for one in self.pools[pool]:
-                state = one.state
-                if state is STARTING and chances.draw(st.booleans()):
-                    after.append(replace(one, state=READY))
-                elif not (state is DRAINING and chances.draw(st.booleans())):
-                    after.append(one)
-            self.pools[pool] = after
 
 
 @settings(max_examples=15, deadline=None)

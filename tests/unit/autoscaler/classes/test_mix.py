@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, cheapest_mix, mix_of, money_of
+from autoscaler.classes.mix import (
+    ChangeCost,
+    ClassMix,
+    ClassOffer,
+    cheapest_mix,
+    leanest_mix,
+    mix_of,
+    money_of,
+)
 
 OFFERS = st.lists(
     st.builds(
@@ -19,6 +27,7 @@ OFFERS = st.lists(
         most=st.integers(0, 5),
         running=st.integers(0, 4),
         spot=st.booleans(),
+        gpus=st.integers(0, 4),
     ),
     min_size=1,
     max_size=4,
@@ -48,17 +57,41 @@ def worth(
     st.floats(0, 1),
     st.none() | st.floats(0, 12),
     CHANGES,
+    st.none() | st.integers(0, 12),
 )
 def test_it_is_as_good_as_the_best_of_all(
-    offers: list[ClassOffer], units: float, share: float, budget: float | None, change: ChangeCost
+    offers: list[ClassOffer],
+    units: float,
+    share: float,
+    budget: float | None,
+    change: ChangeCost,
+    gpus: int | None,
 ) -> None:
     floor = round(share * units)
     all_mixes = (mix_of(offers, counts) for counts in product(*(range(one.most + 1) for one in offers)))
-    within = [mix for mix in all_mixes if budget is None or mix.price_per_hour <= budget + 1e-9]
-    found = cheapest_mix(offers, units, budget, change, floor)
+    within = [
+        mix
+        for mix in all_mixes
+        if (budget is None or mix.price_per_hour <= budget + 1e-9) and (gpus is None or mix.gpus <= gpus)
+    ]
+    found = cheapest_mix(offers, units, budget, change, floor, gpus)
     assert found in within or any(found.counts == mix.counts for mix in within)
     best = min(worth(offers, mix, units, floor, change) for mix in within)
     assert worth(offers, found, units, floor, change) == best
+
+
+@settings(max_examples=100, deadline=None)
+@given(OFFERS, st.integers(0, 12))
+def test_the_leanest_has_the_fewest_gpus(offers: list[ClassOffer], units: int) -> None:
+    mixes = [mix_of(offers, counts) for counts in product(*(range(one.most + 1) for one in offers))]
+    found = leanest_mix(offers, units)
+    short = min(max(0.0, units - mix.units) for mix in mixes)
+    enough = [mix for mix in mixes if max(0.0, units - mix.units) <= short + 1e-9]
+    fewest = min(mix.gpus for mix in enough)
+    assert found.gpus == fewest
+    assert found.price_per_hour == pytest.approx(
+        min(mix.price_per_hour for mix in enough if mix.gpus == fewest)
+    )
 
 
 def offers(slow: int = 0, fast: int = 0, fast_price: float = 3.0) -> list[ClassOffer]:
@@ -129,6 +162,17 @@ def test_a_thousand_units_of_six_classes_take_no_time() -> None:
     found = cheapest_mix(many, 1000)
     assert found.units >= 1000
     assert found.price_per_hour <= 1000 * 2.8 / 2.85 + 2.8
+
+
+@pytest.mark.parametrize("gpus", [100, 400, 3000])
+def test_a_thousand_units_on_few_gpus_take_no_time(gpus: int) -> None:
+    """The cheapest class for a unit needs most GPUs for one."""
+    many = [ClassOffer(f"c{n}", 1 + n * 0.5, 1 + n * 0.6, 1000, 0, gpus=2 if n < 3 else 1) for n in range(6)]
+    found = cheapest_mix(many, 1000, gpus=gpus)
+    assert found.gpus <= gpus
+    assert found.units >= min(1000.0, 3.5 * gpus) - 5
+    lean = leanest_mix(many, 1000)
+    assert lean.gpus <= 1000 / 3.5 + 2
 
 
 @pytest.mark.parametrize("units", [120, 400])

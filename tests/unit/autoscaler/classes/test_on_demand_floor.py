@@ -169,6 +169,8 @@ def test_a_floor_that_cannot_be_kept_is_refused(pool: dict[str, Any], message: s
 
 
 def test_a_budget_must_hold_the_floor() -> None:
-    with pytest.raises(ConfigError, match=r"budget_per_hour \(8\) must hold min_replicas of both.*: 9"):
+    with pytest.raises(
+        ConfigError, match=r"budget_per_hour \(8\) must hold min_replicas and .* both pools.*: 9"
+    ):
         policy({"on_demand_floor": 2}, budget_per_hour=8)  # 2 at 3 and 2 at 1; 1 for decode
     assert policy({"on_demand_floor": 2}, budget_per_hour=9).prefill.floor == OnDemandFloor(2)

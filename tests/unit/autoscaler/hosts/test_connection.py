@@ -146,6 +146,9 @@ def test_a_report_of_gpus_says_what_nvml_says() -> None:
     assert inventory.gpus == ("0", "1", "2", "3")
     assert inventory.links == frozenset({frozenset({"0", "1"}), frozenset({"2", "3"})})
     assert inventory.capacity == 8
+    assert inventory.of_kind("H100").gpus == inventory.gpus
+    del found["kinds"]
+    assert parse_report(json.dumps(found), 2)[0].kinds == {}, "an image of before says nothing of them"
     assert why == ""
 
 

@@ -115,6 +115,31 @@ def test_room_is_counted_in_whole_replicas() -> None:
     assert free_room(GpuInventory(), [GpuUse("decode", ())], "decode", 0, 1).reason == "NO_ROOM"
 
 
+def test_room_is_counted_by_kind() -> None:
+    mixed = GpuInventory.listed("H100=0,1;L40S=2,3,4,5")
+    there = [GpuUse("decode", ("0",)), GpuUse("decode", ("2",))]
+    assert free_room(mixed, there, "decode", 1, None, "H100") == Room(1)
+    assert free_room(mixed, there, "decode", 1, None, "L40S").replicas == 3
+    assert free_room(mixed, there, "decode", 1, None).replicas == 4
+    assert free_room(mixed, there, "decode", 2, None, "H100").reason == "NO_GPU"
+    none = free_room(mixed, there, "decode", 1, None, "B200")
+    assert (none.replicas, none.reason) == (0, "GPU_KIND")
+    assert free_room(mixed, there, "decode", 0, 8, "B200").replicas == 6, "it takes no GPU"
+
+
+def test_a_kind_that_no_host_has_is_one_error_that_names_the_field() -> None:
+    none = [HostCandidate(name, Room(0, "GPU_KIND", "gpu: none is of it")) for name in "ab"]
+    with pytest.raises(FailedPreconditionError) as caught:
+        choose_host("decode", none)
+    assert (caught.value.reason, caught.value.field) == ("GPU_KIND", "gpu")
+    with pytest.raises(ResourceExhaustedError) as full:
+        choose_host("decode", [*none, HostCandidate("c", Room(0, "NO_GPU", "none is free"))])
+    assert full.value.reason == "NO_GPU", "there is such a host, and it is full"
+    with pytest.raises(ResourceExhaustedError) as unknown:
+        choose_host("decode", none, ["c"])
+    assert unknown.value.reason == "NO_ROOM", "the silent one may have it"
+
+
 NETWORK = HostNetwork("gpu-a", "10.0.0.1", 20000, 20005)
 
 

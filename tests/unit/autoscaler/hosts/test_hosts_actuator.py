@@ -257,3 +257,24 @@ async def test_gpus_of_hosts_that_were_given_up_do_not_count() -> None:
     assert actuator.gpu_inventory == 6
     clock.now_s += UNKNOWN_S + 1
     assert actuator.gpu_inventory == 4
+
+
+async def test_a_class_goes_to_the_host_that_has_its_kind() -> None:
+    hosts = [
+        MemoryHost("a", listed="L40S=GPU-a,GPU-b,GPU-c"),
+        MemoryHost("b", listed="H100=GPU-d;L40S=GPU-e"),
+    ]
+    actuator = HostsActuator([HostLink(host.name, host) for host in hosts])
+    await actuator.start("decode", 1, ReplicaKind(gpu="H100"))
+    await actuator.start("prefill", 4, ReplicaKind(gpu="L40S"))
+    gpus = {host.name: sorted(one.gpu or "" for one in host.there.values()) for host in hosts}
+    assert gpus == {"a": ["GPU-a", "GPU-b", "GPU-c"], "b": ["GPU-d", "GPU-e"]}
+    with pytest.raises(ResourceExhaustedError) as full:
+        await actuator.start("decode", 1, ReplicaKind(gpu="H100"))
+    assert full.value.reason == "NO_GPU"
+    with pytest.raises(FailedPreconditionError, match="'B200'") as none:
+        await actuator.start("decode", 1, ReplicaKind(gpu="B200"))
+    assert (none.value.reason, none.value.field) == ("GPU_KIND", "gpu")
+    hosts[0].cut()
+    with pytest.raises(ResourceExhaustedError, match="a: does not answer"):
+        await actuator.start("decode", 1, ReplicaKind(gpu="B200"))

@@ -63,7 +63,7 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
         (
             {"budget_per_hour": 7},
             PRICED,
-            r"budget_per_hour \(7\) must hold min_replicas of all models, .*: 8",
+            r"budget_per_hour \(7\) must hold min_replicas and warm_standby of all models, .*: 8",
         ),
         ({"gpu_budget": 9}, PRICED, r"gpu_budget \(9\) counts GPUs of one kind, and the policy of a has"),
     ],
@@ -85,6 +85,12 @@ def test_no_workload_is_scaled_by_two() -> None:
         check_workloads(classed, ["small"])
 
 
+def test_a_policy_with_classes_has_no_budget_of_gpus_either(tmp_path: Path) -> None:
+    path = write(tmp_path, {"budget_per_hour": 9}, a=both(PRICED, gpu_budget=8), b=both(PRICED))
+    with pytest.raises(ConfigError, match=r"gpu_budget \(8\) of the policy of a is for one model"):
+        policies_of(ModelsInForce(load_models(path)))
+
+
 def test_the_least_of_all_must_fit_the_gpus(tmp_path: Path) -> None:
     path = write(tmp_path, {"gpu_budget": 7}, a=both(PLAIN), b=both(PLAIN))
     with pytest.raises(ConfigError, match=r"gpu_budget \(7\) must hold min_replicas .* of all models: 8"):
@@ -102,7 +108,7 @@ def test_a_new_version_of_a_policy_must_fit_the_others(tmp_path: Path) -> None:
     files = policies_of(ModelsInForce(shared))
     before = files["a"].value
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "min_replicas": 3}), b=both(PRICED))
-    with pytest.raises(ConfigError, match=r"budget_per_hour \(10\) must hold min_replicas of all models"):
+    with pytest.raises(ConfigError, match=r"budget_per_hour \(10\) must hold min_replicas and"):
         files["a"].poll()
     assert files["a"].value is before
     write(tmp_path, {"budget_per_hour": 10}, a=both({**PRICED, "max_replicas": 5}), b=both(PRICED))

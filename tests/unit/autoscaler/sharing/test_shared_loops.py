@@ -47,6 +47,7 @@ class Served(FakeActuator):
         self.model, self.load, self.policy, self.world = model, load, policy, world
         self.told: dict[str, float] = {}
         """When each was told to end."""
+        self.resting: frozenset[str] = frozenset()
 
     def attach(self) -> ControlLoop:
         own = ModelAccount(self.world.account, self.model, lambda: self.policy)
@@ -60,7 +61,8 @@ class Served(FakeActuator):
         )
 
     async def apply(self, where: PlannedRotation, decisions: Any) -> None:
-        """As a `Rotation`: nobody is told."""
+        """As a `Rotation`."""
+        self.resting = where.standby
 
     async def observe(self) -> Snapshot:
         now_s = self.world.clock.now
@@ -92,6 +94,8 @@ class Served(FakeActuator):
         for one in self.there.values():
             age_s = self.world.clock.now - one.created_wall_s
             state = ReplicaState.READY if age_s >= COLD_S else ReplicaState.STARTING
+            if state is ReplicaState.READY and one.name in self.resting:
+                state = ReplicaState.STANDBY
             state = ReplicaState.DRAINING if one.stopping else state
             if one.pool == pool:
                 found.append(Replica(one.name, state, one.created_wall_s, replica_class=one.replica_class))
@@ -117,6 +121,9 @@ class Served(FakeActuator):
 
     def ready(self, pool: str) -> int:
         return sum(one.state is ReplicaState.READY for one in self.seen(pool))
+
+    def resting_in(self, pool: str) -> int:
+        return sum(one.state is ReplicaState.STANDBY for one in self.seen(pool))
 
     def pass_time(self) -> None:
         """Those that have drained end."""
@@ -215,6 +222,19 @@ async def test_steady_loads_move_nothing_to_and_fro() -> None:
     before, counts = world.starts(), world.counts()
     await world.run(500)
     assert (world.starts(), world.counts()) == (before, counts)
+
+
+@pytest.mark.parametrize("limits", [{MONEY: 16.0}, {of_class("only"): 16.0}])
+async def test_standbys_are_kept_of_what_nobody_claims(limits: dict[str, float]) -> None:
+    policies = {"a": rules(warm_standby=2), "b": rules()}
+    low = Load(requests_per_s=4.0)
+    world = World(limits, policies, {"a": low, "b": replace(low, bursts=((BEGAN_S + 300, 1e9, 20.0),))})
+    await world.run(300)
+    assert [world.served["a"].resting_in(pool) for pool in ("prefill", "decode")] == [2, 2]
+    await world.run(400)
+    assert sum(world.counts().values()) == 16
+    assert sum(world.served["a"].resting_in(pool) for pool in ("prefill", "decode")) == 0
+    assert world.served["a"].ready("decode") >= 1
 
 
 async def test_reasons_say_budget_and_who_has_it() -> None:

@@ -66,6 +66,21 @@ def test_a_budget_is_kept_over_the_whole_run() -> None:
     assert cost.money <= limit * cost.hours
 
 
+def test_a_budget_of_gpus_is_kept_with_standbys_over_the_whole_run() -> None:
+    """A large one has two GPUs: for a unit it takes half of what a small one takes."""
+    large, limit = LARGE | {"price_per_hour": 6.0, "gpus_per_replica": 2}, 9
+    plain = rules(SMALL, large, gpu_budget=limit)
+    outcome, cost = run(parse_policy(plain))
+    plain["decode"] |= {"warm_standby": 1}
+    rested, dear = run(parse_policy(plain))
+    assert outcome.failed_requests == rested.failed_requests == 0
+    for moment in (*outcome.moments, *rested.moments):
+        assert sum(sum(states.values()) for states in moment.replicas.values()) <= limit
+    assert cost.gpu_hours < dear.gpu_hours <= limit * dear.hours
+    assert any(moment.replicas["decode"]["standby"] for moment in rested.moments)
+    assert not any(moment.replicas["decode"]["standby"] for moment in outcome.moments)
+
+
 def test_the_bill_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text(yaml.safe_dump(rules(SMALL, LARGE)))
@@ -77,3 +92,4 @@ def test_the_bill_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main([*command, "--policy", str(path)]) == 0
     text = capsys.readouterr().out
     assert "bill: 0.03, 2.00 an hour\nprefill: 0.02 h of small at 1 = 0.02\n" in text
+    assert "GPU-hours: 0.03, 2.00 GPUs on average" in text

@@ -60,3 +60,6 @@ def test_what_the_classes_do_not_give(split: Prediction) -> None:
         mix_bill(policy([{**OWN, "max_replicas": 5}]), split, TRACE)
     with pytest.raises(FailedPreconditionError, match="costs 24 an hour, the budget is 20"):
         mix_bill(policy([OWN], budget_per_hour=20), split, TRACE)
+    assert mix_bill(policy([OWN], gpu_budget=12), split, TRACE).decode.gpus == 8
+    with pytest.raises(FailedPreconditionError, match="takes 12 GPUs, the budget is 11"):
+        mix_bill(policy([OWN], gpu_budget=11), split, TRACE)

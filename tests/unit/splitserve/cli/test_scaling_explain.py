@@ -46,7 +46,7 @@ def test_the_bill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     classes = [slow, {"name": "fast", "price_per_hour": 4, "speed": 4}]
     rules = parse_policy({pool: {"target_ms": 500, "classes": classes} for pool in ("prefill", "decode")})
     journal = DecisionJournal(AttainmentModel(rules))
-    mix = (ClassShare("slow", 2, 1, 1.25), ClassShare("fast", 0, 4, 4))
+    mix = (ClassShare("slow", 2, 1, 1.25, standby=1), ClassShare("fast", 0, 4, 4, gpus=2))
     plan = ScalingPlan(PoolPlan(2, units=2, mix=mix), PoolPlan(1))
     there = ReplicaView("p0", ReplicaState.READY, 0, 0, replica_class="slow")
     journal.enter(snapshot(), plan, {"prefill": (there,), "decode": ()}, (), acted=True)
@@ -63,7 +63,11 @@ def test_the_bill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         server.close()
     text = capsys.readouterr().out
-    assert "    bill: 2.5 an hour: 2 slow at 1.25 (of 1) + 0 fast at 4 (of 0); now 1.25\n" in text
+    assert (
+        "    bill: 3.75 an hour: 2 slow at 1.25 + 1 on standby (of 1) + 0 fast at 4 (of 0); now 1.25\n"
+        in text
+    )
+    assert "    GPUs: 3 wanted, now 1 (slow 1, fast 2 a replica)\n" in text
     assert "    one unit more costs 1.25 an hour, one less saves 1.25\n" in text
     assert "with 3 units" in text
     assert text.count("bill:") == 1, "decode has no prices"

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from splitserve.cluster import placement
-from splitserve.cluster.placement import Inventory, machine_gpus, make_inventory
-from splitserve.cluster.process_specs import cluster_specs
+from splitserve.cluster.child_process import ChildSpec
+from splitserve.cluster.placement import Inventory, Place, machine_gpus, make_inventory
+from splitserve.cluster.process_specs import cluster_specs, worker_specs
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import ConfigError, ResourceExhaustedError, UnavailableError
+from splitserve.errors import (
+    ConfigError,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from splitserve.gpus.inventory import GpuInventory
 
 TWO = GpuInventory.of_groups([["0", "1"]])
@@ -126,3 +132,20 @@ def test_without_nvml_all_gpus_are_equally_near(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(placement, "driver_inventory", refuse)
     assert machine_gpus("torch", "auto", 1, {}).gpus == ("0", "1", "2", "3")
     assert machine_gpus("torch", "auto", 1, {"CUDA_VISIBLE_DEVICES": "2,1"}).gpus == ("2", "1")
+
+
+def test_the_first_workers_get_gpus_of_the_kind_of_their_class() -> None:
+    gpus = GpuInventory.listed("H100=0,1;L40S=2,3")
+    made: dict[str, tuple[str, ...] | None] = {}
+
+    def make(pool: str, name: str, place: Place) -> ChildSpec:
+        made[name] = place.gpus
+        return ChildSpec(name, "prefill", ())
+
+    where = make_inventory([0], 4, pin_cores=False, gpus=gpus)
+    worker_specs(ClusterConfig(), where, make, {"prefill": "L40S", "decode": "H100"})
+    assert made == {"prefill-0": ("2",), "decode-0": ("0",)}
+    with pytest.raises(FailedPreconditionError) as caught:
+        worker_specs(ClusterConfig(), inventory(), make, {"prefill": "L40S"})
+    assert caught.value.field == "gpu"
+    worker_specs(ClusterConfig(), inventory(gpus=GpuInventory()), make, {"prefill": "L40S"})

@@ -89,6 +89,39 @@ def test_sharing_puts_a_prefill_and_a_decode_replica_on_each_gpu() -> None:
         choose_gpus(inventory, there, "decode", 1)
 
 
+MIXED = GpuInventory.listed("H100=0;L40S=1,2;H100=3;L40S=4,5;MIG 3g.40gb=MIG-a,MIG-b")
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_use", "count", "chosen"),
+    [
+        ("H100", [], 1, ("0",)),
+        ("H100", ["0"], 1, ("3",)),
+        ("H100", [], 2, ("0", "3")),
+        ("L40S", ["1"], 2, ("4", "5")),
+        ("MIG 3g.40gb", [], 1, ("MIG-a",)),
+        ("", [], 2, ("1", "2")),  # one kind, linked
+        ("", ["1", "5"], 2, ("0", "3")),  # one kind before the order
+        ("H100", ["0,3"], 0, ()),
+    ],
+)
+def test_a_replica_gets_gpus_of_its_kind(
+    kind: str, in_use: list[str], count: int, chosen: tuple[str, ...]
+) -> None:
+    assert choose_gpus(MIXED, uses(*in_use), "decode", count, kind) == chosen
+
+
+def test_free_gpus_are_counted_by_kind() -> None:
+    with pytest.raises(ResourceExhaustedError, match="none of the 2 GPUs of the kind 'H100' is free"):
+        choose_gpus(MIXED, uses("0", "3"), "decode", 1, "H100")
+    with pytest.raises(FailedPreconditionError) as caught:
+        choose_gpus(MIXED, [], "decode", 2, "MIG 3g.40gb")
+    assert caught.value.reason == "MIG_GROUP"
+    with pytest.raises(FailedPreconditionError) as caught:
+        choose_gpus(MIXED, [], "decode", 1, "B200")
+    assert caught.value.reason == "GPU_KIND"
+
+
 @st.composite
 def machines(draw: st.DrawFn) -> GpuInventory:
     """1, 2, 4 or 8 GPUs in groups of one size, some of them cut into slices."""

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from splitserve.config.gpu_list import MAX_GPUS, gpu_groups, gpu_names
-from splitserve.errors import InvalidArgumentError, UnavailableError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.kinds import is_of_kind
 from splitserve.gpus.nvml import driver_inventory
 from tests.support.gpus.nvml import FakeGpu, FakeNvml
 
@@ -32,6 +33,11 @@ def test_lists_of_gpus() -> None:
         ("cuda:0", "no GPU"),
         ("1000", "no GPU"),
         ("0,1;1", "named twice"),
+        ("=0", "'' is no kind"),
+        ("H100\nx=0", "is no kind of GPU; write KIND=0,1"),
+        ("a=b=0;;=1", "is no kind"),
+        ("H100=", "no GPU is named for the kind 'H100'"),
+        ("x" * 65 + "=0", "is no kind"),
         (",".join(map(str, range(MAX_GPUS + 1))), f"at most {MAX_GPUS}"),
     ],
 )
@@ -91,6 +97,62 @@ def test_the_library_has_the_functions_that_are_called() -> None:
     assert pynvml.NVML_P2P_CAPS_INDEX_NVLINK == nvml.NVLINK
     assert pynvml.NVML_P2P_STATUS_OK == nvml.STATUS_OK
     assert pynvml.NVML_DEVICE_MIG_ENABLE == nvml.MIG_ENABLED
+
+
+def test_listed_kinds() -> None:
+    inventory = GpuInventory.listed(" H100 = 0,1; H100=2,3;MIG 3g.40gb=MIG-a;9")
+    assert inventory.gpus == ("0", "1", "2", "3", "MIG-a", "9")
+    assert links(inventory) == {"0-1", "2-3"}
+    assert inventory.kinds == {**dict.fromkeys("0123", "H100"), "MIG-a": "MIG 3g.40gb"}
+    assert inventory.of_kind("h100").gpus == ("0", "1", "2", "3")
+    assert inventory.of_kind("MIG").gpus == ("MIG-a",)
+    assert inventory.of_kind("") is inventory
+
+
+def test_kinds_as_the_driver_tells_them() -> None:
+    nvml = FakeNvml.of(3)
+    nvml.gpus[1].name = "NVIDIA L40S"
+    nvml.gpus[2].slices, nvml.gpus[2].profiles = ["MIG-a", "MIG-b"], {"MIG-a": "3g.40gb"}
+    inventory = driver_inventory(library=nvml)
+    assert inventory.of_kind("L40S").gpus == ("GPU-0001",)
+    assert inventory.of_kind("H100").gpus == ("GPU-0000",), "no slice, whatever the driver says of it"
+    assert inventory.of_kind("H100 MIG").gpus == ("MIG-a", "MIG-b")
+    assert inventory.of_kind("3g.40gb").gpus == ("MIG-a",)
+    nvml.gpus[1].name = ""
+    assert driver_inventory(library=nvml).gpus == inventory.gpus, "without a name it serves all the same"
+
+
+@pytest.mark.parametrize(
+    ("listed", "wanted", "words"),
+    [
+        ("H100=0,1;L40S=2", "B200", "none of the 3 GPUs is of the kind 'B200'; there are 2 H100, 1 L40S"),
+        ("H100=0;1", "L40S", "there are 1 H100, 1 unnamed"),
+        ("0,1", "H100", "nobody says of which they are: list them as KIND=0,1"),
+        ("L40S=0", "L40", "none of the 1 GPUs"),
+        ("H100=0", "MIG 3g.40gb", "there are 1 H100"),
+        ("H100=MIG-a", "H100", "none of the 1 GPUs"),
+    ],
+)
+def test_a_kind_that_is_not_there(listed: str, wanted: str, words: str) -> None:
+    with pytest.raises(FailedPreconditionError, match=words) as caught:
+        GpuInventory.listed(listed).of_kind(wanted)
+    assert (caught.value.reason, caught.value.field) == ("GPU_KIND", "gpu")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "fits"),
+    [
+        ("A100", "NVIDIA A100-SXM4-80GB", True),
+        ("a100 80gb", "NVIDIA A100-SXM4-80GB", True),
+        ("A100 40GB", "NVIDIA A100-SXM4-80GB", False),
+        ("MIG-1g.10gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", True),
+        ("1g.10gb", "NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", False),
+        ("H100 80GB HBM3", "H100", False),
+        ("H100", "", False),
+    ],
+)
+def test_which_names_are_of_a_kind(wanted: str, kind: str, fits: bool) -> None:
+    assert is_of_kind(wanted, kind) == fits
 
 
 def test_a_part_of_the_machine() -> None:

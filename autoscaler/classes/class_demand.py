@@ -1,0 +1,190 @@
+"""What one pool with classes is to have, the mixes that carry it, and what it claims where both pools or several models
+share a limit. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from autoscaler.classes.mix import (
+    ChangeCost,
+    ClassMix,
+    ClassOffer,
+    cheapest_mix,
+    leanest_mix,
+    offers_of,
+    without,
+)
+from autoscaler.classes.on_demand_floor import OnDemandFloor
+from autoscaler.classes.refused_classes import to_do_without
+from autoscaler.classes.usable import too_slow
+from autoscaler.plan import PoolPlan, Proposal
+from autoscaler.policies.policy_file import AnyPool, SloPool
+from autoscaler.policies.slo.slo_decode import decode_shares
+from autoscaler.policies.slo.slo_prefill import prefill_shares
+from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, Uses, of_class
+from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
+
+MOST_RUNGS = 32
+"""Steps of a ladder; of a pool that wants more units each is of several."""
+_HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)
+
+
+def gpus_of(pool: AnyPool, replica_class: str) -> int:
+    """GPUs of a replica of this class; of any where the pool has none."""
+    if not pool.classes:
+        return pool.gpus_per_replica
+    return pool.class_named(replica_class).gpus_or(pool.gpus_per_replica)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassedDemand:
+    """What one pool is to have, and what there is of it."""
+
+    name: PoolName
+    pool: AnyPool
+    offers: tuple[ClassOffer, ...]
+    change: ChangeCost
+    units: float
+    """Of our own replicas; what others have is taken off."""
+    least: float
+    others: int
+    others_gpus: int
+    floor: OnDemandFloor
+    standby: int = 0
+    """Units beside them that are kept warm."""
+    unusable: tuple[str, ...] = ()
+    """Why classes are not used, or no more of them, for people."""
+
+    @classmethod
+    def of(
+        cls, name: PoolName, pool: AnyPool, plan: PoolPlan, least: int, snapshot: Snapshot
+    ) -> ClassedDemand:
+        """`snapshot` is not in units; `plan` and `least` are."""
+        signals = snapshot.pool(name)
+        here = [one for one in signals.replicas if one.state in _HERE]
+        others = [one for one in here if not one.ours]
+        others_are = [pool.class_named(one.replica_class) for one in others]
+        others_units = float(sum(one.speed for one in others_are))
+        plain_units = float(sum(one.speed for one in others_are if not one.spot))
+        floor = replace(pool.floor, others=others_units, others_on_demand=plain_units)
+        running = _ours_by_class(pool, here)
+        # What takes the place of one that is taken away is no more of a change than that was.
+        taken = _ours_by_class(pool, [r for r in signals.replicas if r.state is ReplicaState.PREEMPTED])
+        target_s = pool.target_ms / 1e3 if isinstance(pool, SloPool) else None
+        slow = too_slow(pool, name, target_s, snapshot)
+        able = {one for one in pool.speeds if one not in slow}
+        short = to_do_without(able, {kind for where, kind in snapshot.short if where == name})
+        most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in short}
+        offers = [
+            replace(one, most=min(one.most, most.get(one.name, one.most)))
+            for one in offers_of(
+                pool.classes,
+                {kind: running[kind] + taken[kind] for kind in running},
+                pool.gpus_per_replica,
+            )
+        ]
+        return cls(
+            name,
+            pool,
+            tuple(offers),
+            ChangeCost(pool.payback_s, lead_s(signals, pool.cold_start_s)),
+            max(0.0, plan.desired - others_units),
+            max(0.0, min(least, plan.desired) - others_units),
+            len(others),
+            sum(gpus_of(pool, one.replica_class) for one in others),
+            floor,
+            plan.standby,
+            (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
+        )
+
+    def steady(self, units: float, without: Collection[str] = ()) -> ClassMix:
+        """The cheapest mix, whatever runs now."""
+        offers = [replace(one, most=0) if one.name in without else one for one in self.offers]
+        return cheapest_mix(offers, units, floor=self.floor.within(units))
+
+    def mix(
+        self,
+        units: float,
+        budget_per_hour: float | None = None,
+        most: Mapping[str, float] = MappingProxyType({}),
+        gpus: float | None = None,
+    ) -> ClassMix:
+        """The cheapest mix that is worth coming to, with no more of each class than `most` says."""
+        offers = _at_most(self.offers, most)
+        return cheapest_mix(offers, units, budget_per_hour, self.change, self.floor.within(units), gpus)
+
+    def standbys(self, mix: ClassMix, left: Uses) -> ClassMix:
+        """The cheapest replicas that carry `standby` units beside a mix, of what is left of all that is limited."""
+        most = {one.name: left[of_class(one.name)] for one in self.offers if of_class(one.name) in left}
+        offers = _at_most(without(self.offers, mix), most)
+        return cheapest_mix(offers, self.standby, left.get(MONEY), self.change, gpus=left.get(GPUS))
+
+    def claim(self, proposal: Proposal, snapshot: Snapshot, limited: Collection[str] = ()) -> Claim:
+        """Its ladder: one rung a unit, and further ones: of classes that are `limited` without them, where GPUs are
+        with the fewest. `snapshot` is in units."""
+        names = [one.name for one in self.offers if one.name in limited]
+        left_outs = [(), *((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
+        found: dict[tuple[float, tuple[int, ...]], ClassMix] = {}
+        for units in self._steps():
+            for left_out in left_outs:
+                mix = self.steady(units, left_out)
+                if not left_out or mix.units >= units - 1e-9:
+                    found.setdefault((units, mix.counts), mix)
+            if GPUS in limited:
+                mix = leanest_mix(self.offers, units, self.floor.within(units))
+                found.setdefault((units, mix.counts), mix)
+        mixes = sorted(((units, mix) for (units, _), mix in found.items()), key=_by_capacity)
+        totals = [mix.units + self.floor.others for _, mix in mixes]
+        shares = expected_shares(self.name, self.pool, snapshot, [int(total) for total in totals])
+        served = [min(1.0, total / proposal.need) if proposal.need > 0 else 1.0 for total in totals]
+        rungs = zip(mixes, shares or served, served, strict=True)
+        return Claim(
+            tuple(Rung(units, self.uses(mix), kept, part) for (units, mix), kept, part in rungs),
+            weight_of(snapshot),
+        )
+
+    def _steps(self) -> list[float]:
+        span = int(self.units - self.least + 1e-9)
+        stride = max(1, math.ceil(span / MOST_RUNGS))
+        steps = [self.least + step for step in range(0, span + 1, stride)]
+        return steps + ([self.units] if steps[-1] < self.units - 1e-9 else [])
+
+    def uses(self, mix: ClassMix) -> dict[str, float]:
+        """What a mix takes of what may be limited."""
+        counts = zip(self.offers, mix.counts, strict=True)
+        both = {MONEY: mix.price_per_hour, GPUS: float(mix.gpus)}
+        return both | {of_class(one.name): float(count) for one, count in counts}
+
+
+def _at_most(offers: Sequence[ClassOffer], most: Mapping[str, float]) -> list[ClassOffer]:
+    return [replace(one, most=int(min(one.most, most.get(one.name, one.most) + 1e-9))) for one in offers]
+
+
+def _by_capacity(one: tuple[float, ClassMix]) -> tuple[float, float]:
+    units, mix = one
+    return units, mix.price_per_hour
+
+
+def weight_of(snapshot: Snapshot) -> float:
+    """Requests a second."""
+    recent = [b for b in snapshot.arrivals if b.start_s >= snapshot.now_s - snapshot.window_s]
+    return max(sum(bucket.requests for bucket in recent) / snapshot.window_s, 1e-3)
+
+
+def expected_shares(
+    name: PoolName, pool: AnyPool, snapshot: Snapshot, units: Sequence[int]
+) -> list[float] | None:
+    """Predicted attainment by units; None where the pool has no target or nothing is measured."""
+    if not isinstance(pool, SloPool):
+        return None
+    return (prefill_shares if name == "prefill" else decode_shares)(pool, snapshot, units)
+
+
+def _ours_by_class(pool: AnyPool, replicas: Sequence[Replica]) -> dict[str, int]:
+    found = dict.fromkeys(pool.speeds, 0)
+    for one in replicas:
+        found[pool.class_named(one.replica_class).name] += one.ours
+    return found

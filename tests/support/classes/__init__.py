@@ -1,0 +1,1 @@
+"""Pools with classes for tests."""
