@@ -74,6 +74,8 @@ class PoolPlan:
     """What of `units` must not be on spot machines, with the units that others have."""
     sleep: bool = False
     """Whether its standbys sleep."""
+    gives: str = ""
+    """The class of which one replica that is too much ends at once: what replaces it has no room before."""
 
     @property
     def capacity(self) -> int:

@@ -158,7 +158,8 @@ class _Classed:
                 if self._surplus(share) <= 0 or not able:
                     continue
                 enough = carried - share.speed >= wanted - 1e-9 and self._floor_holds(share, ready)
-                if state is not ReplicaState.READY or makes_room or enough:
+                gives = makes_room or share.name == self.plan.gives
+                if state is not ReplicaState.READY or gives or enough:
                     return able[0].name
         return ""
 

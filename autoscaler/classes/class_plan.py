@@ -9,8 +9,9 @@ cheapest mix of them (`mix.py`), and where both pools together cost too much, or
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 
 from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, cheapest_mix, offers_of
@@ -23,11 +24,13 @@ from autoscaler.policies.policy_file import AnyPool, ScalingPolicy, SloPool
 from autoscaler.policies.slo.slo_decode import decode_shares
 from autoscaler.policies.slo.slo_prefill import prefill_shares
 from autoscaler.sharing.shared_view import SharedView
-from autoscaler.sharing.shares import MONEY, Claim, Rung, of_class, share
+from autoscaler.sharing.shares import MONEY, Claim, ClassOfClaim, Rung, Uses, of_class, share
 from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
 
 MOST_RUNGS = 32
 """Steps of a ladder; of a pool that wants more units each is of several."""
+MOST_MIXES = 64
+"""Of one capacity: for all of them a decision would take too long."""
 _HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)
 
 
@@ -67,6 +70,8 @@ class ClassedDemand:
     floor: OnDemandFloor
     unusable: tuple[str, ...] = ()
     """Why classes are not used, or no more of them, for people."""
+    slow: frozenset[str] = frozenset()
+    """Classes that cannot meet the target."""
 
     @classmethod
     def of(
@@ -102,11 +107,12 @@ class ClassedDemand:
             len(others),
             floor,
             (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
+            frozenset(slow),
         )
 
-    def steady(self, units: float, without: Collection[str] = ()) -> ClassMix:
-        """The cheapest mix, whatever runs now."""
-        offers = [replace(one, most=0) if one.name in without else one for one in self.offers]
+    def steady(self, units: float, most: Mapping[str, int] = MappingProxyType({})) -> ClassMix:
+        """The cheapest mix, whatever runs now, with no more of each class than `most` says."""
+        offers = [replace(one, most=min(one.most, most.get(one.name, one.most))) for one in self.offers]
         return cheapest_mix(offers, units, floor=self.floor.within(units))
 
     def mix(
@@ -121,16 +127,19 @@ class ClassedDemand:
         ]
         return cheapest_mix(offers, units, budget_per_hour, self.change, self.floor.within(units))
 
-    def claim(self, proposal: Proposal, snapshot: Snapshot, limited: Collection[str] = ()) -> Claim:
-        """Its ladder: one rung a unit, and of classes that are `limited` further ones without them. `snapshot` is in
-        units."""
-        names = [one.name for one in self.offers if one.name in limited]
-        without = [(), *((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
+    def claim(
+        self, proposal: Proposal, snapshot: Snapshot, limited: Mapping[str, int] = MappingProxyType({})
+    ) -> Claim:
+        """Its ladder: one rung a unit, and of classes that are `limited` further ones with fewer of them. `snapshot` is
+        in units."""
+        limits = {one.name: limited[one.name] for one in self.offers if one.name in limited}
         found: dict[tuple[float, tuple[int, ...]], ClassMix] = {}
         for units in self._steps():
-            for left_out in without:
-                mix = self.steady(units, left_out)
-                if not left_out or mix.units >= units - 1e-9:
+            best = self.steady(units)
+            found.setdefault((units, best.counts), best)
+            for most in fewer_of(limits, math.ceil(units) if units >= self.units - 1e-9 else 0):
+                mix = self.steady(units, most)
+                if mix.units >= units - 1e-9:
                     found.setdefault((units, mix.counts), mix)
         mixes = sorted(((units, mix) for (units, _), mix in found.items()), key=_by_capacity)
         totals = [mix.units + self.floor.others for _, mix in mixes]
@@ -140,6 +149,10 @@ class ClassedDemand:
         return Claim(
             tuple(Rung(units, self.uses(mix), kept, part) for (units, mix), kept, part in rungs),
             weight_of(snapshot),
+            {
+                of_class(one.name): ClassOfClaim(one.speed, one.price_per_hour, one.name not in self.slow)
+                for one in self.offers
+            },
         )
 
     def _steps(self) -> list[float]:
@@ -152,6 +165,26 @@ class ClassedDemand:
         """What a mix takes of what may be limited."""
         counts = zip(self.offers, mix.counts, strict=True)
         return {MONEY: mix.price_per_hour} | {of_class(one.name): float(count) for one, count in counts}
+
+
+def fewer_of(limits: Mapping[str, int], counts: int = 0) -> list[dict[str, int]]:
+    """Bounds by class: all limits, and without each class and all of them. With `counts`, that are wanted at most, also
+    with other numbers of them, `MOST_MIXES` at most: somebody else may need just one."""
+    if not limits:
+        return []
+    found = [dict(limits), *({**limits, name: 0} for name in limits), dict.fromkeys(limits, 0)]
+    each = int(MOST_MIXES ** (1 / len(limits)) + 1e-9)
+    tried = [_spread(min(most, counts), each) for most in limits.values()]
+    return found + [dict(zip(limits, one, strict=True)) for one in product(*tried)] if counts else found
+
+
+def _spread(most: int, count: int) -> list[int]:
+    """Numbers from 0 to `most`, `count` of them at most."""
+    return (
+        sorted({round(most * step / max(1, count - 1)) for step in range(count)})
+        if count <= most
+        else [*range(most + 1)]
+    )
 
 
 def _by_capacity(one: tuple[float, ClassMix]) -> tuple[float, float]:
@@ -229,11 +262,16 @@ def _within_shares(
     """As `_within_budget`, with what other models on the inventory claim. What is wanted is by shares; what may be
     started now is what nobody has."""
     limits = shared.limits
-    limited = {one.name for pool in wanted for one in pool.offers if of_class(one.name) in limits}
+    limited = {
+        one.name: int(limits[of_class(one.name)])
+        for pool in wanted
+        for one in pool.offers
+        if of_class(one.name) in limits
+    }
     claims = {one.name: one.claim(proposals.pool(one.name), units, limited) for one in wanted}
     got = shared.granted(claims)
     rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
-    left, money = dict(got.left), None
+    left, money, decided = dict(got.left), None, dict[PoolName, Uses]()
     if MONEY in limits:
         mine = sum(rung.price_per_hour for rung in rungs) + left[MONEY]
         money = min(mine, shared.own(MONEY) + shared.free(MONEY))
@@ -241,17 +279,24 @@ def _within_shares(
         most = {name: rung.uses.get(of_class(name), 0.0) + left[of_class(name)] for name in limited}
         mix = one.mix(rung.units, rung.price_per_hour + left[MONEY] if MONEY in left else None, most)
         uses = one.uses(mix)
+        decided[one.name] = uses
         left = {name: max(0.0, left[name] + rung.uses.get(name, 0.0) - uses.get(name, 0.0)) for name in left}
         short = {name for name in limited if mix.units < rung.units - 1e-9 or rung.units < one.units - 1e-9}
         what = [f"a budget of {limits[MONEY]:g} an hour ({shared.who(MONEY)})"] if MONEY in limits else []
         what += [f"{limits[of_class(n)]:g} {n} ({shared.who(of_class(n))})" for n in sorted(short)]
         after = _planned(one, plan.pool(one.name), rung.units, mix, f"{' and '.join(what)} for all models")
         plan = _with_pool(plan, one.name, after)
+    given = shared.gives_way(claims, decided, got.granted)
+    for name, of in given.items():
+        pool = plan.pool(name)
+        kind = next(share.name for share in pool.mix if of_class(share.name) == of)
+        note = f"one {kind} ends first: another pool waits for it, and has what this one waits for"
+        plan = _with_pool(plan, name, replace(pool, gives=kind, reason=f"{pool.reason}; {note}"))
     return replace(
         plan,
         budget_per_hour=money,
         class_room={name: int(shared.free(of_class(name)) + 1e-9) for name in limited},
-        claims=claims,
+        claims={name: replace(claim, wanted=decided[name]) for name, claim in claims.items()},
         worth_moving=got.worth_moving,
     )
 
