@@ -16,17 +16,18 @@ from typing import Any
 
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop
-from autoscaler.decisions.decisions_page import DECISIONS_PATH, shared_document
+from autoscaler.decisions.decisions_page import shared_document
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import (
     PLAN_INTERVALS,
+    ScalingEndpoint,
     Sharing,
     control_loop,
     holder_name,
     lease_length_s,
-    make_actuator,
-    run_until,
+    run_served,
+    scaling,
 )
 from autoscaler.sharing.merged_plans import MergedPlans
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
@@ -48,9 +49,7 @@ from splitserve.client.scaling_client import DEFAULT_VALID_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
-from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
-from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import stop_signal
 from splitserve.runtime.reload import FileWatcher, ReloadedFiles
 from splitserve.security.api_keys import read_key
@@ -190,50 +189,34 @@ async def serve_models(config: AutoscalerConfig) -> None:
     path = config.models_file
     shared = load_models(path)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
-    loops, stop = LoopRunner(), stop_signal()
-    own = {model.name: _config_of(config, model) for model in shared.models}
+    own, stop = {model.name: _config_of(config, model) for model in shared.models}, stop_signal()
     if config.actuator == "kubernetes":
         workloads = {name: (one.kubernetes.prefill, one.kubernetes.decode) for name, one in own.items()}
         check_workloads(workloads, config.kubernetes.classes)
-    async with AsyncExitStack() as stack:
-        actuators, closing = {}, await stack.enter_async_context(AsyncExitStack())
-        for name, one in own.items():
-            actuators[name] = made = make_actuator(one)
-            if made is not None:
-                closing.push_async_callback(made.close)
-        stack.callback(log_event, "autoscaler.stopped")
-        scaled = await stack.enter_async_context(
-            model_loops(
-                shared,
-                config.coordinators,
-                actuators,
-                interval_s=config.interval_s,
-                window_s=config.window_s,
-                dry_run=config.dry_run,
-                lease_s=config.lease_s,
-                security=security,
-                api_key=read_key(config.api_key_file),
-            )
-        )
-        # An order under way ends before the lease does: another would not see it.
-        stack.push_async_callback(closing.aclose)
+    async with scaling(
+        own,
+        lambda actuators: model_loops(
+            shared,
+            config.coordinators,
+            actuators,
+            interval_s=config.interval_s,
+            window_s=config.window_s,
+            dry_run=config.dry_run,
+            lease_s=config.lease_s,
+            security=security,
+            api_key=read_key(config.api_key_file),
+        ),
+    ) as scaled:
         certificates = security.server_tls.file if security.server_tls else None
         followed = FileWatcher(_followed(path, scaled), certificates)
-        reloaded = [*(file.files for file in scaled.policies.values()), *followed.files]
-        with serving_metrics(
-            lambda: [
-                *shared_metrics({model: loop.status for model, loop in scaled.loops.items()}, scaled.account),
-                loops.metric(),
-                *reload_metrics(reloaded),
-            ],
-            config.host,
-            config.metrics_port,
-            security.server_tls,
-            {DECISIONS_PATH: lambda: _page(scaled)},
-            security.token,
-        ):
-            log_event("autoscaler.ready", actuator=config.actuator, models=list(scaled.loops))
-            await run_until([*scaled.background, ("files", followed.follow)], loops, stop)
+        told = ScalingEndpoint(
+            lambda: shared_metrics(
+                {model: loop.status for model, loop in scaled.loops.items()}, scaled.account
+            ),
+            lambda: _page(scaled),
+            [*(file.files for file in scaled.policies.values()), *followed.files],
+        )
+        await run_served(config, security, [*scaled.background, ("files", followed.follow)], told, stop)
 
 
 def _config_of(config: AutoscalerConfig, model: ScaledModel) -> AutoscalerConfig:
