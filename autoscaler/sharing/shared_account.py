@@ -107,6 +107,11 @@ class SharedAccount:
         """What each model has and has ordered."""
         return {model: entry.used for model, entry in self._entries.items()}
 
+    def left_for(self, model: str) -> dict[str, float]:
+        """What the others leave of each limit: what the model has, and what nobody has."""
+        others = summed([entry.used for name, entry in self._entries.items() if name != model])
+        return {name: max(0.0, limit - others.get(name, 0.0)) for name, limit in self.limits.items()}
+
     def forget(self) -> None:
         """Another may have acted until now: what there is has to be looked at anew."""
         self._generation += 1

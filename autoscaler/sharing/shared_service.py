@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
+
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop
+from autoscaler.counterfactuals.score_metrics import score_metrics
+from autoscaler.counterfactuals.scoring import ScoredPolicy, ShadowScoring, score_in_turn
 from autoscaler.decisions.decisions_page import shared_document
+from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.policy_in_force import PolicyFile
+from autoscaler.policy_in_force import PolicyFile, shadows_of
 from autoscaler.service import (
     PLAN_INTERVALS,
     ScalingEndpoint,
@@ -29,12 +34,15 @@ from autoscaler.service import (
     run_served,
     scaling,
 )
+from autoscaler.shadows.shadow import Shadows
+from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.sharing.merged_plans import MergedPlans
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import (
     ModelsInForce,
     ScaledModel,
     SharedModels,
+    check_policy,
     check_same_models,
     check_shared,
     check_workloads,
@@ -64,13 +72,25 @@ class ModelLoops:
     policies: Mapping[str, PolicyFile]
     histories: Mapping[str, HistoryFile]
     in_force: ModelsInForce
+    scorings: Mapping[str, ShadowScoring] = field(default_factory=dict)
+    """Of the models with shadows."""
 
     @property
     def background(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
         """All that is to be run, with the names of the metric."""
         scaling = [("scaling", partial(_run_as, model, loop.run)) for model, loop in self.loops.items()]
         history = [("history", partial(_run_as, model, one.run)) for model, one in self.histories.items()]
-        return [*scaling, *history]
+        scorings = list(self.scorings.values())
+        scored = partial(score_in_turn, scorings, scorings[0].length_s) if scorings else None
+        return [*scaling, *history, *([("scoring", scored)] if scored is not None else [])]
+
+    def metrics(self, model: str) -> Iterator[Metric]:
+        """Those of one model."""
+        loop = self.loops[model]
+        yield from loop_metrics(loop.status)
+        yield from shadow_metrics(loop.shadows)
+        if model in self.scorings:
+            yield from score_metrics(self.scorings[model])
 
 
 async def _run_as(model: str, run: Callable[[], Awaitable[None]]) -> None:
@@ -86,6 +106,7 @@ async def model_loops(
     *,
     interval_s: float | None = None,
     window_s: float = 60.0,
+    shadow_window_s: float = 600.0,
     dry_run: bool = False,
     lease_s: float | None = None,
     security: ClusterCredentials = UNSECURED,
@@ -118,8 +139,12 @@ async def model_loops(
         def may_act() -> bool:
             return lease is None or lease.held
 
+        owns = {model: ModelAccount(account, model, one) for model, one in rules.items()}
+        shadows = {
+            one.name: shared_shadows(shared, one, owns[one.name], shadow_window_s) for one in shared.models
+        }
         for model, policy in policies.items():
-            own, inner = ModelAccount(account, model, rules[model]), actuators[model]
+            own, inner = owns[model], actuators[model]
             loops[model] = await stack.enter_async_context(
                 control_loop(
                     policy,
@@ -131,12 +156,30 @@ async def model_loops(
                     dry_run=dry_run,
                     security=security,
                     api_key=api_key,
+                    shadows=shadows[model],
                     history=histories.get(model),
                     sharing=Sharing(own, plans, lease),
                 )
             )
         await _first_look(loops)
-        yield ModelLoops(loops, account, policies, histories, in_force)
+        scored = [one for one in shared.models if one.shadow]
+        scorings = {one.name: _scoring(one, loops[one.name], account, shadow_window_s) for one in scored}
+        yield ModelLoops(loops, account, policies, histories, in_force, scorings)
+
+
+def shared_shadows(shared: SharedModels, model: ScaledModel, own: ModelAccount, window_s: float) -> Shadows:
+    """One model's shadows, which see the account as its policy does. Raises ConfigError."""
+    check = partial(check_policy, shared, f"a shadow of {model.name}")
+    return shadows_of(model.shadow, window_s, check, own.within)
+
+
+def _scoring(model: ScaledModel, loop: ControlLoop, account: SharedAccount, window_s: float) -> ShadowScoring:
+    """Of the policy in force and its shadows, each with what the other models leave."""
+    policies = [
+        ScoredPolicy("in_force", model.policy),
+        *(ScoredPolicy("shadow", path) for path in model.shadow),
+    ]
+    return ShadowScoring(loop.journal, policies, window_s, limits=partial(account.left_for, model.name))
 
 
 def policies_of(in_force: ModelsInForce) -> dict[str, PolicyFile]:
@@ -201,6 +244,7 @@ async def serve_models(config: AutoscalerConfig) -> None:
             actuators,
             interval_s=config.interval_s,
             window_s=config.window_s,
+            shadow_window_s=config.shadow_window_s,
             dry_run=config.dry_run,
             lease_s=config.lease_s,
             security=security,
@@ -210,9 +254,7 @@ async def serve_models(config: AutoscalerConfig) -> None:
         certificates = security.server_tls.file if security.server_tls else None
         followed = FileWatcher(_followed(path, scaled), certificates)
         told = ScalingEndpoint(
-            lambda: shared_metrics(
-                {model: loop.status for model, loop in scaled.loops.items()}, scaled.account
-            ),
+            lambda: shared_metrics({model: scaled.metrics(model) for model in scaled.loops}, scaled.account),
             lambda: _page(scaled),
             [*(file.files for file in scaled.policies.values()), *followed.files],
         )
@@ -242,4 +284,5 @@ def _followed(path: Path, scaled: ModelLoops) -> ReloadedFiles[SharedModels]:
 
 def _page(scaled: ModelLoops) -> dict[str, Any]:
     decisions = {model: loop.journal.decisions for model, loop in scaled.loops.items()}
-    return shared_document(decisions, scaled.account.limits, scaled.account.used)
+    replays = {model: one.document() for model, one in scaled.scorings.items()}
+    return shared_document(decisions, scaled.account.limits, scaled.account.used, replays)

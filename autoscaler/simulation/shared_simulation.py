@@ -14,7 +14,7 @@ from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.reconcile import Start
 from autoscaler.sharing.model_account import ModelAccount, uses_of
-from autoscaler.sharing.models_file import SharedModels, check_shared, least_uses
+from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_view import summed
 from autoscaler.sharing.shares import Uses
@@ -102,7 +102,8 @@ class SharedOutcome:
 class _Ledger:
     """All models on the clock of the simulation."""
 
-    shared: SharedModels
+    limits: Uses
+    move_after_s: float
     models: Mapping[str, SimulatedModel]
     now_s: float = 0.0
     refused: int = 0
@@ -111,9 +112,9 @@ class _Ledger:
 
     def account(self) -> SharedAccount:
         return SharedAccount(
-            self.shared.limits,
+            self.limits,
             {name: partial(least_uses, one.policy) for name, one in self.models.items()},
-            move_after_s=self.shared.move_after_s,
+            move_after_s=self.move_after_s,
             interval_s=lambda name: self.models[name].policy.interval_s,
             clock=lambda: self.now_s,
         )
@@ -121,7 +122,7 @@ class _Ledger:
     def seen(self) -> None:
         """Keeps the most that has existed at once, by the replicas themselves, not by the account."""
         used = summed([part.uses() for part in self.parts.values()])
-        for name in self.shared.limits:
+        for name in self.limits:
             self.peaks[name] = max(self.peaks.get(name, 0.0), used.get(name, 0.0))
 
 
@@ -156,15 +157,15 @@ class _Part:
 
 
 def simulate_shared(
-    shared: SharedModels,
+    limits: Uses,
     models: Mapping[str, SimulatedModel],
+    move_after_s: float = 0.0,
     on_progress: Callable[[str, float], None] = lambda *_: None,
 ) -> SharedOutcome:
-    """Replays all of them, in the order of the file. Raises ConfigError where the policies do not fit the limits."""
-    check_shared(shared, {name: one.policy for name, one in models.items()})
-    ledger = _Ledger(shared, models)
+    """Replays all of them within these limits, by name; what others have moves after `move_after_s`."""
+    ledger = _Ledger(limits, move_after_s, models)
     account = ledger.account()
-    first = first_replicas(shared.limits, models)
+    first = first_replicas(limits, models)
     simulations = []
     for name, one in models.items():
         policy = one.policy
@@ -186,7 +187,7 @@ def simulate_shared(
     found = run_together(simulations)
     outcomes = {one.name: one for one in found}
     policies = {name: one.policy for name, one in models.items()}
-    return SharedOutcome(outcomes, policies, shared.limits, ledger.peaks, ledger.refused)
+    return SharedOutcome(outcomes, policies, limits, ledger.peaks, ledger.refused)
 
 
 def _itself(policy: ScalingPolicy) -> ScalingPolicy:

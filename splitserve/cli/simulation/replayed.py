@@ -66,9 +66,9 @@ class Replayed:
         from autoscaler.simulation.traces.trace import load_trace
 
         if self.trace in SYNTHETIC:
-            lengths = {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
             rates = self.rate, self.peak_rate, self.duration, self.burst
-            return synthetic(TraceShape(self.trace, *rates, **lengths, seed=self.seed))
+            lengths = self.prompt_tokens, self.output_tokens
+            return synthetic(TraceShape(self.trace, *rates, *lengths, seed=self.seed))
         return load_trace(Path(self.trace), self.seed, options.column_map(self.columns))
 
     def _shifted(self, trace: Trace) -> Trace:

@@ -28,7 +28,7 @@ def simulate_models(path: Path, traces: Sequence[str], common: Replayed, as_json
     """Replays the models of the file and shows what came of each, and of all. Raises ConfigError for the file,
     InvalidArgumentError naming the option."""
     from autoscaler.policies.policy_file import load_policy
-    from autoscaler.sharing.models_file import load_models
+    from autoscaler.sharing.models_file import check_shared, load_models
     from autoscaler.simulation.shared_simulation import SimulatedModel, simulate_shared
 
     shared = load_models(path)
@@ -37,8 +37,9 @@ def simulate_models(path: Path, traces: Sequence[str], common: Replayed, as_json
     for one in shared.models:
         policy = load_policy(one.policy)
         models[one.name] = SimulatedModel(given[one.name].scenario(policy), policy)
+    check_shared(shared, {name: one.policy for name, one in models.items()})
     with shown_progress("simulate") as progress:
-        found = simulate_shared(shared, models, progress)
+        found = simulate_shared(shared.limits, models, shared.move_after_s, progress)
     write(f"{json.dumps(found.to_json())}\n" if as_json else shared_table(found, models_title(found)))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.sharing.models_file import SharedModels
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.comparison import bounds_of, run_policy
@@ -23,7 +22,6 @@ from autoscaler.simulation.shared_simulation import (
 from autoscaler.simulation.simulator import Scenario, Simulation, run_together
 from autoscaler.simulation.traces.scaling import shifted
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
-from splitserve.errors import ConfigError
 
 ONLY = {"name": "only", "price_per_hour": 2.0}
 ENGINE = EngineModel(prefill_token_s=150e-6, step_s=0.01, sequence_s=1e-3)
@@ -46,11 +44,6 @@ def policy(*classes: Mapping[str, Any], **more: Any) -> ScalingPolicy:
     )
 
 
-def file(names: Sequence[str], **limits: Any) -> SharedModels:
-    models = [{"name": name, "policy": f"{name}.yaml"} for name in names]
-    return SharedModels.model_validate({"models": models, "move_after_s": 10, **limits})
-
-
 def two_bursts(*classes: Mapping[str, Any]) -> dict[str, SimulatedModel]:
     """The second comes as the first is over."""
     traces = {"a": BURST, "b": shifted(BURST, 200.0)}
@@ -70,18 +63,14 @@ def most_at(found: SharedOutcome, model: str, since_s: float, until_s: float) ->
 
 
 @pytest.mark.parametrize(
-    ("limits", "name", "classes"),
-    [
-        ({"budget_per_hour": 14.5}, MONEY, [ONLY]),
-        ({"gpu_budget": 7}, GPUS, []),
-    ],
+    ("name", "limit", "classes"),
+    [(MONEY, 14.5, [ONLY]), (GPUS, 7.0, [])],
 )
 def test_replicas_follow_the_load_within_the_budget(
-    limits: dict[str, Any], name: str, classes: list[Mapping[str, Any]]
+    name: str, limit: float, classes: list[Mapping[str, Any]]
 ) -> None:
     models = two_bursts(*classes)
-    found = simulate_shared(file(models, **limits), models)  # type: ignore[arg-type]
-    limit = next(iter(limits.values()))
+    found = simulate_shared({name: limit}, models, 10.0)
     assert limit - 2 <= found.peaks[name] <= limit, "it is used, and never exceeded"
     first, second = most_at(found, "a", 260, 400), most_at(found, "b", 260, 400)
     assert first > second
@@ -99,7 +88,7 @@ def test_replicas_follow_the_load_within_the_budget(
 def test_what_is_not_limited_is_as_alone() -> None:
     one = SimulatedModel(Scenario(FLAT, ENGINE, Slo(1.0, 0.06), 20.0), policy())
     alone = run_policy(one.scenario, one.policy)
-    found = simulate_shared(file("ab"), {"a": one, "b": one})
+    found = simulate_shared({}, {"a": one, "b": one})
     for each in found.models.values():
         assert each.attainment == alone.attainment
         assert each.total_replica_hours == pytest.approx(alone.total_replica_hours)
@@ -127,11 +116,3 @@ def test_the_first_replicas_fit() -> None:
     kinds = [kind for pools in found.values() for each in pools.values() for kind in each]
     assert sorted(kinds) == ["fast", "only", "only", "only"], "the least of each, of what has room"
     assert all(each for pools in found.values() for each in pools.values())
-
-
-def test_policies_that_do_not_fit_the_limits_are_refused() -> None:
-    models = two_bursts()
-    with pytest.raises(ConfigError, match="gpu_budget"):
-        simulate_shared(file("ab", gpu_budget=3), models)
-    with pytest.raises(ConfigError, match=r"prefill\.classes"):
-        simulate_shared(file("ab", budget_per_hour=30), models)
