@@ -158,6 +158,10 @@ SHORT: Mapping[str, str] = {
         "splitserve simulate --trace azure_2023_conv.csv --policy policy.yaml --engine-preset h100x4-70b"
         " --cold-start 60 --baseline static-peak --no-bound --plot run.png"
     ),
+    "splitserve simulate --models": (
+        "bash -c 'echo \"models: [{name: llama, policy: policy.yaml}]\" > models.yaml; splitserve simulate"
+        " --models models.yaml --trace llama=constant,rate=1,shift=10 --duration 60'"
+    ),
     "splitserve simulate --trace constant": (
         "splitserve simulate --trace constant --rate 2 --duration 120 --steps --no-bound"
     ),

@@ -86,7 +86,8 @@ def models_title(found: SharedOutcome) -> str:
     """How long, and under which limits."""
     longest_s = max(one.duration_s for one in found.models.values())
     limits = ", ".join(f"{amount:g} {name}" for name, amount in found.limits.items()) or "no common limit"
-    return f"{len(found.models)} models on {limits}: {longest_s / 60:.0f} min"
+    count = "1 model" if len(found.models) == 1 else f"{len(found.models)} models"
+    return f"{count} on {limits}: {longest_s / 60:.0f} min"
 
 
 def shared_table(found: SharedOutcome, title: str) -> str:

@@ -127,6 +127,7 @@ def test_a_trace_file_at_scale(capsys: pytest.CaptureFixture[str], policy: str, 
         (("--trace", "constant", "--rate", "0"), 2, "rate must be above 0"),
         (("--trace", "constant", "--duration", "nan"), 2, "duration_s must be above 0"),
         ((*SHORT, "--prompt-tokens", "0"), 2, "prompt_tokens must be above 0"),
+        (("--trace", "constant", "--duration", "1e9"), 2, "are more than 2000000"),
     ],
 )
 def test_wrong_inputs(
