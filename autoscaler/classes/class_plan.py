@@ -273,8 +273,8 @@ def _within_shares(
     rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
     left, money, decided = dict(got.left), None, dict[PoolName, Uses]()
     if MONEY in limits:
-        mine = sum(rung.price_per_hour for rung in rungs) + left[MONEY]
-        money = min(mine, shared.own(MONEY) + shared.free(MONEY))
+        # Mixes are within its share. While they change, old and new replicas use what others have not taken yet.
+        money = shared.own(MONEY) + shared.free(MONEY)
     for one, rung in zip(wanted, rungs, strict=True):
         most = {name: rung.uses.get(of_class(name), 0.0) + left[of_class(name)] for name in limited}
         mix = one.mix(rung.units, rung.price_per_hour + left[MONEY] if MONEY in left else None, most)

@@ -132,9 +132,8 @@ async def model_loops(
         lease: SharedLease | None = None
         if lease_s is not None and not dry_run and any(actuators.values()):
             made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
-            clients = [await stack.enter_async_context(client) for client in made]
-            lease = SharedLease(clients, holder_name(), lease_length_s(lease_s, slowest_s), account.forget)
-            stack.push_async_callback(lease.release)
+            length_s = lease_length_s(lease_s, slowest_s)
+            lease = await stack.enter_async_context(_held_by_this(made, length_s, account.forget))
 
         def may_act() -> bool:
             return lease is None or lease.held
@@ -143,11 +142,11 @@ async def model_loops(
         shadows = {
             one.name: shared_shadows(shared, one, owns[one.name], shadow_window_s) for one in shared.models
         }
-        for model, policy in policies.items():
-            own, inner = owns[model], actuators[model]
+        for model, own in owns.items():
+            inner = actuators[model]
             loops[model] = await stack.enter_async_context(
                 control_loop(
-                    policy,
+                    policies[model],
                     coordinators,
                     None if inner is None else AccountedActuator(inner, own, starting, may_act),
                     interval_s=interval_s,
@@ -162,9 +161,24 @@ async def model_loops(
                 )
             )
         await _first_look(loops)
-        scored = [one for one in shared.models if one.shadow]
-        scorings = {one.name: _scoring(one, loops[one.name], account, shadow_window_s) for one in scored}
+        scorings = {
+            one.name: _scoring(one, loops[one.name], account, shadow_window_s)
+            for one in shared.models
+            if one.shadow
+        }
         yield ModelLoops(loops, account, policies, histories, in_force, scorings)
+
+
+@asynccontextmanager
+async def _held_by_this(
+    made: Sequence[ScalingClient], length_s: float, taken: Callable[[], None]
+) -> AsyncIterator[SharedLease]:
+    """The lease, with the clients that it asks; released at the end."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client) for client in made]
+        lease = SharedLease(clients, holder_name(), length_s, taken)
+        stack.push_async_callback(lease.release)
+        yield lease
 
 
 def shared_shadows(shared: SharedModels, model: ScaledModel, own: ModelAccount, window_s: float) -> Shadows:

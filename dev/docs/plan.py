@@ -158,10 +158,6 @@ SHORT: Mapping[str, str] = {
         "splitserve simulate --trace azure_2023_conv.csv --policy policy.yaml --engine-preset h100x4-70b"
         " --cold-start 60 --baseline static-peak --no-bound --plot run.png"
     ),
-    "splitserve simulate --models": (
-        "bash -c 'echo \"models: [{name: llama, policy: policy.yaml}]\" > models.yaml; splitserve simulate"
-        " --models models.yaml --trace llama=constant,rate=1,shift=10 --duration 60'"
-    ),
     "splitserve simulate --trace constant": (
         "splitserve simulate --trace constant --rate 2 --duration 120 --steps --no-bound"
     ),
@@ -283,6 +279,7 @@ NOT_RUN: Mapping[str, str] = {
     "splitserve autoscaler explain --target 127.0.0.1:9464": (
         "needs an autoscaler's port; tests/integration/scaling/test_autoscaler_service.py runs it"
     ),
+    "splitserve simulate --models": "tests/unit/splitserve/cli/test_cli_simulate.py runs it",
     "splitserve autoscaler --models": "tests/integration/scaling/test_shared_budget.py runs it",
     "kubectl": "needs a Kubernetes cluster; "
     "tests/unit/autoscaler/actuators/test_kubernetes_manifests.py checks the files",
