@@ -112,9 +112,8 @@ async def model_loops(
     security: ClusterCredentials = UNSECURED,
     api_key: str | None = None,
 ) -> AsyncIterator[ModelLoops]:
-    """Connected control loops. The actuators, one a model, are not closed here.
-
-    Raises ConfigError for a wrong policy, or one that does not fit the others."""
+    """Connected control loops. The actuators, one a model, are not closed here. Raises ConfigError for a wrong policy, or
+    one that does not fit the others."""
     in_force = ModelsInForce(shared)
     policies = policies_of(in_force)
     rules = {model: partial(_rules, file) for model, file in policies.items()}
@@ -138,12 +137,9 @@ async def model_loops(
         def may_act() -> bool:
             return lease is None or lease.held
 
-        owns = {model: ModelAccount(account, model, one) for model, one in rules.items()}
-        shadows = {
-            one.name: shared_shadows(shared, one, owns[one.name], shadow_window_s) for one in shared.models
-        }
-        for model, own in owns.items():
-            inner = actuators[model]
+        for one in shared.models:
+            model, inner = one.name, actuators[one.name]
+            own = ModelAccount(account, model, rules[model])
             loops[model] = await stack.enter_async_context(
                 control_loop(
                     policies[model],
@@ -155,17 +151,13 @@ async def model_loops(
                     dry_run=dry_run,
                     security=security,
                     api_key=api_key,
-                    shadows=shadows[model],
+                    shadows=shared_shadows(shared, one, own, shadow_window_s),
                     history=histories.get(model),
                     sharing=Sharing(own, plans, lease),
                 )
             )
         await _first_look(loops)
-        scorings = {
-            one.name: _scoring(one, loops[one.name], account, shadow_window_s)
-            for one in shared.models
-            if one.shadow
-        }
+        scorings = _scorings(shared, loops, account, shadow_window_s)
         yield ModelLoops(loops, account, policies, histories, in_force, scorings)
 
 
@@ -187,13 +179,18 @@ def shared_shadows(shared: SharedModels, model: ScaledModel, own: ModelAccount, 
     return shadows_of(model.shadow, window_s, check, own.within)
 
 
-def _scoring(model: ScaledModel, loop: ControlLoop, account: SharedAccount, window_s: float) -> ShadowScoring:
-    """Of the policy in force and its shadows, each with what the other models leave."""
-    policies = [
-        ScoredPolicy("in_force", model.policy),
-        *(ScoredPolicy("shadow", path) for path in model.shadow),
-    ]
-    return ShadowScoring(loop.journal, policies, window_s, limits=partial(account.left_for, model.name))
+def _scorings(
+    shared: SharedModels, loops: Mapping[str, ControlLoop], account: SharedAccount, window_s: float
+) -> dict[str, ShadowScoring]:
+    """Of each model with shadows: the policy in force and these, each with what the other models leave."""
+    found = {}
+    for model in shared.models:
+        if model.shadow:
+            shadows = [ScoredPolicy("shadow", path) for path in model.shadow]
+            policies = [ScoredPolicy("in_force", model.policy), *shadows]
+            left = partial(account.left_for, model.name)
+            found[model.name] = ShadowScoring(loops[model.name].journal, policies, window_s, limits=left)
+    return found
 
 
 def policies_of(in_force: ModelsInForce) -> dict[str, PolicyFile]:
