@@ -112,8 +112,8 @@ async def model_loops(
     security: ClusterCredentials = UNSECURED,
     api_key: str | None = None,
 ) -> AsyncIterator[ModelLoops]:
-    """Connected control loops. The actuators, one a model, are not closed here. Raises ConfigError for a wrong policy, or
-    one that does not fit the others."""
+    """Connected control loops. The actuators, one a model, are not closed here. Raises ConfigError for a wrong policy,
+    or one that does not fit the others."""
     in_force = ModelsInForce(shared)
     policies = policies_of(in_force)
     rules = {model: partial(_rules, file) for model, file in policies.items()}
