@@ -219,7 +219,7 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, Wish], dict[str, float]]:
     return wishes, {name: float(limit) for name, limit in limits.items()}
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@settings(max_examples=30, deadline=None, phases=[Phase.generate])
 @given(worlds())
 def test_what_all_want_and_what_fits_is_reached(world: tuple[dict[str, Wish], dict[str, float]]) -> None:
     wishes, limits = world
