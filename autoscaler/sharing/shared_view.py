@@ -54,6 +54,8 @@ class SharedView:
     """Claims of the other models."""
     may_move: bool = True
     """See `settled_share`."""
+    decided: Mapping[str, Uses] = field(default_factory=dict)
+    """By pool of this model: what it is to have by its last decision."""
 
     def free(self, name: str) -> float:
         """What nobody has of a limit."""
@@ -66,7 +68,9 @@ class SharedView:
     def granted(self, own: Mapping[P, Claim]) -> ModelShare:
         """What this model may have, with these claims of its own by pool. All models reckon alike: in the order of
         their names."""
-        claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
+        claims: dict[Pool, Claim] = {
+            (self.model, pool): replace(claim, wanted=self.decided.get(pool)) for pool, claim in own.items()
+        }
         claims |= self.others
         order = sorted(claims)
         known = [claims[one] for one in order]

@@ -257,13 +257,19 @@ def _have_all(claims: Sequence[Claim], at: Sequence[int]) -> bool:
 
 
 def _kept(claim: Claim, held: Uses, limits: Uses) -> int:
-    """The highest rung that takes no more than the pool has; the lowest it gets in any case."""
+    """The highest rung that takes no more than the pool has, of several the one that it was coming to; the lowest it
+    gets in any case."""
+
+    def nearness(rung: Rung) -> float:
+        wanted = rung.uses if claim.wanted is None else claim.wanted
+        return -sum(abs(rung.uses.get(name, 0.0) - wanted.get(name, 0.0)) for name in limits)
+
     able = [
-        number
+        (rung.units, nearness(rung), number)
         for number, rung in enumerate(claim.rungs)
         if all(rung.uses.get(name, 0.0) <= held.get(name, 0.0) + _TINY for name in limits)
     ]
-    return max(able, default=0)
+    return max(able)[2] if able else 0
 
 
 def _loss(claims: Sequence[Claim], at: Sequence[int]) -> tuple[float, float]:

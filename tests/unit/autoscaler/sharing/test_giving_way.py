@@ -259,6 +259,19 @@ def test_a_model_that_lacks_nothing_gives_its_class_for_another_of_the_same_use(
     assert models.all_have_what_they_want()
 
 
+def test_a_pool_halfway_between_two_mixes_does_not_turn_round() -> None:
+    """With y, x and y the second has what it wants, and so has the third nothing; with z and x all have."""
+    z_or = {"z": (2.0, 3.0)}
+    wishes = {
+        "a": Wish(1, {"x": (1.0, 0.5), **z_or}, {"x": 2, "z": 2}),
+        "b": Wish(3, {"x": (1.0, 0.5), "y": (1.0, 1.0), **z_or}, {"y": 1}),
+        "c": Wish(2, {"y": (1.0, 1.0), **z_or}, {}),
+    }
+    models = Models(wishes, {X: 2.0, Y: 2.0, Z: 2.0, MONEY: 9.5})
+    assert models.settle()
+    assert models.all_have_what_they_want()
+
+
 EACH = {X: ClassOfClaim(), Y: ClassOfClaim()}
 
 
