@@ -165,8 +165,8 @@ class SharedAccount:
             claims |= {(name, pool): claim for pool, claim in own.items()}
         since_s = self._moving_since_s
         may_move = since_s is not None and now_s - since_s >= self.move_after_s
-        own = self._entries[model].claims.items()
-        decided = {pool: claim.wanted for pool, claim in own if claim.wanted is not None}
+        mine = self._entries[model].claims.items()
+        decided = {pool: claim.wanted for pool, claim in mine if claim.wanted is not None}
         return SharedView(model, limits, used, live, claims, may_move, decided)
 
     def reserve(self, model: str, pool: str, count: int, each: Uses) -> int:
