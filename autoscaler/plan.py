@@ -78,6 +78,8 @@ class PoolPlan:
     """What of `units` must not be on spot machines, with the units that others have."""
     sleep: bool = False
     """Whether its standbys sleep."""
+    gives: str = ""
+    """The class of which one replica that is too much ends at once: what replaces it has no room before."""
 
     @property
     def given_up(self) -> bool:
@@ -139,8 +141,6 @@ Decide = Callable[[Memory, Snapshot], tuple[ScalingPlan, Memory]]
 
 WORTH_MOVING = 0.1
 """GPUs move from pool to pool only if that lowers the worse pool's overload by this share."""
-
-
 MOST_ALONE = 0.5
 """One neutral worker serves both pools while they keep less than this share of it busy."""
 ALONE_AGAIN = 0.3
@@ -205,24 +205,11 @@ def joint_plan(
     standby = (policy.prefill.warm_standby, policy.decode.warm_standby)
     proposals = Proposals(prefill, decode, most)
     p, d, standby = _within_budget(policy, snapshot, proposals, p, d, standby, notes)
-    plans = (
-        PoolPlan(
-            p,
-            standby[0],
-            _text(notes["prefill"]),
-            prefill.error,
-            notes["prefill"][-1][0],
-            sleep=policy.prefill.sleep,
-        ),
-        PoolPlan(
-            d,
-            standby[1],
-            _text(notes["decode"]),
-            decode.error,
-            notes["decode"][-1][0],
-            sleep=policy.decode.sleep,
-        ),
-    )
+    pools = ((prefill, policy.prefill, p, standby[0]), (decode, policy.decode, d, standby[1]))
+    plans = [
+        PoolPlan(count, warm, _text(told), one.error, told[-1][0], sleep=pool.sleep)
+        for (one, pool, count, warm), told in zip(pools, notes.values(), strict=True)
+    ]
     return ScalingPlan(*plans, lend_decode_to_prefill=_lend(policy, snapshot, prefill, decode, p, lending))
 
 

@@ -15,10 +15,10 @@ from autoscaler.policies.policy_file import PredictivePool, ScalingPolicy, SloPo
 from autoscaler.policies.predictive import SEASONS_KEPT, PredictiveMemory, resumed
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
-from autoscaler.shadows.shadow import ShadowPolicy, Shadows
+from autoscaler.shadows.shadow import ShadowPolicy, Shadows, unchanged
 from autoscaler.signals.history_file import MAX_RATES, ForecastHistory, SeasonRecord
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
-from autoscaler.snapshot import PoolName
+from autoscaler.snapshot import PoolName, Snapshot
 from autoscaler.start_watch import start_limits
 from splitserve.config.yaml_file import read_yaml_file
 from splitserve.errors import ConfigError
@@ -77,11 +77,20 @@ def history_s(policy: ScalingPolicy) -> float:
     return max([DEFAULT_HISTORY_S, *wanted])
 
 
-def shadows_of(paths: Sequence[Path], window_s: float = 0.0) -> Shadows:
-    """The policies in these files, named after them; arrivals are kept for `window_s` at least. Raises ConfigError."""
+def shadows_of(
+    paths: Sequence[Path],
+    window_s: float = 0.0,
+    check: Callable[[ScalingPolicy], None] = lambda rules: None,
+    within: Callable[[Snapshot], Snapshot] = unchanged,
+) -> Shadows:
+    """The policies in these files, named after them; arrivals are kept for `window_s` at least. `check` as in
+    `PolicyFile`, `within` as in `Shadows`. Raises ConfigError."""
     loaded = [(path.stem, _loaded(path)) for path in paths]
+    for _, one in loaded:
+        check(one.rules)
     policies = tuple(ShadowPolicy(name, make_decide(one.rules, one.functions)) for name, one in loaded)
-    return Shadows(policies, max((max(window_s, history_s(one.rules)) for _, one in loaded), default=0.0))
+    kept_s = max((max(window_s, history_s(one.rules)) for _, one in loaded), default=0.0)
+    return Shadows(policies, kept_s, within)
 
 
 def loop_settings(policy: ScalingPolicy, given: LoopSettings) -> LoopSettings:

@@ -6,10 +6,12 @@ import asyncio
 import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from prometheus_client.core import Metric
 
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
@@ -30,20 +32,18 @@ from autoscaler.signals.history_file import HistoryFile
 from autoscaler.signals.notice_watch import NoticeWatch
 from autoscaler.signals.observer import Observer
 from splitserve.client.scaling_client import MAX_LEASE_S, ScalingClient
-from splitserve.config.autoscaler import AutoscalerConfig, DockerConfig
-from splitserve.config.gpu_list import AUTO
+from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError, FailedPreconditionError, SplitserveError, UnavailableError
-from splitserve.gpus.inventory import GpuInventory
-from splitserve.gpus.nvml import driver_inventory
 from splitserve.logs import log_event
 from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
 from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import stop_signal
-from splitserve.runtime.reload import FileWatcher
+from splitserve.runtime.reload import FileWatcher, ReloadedFiles
 from splitserve.security.api_keys import read_key
 from splitserve.v1 import registry_pb2, scaling_pb2
 
+T = TypeVar("T")
 PLAN_INTERVALS = 4
 """A plan stays valid for this many missed ticks."""
 LEAST_PLAN_S = 30.0
@@ -149,17 +149,15 @@ async def serve(config: AutoscalerConfig) -> None:
     """
     policy, shadows = PolicyFile(config.one_policy), shadows_of(config.shadow, config.shadow_window_s)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
-    loops = LoopRunner()
     certificates = FileWatcher(security.server_tls.file if security.server_tls else None)
-    reloaded = [policy.files, *certificates.files]
-    stop = stop_signal()
     history = None if config.history_file is None else HistoryFile(config.history_file)
-    actuator = make_actuator(config)
-    try:
-        async with control_loop(
+    stop = stop_signal()
+    async with scaling(
+        {config.model: config},
+        lambda actuators: control_loop(
             policy,
             config.coordinators,
-            actuator,
+            actuators[config.model],
             interval_s=config.interval_s,
             window_s=config.window_s,
             model=config.model,
@@ -169,31 +167,71 @@ async def serve(config: AutoscalerConfig) -> None:
             api_key=read_key(config.api_key_file),
             shadows=shadows,
             history=history,
-        ) as loop:
-            scoring = _scoring(config, loop)
-            with serving_metrics(
-                lambda: [
-                    *loop_metrics(loop.status),
-                    *shadow_metrics(shadows),
-                    *score_metrics(scoring),
-                    loops.metric(),
-                    *reload_metrics(reloaded),
-                ],
-                config.host,
-                config.metrics_port,
-                security.server_tls,
-                {DECISIONS_PATH: lambda: decisions_document(loop.journal.decisions, scoring.document())},
-                security.token,
-            ):
-                log_event("autoscaler.ready", actuator=config.actuator, interval_s=loop.settings.interval_s)
-                background = [("scaling", loop.run), ("scoring", scoring.run), ("files", certificates.follow)]
-                if history is not None:
-                    background.append(("history", history.run))
-                await run_until(background, loops, stop)
-    finally:
-        if actuator is not None:
-            await actuator.close()
-        log_event("autoscaler.stopped")
+        ),
+    ) as loop:
+        scoring = _scoring(config, loop)
+        background = [("scaling", loop.run), ("scoring", scoring.run), ("files", certificates.follow)]
+        if history is not None:
+            background.append(("history", history.run))
+        told = ScalingEndpoint(
+            lambda: [*loop_metrics(loop.status), *shadow_metrics(shadows), *score_metrics(scoring)],
+            lambda: decisions_document(loop.journal.decisions, scoring.document()),
+            [policy.files, *certificates.files],
+        )
+        await run_served(config, security, background, told, stop)
+
+
+@asynccontextmanager
+async def scaling(
+    configs: Mapping[str, AutoscalerConfig],
+    loops: Callable[[Mapping[str, Actuator | None]], AbstractAsyncContextManager[T]],
+) -> AsyncIterator[T]:
+    """`loops`, with the actuators of these settings, by model. These close before it ends: an order under way ends
+    before the lease does, because another that takes it would not see the order. Raises ConfigError."""
+    async with AsyncExitStack() as stack:
+        stack.callback(log_event, "autoscaler.stopped")
+        actuators, closing = dict[str, Actuator | None](), await stack.enter_async_context(AsyncExitStack())
+        for model, config in configs.items():
+            actuators[model] = made = make_actuator(config)
+            if made is not None:
+                closing.push_async_callback(made.close)
+        entered = await stack.enter_async_context(loops(actuators))
+        stack.push_async_callback(closing.aclose)
+        yield entered
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingEndpoint:
+    """What an autoscaler tells at its metrics port, beside the state of its loops and files."""
+
+    metrics: Callable[[], Sequence[Metric]]
+    decisions: Callable[[], dict[str, Any]]
+    reloaded: Sequence[ReloadedFiles[Any]]
+
+
+async def run_served(
+    config: AutoscalerConfig,
+    security: ClusterCredentials,
+    background: Sequence[tuple[str, Callable[[], Awaitable[None]]]],
+    told: ScalingEndpoint,
+    stop: asyncio.Event,
+) -> None:
+    """Runs these loops, each with its name, until `stop` is set. Raises FailedPreconditionError for a taken port."""
+    loops = LoopRunner()
+    with serving_metrics(
+        lambda: [*told.metrics(), loops.metric(), *reload_metrics(told.reloaded)],
+        config.host,
+        config.metrics_port,
+        security.server_tls,
+        {DECISIONS_PATH: told.decisions},
+        security.token,
+    ):
+        log_event("autoscaler.ready", actuator=config.actuator)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(loops.run(name, loop)) for name, loop in background]
+            await stop.wait()
+            for task in tasks:
+                task.cancel()
 
 
 def _scoring(config: AutoscalerConfig, loop: ControlLoop) -> ShadowScoring:
@@ -208,56 +246,21 @@ def make_actuator(config: AutoscalerConfig) -> Actuator | None:
     if config.docker.hosts is not None and config.actuator != "docker":
         message = f"docker.hosts (--docker-hosts) needs actuator (--actuator) docker, not {config.actuator}"
         raise ConfigError(message, field="docker.hosts")
-    match config.actuator:
-        case "docker":
-            return _docker(config)
-        case "kubernetes":
-            return _kubernetes(config)
-        case "none":
-            return None
-
-
-def _docker(config: AutoscalerConfig) -> Actuator:
     try:
-        from autoscaler.actuators.docker import DockerActuator
-        from autoscaler.actuators.docker_engine import DockerEngine
+        match config.actuator:
+            case "docker":
+                from autoscaler.hosts.make_hosts import make_docker_actuator
+
+                return make_docker_actuator(config.docker, config.model)
+            case "kubernetes":
+                from autoscaler.actuators.kubernetes import KubernetesActuator
+
+                return KubernetesActuator.connect(config.kubernetes)
+            case "none":
+                return None
     except ModuleNotFoundError:
-        message = "actuator: docker needs `pip install 'splitserve[docker]'`"
+        message = f"actuator: {config.actuator} needs `pip install 'splitserve[{config.actuator}]'`"
         raise ConfigError(message, field="actuator") from None
-    if config.docker.hosts is not None:
-        from autoscaler.hosts.make_hosts import make_hosts_actuator  # it needs the same package
-
-        return make_hosts_actuator(config.docker, config.model)
-    engine = DockerEngine(config.docker.request_timeout_s)
-    gpus = docker_gpus(config.docker)
-    return DockerActuator(engine, config.docker.project, gpus, config.model)
-
-
-def docker_gpus(config: DockerConfig) -> GpuInventory:
-    """The GPUs that Docker replicas may get. Raises UnavailableError (NO_NVML) where `auto` cannot ask for them."""
-    if config.gpus == AUTO:
-        return driver_inventory(config.replicas_per_gpu)
-    return GpuInventory.listed(config.gpus, config.replicas_per_gpu)
-
-
-def _kubernetes(config: AutoscalerConfig) -> Actuator:
-    try:
-        from autoscaler.actuators.kubernetes import KubernetesActuator
-    except ModuleNotFoundError:
-        message = "actuator: kubernetes needs `pip install 'splitserve[kubernetes]'`"
-        raise ConfigError(message, field="actuator") from None
-    return KubernetesActuator.connect(config.kubernetes)
-
-
-async def run_until(
-    background: Sequence[tuple[str, Callable[[], Awaitable[None]]]], loops: LoopRunner, stop: asyncio.Event
-) -> None:
-    """Runs these loops, each with its name, until `stop` is set."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(loops.run(name, loop)) for name, loop in background]
-        await stop.wait()
-        for task in tasks:
-            task.cancel()
 
 
 def _plan_s(settings: LoopSettings) -> float:

@@ -242,7 +242,8 @@ class _Classed:
                     continue
                 left = [one for one in ready if one.name not in moving and one is not able[0]]
                 enough = self._carry(left) and (share.spot or self._floor_holds(left))
-                if state is not ReplicaState.READY or makes_room or enough:
+                gives = makes_room or share.name == self.plan.gives
+                if state is not ReplicaState.READY or gives or enough:
                     return able[0].name
         return ""
 

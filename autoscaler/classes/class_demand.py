@@ -4,8 +4,9 @@ share a limit. Pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from types import MappingProxyType
 
 from autoscaler.classes.mix import (
@@ -24,11 +25,13 @@ from autoscaler.plan import PoolPlan, Proposal
 from autoscaler.policies.policy_file import AnyPool, SloPool
 from autoscaler.policies.slo.slo_decode import decode_shares
 from autoscaler.policies.slo.slo_prefill import prefill_shares
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, Uses, of_class
+from autoscaler.sharing.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, Uses, of_class
 from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
 
 MOST_RUNGS = 32
 """Steps of a ladder; of a pool that wants more units each is of several."""
+MOST_MIXES = 64
+"""Of one capacity: for all of them a decision would take too long."""
 _HERE = (ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STANDBY)
 
 
@@ -57,6 +60,8 @@ class ClassedDemand:
     """Units beside them that are kept warm."""
     unusable: tuple[str, ...] = ()
     """Why classes are not used, or no more of them, for people."""
+    slow: frozenset[str] = frozenset()
+    """Classes that cannot meet the target."""
 
     @classmethod
     def of(
@@ -98,12 +103,12 @@ class ClassedDemand:
             floor,
             plan.standby,
             (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
+            frozenset(slow),
         )
 
-    def steady(self, units: float, without: Collection[str] = ()) -> ClassMix:
-        """The cheapest mix, whatever runs now."""
-        offers = [replace(one, most=0) if one.name in without else one for one in self.offers]
-        return cheapest_mix(offers, units, floor=self.floor.within(units))
+    def steady(self, units: float, most: Mapping[str, int] = MappingProxyType({})) -> ClassMix:
+        """The cheapest mix, whatever runs now, with no more of each class than `most` says."""
+        return cheapest_mix(_at_most(self.offers, most), units, floor=self.floor.within(units))
 
     def mix(
         self,
@@ -122,18 +127,25 @@ class ClassedDemand:
         offers = _at_most(without(self.offers, mix), most)
         return cheapest_mix(offers, self.standby, left.get(MONEY), self.change, gpus=left.get(GPUS))
 
-    def claim(self, proposal: Proposal, snapshot: Snapshot, limited: Collection[str] = ()) -> Claim:
-        """Its ladder: one rung a unit, and further ones: of classes that are `limited` without them, where GPUs are
-        with the fewest. `snapshot` is in units."""
-        names = [one.name for one in self.offers if one.name in limited]
-        left_outs = [(), *((name,) for name in names), *([tuple(names)] if len(names) > 1 else [])]
+    def claim(
+        self,
+        proposal: Proposal,
+        snapshot: Snapshot,
+        limited: Mapping[str, int] = MappingProxyType({}),
+        leanest: bool = False,
+    ) -> Claim:
+        """Its ladder: one rung a unit, and further ones: of classes that are `limited` with fewer of them, and with
+        the fewest GPUs if `leanest`. `snapshot` is in units."""
+        limits = {one.name: limited[one.name] for one in self.offers if one.name in limited}
         found: dict[tuple[float, tuple[int, ...]], ClassMix] = {}
         for units in self._steps():
-            for left_out in left_outs:
-                mix = self.steady(units, left_out)
-                if not left_out or mix.units >= units - 1e-9:
+            best = self.steady(units)
+            found.setdefault((units, best.counts), best)
+            for most in fewer_of(limits, math.ceil(units) if units >= self.units - 1e-9 else 0):
+                mix = self.steady(units, most)
+                if mix.units >= units - 1e-9:
                     found.setdefault((units, mix.counts), mix)
-            if GPUS in limited:
+            if leanest:
                 mix = leanest_mix(self.offers, units, self.floor.within(units))
                 found.setdefault((units, mix.counts), mix)
         mixes = sorted(((units, mix) for (units, _), mix in found.items()), key=_by_capacity)
@@ -144,6 +156,10 @@ class ClassedDemand:
         return Claim(
             tuple(Rung(units, self.uses(mix), kept, part) for (units, mix), kept, part in rungs),
             weight_of(snapshot),
+            {
+                of_class(one.name): ClassOfClaim(one.speed, one.price_per_hour, one.name not in self.slow)
+                for one in self.offers
+            },
         )
 
     def _steps(self) -> list[float]:
@@ -157,6 +173,26 @@ class ClassedDemand:
         counts = zip(self.offers, mix.counts, strict=True)
         both = {MONEY: mix.price_per_hour, GPUS: float(mix.gpus)}
         return both | {of_class(one.name): float(count) for one, count in counts}
+
+
+def fewer_of(limits: Mapping[str, int], counts: int = 0) -> list[dict[str, int]]:
+    """Bounds by class: all limits, and without each class and all of them. With `counts`, that are wanted at most, also
+    with other numbers of them, `MOST_MIXES` at most: somebody else may need just one."""
+    if not limits:
+        return []
+    found = [dict(limits), *({**limits, name: 0} for name in limits), dict.fromkeys(limits, 0)]
+    each = int(MOST_MIXES ** (1 / len(limits)) + 1e-9)
+    tried = [_spread(min(most, counts), each) for most in limits.values()]
+    return found + [dict(zip(limits, one, strict=True)) for one in product(*tried)] if counts else found
+
+
+def _spread(most: int, count: int) -> list[int]:
+    """Numbers from 0 to `most`, `count` of them at most."""
+    return (
+        sorted({round(most * step / max(1, count - 1)) for step in range(count)})
+        if count <= most
+        else [*range(most + 1)]
+    )
 
 
 def _at_most(offers: Sequence[ClassOffer], most: Mapping[str, float]) -> list[ClassOffer]:

@@ -96,7 +96,7 @@ def _within_limits(
 ) -> tuple[list[float], list[ClassMix]]:
     """Units and mix of each pool. Mixes that keep what runs may take more than those that were granted: each may take
     what the others leave."""
-    claims = [one.claim(proposals.pool(one.name), units, limits) for one in wanted]
+    claims = [one.claim(proposals.pool(one.name), units, leanest=GPUS in limits) for one in wanted]
     at = share(claims, limits)
     left = left_of(claims, at, limits)
     mixes = []
@@ -119,19 +119,25 @@ def _within_shares(
     """As `_within_limits`, with what other models on the inventory claim. What is wanted is by shares; what may be
     started now is what nobody has. Standbys are kept of what nobody claims."""
     limits = shared.limits
-    limited = {one.name for pool in wanted for one in pool.offers if of_class(one.name) in limits}
+    limited = {
+        one.name: int(limits[of_class(one.name)])
+        for pool in wanted
+        for one in pool.offers
+        if of_class(one.name) in limits
+    }
     claims = {one.name: one.claim(proposals.pool(one.name), units, limited) for one in wanted}
     got = shared.granted(claims)
     rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
-    left, money = dict(got.left), None
+    left, money, decided = dict(got.left), None, dict[PoolName, Uses]()
     if MONEY in limits:
-        mine = sum(rung.price_per_hour for rung in rungs) + left[MONEY]
-        money = min(mine, shared.own(MONEY) + shared.free(MONEY))
+        # Mixes are within its share. While they change, old and new replicas use what others have not taken yet.
+        money = shared.own(MONEY) + shared.free(MONEY)
     mixes = []
     for one, rung in zip(wanted, rungs, strict=True):
         most = {name: rung.uses.get(of_class(name), 0.0) + left[of_class(name)] for name in limited}
         mix = one.mix(rung.units, rung.price_per_hour + left[MONEY] if MONEY in left else None, most)
         uses = one.uses(mix)
+        decided[one.name] = uses
         left = {name: max(0.0, left[name] + rung.uses.get(name, 0.0) - uses.get(name, 0.0)) for name in left}
         mixes.append(mix)
     for one, rung, mix in zip(wanted, rungs, mixes, strict=True):
@@ -142,11 +148,17 @@ def _within_shares(
         what += [f"{limits[of_class(n)]:g} {n} ({shared.who(of_class(n))})" for n in sorted(short)]
         given = _Granted(rung.units, mix, standbys, f"{' and '.join(what)} for all models")
         plan = _with_pool(plan, one.name, _planned(one, plan.pool(one.name), given))
+    given_way = shared.gives_way(claims, decided, got.granted)
+    for name, of in given_way.items():
+        pool = plan.pool(name)
+        kind = next(share.name for share in pool.mix if of_class(share.name) == of)
+        note = f"one {kind} ends first: another pool waits for it, and has what this one waits for"
+        plan = _with_pool(plan, name, replace(pool, gives=kind, reason=f"{pool.reason}; {note}"))
     return replace(
         plan,
         budget_per_hour=money,
         class_room={name: int(shared.free(of_class(name)) + 1e-9) for name in limited},
-        claims=claims,
+        claims={name: replace(claim, wanted=decided[name]) for name, claim in claims.items()},
         worth_moving=got.worth_moving,
     )
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from autoscaler.sharing.shares import Uses
 from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import Scenario
@@ -35,6 +36,8 @@ class RecordedWindow:
     cold_start_s: float
     window_s: float
     """Of the histograms in snapshots."""
+    limits: Uses = field(default_factory=dict)
+    """What the model may have at most, where it shares an inventory with others."""
     seed: int = 0
 
     @property

@@ -21,6 +21,7 @@ from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import load_policy
 from autoscaler.simulation.evaluation.class_costs import speeds_of
 from autoscaler.simulation.evaluation.comparison import bounds_of
+from autoscaler.simulation.shared_simulation import SimulatedModel, simulate_shared
 from autoscaler.simulation.simulator import Simulation
 from splitserve.errors import DeadlineExceededError, SplitserveError, UnavailableError
 
@@ -45,8 +46,12 @@ class ReplayScore:
 def replayed(window: RecordedWindow, policy: Path) -> ReplayScore:
     """Replays the window. Raises ConfigError for the file, and whatever the policy's own code raises."""
     rules = load_policy(policy)
-    scenario = replace(window.scenario(), speeds=speeds_of(rules))
-    run = Simulation(scenario, make_decide(rules), rules.interval_s, bounds_of(rules), policy.stem).run()
+    if window.limits:
+        shared = simulate_shared(window.limits, {policy.stem: SimulatedModel(window.scenario(), rules)})
+        run = shared.models[policy.stem]
+    else:
+        scenario = replace(window.scenario(), speeds=speeds_of(rules))
+        run = Simulation(scenario, make_decide(rules), rules.interval_s, bounds_of(rules), policy.stem).run()
     pools = {"prefill": rules.prefill, "decode": rules.decode}
     gpu_hours = sum(
         hours * gpus_of(pools[name], kind)

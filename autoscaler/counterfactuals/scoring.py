@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from autoscaler.counterfactuals.recorded_window import RecordedWindow, recorded_
 from autoscaler.counterfactuals.replay import ReplayScore, replay_apart
 from autoscaler.decisions.decision import ScalingDecision
 from autoscaler.decisions.journal import DecisionJournal
+from autoscaler.sharing.shares import Uses
 from autoscaler.simulation.outcome import Slo
 from autoscaler.snapshot import POOLS, PoolName, Snapshot
 from splitserve.errors import SplitserveError
@@ -46,14 +47,14 @@ class ShadowScoring:
     policies: Sequence[ScoredPolicy]
     length_s: float
     replay: Replay = replay_apart
+    limits: Callable[[], Uses] = dict
+    """What the model may have now, where it shares an inventory with others."""
     scores: Mapping[ScoredPolicy, ReplayScore] = field(default_factory=dict)
     failures: Counter[ScoredPolicy] = field(default_factory=Counter)
 
     async def run(self) -> None:
         """Scores once a window, until cancelled."""
-        while True:
-            await asyncio.sleep(self.length_s)
-            await self.score()
+        await score_in_turn([self], self.length_s)
 
     async def score(self) -> None:
         """Replays the last window with all policies. Errors are counted and logged, not raised."""
@@ -91,12 +92,21 @@ class ShadowScoring:
         initial = _ready_at(decisions, snapshot.now_s - self.length_s)
         if self.journal.attainment.rules is not None:
             snapshot = in_units(self.journal.attainment.rules, snapshot)
-        return recorded_window(snapshot, self.length_s, self._slo(), initial, _cold_start_s(snapshot))
+        found = recorded_window(snapshot, self.length_s, self._slo(), initial, _cold_start_s(snapshot))
+        return replace(found, limits=dict(self.limits()))
 
     def _slo(self) -> Slo:
         """The targets of the policy in force, for all; the simulator's where it has none."""
         targets = {pool: self.journal.attainment.target_s(pool) for pool in POOLS}
         return Slo(targets["prefill"] or Slo().ttft_s, targets["decode"] or Slo().tpot_s)
+
+
+async def score_in_turn(scorings: Sequence[ShadowScoring], length_s: float) -> None:
+    """Scores once a window, one model after the other, until cancelled."""
+    while True:
+        await asyncio.sleep(length_s)
+        for one in scorings:
+            await one.score()
 
 
 def _ready_at(decisions: Sequence[ScalingDecision], at_s: float) -> dict[PoolName, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from autoscaler.decisions.decision import ScalingDecision
@@ -20,13 +21,18 @@ def decisions_document(
 
 
 def shared_document(
-    decisions: Mapping[str, Sequence[ScalingDecision]], limits: Mapping[str, float], used: Mapping[str, Any]
+    decisions: Mapping[str, Sequence[ScalingDecision]],
+    limits: Mapping[str, float],
+    used: Mapping[str, Any],
+    replays: Mapping[str, Sequence[Mapping[str, Any]]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The page of several models that share `limits`; `used` says what each has of them."""
+    """The page of several models that share `limits`; `used` says what each has of them, `replays` by model what its
+    policies would have made of the last window."""
     found = [(one.wall_s, one.number, model, one) for model, made in decisions.items() for one in made]
     latest = sorted(found, key=lambda entry: entry[:3], reverse=True)
     documents = [{"model": model, **_document(one)} for _, _, model, one in latest]
-    return {"decisions": documents, "replays": [], "shared": {"limits": {**limits}, "used": {**used}}}
+    told = [{"model": model, **one} for model, found_of in replays.items() for one in found_of]
+    return {"decisions": documents, "replays": told, "shared": {"limits": {**limits}, "used": {**used}}}
 
 
 def _document(decision: ScalingDecision) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The actuator over the Docker hosts of a file."""
+"""The actuator over one Docker Engine, or over the Docker hosts of a file."""
 
 from __future__ import annotations
 
+from autoscaler.actuators.actuator import Actuator
 from autoscaler.actuators.docker import DockerActuator, GpusOf, HostLimits
 from autoscaler.actuators.docker_engine import DockerEngine
 from autoscaler.actuators.docker_seats import HostNetwork
@@ -14,9 +15,25 @@ from splitserve.config.autoscaler import DockerConfig
 from splitserve.config.gpu_list import AUTO
 from splitserve.errors import ConfigError
 from splitserve.gpus.inventory import GpuInventory
+from splitserve.gpus.nvml import driver_inventory
 
 PULL_S = 3600.0
 """An image of many gigabytes may take long. Nobody waits for it, and neither does the end of the process."""
+
+
+def make_docker_actuator(config: DockerConfig, model: str) -> Actuator:
+    """Of one Engine, or of several hosts. Raises ConfigError for a wrong file of hosts."""
+    if config.hosts is not None:
+        return make_hosts_actuator(config, model)
+    engine = DockerEngine(config.request_timeout_s)
+    return DockerActuator(engine, config.project, docker_gpus(config), model)
+
+
+def docker_gpus(config: DockerConfig) -> GpuInventory:
+    """The GPUs that Docker replicas may get. Raises UnavailableError (NO_NVML) where `auto` cannot ask for them."""
+    if config.gpus == AUTO:
+        return driver_inventory(config.replicas_per_gpu)
+    return GpuInventory.listed(config.gpus, config.replicas_per_gpu)
 
 
 def make_hosts_actuator(config: DockerConfig, model: str) -> HostsActuator:

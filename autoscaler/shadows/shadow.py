@@ -94,6 +94,11 @@ class ShadowPolicy:
             )
 
 
+def unchanged(snapshot: Snapshot) -> Snapshot:
+    """Where the policy in force sees nothing else."""
+    return snapshot
+
+
 @dataclass(slots=True)
 class Shadows:
     """All of them. Raises ConfigError for too many, or two of one name: names are labels of metrics."""
@@ -101,6 +106,8 @@ class Shadows:
     policies: Sequence[ShadowPolicy] = ()
     history_s: float = 0.0
     """How far back arrivals are to be kept for them, seconds."""
+    within: Callable[[Snapshot], Snapshot] = unchanged
+    """Adds what the policy in force sees beside the snapshot. Called by whoever calls `look`."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.policies]
@@ -111,5 +118,6 @@ class Shadows:
 
     def look(self, snapshot: Snapshot, live: ScalingPlan) -> None:
         """Lets all of them begin to decide."""
+        snapshot = self.within(snapshot) if self.policies else snapshot
         for one in self.policies:
             one.look(snapshot, live)

@@ -60,12 +60,15 @@ class ModelAccount:
 
         def decide_within(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
             self._see(snapshot)
-            view = self.account.view(self.model, snapshot.gpu_inventory)
-            plan, after = decide(memory, replace(snapshot, shared=view))
+            plan, after = decide(memory, self.within(snapshot))
             self.account.claim(self.model, plan.claims, plan.worth_moving)
             return plan, after
 
         return decide_within
+
+    def within(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with the account as the model sees it now."""
+        return replace(snapshot, shared=self.account.view(self.model, snapshot.gpu_inventory))
 
     def listed(self, replicas: Sequence[ActualReplica], generation: int) -> None:
         """What the actuator lists, asked in this generation of the account."""

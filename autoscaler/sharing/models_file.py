@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from autoscaler.classes.class_rules import least_price_per_hour
 from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.shadows.shadow import MAX_SHADOWS
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from splitserve.config.autoscaler import ReplicaClassName, Workload
 from splitserve.config.base import Settings
@@ -30,6 +31,9 @@ class ScaledModel(Settings):
     """Its policy file; a relative path begins at the folder of this file."""
     history_file: Path | None = None
     """As the autoscaler's setting of this name, for this model; relative likewise."""
+    shadow: Annotated[tuple[Path, ...], Field(max_length=MAX_SHADOWS)] = ()
+    """Policy files that decide beside `policy` on what the model may have, and are never acted on; relative likewise.
+    Each is named after its file."""
     prefill_workload: Workload | None = None
     """On Kubernetes: workload of its prefill pool, kind and name."""
     decode_workload: Workload | None = None
@@ -96,13 +100,16 @@ def load_models(path: Path) -> SharedModels:
 
 def _from(folder: Path, model: ScaledModel) -> ScaledModel:
     history = None if model.history_file is None else folder / model.history_file
-    return model.model_copy(update={"policy": folder / model.policy, "history_file": history})
+    shadow = tuple(folder / path for path in model.shadow)
+    return model.model_copy(
+        update={"policy": folder / model.policy, "history_file": history, "shadow": shadow}
+    )
 
 
 def check_shared(shared: SharedModels, policies: Mapping[str, ScalingPolicy]) -> None:
     """Raises ConfigError where the policies do not fit what they share."""
     for model, rules in policies.items():
-        _check_policy(shared, model, rules)
+        check_policy(shared, model, rules)
     least = sum(least_uses(rules).get(MONEY, 0.0) for rules in policies.values())
     if shared.budget_per_hour is not None and least > shared.budget_per_hour:
         raise _broken(
@@ -121,7 +128,8 @@ def check_shared(shared: SharedModels, policies: Mapping[str, ScalingPolicy]) ->
         raise _broken("class_limits", f"names {strange[0]}, which is a class of no policy")
 
 
-def _check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None:
+def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None:
+    """Raises ConfigError where one policy, in force or in the shadow, does not fit what is shared."""
     if rules.budget_per_hour is not None:
         raise _broken("budget_per_hour", f"belongs into the file of models, not into the policy of {model}")
     if rules.gpu_budget is not None and any(pool.classes for pool in rules.pools.values()):

@@ -107,6 +107,11 @@ class SharedAccount:
         """What each model has and has ordered."""
         return {model: entry.used for model, entry in self._entries.items()}
 
+    def left_for(self, model: str) -> dict[str, float]:
+        """What the others leave of each limit: what the model has, and what nobody has."""
+        others = summed([entry.used for name, entry in self._entries.items() if name != model])
+        return {name: max(0.0, limit - others.get(name, 0.0)) for name, limit in self.limits.items()}
+
     def forget(self) -> None:
         """Another may have acted until now: what there is has to be looked at anew."""
         self._generation += 1
@@ -160,7 +165,9 @@ class SharedAccount:
             claims |= {(name, pool): claim for pool, claim in own.items()}
         since_s = self._moving_since_s
         may_move = since_s is not None and now_s - since_s >= self.move_after_s
-        return SharedView(model, limits, used, live, claims, may_move)
+        mine = self._entries[model].claims.items()
+        decided = {pool: claim.wanted for pool, claim in mine if claim.wanted is not None}
+        return SharedView(model, limits, used, live, claims, may_move, decided)
 
     def reserve(self, model: str, pool: str, count: int, each: Uses) -> int:
         """Takes what `count` replicas use, or as many of them as there is room for, and returns how many; at least 1.

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from autoscaler.loop_metrics import LoopStatus, loop_metrics
 from autoscaler.sharing.shared_account import SharedAccount
 from splitserve.metrics import gauges
 
 
-def shared_metrics(statuses: Mapping[str, LoopStatus], account: SharedAccount) -> list[Metric]:
-    """All of them at one moment."""
+def shared_metrics(own: Mapping[str, Iterable[Metric]], account: SharedAccount) -> list[Metric]:
+    """All of them at one moment; `own`: those of each model."""
     families: dict[str, Metric] = {}
-    for model, status in statuses.items():
-        for family in loop_metrics(status):
+    for model, found in own.items():
+        for family in found:
             known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 known.add_sample(sample.name, {"model": model, **sample.labels}, sample.value)

@@ -7,33 +7,42 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.core import Metric
+
 from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop
-from autoscaler.decisions.decisions_page import DECISIONS_PATH, shared_document
+from autoscaler.counterfactuals.score_metrics import score_metrics
+from autoscaler.counterfactuals.scoring import ScoredPolicy, ShadowScoring, score_in_turn
+from autoscaler.decisions.decisions_page import shared_document
+from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.policy_in_force import PolicyFile
+from autoscaler.policy_in_force import PolicyFile, shadows_of
 from autoscaler.service import (
     PLAN_INTERVALS,
+    ScalingEndpoint,
     Sharing,
     control_loop,
     holder_name,
     lease_length_s,
-    make_actuator,
-    run_until,
+    run_served,
+    scaling,
 )
+from autoscaler.shadows.shadow import Shadows
+from autoscaler.shadows.shadow_metrics import shadow_metrics
 from autoscaler.sharing.merged_plans import MergedPlans
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import (
     ModelsInForce,
     ScaledModel,
     SharedModels,
+    check_policy,
     check_same_models,
     check_shared,
     check_workloads,
@@ -48,9 +57,7 @@ from splitserve.client.scaling_client import DEFAULT_VALID_S, ScalingClient
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import SplitserveError
 from splitserve.logs import log_context, log_event
-from splitserve.metrics import reload_metrics, serving_metrics
 from splitserve.rpc.credentials import UNSECURED, ClusterCredentials, cluster_credentials
-from splitserve.runtime.loops import LoopRunner
 from splitserve.runtime.process import stop_signal
 from splitserve.runtime.reload import FileWatcher, ReloadedFiles
 from splitserve.security.api_keys import read_key
@@ -65,13 +72,25 @@ class ModelLoops:
     policies: Mapping[str, PolicyFile]
     histories: Mapping[str, HistoryFile]
     in_force: ModelsInForce
+    scorings: Mapping[str, ShadowScoring] = field(default_factory=dict)
+    """Of the models with shadows."""
 
     @property
     def background(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
         """All that is to be run, with the names of the metric."""
         scaling = [("scaling", partial(_run_as, model, loop.run)) for model, loop in self.loops.items()]
         history = [("history", partial(_run_as, model, one.run)) for model, one in self.histories.items()]
-        return [*scaling, *history]
+        scorings = list(self.scorings.values())
+        scored = partial(score_in_turn, scorings, scorings[0].length_s) if scorings else None
+        return [*scaling, *history, *([("scoring", scored)] if scored is not None else [])]
+
+    def metrics(self, model: str) -> Iterator[Metric]:
+        """Those of one model."""
+        loop = self.loops[model]
+        yield from loop_metrics(loop.status)
+        yield from shadow_metrics(loop.shadows)
+        if model in self.scorings:
+            yield from score_metrics(self.scorings[model])
 
 
 async def _run_as(model: str, run: Callable[[], Awaitable[None]]) -> None:
@@ -87,14 +106,14 @@ async def model_loops(
     *,
     interval_s: float | None = None,
     window_s: float = 60.0,
+    shadow_window_s: float = 600.0,
     dry_run: bool = False,
     lease_s: float | None = None,
     security: ClusterCredentials = UNSECURED,
     api_key: str | None = None,
 ) -> AsyncIterator[ModelLoops]:
-    """Connected control loops. The actuators, one a model, are not closed here.
-
-    Raises ConfigError for a wrong policy, or one that does not fit the others."""
+    """Connected control loops. The actuators, one a model, are not closed here. Raises ConfigError for a wrong policy,
+    or one that does not fit the others."""
     in_force = ModelsInForce(shared)
     policies = policies_of(in_force)
     rules = {model: partial(_rules, file) for model, file in policies.items()}
@@ -112,18 +131,18 @@ async def model_loops(
         lease: SharedLease | None = None
         if lease_s is not None and not dry_run and any(actuators.values()):
             made = [ScalingClient(target, security=security, api_key=api_key) for target in coordinators]
-            clients = [await stack.enter_async_context(client) for client in made]
-            lease = SharedLease(clients, holder_name(), lease_length_s(lease_s, slowest_s), account.forget)
-            stack.push_async_callback(lease.release)
+            length_s = lease_length_s(lease_s, slowest_s)
+            lease = await stack.enter_async_context(_held_by_this(made, length_s, account.forget))
 
         def may_act() -> bool:
             return lease is None or lease.held
 
-        for model, policy in policies.items():
-            own, inner = ModelAccount(account, model, rules[model]), actuators[model]
+        for one in shared.models:
+            model, inner = one.name, actuators[one.name]
+            own = ModelAccount(account, model, rules[model])
             loops[model] = await stack.enter_async_context(
                 control_loop(
-                    policy,
+                    policies[model],
                     coordinators,
                     None if inner is None else AccountedActuator(inner, own, starting, may_act),
                     interval_s=interval_s,
@@ -132,12 +151,46 @@ async def model_loops(
                     dry_run=dry_run,
                     security=security,
                     api_key=api_key,
+                    shadows=shared_shadows(shared, one, own, shadow_window_s),
                     history=histories.get(model),
                     sharing=Sharing(own, plans, lease),
                 )
             )
         await _first_look(loops)
-        yield ModelLoops(loops, account, policies, histories, in_force)
+        scorings = _scorings(shared, loops, account, shadow_window_s)
+        yield ModelLoops(loops, account, policies, histories, in_force, scorings)
+
+
+@asynccontextmanager
+async def _held_by_this(
+    made: Sequence[ScalingClient], length_s: float, taken: Callable[[], None]
+) -> AsyncIterator[SharedLease]:
+    """The lease, with the clients that it asks; released at the end."""
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client) for client in made]
+        lease = SharedLease(clients, holder_name(), length_s, taken)
+        stack.push_async_callback(lease.release)
+        yield lease
+
+
+def shared_shadows(shared: SharedModels, model: ScaledModel, own: ModelAccount, window_s: float) -> Shadows:
+    """One model's shadows, which see the account as its policy does. Raises ConfigError."""
+    check = partial(check_policy, shared, f"a shadow of {model.name}")
+    return shadows_of(model.shadow, window_s, check, own.within)
+
+
+def _scorings(
+    shared: SharedModels, loops: Mapping[str, ControlLoop], account: SharedAccount, window_s: float
+) -> dict[str, ShadowScoring]:
+    """Of each model with shadows: the policy in force and these, each with what the other models leave."""
+    found = {}
+    for model in shared.models:
+        if model.shadow:
+            shadows = [ScoredPolicy("shadow", path) for path in model.shadow]
+            policies = [ScoredPolicy("in_force", model.policy), *shadows]
+            left = partial(account.left_for, model.name)
+            found[model.name] = ShadowScoring(loops[model.name].journal, policies, window_s, limits=left)
+    return found
 
 
 def policies_of(in_force: ModelsInForce) -> dict[str, PolicyFile]:
@@ -190,50 +243,33 @@ async def serve_models(config: AutoscalerConfig) -> None:
     path = config.models_file
     shared = load_models(path)
     security = cluster_credentials("autoscaler", config.tls, config.cluster_token_file)
-    loops, stop = LoopRunner(), stop_signal()
-    own = {model.name: _config_of(config, model) for model in shared.models}
+    own, stop = {model.name: _config_of(config, model) for model in shared.models}, stop_signal()
     if config.actuator == "kubernetes":
         workloads = {name: (one.kubernetes.prefill, one.kubernetes.decode) for name, one in own.items()}
         check_workloads(workloads, config.kubernetes.classes)
-    async with AsyncExitStack() as stack:
-        actuators, closing = {}, await stack.enter_async_context(AsyncExitStack())
-        for name, one in own.items():
-            actuators[name] = made = make_actuator(one)
-            if made is not None:
-                closing.push_async_callback(made.close)
-        stack.callback(log_event, "autoscaler.stopped")
-        scaled = await stack.enter_async_context(
-            model_loops(
-                shared,
-                config.coordinators,
-                actuators,
-                interval_s=config.interval_s,
-                window_s=config.window_s,
-                dry_run=config.dry_run,
-                lease_s=config.lease_s,
-                security=security,
-                api_key=read_key(config.api_key_file),
-            )
-        )
-        # An order under way ends before the lease does: another would not see it.
-        stack.push_async_callback(closing.aclose)
+    async with scaling(
+        own,
+        lambda actuators: model_loops(
+            shared,
+            config.coordinators,
+            actuators,
+            interval_s=config.interval_s,
+            window_s=config.window_s,
+            shadow_window_s=config.shadow_window_s,
+            dry_run=config.dry_run,
+            lease_s=config.lease_s,
+            security=security,
+            api_key=read_key(config.api_key_file),
+        ),
+    ) as scaled:
         certificates = security.server_tls.file if security.server_tls else None
         followed = FileWatcher(_followed(path, scaled), certificates)
-        reloaded = [*(file.files for file in scaled.policies.values()), *followed.files]
-        with serving_metrics(
-            lambda: [
-                *shared_metrics({model: loop.status for model, loop in scaled.loops.items()}, scaled.account),
-                loops.metric(),
-                *reload_metrics(reloaded),
-            ],
-            config.host,
-            config.metrics_port,
-            security.server_tls,
-            {DECISIONS_PATH: lambda: _page(scaled)},
-            security.token,
-        ):
-            log_event("autoscaler.ready", actuator=config.actuator, models=list(scaled.loops))
-            await run_until([*scaled.background, ("files", followed.follow)], loops, stop)
+        told = ScalingEndpoint(
+            lambda: shared_metrics({model: scaled.metrics(model) for model in scaled.loops}, scaled.account),
+            lambda: _page(scaled),
+            [*(file.files for file in scaled.policies.values()), *followed.files],
+        )
+        await run_served(config, security, [*scaled.background, ("files", followed.follow)], told, stop)
 
 
 def _config_of(config: AutoscalerConfig, model: ScaledModel) -> AutoscalerConfig:
@@ -259,4 +295,5 @@ def _followed(path: Path, scaled: ModelLoops) -> ReloadedFiles[SharedModels]:
 
 def _page(scaled: ModelLoops) -> dict[str, Any]:
     decisions = {model: loop.journal.decisions for model, loop in scaled.loops.items()}
-    return shared_document(decisions, scaled.account.limits, scaled.account.used)
+    replays = {model: one.document() for model, one in scaled.scorings.items()}
+    return shared_document(decisions, scaled.account.limits, scaled.account.used, replays)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autoscaler.sharing.shares import Claim, Split, Uses, left_of, settled_share
+from autoscaler.sharing.giving_way import PoolStanding, gives_way
+from autoscaler.sharing.shares import Claim, Rung, Split, Uses, left_of, settled_share
 
 P = TypeVar("P", bound=str)
 Pool = tuple[str, str]
@@ -23,6 +24,8 @@ class ModelShare:
     """What no claim takes, of each limit."""
     worth_moving: bool
     """See `Split`."""
+    granted: Mapping[Pool, Rung] = field(default_factory=dict)
+    """Of all models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class SharedView:
     """Claims of the other models."""
     may_move: bool = True
     """See `settled_share`."""
+    decided: Mapping[str, Uses] = field(default_factory=dict)
+    """By pool of this model: what it is to have by its last decision."""
 
     def free(self, name: str) -> float:
         """What nobody has of a limit."""
@@ -63,16 +68,57 @@ class SharedView:
     def granted(self, own: Mapping[P, Claim]) -> ModelShare:
         """What this model may have, with these claims of its own by pool. All models reckon alike: in the order of
         their names."""
-        claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
+        claims: dict[Pool, Claim] = {
+            (self.model, pool): replace(claim, wanted=self.decided.get(pool)) for pool, claim in own.items()
+        }
         claims |= self.others
         order = sorted(claims)
         known = [claims[one] for one in order]
         held = [self.live.get(one, {}) for one in order]
         split: Split = settled_share(known, self.limits, held, self.may_move)
         rungs = dict(zip(order, split.rungs, strict=True))
+        granted = {one: claims[one].rungs[at] for one, at in rungs.items()}
         left = left_of(known, split.rungs, self.limits)
         mine = tuple(rungs[self.model, pool] for pool in own)
-        return ModelShare(mine, {name: max(0.0, amount) for name, amount in left.items()}, split.worth_moving)
+        usable = {name: self._left(name, max(0.0, amount), granted) for name, amount in left.items()}
+        return ModelShare(mine, usable, split.worth_moving, granted)
+
+    def _left(self, name: str, left: float, granted: Mapping[Pool, Rung]) -> float:
+        """What this model may use of what no rung takes. Each keeps what it has of it; what two keep is the first's."""
+        keeps: dict[Pool, float] = {}
+        for one, rung in granted.items():
+            has, claim = self.live.get(one, {}).get(name, 0.0), self.others.get(one)
+            if claim is not None and claim.wanted is not None:
+                has = min(has, claim.wanted.get(name, 0.0))
+            keeps[one] = max(0.0, has - rung.uses.get(name, 0.0))
+        mine = sum(amount for (model, _), amount in keeps.items() if model == self.model)
+        before = sum(amount for (model, _), amount in keeps.items() if model < self.model)
+        free = left - (sum(keeps.values()) - mine)
+        return max(0.0, free, min(mine, left - before))
+
+    def gives_way(
+        self, own: Mapping[P, Claim], wanted: Mapping[P, Uses], granted: Mapping[Pool, Rung]
+    ) -> dict[P, str]:
+        """By pool of this model: the class of which one ends before what replaces it is there. `wanted`: what these
+        pools are to have."""
+        claims: dict[Pool, Claim] = {
+            (self.model, pool): replace(claim, wanted=wanted[pool]) for pool, claim in own.items()
+        }
+        claims |= self.others
+        order = [one for one in sorted(claims) if claims[one].classes]
+        standings = [
+            PoolStanding(
+                self.live.get(one, {}),
+                granted[one].uses if (found := claims[one].wanted) is None else found,
+                granted[one].units,
+                claims[one].classes,
+                claims[one].weight,
+            )
+            for one in order
+        ]
+        given = gives_way(standings, self.limits, summed(list(self.live.values())))
+        named = {order[number]: name for number, name in given.items()}
+        return {pool: named[self.model, pool] for pool in own if (self.model, pool) in named}
 
     def who(self, name: str) -> str:
         """Who has how much, for people: "llama has 3, qwen 2"."""

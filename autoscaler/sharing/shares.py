@@ -10,9 +10,11 @@ demand that is served counts, then what was wanted.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TINY = 1e-9
+MOST_EXCHANGES = 500
+"""Tried at a time: more models and classes would take a decision too long."""
 WORTH_MOVING = 0.1
 """What others have is taken only if that lowers the loss of all together by this share."""
 
@@ -44,6 +46,17 @@ class Rung:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassOfClaim:
+    """One replica of a class, as the pool of a claim uses it."""
+
+    speed: float = 1.0
+    """In units of rungs."""
+    price_per_hour: float = 0.0
+    usable: bool = True
+    """Whether it can meet the pool's target."""
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """What one pool wants: its rungs, from the least that it must have to all that it wants. Several rungs may have the
     same units, of different classes."""
@@ -51,6 +64,10 @@ class Claim:
     rungs: tuple[Rung, ...]
     weight: float = 1.0
     """Requests per second: a share of more requests is worth more."""
+    classes: Mapping[str, ClassOfClaim] = field(default_factory=dict)
+    """By what stands for each in `Uses`."""
+    wanted: Uses | None = None
+    """What the pool is to have, by the decision that made this claim: near one of the rungs. None: not decided yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +77,27 @@ class _Step:
 
 
 def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> tuple[int, ...]:
-    """The rung of each claim, climbed from `start` (default: the lowest). These are always given; beyond them no limit
-    is exceeded."""
-    at = list(start) or [0] * len(claims)
+    """The rung of each claim, climbed from `start`, where all keep what they have. Default: from the lowest, and one
+    may get other classes so that another has room. `start` is always given; beyond it no limit is exceeded."""
+    at = list(start) or _lowest(claims, limits)
+    while True:
+        at = _climb(claims, at, limits)
+        after = None if start else _with_room_made(claims, at, limits)
+        if after is None:
+            return tuple(at)
+        at = after
+
+
+def _lowest(claims: Sequence[Claim], limits: Uses) -> list[int]:
+    """The lowest rungs; others of their capacity where those have no room beside each other."""
+    at = [0] * len(claims)
+    same = [_same_capacity(claim, 0) for claim in claims]
+    return _exchanged(claims, at, limits, same, frozenset(), [MOST_EXCHANGES]) or at
+
+
+def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int]:
+    """Step by step, as long as one fits."""
+    at = list(at)
     left = left_of(claims, at, limits)
     steps = [_steps(claim, rung, limits) for claim, rung in zip(claims, at, strict=True)]
     while True:
@@ -72,7 +107,7 @@ def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> t
             if (step := _first_fit(claim, at[number], steps[number], left)) is not None
         ]
         if not able:
-            return tuple(at)
+            return at
         # Of equal ones the claim that has climbed least, of these the first, and there the smallest step.
         step, number = max(
             able, key=lambda one: (one[0].gain, -_climbed(claims[one[1]], at[one[1]]), -one[1])
@@ -80,6 +115,68 @@ def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> t
         at[number] = step.rung
         steps[number] = _steps(claims[number], step.rung, limits)
         left = left_of(claims, at, limits)
+
+
+def _with_room_made(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int] | None:
+    """The rungs once one claim has climbed that found no room, and others have the same capacity of other classes."""
+    if min(left_of(claims, at, limits).values(), default=0.0) < -_TINY:
+        return None
+    same = [_same_capacity(claim, rung) for claim, rung in zip(claims, at, strict=True)]
+    if not any(same):
+        return None
+    steps = [
+        (step, number)
+        for number, claim in enumerate(claims)
+        for step in _steps(claim, at[number], limits)
+        if claim.rungs[step.rung].units > claim.rungs[at[number]].units + _TINY
+    ]
+    tries = [MOST_EXCHANGES]
+    for step, number in sorted(steps, key=lambda one: (one[0].gain, -one[1]), reverse=True):
+        climbed = [step.rung if place == number else rung for place, rung in enumerate(at)]
+        found = _exchanged(claims, climbed, limits, same, frozenset((number,)), tries)
+        if found is not None:
+            return found
+    return None
+
+
+def _same_capacity(claim: Claim, at: int) -> list[int]:
+    """Other rungs that are worth no less."""
+    here = claim.rungs[at]
+    return [
+        number
+        for number, rung in enumerate(claim.rungs)
+        if number != at
+        and abs(rung.units - here.units) <= _TINY
+        and rung.attainment >= here.attainment - _TINY
+        and rung.served >= here.served - _TINY
+    ]
+
+
+def _exchanged(
+    claims: Sequence[Claim],
+    at: list[int],
+    limits: Uses,
+    same: Sequence[Sequence[int]],
+    done: frozenset[int],
+    tries: list[int],
+) -> list[int] | None:
+    """Within the limits, once claims that are not `done` have given up what is exceeded, one after the other."""
+    short = [name for name, left in left_of(claims, at, limits).items() if left < -_TINY]
+    if not short:
+        return at
+    for number, others in enumerate(same):
+        for rung in () if number in done else others:
+            now, then = claims[number].rungs[at[number]].uses, claims[number].rungs[rung].uses
+            if all(then.get(name, 0.0) > now.get(name, 0.0) - _TINY for name in short):
+                continue
+            if tries[0] <= 0:
+                return None
+            tries[0] -= 1
+            changed = [rung if place == number else one for place, one in enumerate(at)]
+            found = _exchanged(claims, changed, limits, same, done | {number}, tries)
+            if found is not None:
+                return found
+    return None
 
 
 def left_of(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> dict[str, float]:
@@ -140,26 +237,39 @@ class Split:
 def settled_share(
     claims: Sequence[Claim], limits: Uses, held: Sequence[Uses], may_move: bool = True
 ) -> Split:
-    """As `share`, but what a pool has (`held`, one a claim) and wants it keeps, unless moving it is worth that and
-    `may_move`. A lowest rung that has no room otherwise moves it at once."""
+    """As `share`, but what a pool has (`held`, one a claim) and wants it keeps, unless `may_move`, and moving it is
+    worth that or gives all of them all that they want. A lowest rung that has no room otherwise moves it at once."""
     best = share(claims, limits)
     kept = [_kept(claim, uses, limits) for claim, uses in zip(claims, held, strict=True)]
     if any(left < -_TINY for left in left_of(claims, kept, limits).values()):
         return Split(best)
     stay = share(claims, limits, kept)
-    if not _is_worth(_loss(claims, best), _loss(claims, stay)):
+    all_have_it = _have_all(claims, best) and not _have_all(claims, stay)
+    if not all_have_it and not _is_worth(_loss(claims, best), _loss(claims, stay)):
         return Split(stay)
     return Split(best if may_move else stay, worth_moving=True)
 
 
+def _have_all(claims: Sequence[Claim], at: Sequence[int]) -> bool:
+    """Whether each has all that it wants."""
+    pairs = [(claim.rungs[rung].units, claim.rungs[-1].units) for claim, rung in zip(claims, at, strict=True)]
+    return all(units >= most - _TINY for units, most in pairs)
+
+
 def _kept(claim: Claim, held: Uses, limits: Uses) -> int:
-    """The highest rung that takes no more than the pool has; the lowest it gets in any case."""
+    """The highest rung that takes no more than the pool has, of several the one that it was coming to; the lowest it
+    gets in any case."""
+
+    def nearness(rung: Rung) -> float:
+        wanted = rung.uses if claim.wanted is None else claim.wanted
+        return -sum(abs(rung.uses.get(name, 0.0) - wanted.get(name, 0.0)) for name in limits)
+
     able = [
-        number
+        (rung.units, nearness(rung), number)
         for number, rung in enumerate(claim.rungs)
         if all(rung.uses.get(name, 0.0) <= held.get(name, 0.0) + _TINY for name in limits)
     ]
-    return max(able, default=0)
+    return max(able)[2] if able else 0
 
 
 def _loss(claims: Sequence[Claim], at: Sequence[int]) -> tuple[float, float]:

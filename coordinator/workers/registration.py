@@ -260,11 +260,9 @@ def checked_adapters(model: registry_pb2.ServedModel, at: str) -> Mapping[str, A
     for adapter in model.adapters:
         _matches(f"{at}.adapters.name", adapter.name, ADAPTER_NAME, "1..128 characters of [A-Za-z0-9._-]")
         _matches(f"{at}.adapters.fingerprint", adapter.fingerprint, FINGERPRINT, "64 hex digits")
-    names = {model.name, *(adapter.name for adapter in model.adapters)}
-    _require(
-        len(names) == 1 + len(model.adapters), f"{at}.adapters.name", "another one each, and not the model's"
-    )
     found = {adapter.name: Adapter(adapter.name, adapter.fingerprint) for adapter in model.adapters}
+    differ = len({model.name, *found}) == 1 + len(model.adapters)
+    _require(differ, f"{at}.adapters.name", "another one each, and not the model's")
     return found or NO_ADAPTERS
 
 

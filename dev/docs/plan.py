@@ -279,6 +279,7 @@ NOT_RUN: Mapping[str, str] = {
     "splitserve autoscaler explain --target 127.0.0.1:9464": (
         "needs an autoscaler's port; tests/integration/scaling/test_autoscaler_service.py runs it"
     ),
+    "splitserve simulate --models": "tests/unit/splitserve/cli/test_cli_simulate.py runs it",
     "splitserve autoscaler --models": "tests/integration/scaling/test_shared_budget.py runs it",
     "kubectl": "needs a Kubernetes cluster; "
     "tests/unit/autoscaler/actuators/test_kubernetes_manifests.py checks the files",

@@ -55,7 +55,7 @@ COMMANDS = {
         "Say how many GPUs a traffic needs for each pool, and colocated, before you buy them",
     ),
     "simulate": CommandEntry(
-        "splitserve.cli.simulate", "Replay a trace against a scaling policy in simulated time"
+        "splitserve.cli.simulation.simulate", "Replay a trace against a scaling policy in simulated time"
     ),
     "coordinator": CommandEntry("splitserve.cli.services", "Run the coordinator", _SERVICES),
     "prefill-worker": CommandEntry("splitserve.cli.services", "Run a prefill worker", _SERVICES),

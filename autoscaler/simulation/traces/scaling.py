@@ -48,6 +48,16 @@ def decode_claim(engine: EngineModel, request: TraceRequest, tpot_s: float) -> t
     return 1 / batch, (request.output_tokens - 1) * (engine.step_s + each_s * batch)
 
 
+def shifted(trace: Trace, by_s: float) -> Trace:
+    """The trace with all arrivals `by_s` later; what would come after its end comes at its begin."""
+    length_s = trace.duration_s
+    if not length_s:
+        return trace
+    # A remainder may be the length itself by rounding; both ends are the same moment.
+    moved = [replace(one, arrival_s=(one.arrival_s + by_s) % length_s) for one in trace.requests]
+    return Trace(trace.name, sorted(moved, key=lambda one: one.arrival_s))
+
+
 def scaled(trace: Trace, factor: float, seed: int = 0, jitter_s: float = JITTER_S) -> Trace:
     """The trace with its arrival rate times `factor`.
 

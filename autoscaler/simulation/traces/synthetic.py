@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.simulation.traces.trace import MOST_REQUESTS, Trace, TraceRequest
 from splitserve.errors import InvalidArgumentError
 
 _SHORTEST = 0.1
@@ -56,6 +56,9 @@ def synthetic(shape: TraceShape) -> Trace:
             raise InvalidArgumentError(f"{name} must be above 0, not {value}", field=name)
     chance = random.Random(shape.seed)
     highest = max(shape.rate, shape.peak_rate)
+    if highest * shape.duration_s > MOST_REQUESTS:
+        what = f"{highest:g} requests a second for {shape.duration_s:g} s are more than {MOST_REQUESTS}"
+        raise InvalidArgumentError(f"trace: {what}", reason="TRACE_TOO_LONG", field="trace")
     requests: list[TraceRequest] = []
     now_s = owed = 0.0
     while True:

@@ -48,6 +48,7 @@ def explain_scaling(
     page = _fetched(target, tls, read_token(cluster_token_file))
     mine = [one for one in page["decisions"] if model in (None, one.get("model"))]
     page["decisions"] = mine[:last]
+    page["replays"] = [one for one in page["replays"] if model in (None, one.get("model"))]
     if as_json:
         write(f"{json.dumps(page)}\n")
         return
@@ -180,13 +181,14 @@ def _resting(one: Mapping[str, Any]) -> str:
 
 
 def _replay_lines(replays: list[Mapping[str, Any]]) -> Iterator[str]:
-    if replays:
-        yield ""
-        about = (
-            f"{replays[0]['requests']} requests of {replays[0]['length_s']:g} s, replayed from the same start"
-        )
-        yield f"{_bold('had these policies decided')}  ({about})"
-    for one in replays:
+    for number, one in enumerate(replays):
+        model = one.get("model")
+        if number == 0 or model != replays[number - 1].get("model"):
+            yield ""
+            about = f"{one['requests']} requests of {one['length_s']:g} s, replayed from the same start"
+            about += "" if model is None else ", with what the others leave of what is shared"
+            of_model = "" if model is None else f" for {model}"
+            yield f"{_bold(f'had these policies decided{of_model}')}  ({about})"
         name = one["policy"] if one["role"] == "shadow" else f"{one['policy']} (in force)"
         hours = f"{one['replica_hours']:.3g} replica-hours, {one['gpu_hours']:.3g} GPU-hours"
         yield f"  {name}: {_share(one['attainment'])} within both targets, {hours}"

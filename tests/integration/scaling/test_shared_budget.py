@@ -235,7 +235,7 @@ async def test_the_service_keeps_the_budget_and_tells_why(simulated_cluster: Clu
     for model in "ab":
         policy = {"interval_s": 0.2, "lend_decode": False, "prefill": schedule(3), "decode": schedule(3)}
         (tmp_path / f"{model}.yaml").write_text(yaml.safe_dump(policy))
-    models = [
+    models: list[dict[str, Any]] = [
         {
             "name": model,
             "policy": f"{model}.yaml",
@@ -244,6 +244,9 @@ async def test_the_service_keeps_the_budget_and_tells_why(simulated_cluster: Clu
         }
         for model in "ab"
     ]
+    more = {"prefill": schedule(5), "decode": schedule(5)}
+    (tmp_path / "more.yaml").write_text(yaml.safe_dump(more))
+    models[0]["shadow"] = ["more.yaml"]
     path = tmp_path / "models.yaml"
     path.write_text(yaml.safe_dump({"budget_per_hour": 9, "models": models}))
     with serving_kubernetes(kubernetes, tmp_path) as kubeconfig:
@@ -288,6 +291,9 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
         return all(f"splitserve_autoscaler_{one.format(model)}" in text for one in series for model in "ab")
 
     wait(acts)
+    wanted = 'splitserve_autoscaler_shadow_desired_replicas{{model="{}",policy="more",pool="prefill"}}'
+    wait(lambda: wanted.format("a") in metrics())
+    assert wanted.format("b") not in metrics()
     command = [sys.executable, "-m", "splitserve", "autoscaler", "explain", "--target", f"127.0.0.1:{port}"]
     command += ["--last", "40"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout

@@ -10,7 +10,7 @@ from autoscaler.actuators.actuator import ReplicaKind
 from autoscaler.actuators.docker import DockerActuator, HostLimits
 from autoscaler.actuators.docker_engine import DockerEngine
 from autoscaler.actuators.docker_seats import HostNetwork
-from autoscaler.service import docker_gpus
+from autoscaler.hosts.make_hosts import docker_gpus
 from splitserve.config.autoscaler import DockerConfig
 from splitserve.errors import (
     ConfigError,

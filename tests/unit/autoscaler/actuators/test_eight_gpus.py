@@ -11,8 +11,8 @@ import yaml
 
 from autoscaler.actuators.actuator import ReplicaKind
 from autoscaler.actuators.docker import DockerActuator
+from autoscaler.hosts.make_hosts import docker_gpus
 from autoscaler.policies.policy_file import load_policy
-from autoscaler.service import docker_gpus
 from splitserve.config.autoscaler import DockerConfig
 from splitserve.config.gpu_list import gpu_names
 from tests.support.scaling.docker_engine import FakeDocker

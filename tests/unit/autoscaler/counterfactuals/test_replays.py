@@ -18,6 +18,7 @@ from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import ReplicaView
+from autoscaler.sharing.shares import GPUS
 from autoscaler.simulation.outcome import Slo
 from autoscaler.snapshot import ReplicaState, Snapshot
 from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
@@ -95,6 +96,15 @@ def test_more_replicas_attain_more_and_cost_more(tmp_path: Path) -> None:
     assert few.attainment < 0.2 < 0.99 < many.attainment
     assert few.replica_hours < many.replica_hours
     assert many.gpu_hours == pytest.approx(2 * many.replica_hours)
+
+
+def test_a_model_that_shares_an_inventory_is_replayed_with_what_others_leave(tmp_path: Path) -> None:
+    """Five replicas of each pool are wanted, of two GPUs each."""
+    policy, alone = fixed(tmp_path, "five", 5), window(load=Load(1.0))
+    shared = replace(alone, limits={GPUS: 12.0})
+    assert RecordedWindow.from_json(shared.to_json()) == shared
+    assert replayed(alone, policy).gpu_hours == pytest.approx(20 / 6, rel=0.1)
+    assert replayed(shared, policy).gpu_hours == pytest.approx(12 / 6, rel=0.1)
 
 
 async def test_a_replay_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
+from autoscaler.policies.policy_file import parse_policy
+from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import ModelsInForce, check_same_models, check_workloads, load_models
-from autoscaler.sharing.shared_service import policies_of
+from autoscaler.sharing.shared_account import SharedAccount
+from autoscaler.sharing.shared_service import policies_of, shared_shadows
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError
@@ -123,6 +126,21 @@ def test_it_must_fit_the_limits_as_they_are_now(tmp_path: Path) -> None:
     in_force.value = load_models(write(tmp_path, {"budget_per_hour": 12}))
     write(tmp_path, {"budget_per_hour": 12}, a=both({**PRICED, "min_replicas": 2}))
     assert files["a"].poll() is not None
+
+
+def test_each_model_has_its_own_shadows(tmp_path: Path) -> None:
+    models = [{**MODELS[0], "shadow": ["b.yaml", "own.yaml"]}, MODELS[1]]
+    own = {"a": both(PRICED), "b": both(PRICED), "own": both(PRICED, budget_per_hour=9)}
+    shared = load_models(write(tmp_path, {"models": models, "budget_per_hour": 8}, **own))
+    assert [model.shadow for model in shared.models] == [(tmp_path / "b.yaml", tmp_path / "own.yaml"), ()]
+    account = SharedAccount(shared.limits, {"a": dict})
+    of_a = ModelAccount(account, "a", lambda: parse_policy(both(PRICED)))
+    with pytest.raises(ConfigError, match="not into the policy of a shadow of a"):
+        shared_shadows(shared, shared.models[0], of_a, 60.0)
+    right = shared.models[0].model_copy(update={"shadow": (tmp_path / "b.yaml",)})
+    assert [one.name for one in shared_shadows(shared, right, of_a, 60.0).policies] == ["b"]
+    with pytest.raises(ConfigError, match=r"models\.0\.shadow"):
+        load_models(write(tmp_path, {"models": [{**MODELS[0], "shadow": ["s.yaml"] * 9}]}))
 
 
 def test_other_models_need_a_restart(tmp_path: Path) -> None:

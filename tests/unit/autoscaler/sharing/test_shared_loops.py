@@ -15,9 +15,11 @@ from autoscaler.decide import make_decide
 from autoscaler.decisions.attainment import AttainmentModel
 from autoscaler.decisions.decisions_page import shared_document
 from autoscaler.decisions.journal import DecisionJournal
+from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.policy_in_force import loop_settings
 from autoscaler.reconcile import PlannedRotation
+from autoscaler.shadows.shadow import ShadowPolicy, Shadows
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
@@ -314,8 +316,8 @@ async def nobody() -> Snapshot:
 async def test_metrics_have_the_model() -> None:
     world = two({MONEY: 16.0})
     await world.run(10)
-    statuses = {model: loop.status for model, loop in world.loops.items()}
-    families = {family.name: family for family in shared_metrics(statuses, world.account)}
+    own = {model: loop_metrics(loop.status) for model, loop in world.loops.items()}
+    families = {family.name: family for family in shared_metrics(own, world.account)}
     desired = families["splitserve_autoscaler_desired_replicas"].samples
     assert {(one.labels["model"], one.labels["pool"]) for one in desired} == {
         (model, pool) for model in ("a", "b") for pool in ("prefill", "decode")
@@ -324,6 +326,28 @@ async def test_metrics_have_the_model() -> None:
     assert {one.labels["model"]: one.value for one in used} == {
         m: float(n) for m, n in world.counts().items()
     }
+
+
+async def test_shadows_decide_within_the_budget_and_claim_nothing() -> None:
+    """One that wants all there is sees what the other model has, and takes nothing from it."""
+    world = two({MONEY: 16.0})
+    always = [{"start": "00:00", "end": "00:00", "replicas": 20}]
+    pool = {"kind": "schedule", "schedule": always, "max_replicas": 20, "classes": PRICED}
+    greedy = parse_policy({"prefill": pool, "decode": pool})
+    own = ModelAccount(world.account, "a", lambda: world.served["a"].policy)
+    one = ShadowPolicy("greedy", make_decide(greedy))
+    world.loops["a"].shadows = Shadows([one], within=own.within)
+    await world.run(200)
+    assert one.settled(5.0)
+    assert one.plan is not None
+    wanted = sum(one.plan.pool(pool).desired for pool in ("prefill", "decode"))
+    assert wanted <= 16 - world.counts()["b"]
+    causes = {one.plan.prefill.cause, one.plan.decode.cause}
+    assert "money_budget" in causes
+    plain = two({MONEY: 16.0})
+    await plain.run(200)
+    assert plain.steps == world.steps, "it changes nothing"
+    assert world.account.left_for("a") == {MONEY: 16.0 - world.counts()["b"]}
 
 
 def test_an_adopted_replica_is_of_the_class_that_it_says() -> None:

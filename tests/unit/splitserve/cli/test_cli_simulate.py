@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from autoscaler.simulation.evaluation.baselines import BASELINES
-from splitserve.cli import simulate
 from splitserve.cli.main import main
+from splitserve.cli.simulation import simulate
 
 pytest.importorskip("matplotlib")
 POLICY = "prefill: {target_ms: 2000}\ndecode: {target_ms: 100}\n"
@@ -127,6 +127,7 @@ def test_a_trace_file_at_scale(capsys: pytest.CaptureFixture[str], policy: str, 
         (("--trace", "constant", "--rate", "0"), 2, "rate must be above 0"),
         (("--trace", "constant", "--duration", "nan"), 2, "duration_s must be above 0"),
         ((*SHORT, "--prompt-tokens", "0"), 2, "prompt_tokens must be above 0"),
+        (("--trace", "constant", "--duration", "1e9"), 2, "are more than 2000000"),
     ],
 )
 def test_wrong_inputs(
@@ -139,3 +140,58 @@ def test_wrong_inputs(
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert part in captured.err
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> str:
+    pool = "max_replicas: 4, classes: [{name: only, price_per_hour: 2}]"
+    for name in ("a", "a=b"):
+        text = f"prefill: {{target_ms: 2000, {pool}}}\ndecode: {{target_ms: 100, {pool}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    path = tmp_path / "models.yaml"
+    listed = "{name: a, policy: a.yaml}, {name: a=b, policy: a=b.yaml}"
+    path.write_text(f"budget_per_hour: 10\nmodels: [{listed}]\n")
+    return str(path)
+
+
+def test_models_on_one_budget(capsys: pytest.CaptureFixture[str], models: str) -> None:
+    traces = ["--trace", "a=constant,rate=5", "--trace", "a=b=constant,duration=20,shift=5"]
+    command = ["simulate", "--models", models, *traces, *SHORT[2:]]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["models"]) == {"a", "a=b"}
+    assert found["models"]["a"]["requests"] > found["models"]["a=b"]["requests"] > 0
+    assert found["shared"] == {"money": {"limit": 10.0, "most_used": 8.0}}
+    assert found["total"]["attainment"] == 1
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "2 models on 10 money" in text
+    assert "most at once: 8 of 10 money\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--trace", "a=constant"), "trace: a=b has none"),
+        (("--trace", "constant"), "trace: must be MODEL=TRACE for a model of the file (a, a=b)"),
+        (("--trace", "a=constant", "--trace", "a=ramp"), "trace: a has two"),
+        (("--trace", "a=constant,pace=3"), "trace: pace of a is none of rate, "),
+        (("--trace", "a=constant,seed=1.5"), "trace: seed of a must be a number, not '1.5'"),
+        (("--trace", "a=constant,shift=-1", "--trace", "a=b=constant"), "shift must be at least 0, not -1"),
+        (("--trace", "a=constant", "--policy", "x.yaml"), "policy is for one model"),
+        (("--trace", "a=constant", "--baseline", "all"), "baseline is for one model"),
+    ],
+)
+def test_wrong_traces_of_models(
+    capsys: pytest.CaptureFixture[str], models: str, arguments: tuple[str, ...], part: str
+) -> None:
+    assert main(["simulate", "--models", models, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert part in captured.err
+
+
+def test_several_traces_need_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", "constant", "--trace", "ramp"]) == 2
+    assert "several need the models' file" in capsys.readouterr().err

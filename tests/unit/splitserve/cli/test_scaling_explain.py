@@ -17,7 +17,7 @@ from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import ReplicaView
 from autoscaler.snapshot import ReplicaState
-from splitserve.cli.client.scaling_explain import PATH
+from splitserve.cli.client.scaling_explain import PATH, _replay_lines
 from splitserve.cli.main import main
 from splitserve.metrics_server import MetricsServer
 from splitserve.security.certificates import write_certificates
@@ -29,6 +29,24 @@ TOKEN = "a-token-of-a-cluster"
 PLAN = ScalingPlan(
     PoolPlan(3, 1, "3 carry what may arrive", cause="gpu_budget"), PoolPlan(4, reason="4 needed")
 )
+
+
+def replay(model: str, role: str) -> dict[str, Any]:
+    told = {"policy": f"{model}-{role}", "role": role, "length_s": 600.0, "requests": 10, "attainment": 0.5}
+    return {"model": model, **told, "replica_hours": 1.0, "gpu_hours": 2.0}
+
+
+def test_scores_are_told_by_model() -> None:
+    lines = list(_replay_lines([replay("a", "in_force"), replay("a", "shadow"), replay("b", "in_force")]))
+    titles = [line for line in lines if line.startswith("had these policies decided")]
+    assert [title.split("  ")[0] for title in titles] == [
+        "had these policies decided for a",
+        "had these policies decided for b",
+    ]
+    assert "what the others leave" in titles[0]
+    assert sum("within both targets" in line for line in lines) == 3
+    told = shared_document({}, {}, {}, {"a": [{"policy": "x"}], "b": []})
+    assert told["replays"] == [{"model": "a", "policy": "x"}]
 
 
 def page() -> dict[str, Any]:

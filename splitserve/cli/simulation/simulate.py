@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from splitserve.cli import options
 from splitserve.cli.output import shown_progress, write
-from splitserve.cli.simulation_table import simulation_table
+from splitserve.cli.simulation.replayed import DEFAULT_TPOT_MS, DEFAULT_TTFT_MS, Replayed, check_above
+from splitserve.cli.simulation.simulate_models import simulate_models
+from splitserve.cli.simulation.simulation_table import simulation_table
 from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from autoscaler.policies.policy_file import ScalingPolicy
-    from autoscaler.simulation.engine_model import EngineModel
-    from autoscaler.simulation.outcome import Slo
-    from autoscaler.simulation.traces.synthetic import TraceShape
-    from autoscaler.simulation.traces.trace import Trace
     from splitserve.config.coordinator import AdmissionConfig
 
 SYNTHETIC_PANEL = "Synthetic traces"
-DEFAULT_TTFT_MS = 2000.0
-DEFAULT_TPOT_MS = 100.0
 PREFIX_CACHES = ("worker", "pool", "off")
 BASELINE_HELP = (
     "Compare with static-peak, hpa-p95-latency, hpa-utilization, keda-rate, token-backlog, llm-d-slo, "
     "dynamo-thresholds, dynamo-sla, all of these, or static-best. Repeatable."
 )
 
-TraceName = Annotated[
-    str,
+TraceNames = Annotated[
+    list[str],
     typer.Option(
-        help="Azure CSV or Mooncake JSONL file, a log with --columns; or constant, ramp, burst, diurnal."
+        metavar="TRACE",
+        help="Azure CSV or Mooncake JSONL file, a log with --columns; or constant, ramp, burst, diurnal. "
+        "With --models MODEL=TRACE,KEY=VALUE,... for each model.",
+    ),
+]
+ModelsFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Several models that share a budget, as --models of `splitserve autoscaler`."
     ),
 ]
 PolicyFile = Annotated[
@@ -132,20 +135,11 @@ def register(app: typer.Typer) -> None:
     app.command("simulate")(simulate)
 
 
-@dataclass(frozen=True, slots=True)
-class _TraceScaling:
-    """At most one of `peak_replicas` and `factor` is given; `jitter_s` in seconds."""
-
-    peak_replicas: float | None
-    factor: float | None
-    jitter_s: float
-    seed: int
-
-
 def simulate(
-    trace: TraceName,
+    trace: TraceNames,
     columns: options.Columns = None,
     policy: PolicyFile = None,
+    models: ModelsFile = None,
     as_json: options.AsJson = False,
     plot: PlotFile = None,
     baseline: Baselines = None,
@@ -177,37 +171,72 @@ def simulate(
     output_tokens: MeanTokens = 200,
 ) -> None:
     """Replay a trace against a scaling policy in simulated time."""
-    from autoscaler.policies.policy_file import load_policy
-    from autoscaler.simulation.engine_model import preset
-    from autoscaler.simulation.evaluation.comparison import baseline_names, compare
-    from autoscaler.simulation.evaluation.plot import draw
     from autoscaler.simulation.preemptions import Preemptions
-    from autoscaler.simulation.simulator import Scenario
-    from autoscaler.simulation.start_times import StartTimes
-    from autoscaler.simulation.traces.synthetic import TraceShape
 
     _check_options(jitter, attainment_bar, prefix_cache, plot)
-    starts = StartTimes(cold_start, cold_start_p95, failed_starts, seed)
-    names = baseline_names([*(baseline or ()), *(opponent or ())])
-    rules = _default_policy(ttft_ms, tpot_ms, peak_replicas) if policy is None else load_policy(policy)
-    engine, slo = preset(engine_preset), _slo(rules, ttft_ms, tpot_ms)
-    shape = TraceShape(trace, rate, peak_rate, duration, burst, prompt_tokens, output_tokens, seed=seed)
-    replayed = _scaled(_load(shape, columns), engine, slo, _TraceScaling(peak_replicas, scale, jitter, seed))
+    rates = {"rate": rate, "peak_rate": peak_rate, "duration": duration, "burst": burst}
+    lengths = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "columns": columns}
+    starts = {"cold_start": cold_start, "cold_start_p95": cold_start_p95, "failed_starts": failed_starts}
+    targets = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "seed": seed, "engine_preset": engine_preset}
+    scaling = {"scale": scale, "peak_replicas": peak_replicas, "jitter": jitter}
     by_steps = {"steps": steps, "hybrid": _hybrid(hybrid, steps), "lent_cores": lent_cores}
     taken = Preemptions(preemptions, spot_notice, seed)
-    serving = {"prefix_cache": prefix_cache, "admission": _admission(admission), "preemptions": taken}
-    scenario = Scenario(replayed, engine, slo, cold_start, start_times=starts, **serving, **by_steps)  # type: ignore[arg-type]
+    serving = {
+        "prefix_cache": prefix_cache,
+        "admission": _admission(admission),
+        "preemptions": taken,
+        **by_steps,
+    }
+    given: dict[str, Any] = {**rates, **lengths, **starts, **targets, **scaling, "serving": serving}
+    names = [*(baseline or ()), *(opponent or ())]
+    if models is not None:
+        _check_alone({"policy": policy, "baseline": names, "plot": plot})
+        simulate_models(models, trace, Replayed(trace[0], **given), as_json)
+        return
+    bar = attainment_bar if bound else None
+    _simulate_one(Replayed(_only(trace), **given), policy, names, bar, plot, as_json)
+
+
+def _only(traces: list[str]) -> str:
+    if len(traces) > 1:
+        raise InvalidArgumentError("trace: several need the models' file (--models)", field="trace")
+    return traces[0]
+
+
+def _simulate_one(
+    replayed: Replayed,
+    policy: Path | None,
+    baselines: list[str],
+    bar: float | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    from autoscaler.policies.policy_file import load_policy
+    from autoscaler.simulation.evaluation.comparison import baseline_names, compare
+    from autoscaler.simulation.evaluation.plot import draw
+
+    names = baseline_names(baselines)
+    given = replayed.ttft_ms, replayed.tpot_ms, replayed.peak_replicas
+    rules = _default_policy(*given) if policy is None else load_policy(policy)
+    scenario = replayed.scenario(rules)
     with shown_progress("simulate") as progress:
-        found = compare(scenario, rules, names, attainment_bar if bound else None, progress)
+        found = compare(scenario, rules, names, bar, progress)
     if plot is not None:
-        draw(plot, found.policy, f"{replayed.name}, cold start {starts}", found.bound)
+        draw(plot, found.policy, f"{scenario.trace.name}, cold start {scenario.starts}", found.bound)
     write(f"{json.dumps(found.to_json())}\n" if as_json else simulation_table(found, scenario))
+
+
+def _check_alone(given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value:
+            message = f"{name} is for one model and must not be given with --models"
+            raise InvalidArgumentError(message, field=name)
 
 
 def _check_options(jitter: float, attainment_bar: float, prefix_cache: str, plot: Path | None) -> None:
     from autoscaler.simulation.evaluation.plot import check_plot_path
 
-    _check_above("jitter", jitter, least=0.0)
+    check_above("jitter", jitter, least=0.0)
     if not 0 < attainment_bar <= 1:
         raise InvalidArgumentError(
             f"attainment_bar must be above 0 and at most 1, not {attainment_bar:g}", field="attainment_bar"
@@ -239,16 +268,6 @@ def _admission(mode: str) -> AdmissionConfig:
         ) from error
 
 
-def _load(shape: TraceShape, columns: str | None) -> Trace:
-    """The synthetic trace of that kind, or the file of that name."""
-    from autoscaler.simulation.traces.synthetic import SYNTHETIC, synthetic
-    from autoscaler.simulation.traces.trace import load_trace
-
-    if shape.kind in SYNTHETIC:
-        return synthetic(shape)
-    return load_trace(Path(shape.kind), shape.seed, options.column_map(columns))
-
-
 def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | None) -> ScalingPolicy:
     """The kind `slo` with its defaults in both pools; where a trace is scaled up, twice the replicas that it fills."""
     from autoscaler.policies.policy_file import PoolPolicy, parse_policy
@@ -256,44 +275,9 @@ def _default_policy(ttft_ms: float | None, tpot_ms: float | None, peak: float | 
     ttft = DEFAULT_TTFT_MS if ttft_ms is None else ttft_ms
     tpot = DEFAULT_TPOT_MS if tpot_ms is None else tpot_ms
     peak = 0.0 if peak is None else peak
-    _check_above("ttft_ms", ttft)
-    _check_above("tpot_ms", tpot)
-    _check_above("peak_replicas", peak, least=0.0)
+    check_above("ttft_ms", ttft)
+    check_above("tpot_ms", tpot)
+    check_above("peak_replicas", peak, least=0.0)
     most = max(PoolPolicy.model_fields["max_replicas"].default, math.ceil(2 * peak))
     pools = {"prefill": {"target_ms": ttft}, "decode": {"target_ms": tpot}}
     return parse_policy({name: {"max_replicas": most, **pool} for name, pool in pools.items()})
-
-
-def _slo(policy: ScalingPolicy, ttft_ms: float | None, tpot_ms: float | None) -> Slo:
-    from autoscaler.policies.policy_file import SloPool
-    from autoscaler.simulation.outcome import Slo
-
-    prefill, decode = policy.prefill, policy.decode
-    own_ttft = prefill.target_ms if isinstance(prefill, SloPool) else DEFAULT_TTFT_MS
-    own_tpot = decode.target_ms if isinstance(decode, SloPool) else DEFAULT_TPOT_MS
-    ttft = own_ttft if ttft_ms is None else ttft_ms
-    tpot = own_tpot if tpot_ms is None else tpot_ms
-    _check_above("ttft_ms", ttft)
-    _check_above("tpot_ms", tpot)
-    return Slo(ttft / 1e3, tpot / 1e3)
-
-
-def _scaled(trace: Trace, engine: EngineModel, slo: Slo, scaling: _TraceScaling) -> Trace:
-    from autoscaler.simulation.traces.scaling import scaled, scaled_to_peak
-
-    peak, factor = scaling.peak_replicas, scaling.factor
-    if peak is not None and factor is not None:
-        raise InvalidArgumentError("peak_replicas and scale exclude each other", field="scale")
-    if peak is not None:
-        _check_above("peak_replicas", peak)
-        return scaled_to_peak(trace, peak, engine, slo.tpot_s, scaling.seed, scaling.jitter_s)
-    if factor is None:
-        return trace
-    _check_above("scale", factor)
-    return scaled(trace, factor, scaling.seed, scaling.jitter_s)
-
-
-def _check_above(name: str, value: float, least: float | None = None) -> None:
-    if not math.isfinite(value) or value < 0 or (value == 0 and least is None):
-        bound = "above 0" if least is None else f"at least {least:g}"
-        raise InvalidArgumentError(f"{name} must be {bound}, not {value:g}", field=name)
