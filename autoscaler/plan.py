@@ -210,7 +210,9 @@ def joint_plan(
         PoolPlan(count, warm, _text(told), one.error, told[-1][0], sleep=pool.sleep)
         for (one, pool, count, warm), told in zip(pools, notes.values(), strict=True)
     ]
-    return ScalingPlan(*plans, lend_decode_to_prefill=_lend(policy, snapshot, prefill, decode, p, lending))
+    return ScalingPlan(
+        plans[0], plans[1], lend_decode_to_prefill=_lend(policy, snapshot, prefill, decode, p, lending)
+    )
 
 
 def _text(notes: list[tuple[Cause, str]]) -> str:

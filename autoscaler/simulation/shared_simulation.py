@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from autoscaler.actuators.actuator import ActualReplica
-from autoscaler.classes.class_plan import gpus_of
+from autoscaler.classes.class_demand import gpus_of
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.reconcile import Start
