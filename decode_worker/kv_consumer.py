@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 from decode_worker.live_request import LiveRequest, LiveRequests, LocalPrefill, public_id
-from decode_worker.read_back import reads_back
 from decode_worker.reservation_queue import Granted, Reply, ReservationQueue, WaitingReservation
 from engine.core.engine import Engine
 from engine.core.types import RequestOutput, ReservedBlocks, StepResult
@@ -83,7 +82,7 @@ class KvConsumer(KvConnector):
         self.require_awake()
         others_wait = len(self._waiting) > 0
         self._waiting.add(entry)
-        if not others_wait and reads_back(core, entry, partial(self._waiting.put_back, entry)):
+        if not others_wait and entry.reads_back(core, partial(self._waiting.put_back, entry)):
             self._waiting.set_aside(entry)
         self._grant(core, entry.arrived_s)
         self._flush(core)

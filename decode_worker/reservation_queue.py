@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.core.engine import Engine
 from engine.core.precedence import Precedence, PrecedenceQueue
 from engine.core.types import EngineRequest
 from kv_transfer.handoff.ticket import KvTicket
@@ -58,6 +59,20 @@ class WaitingReservation:
         """Whether the prompt is computed here if so many of its tokens are cached."""
         lacking = len(self.request.token_ids) - cached_tokens
         return bool(self.local_prefill_tokens) and lacking <= self.local_prefill_tokens
+
+    def reads_back(self, core: Engine, then: Callable[[], None]) -> bool:
+        """Begins to read what lower tiers have of a prefix that a peer would have to transfer otherwise; whether it
+        has.
+
+        Then `then` is called on the engine thread. Blocks are reserved only after that, and the ticket says of the
+        prefix what is in the pool by then: nothing decodes behind blocks that may not come. A prompt that is computed
+        here has its blocks read as any prompt, and a prefix that is fetched does not wait.
+        """
+        if not self.lane_bytes_per_s or self.request.prefix_only:
+            return False
+        if self.local_prefill_tokens and self.computes_here(core.cached_tokens(self.request)):
+            return False
+        return core.read_back(self.request, self.lane_bytes_per_s, then)
 
     def require_may_wait(self) -> None:
         """Raises ResourceExhaustedError (NO_ROOM_FOR_PREFIX) for a prefix, which is fetched at once or computed."""
