@@ -9,10 +9,9 @@ import pytest
 
 from splitserve.errors import NotFoundError
 from splitserve.models.sources import resolve_model
+from tests.support.cluster.fork_server import EMBEDDED
 from tests.support.cluster.forked import fork_server, stop_fork_servers
 from tests.support.cluster.real_cluster import Cluster, running
-
-SMOLLM2 = "smollm2-135m-instruct"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +26,7 @@ def smollm2() -> str:
     """Folder of the embedded model."""
     fork_server("torch")  # imports while the test prepares its prompts
     try:
-        return str(resolve_model(SMOLLM2).path)
+        return str(resolve_model(EMBEDDED).path)
     except NotFoundError as error:
         pytest.fail(f"{error} (`make test` does this)")
 

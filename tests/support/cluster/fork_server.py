@@ -10,11 +10,13 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # as splitserve's own program does before it imports gRPC
 
-from splitserve.cluster.forking.server import serve
+from splitserve.cluster.forking.server import Step, serve
 from splitserve.cluster.forking.services import SHARED, TORCH, WORKERS
+from splitserve.errors import NotFoundError
 
 ALL = (
     *SHARED,
@@ -24,14 +26,27 @@ ALL = (
     "coordinator.entrypoints.openai.app",
     "coordinator.service",
 )
-BESIDE: Mapping[str, tuple[str, ...]] = {
+EMBEDDED = "smollm2-135m-instruct"
+
+
+def keep_embedded() -> None:
+    """Most workers with real weights have these, and those of a cluster share them (decision 61)."""
+    from engine.runner.weights import keep_weights
+    from splitserve.config.engine import EngineConfig
+    from splitserve.models.sources import resolve_model
+
+    with suppress(NotFoundError):  # the tests say so
+        keep_weights(EngineConfig(dtype="float32"), str(resolve_model(EMBEDDED).path))
+
+
+BESIDE: Mapping[str, tuple[Step, ...]] = {
     "simulated": (),
-    "torch": (*TORCH, "transformers.models.llama.modeling_llama"),
+    "torch": (*TORCH, "transformers.models.llama.modeling_llama", keep_embedded),
     "vllm": ("tests.integration.vllm.vllm_imports",),
 }
 
 
-def modules_of(imports: str) -> tuple[str, ...]:
+def steps_of(imports: str) -> tuple[Step, ...]:
     """What a server with these imports brings; every process waits for all of it."""
     return (*ALL, *BESIDE[imports])
 
@@ -39,7 +54,7 @@ def modules_of(imports: str) -> tuple[str, ...]:
 def main() -> int:
     """The server's exit code, and in a forked process that of the command."""
     control, owner = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    arguments = serve(control, owner, modules_of(sys.argv[3]))
+    arguments = serve(control, owner, steps_of(sys.argv[3]))
     if arguments is None:
         return 0
     from splitserve.cli.main import main as splitserve

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from splitserve.cluster.forking.owner import adopting
 from splitserve.cluster.forking.server import GO
-from tests.support.cluster.fork_server import modules_of
+from tests.support.cluster.fork_server import steps_of
 
 START_TIMEOUT_S = 120.0
 """Of the server, which imports torch first."""
@@ -53,7 +53,7 @@ class ForkServer:
             command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment
         )
         other.close()
-        self._modules = len(modules_of(imports))
+        self._steps = len(steps_of(imports))
         self._started: list[ForkedProcess] = []
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> ForkedProcess:
@@ -63,7 +63,7 @@ class ForkServer:
         with _lock, adopting(), ours, log.open("ab") as output:
             with theirs:
                 files = [output.fileno(), theirs.fileno()]
-                socket.send_fds(self._control, [bytes([self._modules])], files)
+                socket.send_fds(self._control, [bytes([self._steps])], files)
             ours.settimeout(START_TIMEOUT_S)
             ours.sendall(json.dumps(asked).encode() + b"\n")
             said = ours.makefile("rb").readline()
