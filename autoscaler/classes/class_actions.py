@@ -184,6 +184,8 @@ def _choose_ends(turns: Sequence[_Turn], room: ClassRoom) -> None:
 
 def _room_made(turn: _Turn, blocked: ClassShare, free: Sequence[_Turn], room: ClassRoom) -> ClassRoom:
     """The room once one more has been told to end for this class, if that is of use."""
+    if room.holds(blocked):
+        return room
     resting = [
         (share_of(other.of.plan, one.replica_class), other, one.name)
         for other in free
@@ -192,13 +194,12 @@ def _room_made(turn: _Turn, blocked: ClassShare, free: Sequence[_Turn], room: Cl
     ]
     standbys = [(share, 1) for share, *_ in resting]
     too_much = turn.of.too_much(turn, room)
-    if room.holds(blocked):
-        return room
     serving = room.with_ended(too_much).holds(blocked)
     if room.with_ended(standbys).holds(blocked) or (
         not serving and room.with_ended([*standbys, *too_much]).holds(blocked)
     ):
-        share, other, other.ends = max(resting, key=lambda it: (it[0].price_per_hour, it[0].gpus))
+        share, giver, name = max(resting, key=lambda it: (it[0].price_per_hour, it[0].gpus))
+        giver.ends = name
         return room.with_ended([(share, 1)])
     if serving and turn in free and not turn.ends:
         turn.ends = turn.of.superfluous(True, turn.moving)
