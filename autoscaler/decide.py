@@ -148,7 +148,10 @@ def status_of(pool: AnyPool, name: PoolName, desired: int | None, snapshot: Snap
     replicas = snapshot.pool(name).replicas
     ready = count(replicas, ReplicaState.READY)
     starting, standby = count(replicas, ReplicaState.STARTING), count(replicas, ReplicaState.STANDBY)
-    existing = max(ready, ready + starting + standby - pool.warm_standby)
+    warm = pool.warm_standby
+    if warm and pool.classes:
+        warm = max(warm, standby)  # in units one replica on standby may be more than is wanted of them
+    existing = max(ready, ready + starting + standby - warm)
     if desired is None and snapshot.acting:
         # Those whose machines are taken away were wanted until now, and are to be replaced.
         existing += count(replicas, ReplicaState.PREEMPTED)

@@ -3,17 +3,17 @@
 A replica that is too much ends only once those in rotation carry without it what is wanted, and those of them that are
 not on spot machines the floor; spot machines go first, and come last. Nothing is started for
 which the budgets have no room beside all that exists, what drains included: where old and new together are too dear, or
-take too many GPUs, the old one ends first. A standby of any class joins while those in rotation do not carry what is
-wanted.
+take too many GPUs, the old one ends first, and before one that serves those on standby, where that is enough. A standby
+of any class joins while those in rotation do not carry what is wanted.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoscaler.classes.class_room import ClassRoom
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.reconcile import (
     Action,
@@ -45,16 +45,21 @@ def reconcile_classes(
     if not classed:
         return reconcile(plan, pools, bounds, paused_pools)
     actions = list(_of_others(plan, classed, pools, bounds, paused_pools))
-    room = _Room(places=dict(plan.class_room))
+    room = ClassRoom(places=dict(plan.class_room))
     if plan.budget_per_hour is not None:
         room.money = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
     if plan.gpu_budget is not None:
         room.gpus = plan.gpu_budget - sum(gpus_there(plan.pool(p), pools[p]) for p in classed)
+    turns = []
     for pool in classed:
         ours = [one for one in pools[pool] if one.ours]
         held = frozenset(name for where, name in paused if where == pool)
-        actions += _Classed(pool, plan.pool(pool), ours, held).actions(room)
-    return tuple(actions)
+        turns.append(_Classed(pool, plan.pool(pool), ours, held).turn(room))
+    if not _makes_room(turns, _expected(turns, room)):
+        for turn in turns:
+            turn.of.add_standbys(turn, room)
+    _choose_ends(turns, _expected(turns, room))
+    return tuple(actions) + tuple(action for turn in turns for action in turn.of.actions(turn))
 
 
 def _of_others(
@@ -95,27 +100,110 @@ def share_of(plan: PoolPlan, name: str) -> ClassShare:
 
 
 @dataclass(slots=True)
-class _Room:
-    """What may be taken beside all that exists."""
+class _Turn:
+    """What one pool does now."""
 
-    money: float = math.inf
-    """For an hour."""
-    gpus: float = math.inf
-    places: dict[str, int] = field(default_factory=dict)
-    """How many more there may be of limited classes."""
+    of: _Classed
+    joining: Sequence[ReplicaView]
+    leaving: Sequence[ReplicaView]
+    """Into and out of rotation."""
+    starts: Counter[str] = field(default_factory=Counter)
+    """By class."""
+    blocked: list[ClassShare] = field(default_factory=list)
+    """Classes of which more are wanted in rotation than there is room for."""
+    ends: str = ""
+    """The replica to drain; empty: none, or none yet."""
 
-    def take(self, share: ClassShare, count: int) -> int:
-        """How many of these replicas there is room for, which is taken."""
-        count = min(count, self.places.get(share.name, count))
-        for each, left in ((share.price_per_hour, self.money), (float(share.gpus), self.gpus)):
-            if each > 0 and not math.isinf(left):
-                count = min(count, math.floor((left + 1e-9) / each))
-        count = max(0, count)
-        self.money -= count * share.price_per_hour
-        self.gpus -= count * share.gpus
-        if share.name in self.places:
-            self.places[share.name] -= count
-        return count
+    @property
+    def moving(self) -> set[str]:
+        """Names of those that join or leave."""
+        return {one.name for one in (*self.joining, *self.leaving)}
+
+    @property
+    def resting(self) -> list[ReplicaView]:
+        """Those that stay on standby."""
+        return [one for one in in_state(self.of.ours, ReplicaState.STANDBY) if one not in self.joining]
+
+    @property
+    def serving(self) -> list[ReplicaView]:
+        """Those that stay in rotation, or join."""
+        ready = in_state(self.of.ours, ReplicaState.READY)
+        return [*self.joining, *(one for one in ready if one not in self.leaving and one.name != self.ends)]
+
+    def keep_one_serving(self) -> None:
+        """Where the last one in rotation ends while some are wanted, one on standby takes its place at once."""
+        ready = in_state(self.of.ours, ReplicaState.READY)
+        ends = any(one.name == self.ends for one in ready)
+        if ends and not self.serving and any(share.count for share in self.of.plan.mix):
+            if self.leaving:
+                self.leaving = self.leaving[:-1]
+            else:
+                self.joining = self.resting[:1]
+
+
+def _expected(turns: Sequence[_Turn], room: ClassRoom) -> ClassRoom:
+    """What there is room for once all that drains has ended."""
+    draining = [
+        (share_of(turn.of.plan, one.replica_class), 1)
+        for turn in turns
+        for one in in_state(turn.of.ours, ReplicaState.DRAINING)
+    ]
+    return room.with_ended(draining)
+
+
+def _makes_room(turns: Sequence[_Turn], room: ClassRoom) -> bool:
+    """Whether one that is blocked has room once standbys have ended, and what is too much."""
+    resting = [(share_of(turn.of.plan, one.replica_class), 1) for turn in turns for one in turn.resting]
+    return any(
+        room.with_ended([*resting, *turn.of.too_much(turn, room)]).holds(share)
+        for turn in turns
+        for share in turn.blocked
+    )
+
+
+def _choose_ends(turns: Sequence[_Turn], room: ClassRoom) -> None:
+    """One replica of a pool at a time: what can be done without, then a standby so that one in rotation has room, then
+    one that serves, for the same."""
+    free = [turn for turn in turns if not in_state(turn.of.ours, ReplicaState.DRAINING)]
+    for turn in free:
+        turn.ends = turn.of.overdue() or turn.of.superfluous(False, turn.moving)
+    ending = [
+        (share_of(turn.of.plan, one.replica_class), 1)
+        for turn in free
+        for one in turn.of.ours
+        if one.name == turn.ends
+    ]
+    room = room.with_ended(ending)
+    free = [turn for turn in free if not turn.ends]
+    for turn in turns:
+        for share in turn.blocked:
+            room = _room_made(turn, share, free, room)
+    for turn in turns:
+        turn.keep_one_serving()
+
+
+def _room_made(turn: _Turn, blocked: ClassShare, free: Sequence[_Turn], room: ClassRoom) -> ClassRoom:
+    """The room once one more has been told to end for this class, if that is of use."""
+    if room.holds(blocked):
+        return room
+    resting = [
+        (share_of(other.of.plan, one.replica_class), other, one.name)
+        for other in free
+        if not other.ends
+        for one in other.resting
+    ]
+    standbys = [(share, 1) for share, *_ in resting]
+    too_much = turn.of.too_much(turn, room)
+    serving = room.with_ended(too_much).holds(blocked)
+    if room.with_ended(standbys).holds(blocked) or (
+        not serving and room.with_ended([*standbys, *too_much]).holds(blocked)
+    ):
+        share, giver, name = max(resting, key=lambda it: (it[0].price_per_hour, it[0].gpus))
+        giver.ends = name
+        return room.with_ended([(share, 1)])
+    if serving and turn in free and not turn.ends:
+        turn.ends = turn.of.superfluous(True, turn.moving)
+    return room
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,43 +216,42 @@ class _Classed:
     paused: frozenset[str] = frozenset()
     """Classes of which nothing is ordered now."""
 
-    def actions(self, room: _Room) -> list[Action]:
-        """`room` is what may be taken; what is taken is taken off."""
-        joining, leaving = self._rotation()
-        actions: list[Action] = [Activate(self.pool, one.name) for one in joining]
-        actions += [Rest(self.pool, one.name) for one in leaving]
-        starts, blocked = self._starts(room)
+    def actions(self, turn: _Turn) -> list[Action]:
+        """All that it does, in order."""
+        actions: list[Action] = [Activate(self.pool, one.name) for one in turn.joining]
+        actions += [Rest(self.pool, one.name) for one in turn.leaving]
         for share in self.plan.mix:
-            if count := starts.get(share.name):
+            if count := turn.starts.get(share.name):
                 # Where all are alike nobody has to choose.
                 name = share.name if len(self.plan.mix) > 1 else ""
                 actions.append(Start(self.pool, count, name, share.gpus, share.gpu))
-        if not in_state(self.ours, ReplicaState.DRAINING):
-            makes_room = any(self._makes_room(share, room) for share in blocked)
-            moving = {one.name for one in (*joining, *leaving)}
-            name = self._overdue() or self._superfluous(makes_room, moving)
-            actions += [Drain(self.pool, (name,))] if name else []
+        actions += [Drain(self.pool, (turn.ends,))] if turn.ends else []
         # As `reconcile` does: once they have nothing left.
         if empty := tuple(one.name for one in in_state(self.ours, ReplicaState.PREEMPTED) if not one.load):
             actions.append(Drain(self.pool, empty))
         return actions
 
-    def _starts(self, room: _Room) -> tuple[dict[str, int], list[ClassShare]]:
-        """How many to start of each class, and the classes of which more are wanted in rotation than there is room for.
-        Spot machines and then standbys come last."""
-        starts: Counter[str] = Counter()
-        blocked = []
-        for of_standby in (False, True):
-            for share in sorted(self.plan.mix, key=lambda share: share.spot):
-                lacking = -self._surplus(share) - starts[share.name]
-                count = lacking if of_standby else lacking - share.standby
-                count = 0 if share.name in self.paused else max(0, count)
-                able = min(count, room.places.get(share.name, count))
-                got = room.take(share, able)
-                starts[share.name] += got
-                if got < able and not of_standby:
-                    blocked.append(share)
-        return starts, blocked
+    def turn(self, room: ClassRoom) -> _Turn:
+        """What joins, leaves and starts in rotation, spot machines last. `room` is what may be taken; what is taken is
+        taken off."""
+        turn = _Turn(self, *self._rotation())
+        for share in sorted(self.plan.mix, key=lambda share: share.spot):
+            count = self._lacking(share) - share.standby
+            able = max(0, min(count, room.places.get(share.name, count)))
+            turn.starts[share.name] = room.take(share, able)
+            if turn.starts[share.name] < able:
+                turn.blocked.append(share)
+        return turn
+
+    def add_standbys(self, turn: _Turn, room: ClassRoom) -> None:
+        """Those that are started, of the room that is left."""
+        for share in sorted(self.plan.mix, key=lambda share: share.spot):
+            count = min(share.standby, self._lacking(share) - turn.starts[share.name])
+            turn.starts[share.name] += room.take(share, count)
+
+    def _lacking(self, share: ClassShare) -> int:
+        """How many may be ordered of those that are missing."""
+        return 0 if share.name in self.paused else -self._surplus(share)
 
     def _rotation(self) -> tuple[list[ReplicaView], list[ReplicaView]]:
         """Standbys to take into rotation: what a class lacks there, then whatever rests, while what is ready does not
@@ -195,17 +282,15 @@ class _Classed:
         wanted = min(self.plan.units or 0.0, sum(one.count * one.speed for one in self.plan.mix))
         return self._carried(ready) >= wanted - 1e-9
 
-    def _makes_room(self, blocked: ClassShare, room: _Room) -> bool:
-        """Whether one of this class can be started once what is too much has ended. The last one that serves, and
-        carries all, does not end for that: nobody would serve meanwhile."""
-        surplus = [(share, max(0, self._surplus(share))) for share in self.plan.mix]
-        money = room.money + sum(share.price_per_hour * count for share, count in surplus)
-        gpus = room.gpus + sum(share.gpus * count for share, count in surplus)
-        ready = in_state(self.ours, ReplicaState.READY)
+    def too_much(self, turn: _Turn, room: ClassRoom) -> list[tuple[ClassShare, int]]:
+        """What may end before what replaces it is there. The last one that serves, and carries all, does not, unless
+        those on standby carry it: nobody would serve meanwhile."""
+        serving = turn.serving
+        carries = self._carried(serving) >= (self.plan.units or 0.0) - 1e-9
         within = room.money >= 0 and room.gpus >= 0
-        if len(ready) == 1 and within and self._carried(ready) >= (self.plan.units or 0.0) - 1e-9:
-            return False
-        return money >= blocked.price_per_hour - 1e-9 and gpus >= blocked.gpus
+        if len(serving) == 1 and within and carries and not self._carry([*turn.resting, *turn.leaving]):
+            return []
+        return [(share, max(0, self._surplus(share))) for share in self.plan.mix]
 
     def _of(self, share: ClassShare, there: Sequence[ReplicaView]) -> list[ReplicaView]:
         return [one for one in there if share_of(self.plan, one.replica_class) is share]
@@ -219,7 +304,7 @@ class _Classed:
         """Units of these."""
         return sum(share_of(self.plan, one.replica_class).speed for one in ready)
 
-    def _overdue(self) -> str:
+    def overdue(self) -> str:
         """It holds the place of its replacement, which comes once it is gone."""
         for share in self.plan.mix:
             there = self._of(share, self.ours)
@@ -228,7 +313,7 @@ class _Classed:
                 return overdue[0].name
         return ""
 
-    def _superfluous(self, makes_room: bool, moving: Collection[str]) -> str:
+    def superfluous(self, makes_room: bool, moving: Collection[str]) -> str:
         """The one to drain next; empty: none, or none yet. None of those that are `moving` in or out of rotation."""
         ready = in_state(self.ours, ReplicaState.READY)
         if not (ready or in_state(self.ours, ReplicaState.STANDBY) or self.plan.given_up):

@@ -128,7 +128,7 @@ def _within_shares(
     claims = {one.name: one.claim(proposals.pool(one.name), units, limited) for one in wanted}
     got = shared.granted(claims)
     rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
-    left, money, decided = dict(got.left), None, dict[PoolName, Uses]()
+    left, money = {name: amount for name, amount in got.left.items() if name != GPUS}, None
     if MONEY in limits:
         # Mixes are within its share. While they change, old and new replicas use what others have not taken yet.
         money = shared.own(MONEY) + shared.free(MONEY)
@@ -136,19 +136,21 @@ def _within_shares(
     for one, rung in zip(wanted, rungs, strict=True):
         most = {name: rung.uses.get(of_class(name), 0.0) + left[of_class(name)] for name in limited}
         mix = one.mix(rung.units, rung.price_per_hour + left[MONEY] if MONEY in left else None, most)
-        uses = one.uses(mix)
-        decided[one.name] = uses
+        uses = one.shared_uses(mix)
+        claims[one.name] = replace(claims[one.name], wanted=uses)
         left = {name: max(0.0, left[name] + rung.uses.get(name, 0.0) - uses.get(name, 0.0)) for name in left}
         mixes.append(mix)
     for one, rung, mix in zip(wanted, rungs, mixes, strict=True):
         standbys = one.standbys(mix, left)
-        left = {name: amount - one.uses(standbys).get(name, 0.0) for name, amount in left.items()}
+        resting = one.shared_uses(standbys)
+        claims[one.name] = replace(claims[one.name], standbys=resting)
+        left = {name: amount - resting.get(name, 0.0) for name, amount in left.items()}
         short = {name for name in limited if mix.units < rung.units - 1e-9 or rung.units < one.units - 1e-9}
         what = [f"a budget of {limits[MONEY]:g} an hour ({shared.who(MONEY)})"] if MONEY in limits else []
         what += [f"{limits[of_class(n)]:g} {n} ({shared.who(of_class(n))})" for n in sorted(short)]
         given = _Granted(rung.units, mix, standbys, f"{' and '.join(what)} for all models")
         plan = _with_pool(plan, one.name, _planned(one, plan.pool(one.name), given))
-    given_way = shared.gives_way(claims, decided, got.granted)
+    given_way = shared.gives_way(claims, got.granted)
     for name, of in given_way.items():
         pool = plan.pool(name)
         kind = next(share.name for share in pool.mix if of_class(share.name) == of)
@@ -158,7 +160,7 @@ def _within_shares(
         plan,
         budget_per_hour=money,
         class_room={name: int(shared.free(of_class(name)) + 1e-9) for name in limited},
-        claims={name: replace(claim, wanted=decided[name]) for name, claim in claims.items()},
+        claims=claims,
         worth_moving=got.worth_moving,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.sharing.shares import MONEY, ClassOfClaim, Uses
+from autoscaler.sharing.shares import MONEY, Claim, ClassOfClaim, Uses
 
 _TINY = 1e-9
 
@@ -19,7 +19,7 @@ class PoolStanding:
     """What one pool has, and what it is to have."""
 
     held: Uses
-    """Without what drains."""
+    """In rotation, or coming to it: without what drains, and without the standbys that it is to have."""
     wanted: Uses
     units: float
     """What is to be carried, also while replicas change."""
@@ -57,6 +57,16 @@ class PoolStanding:
         """The last replica that carries all, and can meet the target, does not end: nobody would serve meanwhile."""
         carries = self.classes[name].usable and self.carried >= self.units - _TINY
         return self.has_too_much(name) and (self.replicas > 1 or not carries)
+
+
+def standing(claim: Claim, live: Uses, granted: Uses, units: float) -> PoolStanding:
+    """Of a pool that has all this, what drains left out. `granted` is what it is to have where that is not decided."""
+    wanted = granted if claim.wanted is None else claim.wanted
+    held = {
+        name: max(min(amount, wanted.get(name, 0.0)), amount - claim.standbys.get(name, 0.0))
+        for name, amount in live.items()
+    }
+    return PoolStanding(held, wanted, units, claim.classes, claim.weight)
 
 
 def gives_way(pools: Sequence[PoolStanding], limits: Uses, held: Uses) -> dict[int, str]:

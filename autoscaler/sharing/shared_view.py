@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autoscaler.sharing.giving_way import PoolStanding, gives_way
+from autoscaler.sharing.giving_way import gives_way, standing
 from autoscaler.sharing.shares import Claim, Rung, Split, Uses, left_of, settled_share
 
 P = TypeVar("P", bound=str)
@@ -89,31 +89,20 @@ class SharedView:
         for one, rung in granted.items():
             has, claim = self.live.get(one, {}).get(name, 0.0), self.others.get(one)
             if claim is not None and claim.wanted is not None:
-                has = min(has, claim.wanted.get(name, 0.0))
+                has = min(has, claim.wanted.get(name, 0.0) + claim.standbys.get(name, 0.0))
             keeps[one] = max(0.0, has - rung.uses.get(name, 0.0))
         mine = sum(amount for (model, _), amount in keeps.items() if model == self.model)
         before = sum(amount for (model, _), amount in keeps.items() if model < self.model)
         free = left - (sum(keeps.values()) - mine)
         return max(0.0, free, min(mine, left - before))
 
-    def gives_way(
-        self, own: Mapping[P, Claim], wanted: Mapping[P, Uses], granted: Mapping[Pool, Rung]
-    ) -> dict[P, str]:
-        """By pool of this model: the class of which one ends before what replaces it is there. `wanted`: what these
-        pools are to have."""
-        claims: dict[Pool, Claim] = {
-            (self.model, pool): replace(claim, wanted=wanted[pool]) for pool, claim in own.items()
-        }
+    def gives_way(self, own: Mapping[P, Claim], granted: Mapping[Pool, Rung]) -> dict[P, str]:
+        """By pool of this model: the class of which one ends before what replaces it is there. `own` are decided."""
+        claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
         claims |= self.others
         order = [one for one in sorted(claims) if claims[one].classes]
         standings = [
-            PoolStanding(
-                self.live.get(one, {}),
-                granted[one].uses if (found := claims[one].wanted) is None else found,
-                granted[one].units,
-                claims[one].classes,
-                claims[one].weight,
-            )
+            standing(claims[one], self.live.get(one, {}), granted[one].uses, granted[one].units)
             for one in order
         ]
         given = gives_way(standings, self.limits, summed(list(self.live.values())))

@@ -68,6 +68,8 @@ class Claim:
     """By what stands for each in `Uses`."""
     wanted: Uses | None = None
     """What the pool is to have, by the decision that made this claim: near one of the rungs. None: not decided yet."""
+    standbys: Uses = field(default_factory=dict)
+    """What it is to have on standby beside `wanted`, of what no claim takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +198,22 @@ def _steps(claim: Claim, before: int, limits: Uses) -> list[_Step]:
 
 
 def _first_fit(claim: Claim, before: int, steps: Sequence[_Step], left: Mapping[str, float]) -> _Step | None:
+    """It runs for each claim after each step of any: most are out by the first thing that is looked at."""
     here = claim.rungs[before]
+    exceeded = [name for name, amount in left.items() if amount < -_TINY]
     for step in steps:
         there = claim.rungs[step.rung]
-        more = {name: there.uses.get(name, 0.0) - here.uses.get(name, 0.0) for name in left}
-        fits = all(more[name] <= max(left[name], 0.0) + _TINY for name in left)
+        climbs = there.units > here.units + _TINY
         # The same capacity of other classes is only for what is otherwise exceeded.
-        relieves = any(left[name] < -_TINY and more[name] < -_TINY for name in left)
-        if fits and (there.units > here.units + _TINY or relieves):
+        if not climbs and not any(_more(here, there, name) < -_TINY for name in exceeded):
+            continue
+        if all(_more(here, there, name) <= max(amount, 0.0) + _TINY for name, amount in left.items()):
             return step
     return None
+
+
+def _more(here: Rung, there: Rung, name: str) -> float:
+    return there.uses.get(name, 0.0) - here.uses.get(name, 0.0)
 
 
 def _gain(claim: Claim, before: int, after: int, limits: Uses) -> tuple[float, float, float]:
@@ -221,7 +229,7 @@ def _gain(claim: Claim, before: int, after: int, limits: Uses) -> tuple[float, f
 
 
 def _part(low: Rung, high: Rung, name: str, limit: float) -> float:
-    return (high.uses.get(name, 0.0) - low.uses.get(name, 0.0)) / max(limit, _TINY)
+    return _more(low, high, name) / max(limit, _TINY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,8 @@ class _Ledger:
     move_after_s: float
     models: Mapping[str, SimulatedModel]
     now_s: float = 0.0
+    known: bool = False
+    """Whether the account knows what each has."""
     refused: int = 0
     peaks: dict[str, float] = field(default_factory=dict)
     parts: dict[str, _Part] = field(default_factory=dict)
@@ -118,6 +120,13 @@ class _Ledger:
             interval_s=lambda name: self.models[name].policy.interval_s,
             clock=lambda: self.now_s,
         )
+
+    def all_listed(self) -> None:
+        """Lists all of them before the first decision of any."""
+        if not self.known:
+            self.known = True
+            for part in self.parts.values():
+                part.own.listed(part.there(), part.own.account.generation)
 
     def seen(self) -> None:
         """Keeps the most that has existed at once, by the replicas themselves, not by the account."""
@@ -136,6 +145,7 @@ class _Part:
 
     def listed(self, now_s: float, replicas: Sequence[ActualReplica]) -> None:
         self.ledger.now_s = now_s
+        self.ledger.all_listed()
         self.own.listed(replicas, self.own.account.generation)
         self.ledger.seen()
 
@@ -143,7 +153,9 @@ class _Part:
         each = self.own.uses_of(start.pool, start.replica_class)
         try:
             count = self.own.account.reserve(self.own.model, start.pool, start.count, each)
-        except UnavailableError:
+        except UnavailableError as error:
+            if error.reason == "SHARED_UNKNOWN":
+                return 0  # not for want of room: others have not decided for the first time yet
             count = 0
         self.ledger.refused += start.count - count
         return count

@@ -9,9 +9,12 @@ import pytest
 
 from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.classes.class_bill import pool_bill
-from autoscaler.decide import make_decide
+from autoscaler.classes.class_plan import in_units
+from autoscaler.decide import make_decide, status_of
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Activate, Drain, ReplicaView, Rest, Start
+from autoscaler.sharing.shared_view import SharedView
+from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from autoscaler.snapshot import PoolName, ReplicaState
 from tests.support.classes.classed_pools import (
     BOUNDS,
@@ -125,6 +128,89 @@ def test_a_standby_without_room_ends_nothing_that_serves() -> None:
     there = [view("a", "slow"), view("f", "slow", ReplicaState.OVERDUE)]
     assert actions(plan, there) == [Drain("prefill", ("f",))]
     assert actions(plan, [view("a", "slow"), view("x", "slow", ReplicaState.DRAINING)]) == []
+
+
+def change(budget: float, **more: Any) -> ScalingPlan:
+    """From x to y, of which one costs 10, with z (5) on standby."""
+    mix = (
+        ClassShare("x", 0, 1.0, 10.0),
+        ClassShare("y", 1, 1.0, 10.0),
+        ClassShare("z", 0, 1.0, 5.0, standby=1),
+    )
+    return ScalingPlan(PoolPlan(1, 1, units=1, mix=mix), PoolPlan(0), budget_per_hour=budget, **more)
+
+
+def test_a_standby_ends_so_that_what_is_wanted_in_rotation_can_start() -> None:
+    plan, old, standby = change(20.0), view("x", "x"), view("z", "z", STANDBY)
+    assert actions(plan, [old, standby]) == [Drain("prefill", ("z",))]
+    going = view("z", "z", ReplicaState.DRAINING)
+    assert actions(plan, [old, going]) == [], "no other one instead"
+    assert actions(plan, [old]) == [Start("prefill", 1, "y", 1)]
+    assert actions(plan, [old, view("y", "y")]) == [Drain("prefill", ("x",))]
+    assert actions(plan, [view("y", "y")]) == [Start("prefill", 1, "z", 1)]
+
+
+def test_it_stays_where_its_end_is_not_enough_and_serves_meanwhile() -> None:
+    plan, old = change(17.0), view("x", "x")
+    assert actions(plan, [old]) == [Start("prefill", 1, "z", 1)]
+    serves = [Drain("prefill", ("x",))]
+    assert actions(plan, [old, view("z", "z")]) == serves, "it does not rest now"
+    assert actions(plan, [old, view("z", "z", STANDBY)]) == [Activate("prefill", "z"), *serves]
+    dearer = replace(change(14.0).prefill, units=2)
+    assert actions(replace(plan, prefill=dearer), [view("z", "z", STANDBY)]) == [
+        Activate("prefill", "z"),
+        Start("prefill", 1, "y", 1),
+    ]
+
+
+def test_at_zero_no_standby_takes_the_place_of_the_last() -> None:
+    mix = (ClassShare("slow", 0, standby=1),)
+    plan = ScalingPlan(PoolPlan(0, 1, units=0, mix=mix), PoolPlan(0))
+    assert actions(plan, [view("a", "slow"), view("s", "slow", STANDBY)]) == [Drain("prefill", ("a",))]
+
+
+def test_a_standby_of_the_other_pool_ends_too_and_only_one() -> None:
+    mix = (ClassShare("x", 0, 1.0, 10.0), ClassShare("y", 1, 1.0, 10.0), ClassShare("z", 0, 1.0, 5.0))
+    prefill = PoolPlan(1, units=1, mix=mix)
+    decode = PoolPlan(1, 2, units=1, mix=(ClassShare("d", 1, 1.0, 5.0, standby=2),))
+    plan = ScalingPlan(prefill, decode, budget_per_hour=30.0)
+    resting = [view(name, "d", STANDBY) for name in ("e", "f")]
+    there = {"prefill": [view("x", "x")], "decode": [view("d", "d"), *resting]}
+    assert reconcile_classes(plan, there, BOUNDS) == (Drain("decode", ("e",)),)
+    there["decode"][1] = view("e", "d", ReplicaState.DRAINING)
+    assert reconcile_classes(plan, there, BOUNDS) == ()
+    del there["decode"][1]
+    assert reconcile_classes(plan, there, BOUNDS) == (Start("prefill", 1, "y", 1),)
+
+
+def test_standbys_of_one_pool_take_no_room_of_what_the_other_serves_with() -> None:
+    shares = ClassShare("z", 1, 1.0, 5.0, standby=1)
+    pool = PoolPlan(1, 1, units=1, mix=(shares,))
+    plan = ScalingPlan(pool, pool, budget_per_hour=10.0)
+    found = reconcile_classes(plan, {"prefill": [view("p", "z")], "decode": []}, BOUNDS)
+    assert found == (Start("decode", 1, "", 1),)
+
+
+@pytest.mark.parametrize(("warm", "current"), [(0, 8), (1, 1), (3, 1)])
+def test_after_a_restart_a_fast_standby_counts_as_no_more_than_that(warm: int, current: int) -> None:
+    fast = {"name": "fast", "price_per_hour": 1, "speed": 7}
+    slow = {"name": "slow", "price_per_hour": 9}
+    rules = policy({"warm_standby": warm, "classes": [fast, slow]})
+    seen = classed(snapshot(prefill=2))
+    serves, rests = seen.prefill.replicas
+    replicas = (serves, replace(rests, state=STANDBY, replica_class="fast"))
+    seen = in_units(rules, replace(seen, prefill=replace(seen.prefill, replicas=replicas)))
+    assert status_of(rules.prefill, "prefill", None, seen).current == current
+
+
+def test_a_model_tells_others_its_standbys() -> None:
+    view_ = SharedView("a", {of_class("slow"): 9.0, GPUS: 1.0}, {"a": {}})
+    seen = replace(classed(snapshot(load=Load(4.0), prefill=1)), shared=view_)
+    claim = decided(policy({"warm_standby": 1}), seen).claims["prefill"]
+    assert claim.standbys == {MONEY: 1.0, of_class("slow"): 1.0, of_class("fast"): 0.0}
+    assert claim.wanted is not None
+    told = [claim.wanted, *(rung.uses for rung in claim.rungs)]
+    assert not any(GPUS in uses for uses in told), "they are of several kinds"
 
 
 def test_a_budget_gives_up_standbys_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,6 +128,28 @@ def test_the_least_of_both_takes_other_classes_where_it_must() -> None:
     rungs = (Rung(1, {fast: 1.0, MONEY: 1.0}, 1.0), Rung(1, {slow: 1.0, MONEY: 2.0}, 1.0))
     assert sorted(share([Claim(rungs), Claim(rungs)], {fast: 1.0, MONEY: 10.0})) == [0, 1]
     assert share([Claim(rungs), Claim(rungs)], {fast: 2.0, MONEY: 10.0}) == (0, 0)
+
+
+class Counted(dict[str, float]):
+    """What it takes, and how often that was asked."""
+
+    asked = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        Counted.asked += 1
+        return super().get(key, default)
+
+
+def test_what_cannot_fit_is_seen_at_the_first_limit() -> None:
+    """It runs on the event loop of all models: rungs that climb nothing, and what has no room, cost little."""
+    names = [of_class(str(number)) for number in range(8)]
+    first = Rung(1.0, Counted(dict.fromkeys(names, 1.0)), 0.5)
+    same = [Rung(1.0, Counted(dict.fromkeys(names, 1.0)), 0.5) for _ in range(50)]
+    more = [Rung(2.0, Counted(dict.fromkeys(names, 2.0)), 1.0) for _ in range(50)]
+    Counted.asked = 0
+    assert share([Claim((first, *same, *more))], dict.fromkeys(names, 1.0), [0]) == (0,)
+    to_weigh_them = 2 * 100 * len(names)
+    assert Counted.asked < 1.25 * to_weigh_them
 
 
 def uses(count: float) -> dict[str, float]:

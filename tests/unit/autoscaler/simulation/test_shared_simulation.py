@@ -97,6 +97,27 @@ def test_what_is_not_limited_is_as_alone() -> None:
     assert found.attainment == alone.attainment
 
 
+THREE = [{"start": "00:00", "end": "00:00", "replicas": 3}]
+
+
+def at_first(count: int, **more: Any) -> SimulatedModel:
+    """So many replicas in each pool."""
+    scenario = Scenario(FLAT, ENGINE, Slo(1.0, 0.06), 20.0, {"prefill": count, "decode": count})
+    return SimulatedModel(scenario, policy(ONLY, **more))
+
+
+def test_the_first_decision_knows_what_others_have() -> None:
+    found = simulate_shared({MONEY: 12.0}, {"a": at_first(1, schedule=THREE), "b": at_first(2)})
+    assert sum(found.models["a"].moments[0].desired.values()) == 2, "the other has the rest"
+
+
+def test_who_waits_for_the_first_decision_of_others_is_not_refused_for_want_of_room() -> None:
+    models = {name: at_first(1, schedule=THREE) for name in ("a", "b")}
+    found = simulate_shared({MONEY: 100.0}, models)
+    assert found.peaks[MONEY] == 24.0
+    assert found.refused == 0
+
+
 def test_runs_on_one_clock_end_together() -> None:
     long = synthetic(TraceShape("constant", 0.5, duration_s=120.0, output_tokens=10, seed=2))
     rules = policy()
