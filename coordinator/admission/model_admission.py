@@ -200,7 +200,7 @@ class ModelAdmission:
 
     def _starts_past_late(self, entry: Entry, now: float) -> bool:
         """Starts a newcomer though others wait, if these are all late, for want of a place that it does not need."""
-        if not self._round.only_late or self.prefill.is_late(entry, now):
+        if not self._round.only_late or now >= self.prefill.late_rates().everywhere_s(entry):
             return False
         self._mark(entry, now)
         self.queue.add(entry)

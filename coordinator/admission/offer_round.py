@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from coordinator.admission.entry import Entry
-from coordinator.admission.prefill_capacity import PrefillCapacity
+from coordinator.admission.prefill_capacity import LateRates, PrefillCapacity
 from splitserve.queues import Offer
 
 
@@ -22,13 +24,21 @@ class OfferRound:
 
     def waits(self, entry: Entry) -> None:
         """An entry waits for a place on a prefill worker, tried or not."""
-        self.late_from_s = min(self.late_from_s, self._prefill.late_from_s(entry, self._now))
+        self.late_from_s = min(self.late_from_s, self._late_rates.next_s(entry, self._now))
 
     def passes_over(self, entry: Entry) -> bool:
         """Whether an entry is not tried."""
-        if entry.uncached_tokens >= self._least_long:
-            return True
-        return self._late_held and self._prefill.is_late(entry, self._now)
+        late_s = self._late_rates.everywhere_s(entry)
+        if late_s <= self._now:  # it takes no place of long ones
+            return self._late_held
+        if entry.uncached_tokens < self._least_long:
+            return False
+        self.late_from_s = min(self.late_from_s, late_s)
+        return True
+
+    @cached_property
+    def _late_rates(self) -> LateRates:
+        return self._prefill.late_rates()
 
     def hold(self, entry: Entry, for_prefill: bool, others_may_fit: bool) -> Offer:
         """An entry has found no place, `for_prefill` or for another reason; what that means for those behind it."""

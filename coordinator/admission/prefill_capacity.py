@@ -8,7 +8,8 @@ the engine serves them last: those that can do not wait for them here either.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.workers.load import Flight, PrefillLoad
@@ -31,6 +32,25 @@ class PrefillPace:
     def share(self, share: float) -> PrefillPace:
         """The pace of those who get this share of the pool, above 0, up to 1."""
         return replace(self, pool_token_s=self.pool_token_s / share)
+
+
+@dataclass(frozen=True, slots=True)
+class LateRates:
+    """When prompts are late on the workers that serve such prompts last, by their rates: tokens per second, ascending.
+    `on_all`: all workers do. O(log workers) for a prompt."""
+
+    rates: Sequence[float]
+    on_all: bool
+
+    def everywhere_s(self, flight: Flight) -> float:
+        """From when on a prompt cannot be in time on any worker, where all serve such prompts last; infinity: never."""
+        return flight.begin_by_s(self.rates[-1]) if self.on_all and self.rates else float("inf")
+
+    def next_s(self, flight: Flight, now: float) -> float:
+        """When a prompt that waits cannot be in time any more on one more of these workers: it then has the place of
+        those there. Infinity: never."""
+        slowest = bisect_right(self.rates, now, key=flight.begin_by_s)
+        return flight.begin_by_s(self.rates[slowest]) if slowest < len(self.rates) else float("inf")
 
 
 class PrefillCapacity:
@@ -96,15 +116,10 @@ class PrefillCapacity:
             self.held_by_long = self.held_by_late = False
         return best
 
-    def is_late(self, flight: Flight, now: float) -> bool:
-        """Whether a prompt cannot be in time on any worker, where these serve such prompts last."""
-        return bool(self.workers) and all(load.will_be_late(flight, now) for load in self.workers.values())
-
-    def late_from_s(self, flight: Flight, now: float) -> float:
-        """When a prompt that waits cannot be in time any more on one more of the workers that serve such prompts last:
-        it then has the place of those there. Infinity: never."""
-        times_s = (load.begin_by_s(flight) for load in self.workers.values() if load.orders_prompts)
-        return min((each_s for each_s in times_s if each_s > now), default=float("inf"))
+    def late_rates(self) -> LateRates:
+        """Of the workers as they are now. O(workers)."""
+        rates = [load.rate for load in self.workers.values() if load.orders_prompts]
+        return LateRates(sorted(rates), len(rates) == len(self.workers))
 
     def add_flight(self, load: PrefillLoad, flight: Flight, now: float) -> None:
         """Counts a request as in flight on a worker."""

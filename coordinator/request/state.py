@@ -49,7 +49,8 @@ NO_WAITS = Waits()
 @dataclass(slots=True)
 class AttemptReport:
     """Measurements of one attempt, times in milliseconds. `decode_worker` is empty until that worker has sent output,
-    `transport` until KV was transferred; `reserve_wait_ms` is the part of `reserve_ms` that was waited for blocks."""
+    `transport` until KV was transferred; `reserve_wait_ms` is the part of `reserve_ms` that was waited for KV blocks,
+    and for reads from lower tiers before."""
 
     prefill_worker: str
     decode_worker: str = ""

@@ -163,7 +163,8 @@ class PromptPlacement:
         own, request = self._fit_of(worker, asked), asked.request
         ahead_s = self._book.ahead_s(worker.key, asked.due_s, request.class_rank, own, asked.now)
         speedup = max(1.0, self._lent_speedup(worker))
-        ahead_s, work_s = ahead_s / speedup, _work_s(worker, request, own, held, speedup)
+        read_s, work_s = _work_s(worker, request, own, held, speedup)
+        ahead_s = max(ahead_s / speedup, read_s)  # a prompt keeps its place while it is read for
         if not worker.decodes:
             return PromptPlace(ahead_s, work_s)
         load, tpot_s = self._loads.decode[worker.key], self._strictest_s(worker, asked)
@@ -251,18 +252,21 @@ def _is_long(worker: Worker, request: RoutingRequest) -> bool:
     return request.prompt_tokens - cached_tokens(worker, request) >= MIN_LENT_TOKENS
 
 
-def _work_s(worker: Worker, request: RoutingRequest, fit: PromptFit, held: int, speedup: float) -> float:
-    """Computing what a worker lacks of the prompt, or fetching a part of it where that is sooner; and reading what it
-    holds below its KV blocks. `speedup`: of what it computes, by lent cores."""
+def _work_s(
+    worker: Worker, request: RoutingRequest, fit: PromptFit, held: int, speedup: float
+) -> tuple[float, float]:
+    """Reading what a worker holds below its KV blocks, where that is sooner; and computing what it lacks of the prompt,
+    or fetching a part of it where that is sooner. `speedup`: of what it computes, by lent cores."""
     known, read_s = held_prefix(worker, request, fit.token_s / speedup)
     offer, held = request.offer, min(held, known)
-    compute_s = read_s + fit.chunk_s(request.prompt_tokens - held, held) / speedup
+    compute_s = fit.chunk_s(request.prompt_tokens - held, held) / speedup
     if offer is None or offer.tokens <= held:
-        return compute_s
+        return read_s, compute_s
     fetch_s = offer.sooner_s(worker, held, fit.chunk_s(offer.tokens - held, held) / speedup)
     if fetch_s is None:
-        return compute_s
-    return read_s + fetch_s + fit.chunk_s(request.prompt_tokens - offer.tokens, offer.tokens) / speedup
+        return read_s, compute_s
+    rest_s = fit.chunk_s(request.prompt_tokens - offer.tokens, offer.tokens) / speedup
+    return read_s, fetch_s + rest_s
 
 
 def prompt_fit_of(told: registry_pb2.PromptFit) -> PromptFit:

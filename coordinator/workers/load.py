@@ -60,6 +60,10 @@ class Flight:
             left = _OUTLIVED_SHARE * self.expected_output
         return max(0.0, min(left, self.max_output - self.sent))
 
+    def begin_by_s(self, rate: float) -> float:
+        """When a worker of so many prompt tokens per second has to begin with it at the latest for it to be in time."""
+        return self.due_s - self.uncached_tokens / rate
+
 
 @dataclass(eq=False, slots=True)
 class _Load:
@@ -177,7 +181,7 @@ class PrefillLoad(_Load):
 
     def begin_by_s(self, flight: Flight) -> float:
         """When the worker has to begin with a prompt at the latest for it to be in time."""
-        return flight.due_s - flight.uncached_tokens / self.rate
+        return flight.begin_by_s(self.rate)
 
     def _add_late(self, flight: Flight) -> None:
         self.late[flight] = None

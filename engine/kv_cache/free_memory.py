@@ -44,7 +44,7 @@ def free_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int | None:
 
 def require_free_memory(num_bytes: int) -> None:
     """Raises ConfigError unless so many bytes are free. Memory is populated behind a start or a wake: what does not fit
-    would kill a worker that serves already."""
+    would kill a worker that serves already. Workers of one host that wake at the same moment do not see each other."""
     free = free_memory()
     if free is not None and num_bytes > free:
         message = (

@@ -8,7 +8,6 @@ function that `collect` runs on the engine thread.
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -62,6 +61,8 @@ class KvTiers:
         self._block_tokens, self._block_bytes = block_tokens, host.block_bytes
         self._completed: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pinned = self._reading = self._late_reads = 0
+        self._begun: dict[bytes, TierRead] = {}
+        """By the hash of their first block, those that others may wait for, too."""
         self._closed = False
 
     def attach(
@@ -141,8 +142,11 @@ class KvTiers:
     def read_back(
         self, hits: list[int], hashes: Sequence[bytes], bytes_per_s: float, then: Callable[[], None]
     ) -> bool:
-        """The same as far as that is sooner than a peer's transfer at this speed, above 0. Whether anything is read; if
-        not, `then` is never called."""
+        """The same as far as that is sooner than a peer's transfer at this speed, above 0; or what is being read of the
+        same prefix already is waited for. Whether anything is read; if not, `then` is never called."""
+        if (begun := self._begun.get(hashes[0])) is not None:
+            begun.waiting.append(then)
+            return True
         names, transfer_s = self._readable(hits, hashes), self._block_bytes / bytes_per_s
         count = choose_read_back(names, self._rates, self._waits_s(), transfer_s)
         return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), then)
@@ -181,17 +185,20 @@ class KvTiers:
         patience_s: float,
         then: Callable[[], None],
     ) -> bool:
-        """Begins to read the first `count` of the blocks whose tiers are `names`; False if there are none."""
+        """Begins to read the first `count` of the blocks whose tiers are `names`; False if there are none, or if the
+        wait for a disk could have no end."""
         for name in set(names[count:]):
             self.all[name].rate.passed_over()
-        if not count:
+        read = TierRead(hits, hashes[:count], names[:count], [then])
+        limited = "disk" in read.tiers
+        if not count or (limited and not read.limit(max(patience_s, _LEAST_PATIENCE_S), self._send_late)):
             return False
         self._pool.share(hits)
-        blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
+        read.blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
         self._reading += count
-        read = TierRead(hits, hashes[:count], names[:count], blocks, then)
+        self._begun.setdefault(hashes[0], read)
         for tier in self.all.values():
-            self._start_part(tier, read, max(patience_s, _LEAST_PATIENCE_S))
+            self._start_part(tier, read)
         return True
 
     def _cost(self, depth: int) -> float:
@@ -250,48 +257,27 @@ class KvTiers:
         if isinstance(outcome, OSError) and disk.stats.failures["write"] == 1:
             log_event("kv_tier.write_failed", tier=disk.name, error=str(outcome))
 
-    def _start_part(self, tier: Tier, read: TierRead, patience_s: float) -> None:
+    def _start_part(self, tier: Tier, read: TierRead) -> None:
         """Begins to read what a tier has of a read."""
-        items = []
-        for place, name in enumerate(read.tiers):
-            slot = tier.index.slot_of(read.hashes[place]) if name == tier.name else None
-            if slot is not None:
-                items.append(ReadItem(place, read.hashes[place], slot, read.blocks[place]))
+        items = tier.items_of(read)
         if not items:
             return
         read.parts += 1
         tier.reading_blocks += len(items)
-        timer = None
-        if tier is self.disk:
-            timer = threading.Timer(patience_s, self._send_late, (read,))
-            timer.daemon = True
-            timer.start()
-        done = partial(self._part_read, tier, read, items, timer)
-        self._start(tier, partial(tier.read, items, self._copier, lambda: self._closed), done, urgent=True)
+        work = partial(tier.read, read, items, self._copier, lambda: self._closed)
+        self._start(tier, work, partial(self._part_read, tier, read, items), urgent=True)
 
-    def _part_read(
-        self,
-        tier: Tier,
-        read: TierRead,
-        items: list[ReadItem],
-        timer: threading.Timer | None,
-        outcome: ReadOutcome,
-    ) -> None:
-        if timer is not None:
-            timer.cancel()
-        tier.reading_blocks -= len(items)
-        tier.rate.measured(outcome.good, outcome.seconds)
-        tier.stats.read_bytes += outcome.good * self._block_bytes
-        tier.stats.read_s += outcome.seconds
-        read.brought.update(item.place for item in items[: outcome.good])
-        if outcome.good < len(items):
-            tier.stats.failures["read"] += 1
-            damaged = items[outcome.good].block_hash
-            tier.index.drop(damaged)
-            self._left(damaged)
+    def _part_read(self, tier: Tier, read: TierRead, items: list[ReadItem], outcome: ReadOutcome) -> None:
+        if tier is self.disk and read.timer is not None:
+            read.timer.cancel()
+        damaged = tier.was_read(read, items, outcome)
+        self._left(damaged.block_hash if damaged is not None else None)
         read.parts -= 1
         if not read.parts:
-            self._finish(read)
+            if read.given_up:
+                self._late_reads -= 1
+            else:
+                self._finish(read)
 
     def _finish(self, read: TierRead) -> None:
         """Gives what has been read to the prefix cache, up to the first block that is missing."""
@@ -302,10 +288,10 @@ class KvTiers:
             self.all[read.tiers[place]].stats.hit_tokens += self._block_tokens
         self._pool.release([*read.hits, *read.blocks])
         self._reading -= len(read.blocks)
-        if read.then is None:
-            self._late_reads -= 1
-        else:
-            read.then()
+        if self._begun.get(read.hashes[0]) is read:
+            del self._begun[read.hashes[0]]
+        for then in read.waiting:
+            then()
 
     def _send_late(self, read: TierRead) -> None:
         """On a timer's thread."""
@@ -313,12 +299,13 @@ class KvTiers:
         self.wake()
 
     def _late(self, read: TierRead) -> None:
-        """Lets a prompt be computed whose blocks do not come; until they do, nobody else waits for the disk."""
-        if read.parts and read.then is not None:
+        """Lets prompts be computed whose blocks do not come, and gives back the blocks; until the disk answers, nobody
+        else waits for it."""
+        if read.parts and not read.given_up:
             log_event("kv_tier.read_late", blocks=len(read.blocks))
-            then, read.then = read.then, None
+            read.give_up()
             self._late_reads += 1
-            then()
+            self._finish(read)
 
     def _arrived(self, tier: Tier, found: TierBlock) -> int | None:
         """Counts a block as held by a tier; its slot, None if the tier has dropped it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,17 +50,44 @@ class ReadOutcome(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class TierRead:
-    """Blocks on their way into the pool, for one prompt."""
+    """Blocks on their way into the pool, for prompts that begin with them. For the engine thread, but for `load`."""
 
     hits: list[int]
     """Blocks of the prefix before them, which must stay."""
     hashes: Sequence[bytes]
     tiers: Sequence[TierName]
-    blocks: list[int]
-    then: Callable[[], None] | None
-    """What waits for them; None once it has waited long enough."""
+    waiting: list[Callable[[], None]]
+    """Called once they are there, or have been given up."""
+    blocks: list[int] = field(default_factory=list)
     parts: int = 0
     brought: set[int] = field(default_factory=set)
+    given_up: bool = False
+    """It has taken too long: its blocks are others' by now."""
+    timer: threading.Timer | None = None
+    _loading: threading.Lock = field(default_factory=threading.Lock)
+
+    def limit(self, seconds: float, late: Callable[[TierRead], None]) -> bool:
+        """Has `late` called on another thread after so long, unless `timer` is cancelled; False if there can be no more
+        threads."""
+        self.timer = threading.Timer(seconds, late, (self,))
+        self.timer.daemon = True
+        try:
+            self.timer.start()
+        except RuntimeError:
+            return False
+        return True
+
+    def load(self, copier: PoolCopier, block: int, content: memoryview) -> bool:
+        """Copies a block into the pool, on a tier's thread; False, and nothing copied, once it is given up."""
+        with self._loading:
+            if not self.given_up:
+                copier.load(block, content)
+            return not self.given_up
+
+    def give_up(self) -> None:
+        """Nothing is copied into the pool from now on. Waits for a block that is being copied, not for a disk."""
+        with self._loading:
+            self.given_up = True
 
 
 class Tier:
@@ -93,10 +121,23 @@ class Tier:
             return error
         return True
 
-    def read(self, items: Sequence[ReadItem], copier: PoolCopier, closed: Callable[[], bool]) -> ReadOutcome:
+    def items_of(self, read: TierRead) -> list[ReadItem]:
+        """What it has of a read."""
+        own = (place for place, name in enumerate(read.tiers) if name == self.name)
+        found = ((place, self.index.slot_of(read.hashes[place])) for place in own)
+        return [
+            ReadItem(place, read.hashes[place], slot, read.blocks[place])
+            for place, slot in found
+            if slot is not None
+        ]
+
+    def read(
+        self, read: TierRead, items: Sequence[ReadItem], copier: PoolCopier, closed: Callable[[], bool]
+    ) -> ReadOutcome:
         """Copies blocks into the pool, on the tier's thread.
 
-        Ends with the first one that is not there or damaged: what follows it is of no use. Also when `closed`.
+        Ends with the first one that is not there or damaged: what follows it is of no use. Also when `closed`, or when
+        the read is given up.
         """
         began_s = time.perf_counter()
         good = 0
@@ -106,8 +147,22 @@ class Tier:
             except OSError as error:
                 log_event("kv_tier.read_failed", tier=self.name, error=str(error))
                 break
-            if content is None or closed():
+            if content is None or closed() or not read.load(copier, item.block, content):
                 break
-            copier.load(item.block, content)
             good += 1
         return ReadOutcome(good, time.perf_counter() - began_s)
+
+    def was_read(self, read: TierRead, items: Sequence[ReadItem], outcome: ReadOutcome) -> ReadItem | None:
+        """Books what came of a read's `items`; the one that turned out to be missing or damaged, which it drops."""
+        self.reading_blocks -= len(items)
+        came = outcome.good + read.given_up  # one came too late, and took its time, too
+        self.rate.measured(came, outcome.seconds)
+        self.stats.read_bytes += outcome.good * self.store.block_bytes
+        self.stats.read_s += outcome.seconds
+        read.brought.update(item.place for item in items[: outcome.good])
+        if outcome.good == len(items) or read.given_up:
+            return None
+        self.stats.failures["read"] += 1
+        damaged = items[outcome.good]
+        self.index.drop(damaged.block_hash)
+        return damaged

@@ -389,8 +389,9 @@ Global___PreemptionNotice: _TypeAlias = PreemptionNotice  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """Changes of a prefix cache, in order: first `cleared`, then `removed`, then `stored`. Names are the first 8 bytes of
-    the blocks' chained hashes; see `splitserve.generation.kv_blocks`.
+    """Changes of a prefix cache, in order: first `cleared`, then `removed`, `on_disk`, `in_host` and `stored`. Names are the
+    first 8 bytes of the blocks' chained hashes; see `splitserve.generation.kv_blocks`. At most 2^17 of them in each list, and
+    2^18 in all.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -411,8 +412,8 @@ class CacheEvents(_message.Message):
     removed: _builtins.bytes
     """Names of blocks that are gone, 8 bytes each, one after the other."""
     stored: _builtins.bytes
-    """Names of blocks that are cached now, 8 bytes each, one after the other. At most 2^17 a message. With `tiered` those that
-    are among its KV blocks.
+    """Names of blocks that are cached now, 8 bytes each, one after the other. With `tiered` those that are among its KV
+    blocks.
     """
     in_host: _builtins.bytes
     """Names of blocks that are cached now in its host memory, and no nearer. As `stored`; only with `tiered`."""
@@ -709,7 +710,9 @@ class ReportResponse(_message.Message):
     LEANING_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
     resync_cache: _builtins.bool
-    """Send the whole prefix cache anew: `cleared`, then everything as `stored`, over as many reports as it takes."""
+    """Send the whole prefix cache anew: `cleared`, then everything as `stored`, `in_host` and `on_disk`, over as many
+    reports as it takes.
+    """
     leaning: Global___Pool.ValueType
     """The pool to lean to from now on (neutral workers only); others ignore it. Not set: no change is asked for. A worker
     that is told so by several coordinators follows the latest.

@@ -34,7 +34,9 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_ADMIT: _Phase.ValueType  # 1
     """Receipt until workers were chosen: tokenization, and waiting for a worker if there is none."""
     PHASE_RESERVE: _Phase.ValueType  # 2
-    """Waiting for KV blocks on the decode worker; also of requests that did not get any in time. The decode pool's."""
+    """Waiting for KV blocks on the decode worker, and for reads from its lower tiers before; also of requests that did not get
+    any in time. The decode pool's.
+    """
     PHASE_PREFILL_QUEUE: _Phase.ValueType  # 3
     """Waiting on the prefill worker."""
     PHASE_PREFILL_COMPUTE: _Phase.ValueType  # 4
@@ -62,7 +64,9 @@ PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_ADMIT: Phase.ValueType  # 1
 """Receipt until workers were chosen: tokenization, and waiting for a worker if there is none."""
 PHASE_RESERVE: Phase.ValueType  # 2
-"""Waiting for KV blocks on the decode worker; also of requests that did not get any in time. The decode pool's."""
+"""Waiting for KV blocks on the decode worker, and for reads from its lower tiers before; also of requests that did not get
+any in time. The decode pool's.
+"""
 PHASE_PREFILL_QUEUE: Phase.ValueType  # 3
 """Waiting on the prefill worker."""
 PHASE_PREFILL_COMPUTE: Phase.ValueType  # 4

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-MAX_LEVELS = 16
-"""Distinct depths kept per query."""
+MAX_LEVELS = 48
+"""Distinct depths kept per query: of sixteen workers that hold prefixes of different lengths. With tiers each has three
+depths: of what it holds anywhere, in host memory or nearer, and in its pool."""
 _FEW = 8
 """Up to this many bits are set one by one instead of unpacking the whole set."""
 

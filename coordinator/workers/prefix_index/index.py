@@ -22,6 +22,8 @@ from splitserve.v1 import registry_pb2
 
 DEFAULT_MAX_BLOCKS = 10_000_000
 MAX_NAMES_A_MESSAGE = 2**17
+"""In each of the lists."""
+MAX_NAMES_OF_ALL = 2 * MAX_NAMES_A_MESSAGE
 MAX_SHARDS = 4096
 _BLOCKS_A_SHARD = 2048
 """Approximate; a dict of this size is resized, or swept, in well under a millisecond."""
@@ -87,8 +89,10 @@ class PrefixIndex:
     def apply(self, worker: WorkerKey, events: registry_pb2.CacheEvents) -> None:
         """Applies a worker's next message. After a gap its blocks are forgotten until it has resent its whole cache.
 
-        Raises InvalidArgumentError for names that are not a multiple of 8 bytes long, or too many.
+        Raises InvalidArgumentError for names that are not a multiple of 8 bytes long, too many, or of tiers that the
+        worker does not have.
         """
+        _check(events)
         removed, stored = _checked("removed", events.removed), _checked("stored", events.stored)
         in_host, on_disk = _checked("in_host", events.in_host), _checked("on_disk", events.on_disk)
         width = 3 if events.tiered else 1
@@ -264,6 +268,16 @@ class PrefixIndex:
         if len(self._sets) > _MAX_SHARED_SETS:
             self._sets.clear()
         return self._sets.setdefault(holders, holders)
+
+
+def _check(events: registry_pb2.CacheEvents) -> None:
+    if not events.tiered and (events.in_host or events.on_disk):
+        message = "cache_events.tiered: must be set with names in in_host or on_disk"
+        raise InvalidArgumentError(message, field="cache_events.tiered")
+    size = len(events.removed) + len(events.stored) + len(events.in_host) + len(events.on_disk)
+    if size > MAX_NAMES_OF_ALL * NAME_BYTES:
+        message = f"cache_events must hold at most {MAX_NAMES_OF_ALL} names in its four lists together"
+        raise InvalidArgumentError(message, field="cache_events")
 
 
 def _checked(field: str, names: bytes) -> list[int]:

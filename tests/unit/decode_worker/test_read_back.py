@@ -71,6 +71,23 @@ def test_a_slow_lane_s_blocks_are_read_back() -> None:
     finish(pair, "again", 0, ticket)
 
 
+def test_a_prefix_is_read_once_for_all_that_begin_with_it() -> None:
+    pair = pair_of()
+    answers = [pair.reserve(name, prompt(0), lane_bytes_per_s=SLOW) for name in ("first", "second")]
+    assert pair.below.host.reading_blocks == FULL // BLOCK
+    pair.settle()
+    pair.round()
+    assert [ticket_of(each).cached_tokens for each in answers] == [FULL, FULL]
+    assert pair.below.host.stats.hit_tokens == FULL
+    for name in ("first", "second"):
+        pair.start(name, prompt(0), ticket_of(answers[name == "second"]))
+    pair.rounds(lambda: all(len(pair.tokens(name)) == MAX_TOKENS for name in ("first", "second")))
+    pair.settle()
+    pair.rounds(lambda: pair.consumer.status.in_progress == 0)
+    pair.assert_empty()
+    assert not pair.below._begun
+
+
 @pytest.mark.parametrize("lane_bytes_per_s", [FAST, 0.0])
 def test_a_fast_or_unknown_lane_s_are_not(lane_bytes_per_s: float) -> None:
     pair = pair_of()

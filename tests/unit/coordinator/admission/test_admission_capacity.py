@@ -133,6 +133,27 @@ def test_where_workers_do_not_order_prompts_late_ones_count_as_before() -> None:
     assert not sent(capacity, entry(200, due_s=9.0), now=1.0)
 
 
+_RATES = st.lists(st.tuples(st.sampled_from([0, 700, 1_000, 1_001, 9_000]), st.booleans()), max_size=6)
+
+
+@given(_RATES, st.integers(0, 10_000), st.sampled_from([0.0, 1.0, 1.7, 12.5, float("inf")]), st.floats(0, 3))
+def test_prompts_are_late_by_the_rates_as_on_each_worker(
+    found: list[tuple[int, bool]], tokens: int, due_s: float, now: float
+) -> None:
+    workers = [
+        replace(worker(f"p{n}", "prefill", prefill_tokens_per_second=rate), paces_prompts=orders)
+        for n, (rate, orders) in enumerate(found)
+    ]
+    capacity = PrefillCapacity(0.1)
+    capacity.set_workers(LoadLedger.of(workers).prefill.values())
+    loads, one = capacity.workers.values(), entry(tokens, due_s=due_s)
+    rates = capacity.late_rates()
+    late_everywhere = bool(loads) and all(load.will_be_late(one, now) for load in loads)
+    assert (now >= rates.everywhere_s(one)) == late_everywhere
+    times_s = [load.begin_by_s(one) for load in loads if load.orders_prompts]
+    assert rates.next_s(one, now) == min((each for each in times_s if each > now), default=float("inf"))
+
+
 def test_others_work_counts_once_two_reports_show_it() -> None:
     capacity = prefill_capacity()
     (load,) = capacity.workers.values()

@@ -95,6 +95,18 @@ def test_one_that_becomes_late_while_it_waits_is_sent_at_that_time() -> None:
     assert model.next_release_s(due_s) == float("inf")
 
 
+def test_a_long_one_behind_another_is_sent_once_it_is_late() -> None:
+    workers = (replace(worker("p0", "prefill"), paces_prompts=True), worker("d0", "decode"))
+    model = admission(workers, prefill_horizon_s=0.1)  # 1,000 tokens
+    assert model.arrive(entry(50_000, due_s=60.0), 0.0).started  # for 5 s
+    first, behind = entry(600, due_s=60.0, priority_class="interactive"), entry(600, due_s=2.0)
+    assert not any(model.arrive(one, 0.0).started for one in (first, behind))
+    assert model.release(0.1).started == ()
+    assert model.next_release_s(0.1) == pytest.approx(1.94), "0.06 s of prompt before it is due"
+    due_s = model.next_release_s(0.1)
+    assert model.release(due_s).started == (behind,)
+
+
 def test_where_workers_serve_as_it_comes_nobody_is_waited_for_to_be_late() -> None:
     model = admission(prefill_horizon_s=0.1)
     assert all(model.arrive(entry(500, due_s=60.0), 0.0).started for _ in range(2))

@@ -191,6 +191,30 @@ def test_bad_names_are_refused_by_field(bad: bytes) -> None:
     assert caught.value.field == "cache_events.stored"
 
 
+@pytest.mark.parametrize("field", ["in_host", "on_disk"])
+def test_names_below_the_pool_need_tiers(field: str) -> None:
+    index = PrefixIndex()
+    with pytest.raises(InvalidArgumentError) as caught:
+        index.apply(A, registry_pb2.CacheEvents(sequence=1, cleared=True, **{field: names(1)}))  # type: ignore[arg-type]
+    assert caught.value.field == "cache_events.tiered"
+    assert index.slot_of(A) == -1
+
+
+def test_the_lists_of_a_message_have_a_bound_together() -> None:
+    most, index = bytes(8 * 2**17), PrefixIndex()
+    full = registry_pb2.CacheEvents(sequence=1, cleared=True, tiered=True, stored=most, on_disk=most)
+    index.apply(A, full)
+    full.sequence, full.removed = 2, names(1)
+    with pytest.raises(InvalidArgumentError, match="262144") as caught:
+        index.apply(A, full)
+    assert caught.value.field == "cache_events"
+
+
+def test_sixteen_holders_with_tiers_keep_their_depths() -> None:
+    held = {slot: slot + 1 for slot in range(48)}
+    assert [limited(list(PrefixHits.of(held).levels)).blocks(slot) for slot in held] == list(held.values())
+
+
 @given(st.dictionaries(st.integers(0, 300), st.integers(1, 40), max_size=60), st.integers(1, 310))
 @example(held={slot: slot + 2 for slot in range(16)} | {16: 1}, count=1)
 def test_hits_by_slot_say_the_same_in_both_forms(held: dict[int, int], count: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from engine.kv_cache.cache_events import KvEventReader
 from engine.runner.simulated_runner import expected_tokens
 from engine.tiers import kv_tiers
+from engine.tiers.tier import TierRead
 from splitserve.generation.kv_blocks import extend_block_hashes, name_of
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.tiers.tiers_rig import FailingStore, TieredRig
@@ -225,6 +227,40 @@ def test_a_disk_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.Monk
         rig.core.add_request(request(name, prompt(0), max_tokens=3))
         rig.settle(busy=lambda name=name: name not in rig.outputs)  # type: ignore[misc]
         assert rig.outputs[name].token_ids == expected_tokens(prompt(0), 3)
+        assert rig.below._late_reads == 1
+        assert rig.core.load().referenced_blocks == 0, "the disk keeps no block of the pool"
+    disk.may_read.set()
+    rig.settle()
+    assert rig.hits()["disk"] == 0, "by then the blocks are others'"
+    assert rig.below._late_reads == rig.below.all["disk"].stats.failures["read"] == 0
+    end_clean(rig, disk)
+
+
+def test_a_read_that_is_given_up_writes_to_no_block() -> None:
+    rig = rig_of()
+    rig.core.close()
+    pool_bytes, content = rig.below._copier, memoryview(bytearray(b"x" * BYTES))
+    read = TierRead([], [], [], [])
+    assert read.load(pool_bytes, 0, content)
+    read.give_up()
+    assert not read.load(pool_bytes, 1, content)
+    found = [bytearray(BYTES), bytearray(BYTES)]
+    for block, into in enumerate(found):
+        pool_bytes.save(block, memoryview(into))
+    assert (found[0] == content, found[1] == content) == (True, False)
+
+
+def test_without_a_thread_to_end_the_wait_nothing_is_read_from_a_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, disk = slow_rig()
+
+    def refused(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", refused)
+    ask(rig, 0)
+    assert rig.hits()["disk"] == 0
     end_clean(rig, disk)
 
 
