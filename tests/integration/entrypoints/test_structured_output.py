@@ -29,7 +29,7 @@ from tests.support.cluster.streams import Reading, until, worker
 
 PROMPT = "An example of such a record in JSON:\n"
 AT_ONCE = 48
-SCHEMAS = int(os.environ.get("SPLITSERVE_TEST_SCHEMAS", "60"))
+SCHEMAS = int(os.environ.get("SPLITSERVE_TEST_SCHEMAS", "40"))
 """How many are tried: answers of real weights are most of what it takes."""
 OPTIONS = ["--dtype", "float32", "--num-blocks", "1600", "--heartbeat", "0.1"]
 PERSON: Schema = {
