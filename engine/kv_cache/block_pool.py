@@ -28,6 +28,11 @@ class BlockCounts:
     referenced: int
 
 
+def nowhere_below(_: bytes) -> Place | None:
+    """There is nothing below the pool."""
+    return None
+
+
 class BlockPool:
     """Owners, prefix cache and free runs of `num_blocks` blocks.
 
@@ -40,7 +45,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, log: KvEventLog | None = None) -> None:
         self._total = num_blocks
         self._log = log or KvEventLog()
-        self.place_below: Callable[[bytes], Place | None] = lambda _: None
+        self.place_below: Callable[[bytes], Place | None] = nowhere_below
         """Where below the pool a block with this hash is: to coordinators that counts as cached, too."""
         self._requests = array("i", bytes(4 * num_blocks))
         self._writer = bytearray(num_blocks)
