@@ -19,6 +19,8 @@ def test_a_minute_of_faults(tmp_path: Path) -> None:
         "bench.chaos",
         "--minutes",
         "1",
+        "--prompts",  # what transformers answers to each is computed first
+        "8",
         "--json",
         "--log",
         str(tmp_path / "chaos.log"),
