@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,27 +27,27 @@ class Replayed:
     """Times in seconds unless the name says otherwise; None: not given."""
 
     trace: str
-    rate: float = 2.0
-    peak_rate: float = 8.0
-    duration: float = 3600.0
-    burst: float = 300.0
-    prompt_tokens: int = 1000
-    output_tokens: int = 200
+    rate: float
+    peak_rate: float
+    duration: float
+    burst: float
+    prompt_tokens: int
+    output_tokens: int
+    scale: float | None
+    peak_replicas: float | None
+    jitter: float
+    columns: str | None
+    engine_preset: str
+    cold_start: float
+    cold_start_p95: float | None
+    failed_starts: float
+    ttft_ms: float | None
+    tpot_ms: float | None
+    seed: int
+    serving: Mapping[str, Any]
+    """Further arguments of a `Scenario`."""
     shift: float = 0.0
     """Arrivals come so much later; what would come after the end comes at the begin."""
-    scale: float | None = None
-    peak_replicas: float | None = None
-    jitter: float = 120.0
-    columns: str | None = None
-    engine_preset: str = "simulated"
-    cold_start: float = 60.0
-    cold_start_p95: float | None = None
-    failed_starts: float = 0.0
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    seed: int = 0
-    serving: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of a `Scenario`."""
 
     def scenario(self, policy: ScalingPolicy) -> Scenario:
         """Loads or makes the trace. Raises InvalidArgumentError naming the option."""
@@ -93,7 +93,6 @@ class Replayed:
     def _scaled(self, trace: Trace, engine: EngineModel, slo: Slo) -> Trace:
         from autoscaler.simulation.traces.scaling import scaled, scaled_to_peak
 
-        check_above("jitter", self.jitter, least=0.0)
         if self.peak_replicas is not None and self.scale is not None:
             raise InvalidArgumentError("peak_replicas and scale exclude each other", field="scale")
         if self.peak_replicas is not None:
