@@ -37,34 +37,39 @@ def tier_hits(cluster: Cluster, member: str) -> dict[str, float]:
     return {sample.labels["tier"]: sample.value for sample in family.samples}
 
 
+def prompts_and_answers(model: str) -> list[tuple[list[int], list[int]]]:
+    """Prompts that do not fit the pool together, and what `transformers` answers."""
+    tokenizer, reference = load_tokenizer(model), Reference(model)
+    prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
+    return [(prompt, reference.greedy(prompt, ANSWER)) for prompt in prompts]
+
+
+async def ask_all(client: AsyncClient, known: list[tuple[list[int], list[int]]]) -> None:
+    for prompt, answer in known:
+        got = await client.generate(prompt, temperature=0.0, max_tokens=ANSWER)
+        assert list(got.token_ids) == answer
+
+
 @pytest.mark.timeout(600)
 async def test_prefixes_come_back_from_host_memory_and_disk(
     log_dir: Path, smollm2: str, tmp_path: Path
 ) -> None:
-    tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
-    prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
-    expected = [reference.greedy(prompt, ANSWER) for prompt in prompts]
+    known = prompts_and_answers(smollm2)
     options = ["--dtype", "float32", "--num-blocks", str(POOL_BLOCKS), "--metrics-port", "0"]
     options += ["--kv-host-tier-bytes", str(64 * BLOCK_BYTES), "--kv-disk-tier-path", str(tmp_path / "kv")]
     options += ["--kv-disk-tier-bytes", str(80 * BLOCK_BYTES)]
     options += ["--faults", json.dumps({"bandwidth_bytes_per_s": LANE_BYTES_PER_S})]
     setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=200) as client:
-
-        async def ask_all() -> None:
-            for prompt, answer in zip(prompts, expected, strict=True):
-                got = await client.generate(prompt, temperature=0.0, max_tokens=ANSWER)
-                assert list(got.token_ids) == answer
-
-        await ask_all()
-        await ask_all()
+        await ask_all(client, known)
+        await ask_all(client, known)
         for member in ("prefill-0", "decode-0"):
             assert tier_hits(cluster, member)["host"] >= (PROMPTS - 1) * TOKENS, member
         await cluster.assert_no_leaks()
         cluster.members["prefill-0"].kill()
         cluster.add_worker("prefill", "prefill-0").wait_event("worker.ready")
         await cluster.wait_ready()
-        await ask_all()
+        await ask_all(client, known)
         assert tier_hits(cluster, "prefill-0")["disk"] >= (PROMPTS - 1) * TOKENS
         await cluster.assert_no_leaks()
 
@@ -73,27 +78,19 @@ async def test_prefixes_come_back_from_host_memory_and_disk(
 async def test_prefixes_come_back_from_a_mooncake_store(log_dir: Path, smollm2: str) -> None:
     """Skipped without its package, which is an extra."""
     node = mooncake_store(BLOCK_BYTES, 1, bytes(32), segment_bytes=2**28)
-    tokenizer, reference = load_tokenizer(smollm2), Reference(smollm2)
-    prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
-    expected = [reference.greedy(prompt, ANSWER) for prompt in prompts]
+    known = prompts_and_answers(smollm2)
     options = ["--dtype", "float32", "--num-blocks", str(POOL_BLOCKS), "--metrics-port", "0"]
     options += ["--kv-host-tier-bytes", str(7 * BLOCK_BYTES), "--kv-store-master", node.address]
     options += ["--kv-disk-tier-bytes", str(80 * BLOCK_BYTES)]
     setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     try:
         async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=200) as client:
-
-            async def ask_all() -> None:
-                for prompt, answer in zip(prompts, expected, strict=True):
-                    got = await client.generate(prompt, temperature=0.0, max_tokens=ANSWER)
-                    assert list(got.token_ids) == answer
-
-            await ask_all()
-            await ask_all()
+            await ask_all(client, known)
+            await ask_all(client, known)
             assert tier_hits(cluster, "prefill-0")["disk"] >= TOKENS
             await cluster.assert_no_leaks()
             node.end_master()
-            await ask_all()
+            await ask_all(client, known)
             await cluster.assert_no_leaks()
     finally:
         node.close()
