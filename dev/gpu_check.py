@@ -163,7 +163,9 @@ def run_part(part: CheckPart, limit_s: float, missing: frozenset[str], folder: P
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
     """The exit code; None if the process group had to be killed."""
-    environment = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    # What the caller has on its path stays on it: packages may be installed there.
+    found = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {"PYTHONPATH": os.pathsep.join(found), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     environment["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     with log.open("w") as out, log.with_suffix(".err").open("w") as err:
         process = subprocess.Popen(
@@ -231,7 +233,9 @@ def _commit() -> str:
 
 def _packages() -> list[PackageState]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    versions = {normalized(each.metadata["Name"]): each.version for each in metadata.distributions()}
+    versions: dict[str, str] = {}
+    for each in metadata.distributions():  # in the order of the path: the first one is what is imported
+        versions.setdefault(normalized(each.metadata["Name"]), each.version)
     wanted = {normalized(name) for name in (*TESTS, "rich", "nixl-cu13")}
     of_tests = [line for line in project["optional-dependencies"]["dev"] if _is_one_of(line, wanted)]
     return package_states([*project["dependencies"], *of_tests], versions, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import dataclass
 
@@ -27,13 +28,24 @@ class CudaFacts:
 def read_cuda_facts() -> CudaFacts:
     """The facts of this process. Starts CUDA where there is a driver."""
     built = torch.version.cuda
-    driver = int(torch._C._cuda_getDriverVersion()) if built else 0
+    driver = _driver_version() if built else 0
     return CudaFacts(
         torch_version=str(torch.__version__),
         built_for=_pair(built) if built else None,
         driver=(driver // 1000, driver % 1000 // 10) if driver else None,
         devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
     )
+
+
+def _driver_version() -> int:
+    """What the driver supports, as 1000 times the major plus 10 times the minor version (`cuDriverGetVersion` of CUDA's
+    driver API); 0 without a driver. torch has no public name for it."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 def _pair(version: str) -> tuple[int, int]:
