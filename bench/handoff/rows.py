@@ -73,8 +73,8 @@ class HandoffRow:
     other_load: float
 
     def as_json(self) -> dict[str, Any]:
-        """Floats rounded to four places."""
-        return {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(self).items()}
+        """Floats with six significant digits: a rate in GB/s may be small, and is never nothing."""
+        return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in asdict(self).items()}
 
 
 def make_row(samples: Samples) -> HandoffRow:

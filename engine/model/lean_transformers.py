@@ -1,8 +1,9 @@
 """What this engine uses of `transformers`, imported without what only training and compiling use.
 
 The models' base class imports losses (and with them scipy), sharding over devices (torch.distributed.tensor, and with
-it sympy), and decorators of torch's compiler: as much as all the rest of a worker, and none of it runs here.
-`transformers` itself can do without the first two where it finds them missing. Its table of contents is kept, see
+it sympy), what processes images (torchvision, where it is installed), and decorators of torch's compiler: as much as all
+the rest of a worker, and none of it runs here. `transformers` itself can do without the first three where it finds them
+missing. Its table of contents is kept, see
 `import_structure.py`. Other modules take the names from here;
 in a process that had imported them before, nothing changes. Why: docs/decisions/0044-code-that-is-not-imported.md.
 """
@@ -16,7 +17,7 @@ from engine.model.import_structure import StructureFinder
 from engine.model.stand_ins import without_compiler
 
 __all__ = ["AttentionInterface", "AutoConfig", "AutoModelForCausalLM", "no_init_weights"]
-ABSENT = ("is_scipy_available", "is_torch_distributed_available")
+ABSENT = ("is_scipy_available", "is_torch_distributed_available", "is_torchvision_available")
 """Questions of `transformers` that are answered with no from then on, in this process."""
 ASKED = ("transformers.utils.import_utils", "transformers.utils")
 BASE = "transformers.modeling_utils"

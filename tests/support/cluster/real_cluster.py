@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,6 +23,10 @@ from tests.support.waiting import PATIENCE_S
 
 PATIENT = ("--max-queue", "600")
 """On a busy machine forecasts are high; no burst is refused for that where a test says nothing else."""
+
+ON_DEVICE = tuple(shlex.split(os.environ.get("SPLITSERVE_TEST_DEVICE", "")))
+"""Options of all workers with real weights, as `--device cuda --device-memory-share 0.05`: the tests of clusters then
+run there. Such workers are not forked."""
 
 IMPORTS: Mapping[str, Imports] = {"simulated": "simulated", "torch": "torch", "vllm": "vllm"}
 """What a process with this `--engine` is forked from."""
@@ -51,6 +57,9 @@ class Cluster:
         self.log_dir = log_dir
         self.members: dict[str, ServiceProcess] = {}
         self._common = ["--model", model, "--engine", engine, "--threads", "1", *worker_options]
+        if engine == "torch":
+            self._common += ON_DEVICE
+            fresh = fresh or bool(ON_DEVICE)
         self._neutral = neutral
         self._counts = {"prefill": prefill, "decode": decode}
         if neutral:
