@@ -14,7 +14,7 @@ import psutil
 from splitserve.addresses import claim_port, join_address
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import ChildSpec, Event
-from splitserve.cluster.placement import available_cores
+from splitserve.cluster.placement import available_cores, machine_gpus
 from splitserve.cluster.process_specs import cluster_probe, cluster_specs, cluster_target, splitserve_command
 from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.cluster import ClusterConfig
@@ -92,7 +92,9 @@ async def running_cluster(
 
 def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[ChildSpec]:
     """The cluster's processes, and further coordinators to which its workers report too."""
-    specs = cluster_specs(config, available_cores())
+    engine = config.engine
+    gpus = machine_gpus(engine.kind, engine.device, config.replicas_per_gpu)
+    specs = cluster_specs(config, available_cores(), gpus=gpus)
     extra = [
         argument for front in others for argument in ("--coordinator", join_address(HOST, front.grpc_port))
     ]

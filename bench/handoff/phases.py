@@ -4,7 +4,8 @@ Starts one prefill and one decode worker (real processes, real NIXL, a core each
 coordinators. One sends each prompt through both workers: split. The other has the decode worker compute it too
 (`local_prefill: always`): colocated, the same engine behind the same front door. For every prompt length the two
 take turns, and a raw NIXL write of as many bytes follows each turn. No prompt is used twice. The worker that computes
-the prompt always sits on the first core, so that cores that differ, or that others keep busy, slow both alike.
+the prompt always sits on the first core, so that cores that differ, or that others keep busy, slow both alike. With
+GPUs each has one of them (`--replicas-per-gpu 2`: both the same), and the cores that `splitserve up` gives it.
 
 * exposed_ms: from the end of the last prefill step, first token sampled, until the decode worker has the sequence
   in its running batch. Both workers stamp with CLOCK_MONOTONIC, which is one clock for all processes of a machine,
@@ -47,7 +48,7 @@ from bench.machine import OtherLoad, report, this_machine
 from engine.worker.build import SIMULATED
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import Event
-from splitserve.cluster.placement import available_cores
+from splitserve.cluster.placement import available_cores, machine_gpus
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig
@@ -66,6 +67,7 @@ MAX_OTHER_LOAD = 0.05
 HOPES = 2
 """Disturbed turns skipped per wanted turn; beyond that they count, too."""
 WARM_UP_TOKENS = 64
+ON_CPU = ("cpu", "cpu")
 
 
 class HandoffLog:
@@ -107,8 +109,16 @@ class HandoffBench:
     """Sends requests and collects samples."""
 
     def __init__(
-        self, fronts: Fronts, log: HandoffLog, lane: RawLane, vocabulary: int, max_other_load: float
+        self,
+        fronts: Fronts,
+        log: HandoffLog,
+        lane: RawLane,
+        vocabulary: int,
+        max_other_load: float,
+        *,
+        on_cpu: bool = True,
     ) -> None:
+        self._on_cpu = on_cpu
         self._split, self._colocated = fronts.clients["split"], fronts.clients["colocated"]
         self._pids = fronts.pids["prefill-0"], fronts.pids["decode-0"]
         self._log, self._lane, self._vocabulary = log, lane, vocabulary
@@ -147,7 +157,10 @@ class HandoffBench:
             await self._turn(WARM_UP_TOKENS, number)
 
     def _place(self, computing: int, other: int) -> None:
-        """The worker that computes the prompt on the first core, the other one on the second, if there is one."""
+        """On cpu the worker that computes the prompt on the first core, the other one on the second, if there is
+        one."""
+        if not self._on_cpu:
+            return
         first, *more = available_cores()
         pin(computing, first)
         pin(other, more[0] if more else first)
@@ -163,20 +176,29 @@ async def run(
     max_other_load: float,
     tell: Console,
     wire_dtype: Literal["same", "fp8_e4m3"] = "same",
+    replicas_per_gpu: int = 1,
 ) -> list[HandoffRow]:
     """Measures all lengths that fit the model's context."""
     log = HandoffLog()
     kind: Literal["simulated", "torch"] = "simulated" if model == SIMULATED else "torch"
-    config = ClusterConfig(model=model, wire_dtype=wire_dtype, engine=EngineConfig(kind=kind))
+    config = ClusterConfig(
+        model=model,
+        wire_dtype=wire_dtype,
+        replicas_per_gpu=replicas_per_gpu,
+        engine=EngineConfig(kind=kind),
+    )
+    devices = lane_devices(config)
     coordinators = {
         "split": CoordinatorConfig(hybrid="off"),
         "colocated": CoordinatorConfig(local_prefill="always"),
     }
     rows: list[HandoffRow] = []
-    with raw_lane(POOL_BYTES, available_cores()) as lane:
+    with raw_lane(POOL_BYTES, available_cores(), devices) as lane:
         async with running_cluster(config, coordinators, log.on_event) as fronts:
             served = next(m for m in await fronts.clients["split"].models() if m.name == fronts.model)
-            bench = HandoffBench(fronts, log, lane, served.vocabulary_size, max_other_load)
+            bench = HandoffBench(
+                fronts, log, lane, served.vocabulary_size, max_other_load, on_cpu=devices == ON_CPU
+            )
             await bench.warm_up()
             for length in lengths:
                 if length + MAX_TOKENS > served.context_tokens:
@@ -186,6 +208,12 @@ async def run(
                 rows.append(make_row(await bench.measure(length, times)))
                 tell.print(f"{length} tokens: exposed {rows[-1].exposed_ms_p50:.2f} ms, {times} times")
     return rows
+
+
+def lane_devices(config: ClusterConfig) -> tuple[str, str]:
+    """The devices of the two workers' memory: the first two GPUs, or one that both share."""
+    gpus = machine_gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu).gpus
+    return ("cuda:0", f"cuda:{1 % len(gpus)}") if gpus else ON_CPU
 
 
 def table(rows: Sequence[HandoffRow]) -> Table:
@@ -229,6 +257,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         default=MAX_OTHER_LOAD,
         help=f"leave out turns during which others use more of the machine; default: {MAX_OTHER_LOAD}",
     )
+    parser.add_argument(
+        "--replicas-per-gpu", type=int, default=1, help="2: both workers on one GPU; default: 1"
+    )
     return parser.parse_args(arguments)
 
 
@@ -238,7 +269,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     machine = this_machine()
     tell = Console(stderr=True)
-    rows = asyncio.run(run(options.model, options.lengths, options.repeats, options.max_other_load, tell))
+    rows = asyncio.run(
+        run(
+            options.model,
+            options.lengths,
+            options.repeats,
+            options.max_other_load,
+            tell,
+            replicas_per_gpu=options.replicas_per_gpu,
+        )
+    )
     if options.json:
         command = shlex.join(["python", "-m", "bench.handoff", *arguments])
         content: dict[str, Any] = {"model": options.model, "rows": [row.as_json() for row in rows]}

@@ -41,15 +41,19 @@ class RawLane:
 
 
 @contextmanager
-def raw_lane(pool_bytes: int, cores: Sequence[int]) -> Iterator[RawLane]:
-    """Starts writer and receiver, on the first and the second of `cores`, in turn."""
+def raw_lane(
+    pool_bytes: int, cores: Sequence[int], devices: tuple[str, str] = ("cpu", "cpu")
+) -> Iterator[RawLane]:
+    """Starts writer and receiver, on the first and the second of `cores` and of `devices`, in turn."""
     context = multiprocessing.get_context("spawn")
     to_writer, writer_end = context.Pipe()
     between, receiver_end = context.Pipe()
     places = (cores[0], cores[1 % len(cores)])
     processes = [
-        context.Process(target=_write, args=(writer_end, between, pool_bytes, places[0]), daemon=True),
-        context.Process(target=_receive, args=(receiver_end, pool_bytes, places[1]), daemon=True),
+        context.Process(
+            target=_write, args=(writer_end, between, pool_bytes, places[0], devices[0]), daemon=True
+        ),
+        context.Process(target=_receive, args=(receiver_end, pool_bytes, places[1], devices[1]), daemon=True),
     ]
     for process in processes:
         process.start()
@@ -71,20 +75,33 @@ def raw_lane(pool_bytes: int, cores: Sequence[int]) -> Iterator[RawLane]:
 class _Side:
     """One process's NIXL agent and registered memory."""
 
-    def __init__(self, pool_bytes: int, core: int) -> None:
+    def __init__(self, pool_bytes: int, core: int, device: str) -> None:
         os.sched_setaffinity(0, {core})
         torch.set_num_threads(1)  # idle ones would spin on the core that writes
         layout = KvLayout("raw", "bfloat16", 1, 1, 1, PAGE_BYTES // 4)
-        self.pool = KvCacheMemory(layout, pool_bytes // PAGE_BYTES, torch.device("cpu"))
-        self.address, self.size = self.pool.memory().base_address, pool_bytes
+        self.pool = KvCacheMemory(layout, pool_bytes // PAGE_BYTES, torch.device(device))
+        self.memory = self.pool.memory()
+        self.address, self.size = self.memory.base_address, pool_bytes
         self.name = str(uuid.uuid4())
         self.agent = NixlAgent(self.name)
-        self.regions = self.agent.register(self.address, self.size, 0, "DRAM")
+        self.regions = self.agent.register(
+            self.address, self.size, self.memory.device_index, self.memory.memory_kind
+        )
+
+    def prepared(self, peer: str | None, address: int, size: int, device_id: int) -> int:
+        """`size` bytes of the peer's memory, or of its own for None, as one descriptor."""
+        return self.agent.prepare_blocks(peer, [address], size, size, 1, device_id, self.memory.memory_kind)
+
+    def refresh(self, start: int, size: int) -> None:
+        """Changes the bytes, so that they are as fresh as KV that was just computed."""
+        self.pool.tensor.view(-1)[start // 2 : (start + size) // 2].add_(1)
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
 
 
-def _write(orders: Connection, peer: Connection, pool_bytes: int, core: int) -> None:
-    side = _Side(pool_bytes, core)
-    metadata, name, address = peer.recv()
+def _write(orders: Connection, peer: Connection, pool_bytes: int, core: int, device: str) -> None:
+    side = _Side(pool_bytes, core, device)
+    metadata, name, address, device_id = peer.recv()
     agent = side.agent
     agent.add_peer(metadata)
     agent.send(name, b"hello")
@@ -98,10 +115,9 @@ def _write(orders: Connection, peer: Connection, pool_bytes: int, core: int) -> 
         peer.send("poll")
         peer.recv()
         here, there = (places.randrange((pool_bytes - size) // PAGE_BYTES + 1) * PAGE_BYTES for _ in range(2))
-        start = here // 2, (here + size) // 2
-        side.pool.tensor.view(-1)[start[0] : start[1]].add_(1)  # as fresh as KV that was just computed
-        mine = agent.prepare_blocks(None, [side.address + here], size, size, 1, 0, "DRAM")
-        theirs = agent.prepare_blocks(name, [address + there], size, size, 1, 0, "DRAM")
+        side.refresh(here, size)
+        mine = side.prepared(None, side.address + here, size, side.memory.device_index)
+        theirs = side.prepared(name, address + there, size, device_id)
         began = time.monotonic()
         request = agent.make_write(mine, index, theirs, index, b"done")
         over = agent.post(request)
@@ -116,9 +132,9 @@ def _write(orders: Connection, peer: Connection, pool_bytes: int, core: int) -> 
     peer.send(None)
 
 
-def _receive(peer: Connection, pool_bytes: int, core: int) -> None:
-    side = _Side(pool_bytes, core)
-    peer.send((side.agent.metadata(), side.name, side.address))
+def _receive(peer: Connection, pool_bytes: int, core: int, device: str) -> None:
+    side = _Side(pool_bytes, core, device)
+    peer.send((side.agent.metadata(), side.name, side.address, side.memory.device_index))
     while not peer.poll(STEP_S):
         side.agent.notifications()
     while peer.recv() is not None:

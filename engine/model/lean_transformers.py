@@ -1,11 +1,10 @@
 """What this engine uses of `transformers`, imported without what only training and compiling use.
 
 The models' base class imports losses (and with them scipy), sharding over devices (torch.distributed.tensor, and with
-it sympy), what processes images (torchvision, where it is installed), and decorators of torch's compiler: as much as all
-the rest of a worker, and none of it runs here. `transformers` itself can do without the first three where it finds them
-missing. Its table of contents is kept, see
-`import_structure.py`. Other modules take the names from here;
-in a process that had imported them before, nothing changes. Why: docs/decisions/0044-code-that-is-not-imported.md.
+it sympy), image processing (torchvision, where it is installed), and decorators of torch's compiler: as much as all the
+rest of a worker, and none of it runs here. `transformers` itself can do without the first three where it finds them
+missing. Its table of contents is kept, see `import_structure.py`. Other modules take the names from here; in a process
+that had imported them before, nothing changes. Why: docs/decisions/0044-code-that-is-not-imported.md.
 """
 
 from __future__ import annotations
