@@ -38,7 +38,7 @@ GENERATORS = "torch._prims.rng_prims"
 """`torch.Generator()` raises until this is imported, which the compiler's modules do otherwise."""
 FOR_CUDA = ("cuda.bindings", "pynvml")
 """What torch asks for, and does without where it is missing. A build without CUDA never uses it."""
-_COMPILING = (META, "torch.distributed._meta_registrations")
+_COMPILING = (META, "torch.distributed._meta_registrations", "torch.func")
 NEEDS = {
     "torch._dynamo": _COMPILING,
     "torch._inductor": _COMPILING,
