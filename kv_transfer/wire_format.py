@@ -117,8 +117,12 @@ class PlainWire(KvWire):
     """
 
     def __init__(
-        self, memory: KvMemoryRegion, read_blocks: BlockReader, converter: OrderConverter | None = None
+        self,
+        memory: Callable[[], KvMemoryRegion],
+        read_blocks: BlockReader,
+        converter: OrderConverter | None = None,
     ) -> None:
+        """`memory`: where the KV blocks are now; a device's are elsewhere after a sleep."""
         self._memory = memory
         self._read_blocks = read_blocks
         self._converter = converter
@@ -126,7 +130,7 @@ class PlainWire(KvWire):
     @property
     def memory(self) -> KvMemoryRegion:
         """The KV cache memory."""
-        return self._memory
+        return self._memory()
 
     def pack(self, block_ids: Sequence[int]) -> None:
         """Nothing to do."""

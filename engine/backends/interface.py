@@ -68,7 +68,12 @@ class Forward(ABC):
         return False
 
     def forget_kv(self) -> None:
-        """The KV blocks lose their content: copies of it are given up."""
+        """The KV blocks lose their content, and on a device weights and blocks their addresses: copies of the one, and
+        whatever has the others, are given up. No step may follow before `take_memory_back`."""
+        return
+
+    def take_memory_back(self) -> None:
+        """Weights and KV blocks are usable again, on a device maybe elsewhere."""
         return
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class ModelRunner(ABC):
     @property
     def wire(self) -> KvWire:
         """The form in which KV is transferred, and the memory that peers write to. By default the KV blocks as is."""
-        return PlainWire(self.pool_memory, self.read_blocks)
+        return PlainWire(lambda: self.pool_memory, self.read_blocks)
 
     @abstractmethod
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
@@ -138,13 +138,14 @@ class ModelRunner(ABC):
         return False
 
     def give_up_kv(self) -> None:
-        """Gives up the memory of all KV blocks, whose content is lost, and of what is made of them. No step may follow
-        before `take_kv_back`, and no transport may have the memory registered."""
+        """Gives up the memory of all KV blocks, whose content is lost, and of what is made of them; on a device that of
+        weights too, which the host keeps meanwhile. No step may follow before `take_kv_back`, and no transport may have
+        the memory registered."""
         raise BrokenInvariantError("this runner keeps its KV blocks")
 
     @property
     def given_up_bytes(self) -> int:
-        """Memory that `take_kv_back` populates; 0 where pages are only taken as they are used."""
+        """Main memory that `take_kv_back` populates; 0 where pages are only taken as they are used, and on a device."""
         return 0
 
     def take_kv_back(self) -> None:

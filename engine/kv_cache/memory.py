@@ -13,11 +13,12 @@ from contextlib import suppress
 import torch
 
 from engine.kv_cache.free_memory import require_free_memory
+from engine.kv_cache.storages import give_back
 from kv_transfer.lane_probe import probe_blocks
 from kv_transfer.layout import INT8, KvLayout
 from kv_transfer.transports.transport import KvMemoryRegion
 from splitserve.config.engine import EngineConfig
-from splitserve.errors import BrokenInvariantError, ConfigError
+from splitserve.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Of weights, and of KV that is kept as it is computed."""
@@ -29,9 +30,10 @@ PIECE_BYTES = 2**21
 class BlockMemory:
     """Contiguous blocks of a layout, initially zero: `bytes`, uint8 `[num_blocks, block_bytes]`.
 
-    It never moves: its address is registered with transports. On cpu it is an anonymous mapping, page-aligned; see
-    `populate`. Blocks for lane probes follow in the same memory. Raises ConfigError for more than is free there, with
-    `beside_bytes` that are going to be taken for other things.
+    It stays where it is, since its address is registered with transports, until it is given up: on a device it may
+    come back elsewhere. On cpu it is an anonymous mapping, page-aligned; see `populate`. Blocks for lane probes follow
+    in the same memory. Raises ConfigError for more than is free there, with `beside_bytes` that are going to be taken
+    for other things.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class BlockMemory:
         else:
             _refuse_expandable_segments()
             memory = torch.zeros(total * layout.block_bytes, dtype=torch.uint8, device=device)
+        self._storage = memory.untyped_storage()
         blocks = memory.view(total, layout.block_bytes)
         self.bytes, self._probes = blocks[:num_blocks], blocks[num_blocks:]
         self._fill_probes()
@@ -65,24 +68,25 @@ class BlockMemory:
         if self._pages is not None:
             self._population = _Population(self._pages)
 
-    @property
-    def can_be_given_up(self) -> bool:
-        """Whether `give_up` works: on cpu, where the kernel takes pages back and leaves their addresses."""
-        return self._pages is not None
-
     def give_up(self) -> None:
-        """Gives all pages back to the kernel: the content is lost. No transport may have them registered: where one has
-        pinned pages, a device would write to those, and readers would see others. The addresses stay taken."""
+        """Gives all memory back: the content is lost. No transport may have it registered: where one has pinned pages,
+        a device would write to those, and readers would see others. On cpu the kernel takes the pages, and the
+        addresses stay taken; a device takes those as well, so nobody may have kept one, as a CUDA graph does."""
         if self._pages is None:
-            raise BrokenInvariantError("this memory cannot be given up")
+            give_back([self._storage])
+            return
         if self._population is not None:
             self._population.stop()
             self._population = None
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def take_back(self) -> None:
-        """Makes the blocks usable again after `give_up`, all zero, and populates them. The caller has seen that
-        `total_bytes` are free, with what else it takes back."""
+        """Makes the blocks usable again after `give_up`, all zero, and populates them. On cpu the caller has seen that
+        `total_bytes` are free, with what else it takes back; a device that has less raises torch.OutOfMemoryError.
+        Views of the blocks are valid again."""
+        if self._pages is None:
+            self._storage.resize_(self.total_bytes)
+            self.bytes.zero_()
         self._fill_probes()
         self.populate()
 

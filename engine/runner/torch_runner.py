@@ -24,6 +24,7 @@ from engine.core.types import ModelFacts, RowsFailedError, SampledToken, Schedul
 from engine.kv_cache.axis_orders import BlockConverter
 from engine.kv_cache.kv_dtype import kv_dtype
 from engine.kv_cache.memory import KvCacheMemory, choose_num_blocks
+from engine.kv_cache.storages import HostCopy, host_copy
 from engine.model.loaded_model import LoadedModel
 from engine.runner.fp8_wire import Fp8Wire
 from engine.runner.memory_profile import CudaMemory, with_kv_memory
@@ -61,6 +62,9 @@ class TorchRunner(ModelRunner):
             kv_token_bytes = self.layout.block_bytes // self.layout.block_size_tokens
             self.work = replace(self.work, kv_token_bytes=kv_token_bytes)
         self._device = model.device
+        self._module = model.module
+        self._weights: HostCopy | None = None
+        """Where the weights are while the worker sleeps, if not on their device."""
         self._context = model.context
         self._samples_on_host = config.device_sampling == "off"
         self.overlaps = model.device.type == "cuda"
@@ -94,10 +98,10 @@ class TorchRunner(ModelRunner):
 
     def _plain_wire(self) -> KvWire:
         if self._pool.scales is not None:
-            return PlainWire(self.pool_memory, self.read_blocks)
+            return PlainWire(self._pool.memory, self.read_blocks)
         pieces = self._pool.tensor.flatten(2)
         layers = [pieces[:, layer] for layer in range(self.layout.num_layers)]
-        return PlainWire(self.pool_memory, self.read_blocks, BlockConverter(self.layout, layers))
+        return PlainWire(self._pool.memory, self.read_blocks, BlockConverter(self.layout, layers))
 
     def execute(self, batch: Sequence[ScheduledSequence]) -> list[SampledToken | None]:
         """See `ModelRunner.execute`. Raises NanLogitsError and GrammarFailedError, whose `rows` index `batch`.
@@ -156,23 +160,31 @@ class TorchRunner(ModelRunner):
     @property
     def can_give_up_kv(self) -> bool:
         """See `ModelRunner.can_give_up_kv`."""
-        return self._pool.can_be_given_up
+        return True
 
     def give_up_kv(self) -> None:
         """See `ModelRunner.give_up_kv`."""
         self._forward.forget_kv()
         self._pool.give_up()
         self._wire.give_up()
+        if self._device.type == "cuda":
+            # On cpu weights stay: they are mapped memory of the host that they would be moved to.
+            self._weights = host_copy([*self._module.parameters(), *self._module.buffers()])
 
     @property
     def given_up_bytes(self) -> int:
         """See `ModelRunner.given_up_bytes`."""
-        return self._pool.total_bytes + self._wire.own_bytes
+        on_cpu = self._device.type == "cpu"
+        return self._pool.total_bytes + self._wire.own_bytes if on_cpu else 0
 
     def take_kv_back(self) -> None:
         """See `ModelRunner.take_kv_back`."""
+        if self._weights is not None:
+            self._weights.bring_back()
+            self._weights = None
         self._pool.take_back()
         self._wire.take_back()
+        self._forward.take_memory_back()
 
     def rest(self) -> None:
         """See `ModelRunner.rest`."""
@@ -193,7 +205,7 @@ class TorchRunner(ModelRunner):
     def close(self) -> None:
         """Releases the pool and the weights."""
         self._forward.close()
-        del self._forward, self._wire, self._pool
+        del self._forward, self._wire, self._pool, self._module, self._weights
         if self._device.type == "cuda":
             del self._context.backend  # it has views of the pool
             torch.cuda.empty_cache()

@@ -217,7 +217,10 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
     runners = [each for each in (runner, draft_runner) if each is not None]
     for each in runners:
         each.populate()
-    can_sleep = all(each.can_give_up_kv for each in runners)
+    # Lower tiers have the address of a device's blocks, which a sleep may change.
+    can_sleep = all(each.can_give_up_kv for each in runners) and not (
+        tiers is not None and runner.pool_memory.memory_kind == VRAM
+    )
     return EngineParts(
         core,
         replace(runner.facts, adapters=adapters),
@@ -323,7 +326,7 @@ def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:
     grammars = GrammarCompiler(tokenizer, vllm.facts)
     grammars.prepare()
     core = VllmEngine(vllm, config.engine, tokenizer)
-    wire = PlainWire(vllm.memory, vllm.read_blocks, vllm.converter)
+    wire = PlainWire(lambda: vllm.memory, vllm.read_blocks, vllm.converter)
     own, ranks = make_transport(config.transport), vllm.ranks
     sharded = ShardedTransport(own, ranks.transports, ranks.endpoints) if ranks else ShardedTransport(own)
     transport = _with_faults(sharded, config)

@@ -109,6 +109,25 @@ def test_siblings_share_a_product(folder: Path, dtype: str) -> None:
     assert len(packed) == 2 * 5, "of two layers: query, key, value; gate, up"
 
 
+@pytest.mark.parametrize(("dtype", "kv"), [("float32", "auto"), ("bfloat16", "int8")])
+def test_a_sleep_gives_back_kv_and_weights(folder: Path, dtype: str, kv: str) -> None:
+    prompts = [prompt_of(length) for length in LENGTHS]
+    runner = runner_of(folder, "llama", dtype, device="cuda:0", max_running_requests=18, kv_cache_dtype=kv)
+    expected = tokens_of(drive(runner, make_sequences(prompts, 8), 8, CONTEXT))
+    weights = sum(parameter.nbytes for parameter in runner._module.parameters())
+    sizes, before = graph_sizes(runner), torch.cuda.memory_allocated()
+    for _ in range(2):
+        runner.give_up_kv()
+        given = runner._pool.total_bytes + runner.wire.own_bytes + weights
+        assert before - torch.cuda.memory_allocated() >= given
+        assert graph_sizes(runner) == []
+        runner.take_kv_back()
+        assert runner.wire.memory.base_address
+        assert graph_sizes(runner) == sizes
+        assert not runner._pool.bytes.any()
+        assert tokens_of(drive(runner, make_sequences(prompts, 8), 8, CONTEXT)) == expected
+
+
 def test_padded_rows_touch_no_block(folder: Path) -> None:
     runner = cuda_runner(folder, "llama")
     sequences = make_sequences([prompt_of(9), prompt_of(4), prompt_of(5)], 3, stagger=0)

@@ -51,15 +51,23 @@ class CudaForward(Forward):
         self._poll: Callable[[], None] | None = None
         self._graphs: CudaDecodeGraphs | None = None
         model.context.backend = backend
-        if config.cuda_graphs == "auto" and model.device.type == "cuda":
-            self._graphs = CudaDecodeGraphs(
-                self._every_row, model.device, max_decode_rows(config), self._table
-            )
+        self._captures = config.cuda_graphs == "auto" and model.device.type == "cuda"
+        self._max_rows = max_decode_rows(config)
+        self.take_memory_back()
 
     @property
     def graph_sizes(self) -> list[int]:
         """Batch sizes that have a CUDA graph."""
         return self._graphs.captured if self._graphs is not None else []
+
+    def forget_kv(self) -> None:
+        """See `Forward.forget_kv`. A graph has the addresses of weights and blocks."""
+        self._graphs = None
+
+    def take_memory_back(self) -> None:
+        """See `Forward.take_memory_back`. Captures the graphs."""
+        if self._captures:
+            self._graphs = CudaDecodeGraphs(self._every_row, self._device, self._max_rows, self._table)
 
     def logits(self, batch: Sequence[ScheduledSequence]) -> StepLogits:
         """See `Forward.logits`."""

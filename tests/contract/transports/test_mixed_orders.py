@@ -40,7 +40,7 @@ class Pool:
             pieces = self._memory.tensor.flatten(2)
             self.layers = [pieces[:, layer] for layer in range(LAYERS)]
             converter = BlockConverter(LAYOUT, self.layers)
-            self.wire = PlainWire(self._memory.memory(), self._memory.read_blocks, converter)
+            self.wire = PlainWire(self._memory.memory, self._memory.read_blocks, converter)
         else:
             rows = torch.zeros(LAYERS, BLOCKS, HEADS, TOKENS, 2 * DIM)
             tensors = {str(layer): rows[layer] for layer in range(LAYERS)}

@@ -74,7 +74,9 @@ def test_every_token_arrives_once(writer: int, reader: int, data: st.DataObject)
         verify_one_in=1,
     )
     wires = [
-        PlainWire(pool.memory, lambda ids, pool=pool: [memoryview(pool.data[i]) for i in ids])
+        PlainWire(
+            lambda pool=pool: pool.memory, lambda ids, pool=pool: [memoryview(pool.data[i]) for i in ids]
+        )
         for pool in (source, target)
     ]
     verifier = HandoffVerifier(9, 1, wires[1])
@@ -233,7 +235,7 @@ def test_more_parts_than_can_be_numbered_are_refused() -> None:
 def test_a_writer_cannot_choose_a_checksum_size_that_does_not_divide() -> None:
     pool = NumpyPool(4)
     verifier = HandoffVerifier(
-        9, 1, PlainWire(pool.memory, lambda ids: [memoryview(pool.data[i]) for i in ids])
+        9, 1, PlainWire(lambda: pool.memory, lambda ids: [memoryview(pool.data[i]) for i in ids])
     )
     for size in (3, 17, 2**32 - 1):
         verifier.expect(5, [1], 16)

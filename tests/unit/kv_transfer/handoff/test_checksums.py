@@ -32,7 +32,7 @@ EPOCH, NUMBER, SIZE = 77, 5, LAYOUT.block_size_tokens
 
 
 def wire(pool: NumpyPool) -> PlainWire:
-    return PlainWire(pool.memory, lambda blocks: [memoryview(pool.data[block]) for block in blocks])
+    return PlainWire(lambda: pool.memory, lambda blocks: [memoryview(pool.data[block]) for block in blocks])
 
 
 def a_completion(pool: NumpyPool, blocks: list[int], one_in: int) -> WriteCompletion:

@@ -307,7 +307,7 @@ def test_a_completion_carries_the_checksums_that_its_ticket_asks_for(one_in: int
         return [memoryview(pool.data[block]) for block in blocks]
 
     transport = ScriptedTransport("decode")
-    pusher = KvPusher(transport, PlainWire(pool.memory, reader))
+    pusher = KvPusher(transport, PlainWire(lambda: pool.memory, reader))
     ticket = replace(a_ticket(), verify_one_in=one_in)
     pusher.start("r", ticket, ENDPOINT, now=0.0)
     chosen = [TABLE[p] for p in verified_positions(ticket.epoch, ticket.reservation, 4, one_in)]
