@@ -53,11 +53,12 @@ async def test_a_pair_sleeps_and_answers_as_before(tmp_path: Path) -> None:
 
         assert await answers() == expected
         before = used_bytes()
-        for _ in range(2):
-            await plan(scaling, asleep=NAMES)
-            await state(client, prefill_0="sleeping", decode_0="sleeping")
+        for asleep in (NAMES[1:], NAMES, NAMES):
+            await plan(scaling, asleep=asleep)
+            await state(client, **{name.replace("-", "_"): "sleeping" for name in asleep})
+            wanted = len(asleep) * BLOCKS * BLOCK_BYTES
             await eventually(
-                lambda: before - used_bytes() >= 2 * BLOCKS * BLOCK_BYTES, "the device has the memory again"
+                lambda wanted=wanted: before - used_bytes() >= wanted, "the device has the memory again"
             )
             await plan(scaling, active=NAMES)
             await state(client, prefill_0="ready", decode_0="ready")
