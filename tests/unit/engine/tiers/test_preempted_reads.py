@@ -1,4 +1,4 @@
-"""A sequence that was preempted is read back where tiers have its KV, as a prompt is, and computed where they have not."""
+"""A preempted sequence is read back where tiers have its KV, as a prompt is, and computed where that is sooner."""
 
 from __future__ import annotations
 
