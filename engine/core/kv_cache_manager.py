@@ -78,7 +78,10 @@ class KVCacheManager:
         if not below:
             return False
         again = partial(self._read_on, sequence, then, len(hits)) if len(hits) > beyond else None
-        return self._tiers.bring(hits, below, len(sequence.tokens), partial(then, sequence), again)
+        whole = sequence.request.prefix_only
+        return self._tiers.bring(
+            hits, below, len(sequence.tokens), partial(then, sequence), again, whole=whole
+        )
 
     def read_back(self, sequence: Sequence, bytes_per_s: float, then: Callable[[], None]) -> bool:
         """Begins to read blocks of the sequence's prefix that lower tiers have; see `Engine.read_back`."""

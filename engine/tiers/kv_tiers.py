@@ -17,7 +17,14 @@ from engine.kv_cache.cache_events import KvEventLog
 from engine.pacing.step_time_fit import PromptFit
 from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.pool_copier import PoolCopier
-from engine.tiers.read_choice import PrefixBelow, TierName, choose_read, choose_read_back, waits_for_read
+from engine.tiers.read_choice import (
+    PrefixBelow,
+    TierName,
+    choose_read,
+    choose_read_back,
+    read_seconds,
+    waits_for_read,
+)
 from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierPlaces
 from engine.tiers.tier_index import Eviction, TierBlock
 from engine.tiers.tier_read import TierRead, Waiting
@@ -31,7 +38,8 @@ _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
 _UNKNOWN_PATIENCE_S = 5.0
-"""The same while computing has not been measured; and at most, in place of a transfer."""
+"""At least while computing has not been measured, or is not what a read spares; and at most, in place of a
+transfer."""
 _CLOSE_S = 5.0
 
 
@@ -127,23 +135,29 @@ class KvTiers:
         tokens: int,
         then: Callable[[], None],
         again: Callable[[], None] | None = None,
+        *,
+        whole: bool = False,
     ) -> bool:
         """Reads the blocks of a prompt that follow its `hits` in the pool, as far as that is sooner than computing.
 
         `hashes`: of the blocks after the hits, each in a tier. `tokens`: of the whole prompt. `then` is called when
         they are in the prefix cache, or when it takes too long. What is being read already is waited for: `again` is
         called when that is there; None: the prompt has waited for these before. False if nothing is to be read: then
-        neither is called.
+        neither is called. `whole`: nothing is computed, all of them are needed.
         """
-        names, fit = self._readable(hits, hashes), self._prompt_fit()
+        names, fit = self._readable(hits, hashes), None if whole else self._prompt_fit()
         prefix, waits_s = PrefixBelow(tokens, self._block_tokens, len(hits), names), self._waits_s()
-        patience_s = fit.chunk_s(tokens, 0) if fit is not None else _UNKNOWN_PATIENCE_S
+        patience_s = max(_UNKNOWN_PATIENCE_S, 2 * read_seconds(names, self._rates, waits_s))
+        if fit is not None:
+            patience_s = fit.chunk_s(tokens, 0)
         begun = self._begun.get(hashes[0])
         if again is not None and begun is not None and not (self._late_reads and "disk" in begun.tiers):
             shared, left_s = begun.shared(hashes), max(waits_s[name] for name in begun.tiers)
             if waits_for_read(prefix, self._rates, waits_s, fit, shared, left_s):
                 return self._join(begun, Waiting(again, then), patience_s)
         count = choose_read(prefix, self._rates, waits_s, fit)
+        if whole and count < len(hashes):
+            return False
         return self._begin(hits, hashes, names, count, patience_s, Waiting(then, then))
 
     def read_back(

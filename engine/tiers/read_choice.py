@@ -93,6 +93,15 @@ def choose_read_back(
     return _soonest(tiers, rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)[0]
 
 
+def read_seconds(
+    tiers: Sequence[TierName], rates: Mapping[TierName, ReadRate], waits_s: Mapping[TierName, float]
+) -> float:
+    """Seconds until all of these blocks have been read."""
+    return max(
+        (waits_s.get(name, 0.0) + tiers.count(name) * rates[name].block_s for name in set(tiers)), default=0.0
+    )
+
+
 def _soonest(
     tiers: Sequence[TierName],
     rates: Mapping[TierName, ReadRate],

@@ -197,6 +197,55 @@ def test_who_cannot_have_a_timer_is_computed(
     assert_answered(rig, "long")
 
 
+def hold(rig: TieredRig, name: str, blocks: int) -> list[list[int]]:
+    """Asks for a prefix to be sent; what is held of it, once it is known."""
+    held: list[list[int]] = []
+    tokens = PROMPT[: blocks * BLOCK]
+    wanted = request(name, tokens, max_tokens=1, prefill_only=True, prefix_only=True)
+    rig.core.hold_prefix(wanted, held.append)
+    return held
+
+
+def test_a_prefix_that_a_peer_wants_is_read_whole_whatever_computing_takes(
+    rig: TieredRig, disk: FailingStore
+) -> None:
+    """The coordinator has compared; nothing is computed here."""
+    rig.below._prompt_fit = lambda: PromptFit(0.0, 1e-12, 0.0)
+    disk.may_read.set()
+    held = hold(rig, "fetch", FULL)
+    rig.settle()
+    assert [len(blocks) for blocks in held] == [FULL]
+    assert rig.core.release_held("fetch")
+    rig.assert_clean()
+
+
+def test_a_prefix_without_room_is_not_read_in_part(disk: FailingStore, rig: TieredRig) -> None:
+    disk.may_read.set()
+    rig.core.add_request(request("big", [40] * 160, max_tokens=3))  # leaves 8 blocks
+    rig.core.step()
+    held = hold(rig, "fetch", FULL)
+    assert held == [[]]
+    assert rig.core.release_held("fetch")
+    rig.settle()
+    assert blocks_read(rig) == 0
+    rig.assert_clean()
+
+
+def test_prefixes_and_prompts_wait_for_one_read(rig: TieredRig, disk: FailingStore) -> None:
+    ask(rig, "a")
+    held = hold(rig, "fetch", FULL)
+    other = hold(rig, "aborted", 5)
+    assert rig.core.abort("aborted")
+    assert rig.core.release_held("aborted")
+    disk.may_read.set()
+    rig.settle()
+    assert [len(blocks) for blocks in held] == [FULL]
+    assert other == []
+    assert rig.core.release_held("fetch")
+    assert_answered(rig, "a")
+    assert blocks_read(rig) == FULL
+
+
 def waits(
     tiers: list[TierName], shared: int, left_s: float, disk_s: float = 0.01, disk_wait_s: float = 0.0
 ) -> bool:
