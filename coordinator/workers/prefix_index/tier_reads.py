@@ -108,6 +108,17 @@ def _may_read(worker: Worker, blocks: int) -> bool:
     return 4 * blocks <= 3 * worker.load.free_blocks and 2 * blocks <= worker.load.total_blocks
 
 
+def held_prefix(worker: Worker, hits: PrefixHits, prompt_tokens: int, token_s: float) -> tuple[int, float]:
+    """Leading tokens of a prompt that a worker does not compute, at `token_s` seconds a token, and the seconds until it
+    has read those that are below its KV blocks. The last token is always computed, for its logits."""
+    size = worker.block_size_tokens
+    cached = min(hits.blocks(worker.prefix_slot) * size, prompt_tokens - 1)
+    below = brought(worker, hits, cached / size, token_s * size)
+    if below is None:
+        return cached, 0.0
+    return cached - round(float(below.lacking) * size), float(below.read_s)
+
+
 def near_slots(worker: Worker) -> tuple[int, int]:
     """The slots of what is in a worker's host memory or nearer, and of what is in its pool."""
     return worker.near_slots or (worker.prefix_slot, worker.prefix_slot)
