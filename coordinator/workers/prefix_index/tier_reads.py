@@ -85,6 +85,7 @@ def nearness(worker: Worker, hits: PrefixHits) -> list[Near]:
     if worker.near_slots is None or not held:
         return [Near(held)]
     host, pool = (min(hits.blocks(slot), held) for slot in worker.near_slots)
+    host = max(host, pool)  # the index is only a hint
     found = [Near(pool)]
     for blocks in (host, held):
         if blocks > found[-1].blocks and _may_read(worker, blocks - pool):

@@ -48,21 +48,30 @@ def test_a_read_s_time_counts() -> None:
 def test_it_goes_on_while_the_prompt_waits_for_its_worker_not_while_it_is_queued_here() -> None:
     model = one_worker(prefill_horizon_s=0.1)
     read = entry(100, 1, read_s=0.08)
-    assert forecast_of(model, read, ahead=1000).wait_s == pytest.approx(0.1), "both take their time at once"
-    found = forecast_of(model, read, ahead=10_000)
-    assert (found.queue_s, found.wait_s) == pytest.approx((0.9, 1.0))
-    found = forecast_of(model, replace(read, read_s=0.3), ahead=10_000)
-    assert (found.queue_s, found.wait_s) == pytest.approx((0.9, 1.2))
+    assert forecast_of(model, read, ahead=1000).ttft_s == pytest.approx(0.11), "both take their time at once"
+    for read_s, ttft_s in ((0.08, 1.01), (0.3, 1.21)):
+        found = forecast_of(model, replace(read, read_s=read_s), ahead=10_000)
+        assert (found.queue_s, found.wait_s, found.ttft_s) == pytest.approx((0.9, 1.0, ttft_s))
 
 
-def test_one_that_would_be_late_for_its_read_is_refused() -> None:
-    for read_s, refused in ((0.2, False), (0.9, True)):
-        model = one_worker(prefill_horizon_s=0.1)
-        assert model.arrive(entry(1000, 1), 0.0).started
-        one = entry(1000, 1, due_s=1.0, ttft_slo_s=1.0, read_s=read_s)
-        found = model.arrive(one, 0.0)
-        assert not found.started
-        assert (found.refused is not None) == refused
+@pytest.mark.parametrize(
+    ("read_s", "changed", "reason"),
+    [
+        (0.2, {"deadline_s": 1.0}, None),
+        (1.0, {"deadline_s": 1.0}, "WOULD_MISS_DEADLINE"),
+        (0.2, {"due_s": 1.0, "ttft_slo_s": 1.0}, None),
+        (1.0, {"due_s": 1.0, "ttft_slo_s": 1.0}, "WOULD_MISS_SLO"),
+        (60.0, {}, None),  # as computing for a minute: it is no wait
+    ],
+)
+def test_one_that_would_be_late_for_its_read_is_refused(
+    read_s: float, changed: dict[str, float], reason: str | None
+) -> None:
+    model = one_worker(prefill_horizon_s=0.1)
+    assert model.arrive(entry(2500, 1), 0.0).started
+    found = model.arrive(entry(1000, 1, read_s=read_s, **changed), 0.0)
+    assert not found.started
+    assert (found.refused and found.refused.reason) == reason
 
 
 def test_triage_knows_whom_a_read_makes_late() -> None:
