@@ -24,6 +24,7 @@ from engine.tiers.read_choice import (
     choose_read_back,
     read_seconds,
     waits_for_read,
+    waits_in_place_of_transfer,
 )
 from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierPlaces
 from engine.tiers.tier_index import Eviction, TierBlock
@@ -150,8 +151,8 @@ class KvTiers:
         patience_s = max(_UNKNOWN_PATIENCE_S, 2 * read_seconds(names, self._rates, waits_s))
         if fit is not None:
             patience_s = fit.chunk_s(tokens, 0)
-        begun = self._begun.get(hashes[0])
-        if again is not None and begun is not None and not (self._late_reads and "disk" in begun.tiers):
+        begun = self._begun_of(hashes) if again is not None else None
+        if again is not None and begun is not None:
             shared, left_s = begun.shared(hashes), max(waits_s[name] for name in begun.tiers)
             if waits_for_read(prefix, self._rates, waits_s, fit, shared, left_s):
                 return self._join(begun, Waiting(again, then), patience_s)
@@ -163,14 +164,15 @@ class KvTiers:
     def read_back(
         self, hits: list[int], hashes: Sequence[bytes], bytes_per_s: float, then: Callable[[], None]
     ) -> bool:
-        """The same as far as that is sooner than a peer's transfer at this speed, above 0; or what is being read of the
-        same prefix already is waited for. Whether anything is read; if not, `then` is never called."""
+        """The same as far as that is sooner than a peer's transfer at this speed, above 0. Whether anything is read, or
+        waited for; if not, `then` is never called."""
         transfer_s, waiting = self._block_bytes / bytes_per_s, Waiting(then, then)
-        if (begun := self._begun.get(hashes[0])) is not None:
-            patience_s = begun.shared(hashes) * transfer_s
-            return self._join(begun, waiting, min(patience_s, _UNKNOWN_PATIENCE_S))
-        names = self._readable(hits, hashes)
-        count = choose_read_back(names, self._rates, self._waits_s(), transfer_s)
+        names, waits_s = self._readable(hits, hashes), self._waits_s()
+        if (begun := self._begun_of(hashes)) is not None:
+            shared, left_s = begun.shared(hashes), max(waits_s[name] for name in begun.tiers)
+            if waits_in_place_of_transfer(names, self._rates, waits_s, transfer_s, shared, left_s):
+                return self._join(begun, waiting, min(shared * transfer_s, _UNKNOWN_PATIENCE_S))
+        count = choose_read_back(names, self._rates, waits_s, transfer_s)
         return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), waiting)
 
     def collect(self) -> None:
@@ -194,6 +196,11 @@ class KvTiers:
         room = max(0, min(free * 3 // 4, self._most_owned - self._reading))
         names: list[TierName] = ["host" if each in self.host.index else "disk" for each in hashes[:room]]
         return names[: names.index("disk")] if self._late_reads and "disk" in names else names
+
+    def _begun_of(self, hashes: Sequence[bytes]) -> TierRead | None:
+        """The read under way that begins with the first of these blocks, unless it is one of a disk that hangs."""
+        begun = self._begun.get(hashes[0])
+        return None if begun is None or (self._late_reads and "disk" in begun.tiers) else begun
 
     def _waits_s(self) -> dict[TierName, float]:
         return {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}

@@ -93,6 +93,21 @@ def choose_read_back(
     return _soonest(tiers, rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)[0]
 
 
+def waits_in_place_of_transfer(
+    tiers: Sequence[TierName],
+    rates: Mapping[TierName, ReadRate],
+    waits_s: Mapping[TierName, float],
+    transfer_s: float,
+    shared: int,
+    left_s: float,
+) -> bool:
+    """Whether a read under way that brings `shared` of the next blocks in `left_s` seconds is waited for, where a peer
+    would transfer a block in `transfer_s`; otherwise the choice is that of `choose_read_back`."""
+    most = max(len(tiers), shared)
+    alone_s = _soonest(tiers, rates, waits_s, lambda count: (most - count) * transfer_s)[1]
+    return left_s + (most - shared) * transfer_s <= alone_s
+
+
 def read_seconds(
     tiers: Sequence[TierName], rates: Mapping[TierName, ReadRate], waits_s: Mapping[TierName, float]
 ) -> float:

@@ -10,7 +10,13 @@ import pytest
 from engine.pacing.step_time_fit import PromptFit
 from engine.runner.simulated_runner import expected_tokens
 from engine.tiers import kv_tiers
-from engine.tiers.read_choice import PrefixBelow, ReadRate, TierName, waits_for_read
+from engine.tiers.read_choice import (
+    PrefixBelow,
+    ReadRate,
+    TierName,
+    waits_for_read,
+    waits_in_place_of_transfer,
+)
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.tiers.tiers_rig import FailingStore, TieredRig
 
@@ -260,6 +266,18 @@ def test_a_read_is_waited_for_while_that_is_sooner() -> None:
     assert waits([], 10, 0.15), "there is no room for another one"
     assert not waits([], 10, 0.17), "computing them takes 0.16 s"
     assert not waits(["host"] * 10, 10, 0.1), "its own is there in 0.01 s"
+
+
+def test_a_transfer_is_preferred_to_a_long_read_of_which_little_is_needed() -> None:
+    rates: dict[TierName, ReadRate] = {"disk": ReadRate(0.01)}
+
+    def waits_beside(shared: int, left_s: float) -> bool:
+        return waits_in_place_of_transfer(["disk"] * 10, rates, {"disk": left_s}, 0.02, shared, left_s)
+
+    assert waits_beside(10, 0.1), "0.2 s by the lane"
+    assert not waits_beside(10, 0.21)
+    assert not waits_beside(1, 0.1)
+    assert waits_in_place_of_transfer([], rates, {}, 0.02, 10, 0.1), "there is no room for another one"
 
 
 def test_what_is_read_afterwards_counts() -> None:
