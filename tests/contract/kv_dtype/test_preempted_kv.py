@@ -44,13 +44,13 @@ def answers(
     ]
     if tiers is not None:
         tiers.wake = woken.set
-    while asked or core.has_work() or (tiers is not None and tiers.busy):
+    while asked or core.has_work():
         if asked:  # a step each, as few blocks may be copied at a time
             core.add_request(asked.pop())
         if core.has_work():
             for output in core.step().outputs:
                 found[output.request_id].extend(output.token_ids)
-        while tiers is not None and (tiers.copying_blocks or (tiers.busy and not core.has_work())):
+        while tiers is not None and tiers.busy:  # so that every run is the same
             woken.wait(0.05)
             woken.clear()
             tiers.collect()
