@@ -245,6 +245,7 @@ def _entry(state: RequestState, now: float) -> Entry:
         priority=request.priority,
         prompt_tokens=len(request.prompt) + resumed,
         uncached_tokens=state.estimate.uncached_tokens + resumed,
+        read_s=state.estimate.read_s,
         expected_output=max(1.0, state.estimate.output_tokens - resumed),
         max_output=request.max_tokens - resumed,
         needs_decode=state.needs_decode,

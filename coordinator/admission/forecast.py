@@ -36,7 +36,7 @@ class Forecast:
     queue_s: float
     """The part of `wait_s` spent in the coordinator's queue, not on the worker."""
     compute_s: float
-    """Time to compute the prompt once started."""
+    """Time to compute the prompt once started, and before that what reading its prefix takes longer than the wait."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -52,7 +52,8 @@ def forecast(
     Each wait is the work ahead over the pool's throughput. Prefill: uncached tokens over tokens per second. Decode: as
     many sequences must end as are ahead, less those that fit now; running sequences end when their remaining output is
     done, and beyond those, by Little's law, a worker with n sequences completes n / (output tokens x step time) per
-    second. The result is multiplied by `bias`, the learned ratio of actual to forecast waits.
+    second. The result is multiplied by `bias`, the learned ratio of actual to forecast waits. What a worker reads for
+    the prompt from its lower tiers it reads while the prompt waits there, not here.
     """
     rate = prefill.rate
     if rate is None:
@@ -63,7 +64,8 @@ def forecast(
     if entry.needs_decode:
         decode_s = _decode_wait_s(entry, ahead, decode)
         wait_s, queue_s = max(wait_s, decode_s), max(queue_s, decode_s)
-    return Forecast(wait_s * bias, queue_s * bias, compute_s)
+    read_s = max(0.0, entry.read_s - (wait_s - queue_s))
+    return Forecast(wait_s * bias, queue_s * bias, read_s + compute_s)
 
 
 def _decode_wait_s(entry: Entry, ahead: Ahead, decode: DecodeCapacity) -> float:

@@ -228,7 +228,8 @@ class ModelAdmission:
         if entry.needs_decode:
             prefill_s = 0.0
             if prefill_load is not None:
-                prefill_s = prefill_load.backlog_s(now) + entry.uncached_tokens / prefill_load.rate
+                begin_s = max(prefill_load.backlog_s(now), entry.read_s)
+                prefill_s = begin_s + entry.uncached_tokens / prefill_load.rate
             found = self.decode.fit(entry, prefill_s, now)
             if not isinstance(found, DecodeLoad):
                 self._hold("decode", now)

@@ -99,7 +99,7 @@ class PromptOrder:
         possible: list[Entry] = []
         aside: list[Entry] = []
         for entry in members:
-            end_s = pace.now + entry.uncached_tokens * pace.worker_token_s
+            end_s = pace.now + entry.read_s + entry.uncached_tokens * pace.worker_token_s
             (possible if end_s < entry.due_s < math.inf else aside).append(entry)
         shown = possible[:TRIAGED]
         if aside:
@@ -123,13 +123,16 @@ def _least_target_s(entries: Sequence[Entry], pace: PrefillPace) -> float:
     kept = (
         entry.due_s - entry.arrived_s
         for entry in entries
-        if entry.uncached_tokens * pace.worker_token_s <= entry.due_s - entry.arrived_s < math.inf
+        if entry.read_s + entry.uncached_tokens * pace.worker_token_s
+        <= entry.due_s - entry.arrived_s
+        < math.inf
     )
     return min(kept, default=math.inf)
 
 
 def _job(entry: Entry, pace: PrefillPace) -> Job[Entry]:
-    """The pool computes one prompt after the other; with several workers each ends later than its part of the work."""
+    """The pool computes one prompt after the other; with several workers each ends later than its part of the work, and
+    one that is read for begins later."""
     work_s = entry.uncached_tokens * pace.pool_token_s
-    alone_s = max(0.0, entry.uncached_tokens * pace.worker_token_s - work_s)
+    alone_s = entry.read_s + max(0.0, entry.uncached_tokens * pace.worker_token_s - work_s)
     return Job(entry, work_s, entry.due_s - pace.now - alone_s, entry.number)

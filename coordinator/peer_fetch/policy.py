@@ -5,6 +5,8 @@ Predicted are
 
     wait      half a step of the holder and one of the taker: their engines answer between steps; and fetches that keep
               their lanes busy still
+    read      what the holder reads into its KV blocks before: it may be asked for what lies there, or for that and what
+              is in its host memory, or on its disk
     lane      latency of the lane from holder to taker, as it was measured, and bytes over its speed
     the rest  calls, and how much slower than its probe the lane is: by `FetchTimes`
 
@@ -21,7 +23,9 @@ from coordinator.peer_fetch.fetch_times import FetchTimes
 from coordinator.peer_fetch.prefix_offer import MARGIN, PrefixOffer, has_room, lane_seconds
 from coordinator.peer_fetch.under_way import FetchesUnderWay, UnderWay
 from coordinator.routing.prompt_placement import prompt_fit_of
+from coordinator.workers.load import DEFAULT_PREFILL_TOKENS_PER_S
 from coordinator.workers.prefix_index.hits import PrefixHits
+from coordinator.workers.prefix_index.tier_reads import Near, near_slots, nearness
 from coordinator.workers.snapshot import PoolSnapshot, Worker, WorkerKey
 from splitserve.generation.kv_blocks import BlockKeys
 
@@ -43,6 +47,7 @@ class FetchPlan:
     """Those that it is expected to have before."""
     lane_s: float
     wait_s: float
+    """For steps, lanes, and what the holder reads."""
     fetch_s: float
     """All of the fetch, the two before included; of one under way what is left."""
     compute_s: float
@@ -74,6 +79,17 @@ class Wanted:
         """The last token of a prompt is always computed."""
         return self.prompt_tokens - 1
 
+    @property
+    def held_below(self) -> int:
+        """Leading tokens that the taker has in lower tiers only."""
+        depth, pool = (
+            self.confirmed.blocks(at) for at in (self.taker.prefix_slot, near_slots(self.taker)[1])
+        )
+        return max(
+            0,
+            min(depth * self.taker.block_size_tokens, self.most_tokens) - pool * self.taker.block_size_tokens,
+        )
+
     def held_tokens(self, hits: PrefixHits) -> int:
         """Leading tokens that the taker has by these hits."""
         return min(hits.blocks(self.taker.prefix_slot) * self.taker.block_size_tokens, self.most_tokens)
@@ -101,7 +117,8 @@ def plan_fetch(
         plan
         for holder in holders(snapshot, taker, wanted.model)
         if (holder.key, taker.key) not in resting
-        and (plan := _plan(holder, wanted, held, times, under_way, now)) is not None
+        for near in nearness(holder, wanted.confirmed)
+        if (plan := _plan(holder, near, wanted, held, times, under_way, now)) is not None
     ]
     good = [plan for plan in (*joins, *plans) if plan.fetch_s <= MARGIN * plan.compute_s]
     return max(good, key=lambda plan: plan.spares_s, default=None)
@@ -129,17 +146,25 @@ def offer_of(
     resting: Iterable[tuple[WorkerKey, WorkerKey]],
     now: float,
 ) -> PrefixOffer | None:
-    """What the worker that holds most of a prompt could send to others, for who chooses among them."""
-    able = [
-        (min(confirmed.blocks(worker.prefix_slot) * worker.block_size_tokens, prompt_tokens - 1), worker)
-        for worker in snapshot.workers
-        if _sends(worker) and worker.serves(model)
+    """What the worker that holds most of a prompt could send to others, for who chooses among them: of what it would
+    have to read before as much as is read sooner than any worker computes it."""
+    able = [worker for worker in snapshot.workers if _sends(worker) and worker.serves(model)]
+    known_s = [s for worker in able if (s := compute_seconds(worker, prompt_tokens, 0)) is not None]
+    token_s = min(known_s) / prompt_tokens if known_s else 1 / DEFAULT_PREFILL_TOKENS_PER_S
+    offers = [
+        (min(near.blocks * worker.block_size_tokens, prompt_tokens - 1), near.read_s, worker)
+        for worker in able
+        for near in nearness(worker, confirmed)
     ]
-    tokens, holder = max(able, key=lambda held: (held[0], -step_seconds(held[1])), default=(0, None))
+    tokens, read_s, holder = max(
+        offers,
+        key=lambda one: (one[0] * token_s - one[1], one[0], -step_seconds(one[2])),
+        default=(0, 0.0, None),
+    )
     if holder is None or tokens < holder.block_size_tokens:
         return None
     busy_s = under_way.busy_s(holder.key, NO_WORKER, now) + step_seconds(holder) / 2
-    fixed_s = busy_s + times.calls_s((holder.key, NO_WORKER), now)
+    fixed_s = busy_s + read_s + times.calls_s((holder.key, NO_WORKER), now)
     tired = frozenset(taker for sender, taker in resting if sender == holder.key)
     return PrefixOffer(holder, whole_tokens(tokens, holder, holder), fixed_s, times.pace(now), tired)
 
@@ -183,18 +208,25 @@ def _sends(worker: Worker) -> bool:
 
 
 def _plan(
-    holder: Worker, wanted: Wanted, held: int, times: FetchTimes, under_way: FetchesUnderWay, now: float
+    holder: Worker,
+    near: Near,
+    wanted: Wanted,
+    held: int,
+    times: FetchTimes,
+    under_way: FetchesUnderWay,
+    now: float,
 ) -> FetchPlan | None:
     taker = wanted.taker
-    has = wanted.confirmed.blocks(holder.prefix_slot) * holder.block_size_tokens
+    has = near.blocks * holder.block_size_tokens
     tokens = whole_tokens(min(has, wanted.most_tokens), holder, taker)
     more = tokens - held
-    if more <= 0 or not has_room(taker, more):
+    moved = more + wanted.held_below  # which travels, too
+    if more <= 0 or not has_room(taker, moved):
         return None
-    lane_s, compute_s = lane_seconds(holder, taker, more), _compute_s(taker, holder, more, held)
+    lane_s, compute_s = lane_seconds(holder, taker, moved), _compute_s(taker, holder, more, held)
     if lane_s is None or compute_s is None:
         return None
-    wait_s = step_seconds(holder) / 2 + step_seconds(taker)
+    wait_s = step_seconds(holder) / 2 + step_seconds(taker) + near.read_s
     wait_s += under_way.busy_s(holder.key, taker.key, now)
     fetch_s = wait_s + times.predicted_s((holder.key, taker.key), lane_s, now)
     return FetchPlan(holder, taker, tokens, held, lane_s, wait_s, fetch_s, compute_s)

@@ -17,6 +17,7 @@ from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.peer_fetch.hot_prefixes import Prefix
 from coordinator.peer_fetch.policy import holders, whole_tokens
 from coordinator.peer_fetch.prefix_offer import lane_seconds
+from coordinator.workers.prefix_index.tier_reads import nearness
 from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.errors import DeadlineExceededError, SplitserveError
@@ -40,11 +41,11 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a prefix is to come from, and how many tokens of it."""
+    """Where a prefix is to come from, how many tokens of it, and seconds of the holder's read and of the lane."""
 
     holder: Worker
     tokens: int
-    lane_s: float
+    takes_s: float
     keys: Sequence[int]
     """Of the taker's blocks, in the prefix index."""
 
@@ -135,7 +136,7 @@ class Seeder:
             await self._fetcher.under_way.changed(left_s)
 
     def _source_of(self, prefix: Prefix, taker: Worker) -> _Source | None:
-        """Who holds most of a prefix, by the fastest lane; None if the taker has as much."""
+        """Who sends most of a prefix within `FETCH_S`, and soonest; None if the taker has as much."""
         salt = chain_salt(prefix.cache_salt, prefix.adapter)
         near = list(holders(self._registry.snapshot(), taker, prefix.model))
         own_size = taker.block_size_tokens
@@ -147,13 +148,13 @@ class Seeder:
         hits = prefixes.hits_of(keys, now, confirmed_only=True)
         best: _Source | None = None
         for holder in near:
-            has = hits.blocks(holder.prefix_slot) * holder.block_size_tokens
-            tokens = whole_tokens(has, holder, taker)
-            lane_s = lane_seconds(holder, taker, tokens)
-            if not tokens or lane_s is None:
-                continue
-            if best is None or (tokens, -lane_s) > (best.tokens, -best.lane_s):
-                best = _Source(holder, tokens, lane_s, keys[own_size][: tokens // own_size])
+            for each in nearness(holder, hits):
+                tokens = whole_tokens(each.blocks * holder.block_size_tokens, holder, taker)
+                lane_s = lane_seconds(holder, taker, tokens)
+                if not tokens or lane_s is None or each.read_s + lane_s > FETCH_S:
+                    continue
+                if best is None or (tokens, -each.read_s - lane_s) > (best.tokens, -best.takes_s):
+                    best = _Source(holder, tokens, each.read_s + lane_s, keys[own_size][: tokens // own_size])
         owned = prefixes.hits_of(keys, now).blocks(taker.prefix_slot) * own_size
         return best if best is not None and best.tokens > owned else None
 

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import islice
 
 from coordinator.request.inference_request import InferenceRequest
 from coordinator.request.observer import RequestObserver
 from coordinator.request.state import RequestEstimate, RequestState
-from coordinator.workers.prefix_index.hits import PrefixHits
+from coordinator.workers.prefix_index.hits import PrefixHits, bits
+from coordinator.workers.prefix_index.tier_reads import held_prefix, near_slots
 from coordinator.workers.registry import Registry
-from coordinator.workers.snapshot import Worker
+from coordinator.workers.snapshot import Worker, WorkerKey
 from splitserve.v1 import prefill_pb2
 
 DEFAULT_OUTPUT_TOKENS = 128.0
 """Expected output length until a request has completed."""
 MAX_LENGTH_KEYS = 4096
 """Tenants and sessions whose output lengths are remembered."""
+MAX_LEVELS_LOOKED_AT = 12
+"""Depths of a prefix at which workers with lower tiers are looked at for an estimate, the greatest first,"""
+MAX_LOOKS_A_LEVEL = 2
+"""and how many of those that hold as much."""
 _MEMORY_ANSWERS = 64
 """Window of the learned means, in requests."""
 
@@ -59,6 +65,9 @@ class Estimates(RequestObserver):
         self._means: OrderedDict[LengthKey, LearnedMean] = OrderedDict()
         self._prefill_slots: dict[int, int] = {}
         """Slots of prefill workers in the prefix index, as a bit set for each block size."""
+        self._near = self._tiered = 0
+        """Bit sets of slots: what is among the KV blocks, and what may be below them."""
+        self._by_slot: dict[int, WorkerKey] = {}
         registry.subscribe(self._on_registry_change)
 
     def of(self, request: InferenceRequest, now: float) -> RequestEstimate:
@@ -66,9 +75,11 @@ class Estimates(RequestObserver):
         prompt_tokens = len(request.prompt)
         if request.block_keys and self._prefill_slots:
             hits = self._registry.prefixes.hits_of(request.block_keys, now)
-            # The last prompt token is always computed, for its logits.
-            uncached = float(prompt_tokens - min(self._most_tokens(hits), prompt_tokens - 1))
-            return RequestEstimate(self._output_tokens(request), uncached, hits)
+            if self._tiered:
+                held, read_s = self._soonest(hits, prompt_tokens)
+            else:  # the last prompt token is always computed, for its logits
+                held, read_s = min(self._most_tokens(hits), prompt_tokens - 1), 0.0
+            return RequestEstimate(self._output_tokens(request), float(prompt_tokens - held), hits, read_s)
         uncached = prompt_tokens * (1.0 - self.of_model(request.model.base_name).cached_share.value)
         return RequestEstimate(self._output_tokens(request), uncached)
 
@@ -114,13 +125,37 @@ class Estimates(RequestObserver):
             default=0,
         )
 
+    def _soonest(self, hits: PrefixHits, prompt_tokens: int) -> tuple[int, float]:
+        """Leading tokens that the prefill worker which would be done first holds, and the seconds of reading them: of a
+        few that hold most, as routing predicts it for each."""
+        least_s, best = float("inf"), (0, 0.0)
+        for _, slots in hits.levels[: -1 - MAX_LEVELS_LOOKED_AT : -1]:
+            near = slots & self._near
+            for slot in islice(bits(near or slots & self._tiered), 1 if near else MAX_LOOKS_A_LEVEL):
+                worker = self._registry.get(self._by_slot[slot])
+                load = self._registry.loads.prefill.get(self._by_slot[slot])
+                if worker is None or load is None:
+                    continue
+                held, read_s = held_prefix(worker, hits, prompt_tokens, 1 / load.rate)
+                done_s = read_s + (prompt_tokens - held) / load.rate
+                if done_s < least_s:
+                    least_s, best = done_s, (held, read_s)
+            if near:  # whoever holds less computes more
+                break
+        return best
+
     def _on_registry_change(self, worker: Worker | None) -> None:
         if worker is None:
-            self._prefill_slots = {}
+            self._prefill_slots, self._by_slot, self._near, self._tiered = {}, {}, 0, 0
         for one in (worker,) if worker is not None else self._registry.snapshot().workers:
             if one.computes_prompts and one.prefix_slot >= 0:
                 slots = self._prefill_slots.get(one.block_size_tokens, 0)
                 self._prefill_slots[one.block_size_tokens] = slots | 1 << one.prefix_slot
+                self._near |= 1 << near_slots(one)[1]
+                for slot in (one.prefix_slot, *near_slots(one)):
+                    self._by_slot[slot] = one.key
+                if one.near_slots is not None:
+                    self._tiered |= 1 << one.prefix_slot | 1 << one.near_slots[0]
 
 
 def _length_keys(request: InferenceRequest) -> tuple[LengthKey, ...]:

@@ -30,6 +30,8 @@ class RequestEstimate:
     """Prompt tokens that a prefill worker will have to compute."""
     hits: PrefixHits | None = None
     """Cached prefixes by worker; None without a prefix index."""
+    read_s: float = 0.0
+    """Seconds for which that worker will read before, from its lower tiers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ NO_WAITS = Waits()
 @dataclass(slots=True)
 class AttemptReport:
     """Measurements of one attempt, times in milliseconds. `decode_worker` is empty until that worker has sent output,
-    `transport` until KV was transferred; `reserve_wait_ms` is the part of `reserve_ms` that was waited for KV blocks,
-    and for reads from lower tiers before."""
+    `transport` until KV was transferred; `reserve_wait_ms`: of `reserve_ms`, for KV blocks and reads from lower tiers.
+    """
 
     prefill_worker: str
     decode_worker: str = ""
@@ -125,7 +127,7 @@ class AttemptRecord:
     is_local: bool = False
     """Whether the decode worker computes the prompt itself."""
     reserving_s: float | None = None
-    """When Reserve was called. This and the following on the coordinator's monotonic clock; None: not come to that."""
+    """When Reserve was called. This and the next ones on the coordinator's monotonic clock; None: not come to that."""
     prefilling_s: float | None = None
     """When the prompt was sent to the prefill worker."""
     prefilled_s: float | None = None
@@ -154,8 +156,7 @@ class AttemptRecord:
 
     @property
     def responsive_parts(self) -> list[tuple[WorkerKey, ...]]:
-        """Workers that have sent output, and the pair if KV got from one to the other. Valid once output has
-        arrived."""
+        """Workers that have sent output, and the pair if KV got across. Valid once output has arrived."""
         prefill = [(self.prefill.key,)] if self.report.prefill_worker else []
         decode = [(self.decode.key,)] if self.decode is not None and self.report.decode_worker else []
         return [*prefill, *decode, *([self.pair] if prefill and decode else [])]
@@ -190,9 +191,8 @@ class RequestState:
     tokenized_s: float = 0.0
     """When its prompt was tokenized, on the coordinator's monotonic clock."""
     admitted_s: float | None = None
-    """When admission was over."""
     predicted_ttft_s: float = 0.0
-    """Admission's forecast for a request that had to wait; 0: none."""
+    """When admission was over, and its forecast for a request that had to wait; 0: none."""
     longest_gap_s: float = 0.0
     """Longest time between two deltas, and the position of the token after it."""
     longest_gap_position: int = 0

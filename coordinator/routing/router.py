@@ -12,8 +12,8 @@ from coordinator.peer_fetch.prefix_offer import PrefixOffer
 from coordinator.request.candidates import NO_COST, Candidate, PairCost
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
 from coordinator.workers.load_ledger import LoadLedger
+from coordinator.workers.prefix_index import tier_reads
 from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits
-from coordinator.workers.prefix_index.tier_reads import brought
 from coordinator.workers.snapshot import PoolName, PoolSnapshot, Worker, WorkerKey
 from splitserve.errors import UnavailableError
 
@@ -58,11 +58,7 @@ def cached_tokens(worker: Worker, request: RoutingRequest) -> int:
 def held_prefix(worker: Worker, request: RoutingRequest, token_s: float) -> tuple[int, float]:
     """The same less what lies below the worker's KV blocks and is computed as soon as read, at `token_s` seconds a
     token; and the seconds until the rest has been read."""
-    cached, size = cached_tokens(worker, request), worker.block_size_tokens
-    below = brought(worker, request.hits, cached / size, token_s * size)
-    return (
-        (cached, 0.0) if below is None else (cached - round(float(below.lacking) * size), float(below.read_s))
-    )
+    return tier_reads.held_prefix(worker, request.hits, request.prompt_tokens, token_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,9 @@ class Flight:
 
     prompt_tokens: int
     uncached_tokens: float
-    """Prompt tokens expected to be missing from the prefix cache."""
+    """Prompt tokens expected to be missing from the prefix cache, or computed sooner than read from below it."""
+    read_s: float = 0.0
+    """Seconds for which the others are read before, beside what the worker computes."""
     expected_output: float
     max_output: int
     tpot_slo_s: float | None = None

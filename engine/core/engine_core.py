@@ -115,7 +115,7 @@ class EngineCore(Engine):
                 reason="QUEUE_FULL",
                 retry_after_s=self._meter.rates.retry_after_s(self._scheduler.waiting_tokens),
             )
-        self._kv.bring(self._register(Sequence(request, self._arrivals)), self._enqueue)
+        self._kv.bring(self._register(Sequence(request, self._arrivals)), self._scheduler.enqueue_waiting)
 
     def abort(self, request_id: str) -> bool:
         """See `Engine`."""
@@ -290,10 +290,6 @@ class EngineCore(Engine):
         for each in (self._kv, self._speculator, self._runner):
             if each is not None:
                 each.close()
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        if self._live.get(sequence.request_id) is sequence:  # not if it ended while blocks were read
-            self._scheduler.enqueue(sequence)
 
     def _hold(self, held: Callable[[list[int]], None], sequence: Sequence) -> None:
         if self._live.get(sequence.request_id) is sequence:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from engine.core.sequence import Sequence
+from engine.core.sequence import Sequence, SequenceStatus
 from engine.core.types import EngineRequest
 from engine.kv_cache.block_pool import BlockPool
 from engine.tiers.kv_tiers import KvTiers
@@ -65,15 +65,23 @@ class KVCacheManager:
 
     def bring(self, sequence: Sequence, then: Callable[[Sequence], None]) -> None:
         """Calls `then`: at once, or when blocks of the sequence's prefix that lower tiers have are in the pool."""
-        if self._tiers is None:
+        if not self.reads(sequence, then):
             then(sequence)
-            return
+
+    def reads(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int = -1) -> bool:
+        """Whether blocks of the sequence's prefix are being read from lower tiers: only then `then` is called, once
+        they are in the pool. A read of others is waited for if more than `beyond` blocks are in the pool."""
+        if self._tiers is None:
+            return False
         hits = self.computed_prefix(sequence, _usable_tokens(sequence))
         below = self._below(sequence, len(hits))
-        if below:
-            self._tiers.bring(hits, below, len(sequence.tokens), partial(then, sequence))
-        else:
-            then(sequence)
+        if not below:
+            return False
+        again = partial(self._read_on, sequence, then, len(hits)) if len(hits) > beyond else None
+        whole = sequence.request.prefix_only
+        return self._tiers.bring(
+            hits, below, len(sequence.tokens), partial(then, sequence), again, whole=whole
+        )
 
     def read_back(self, sequence: Sequence, bytes_per_s: float, then: Callable[[], None]) -> bool:
         """Begins to read blocks of the sequence's prefix that lower tiers have; see `Engine.read_back`."""
@@ -88,6 +96,22 @@ class KVCacheManager:
         hits = len(self.computed_prefix(sequence, len(sequence.tokens) - 1))
         return (hits + len(self._below(sequence, hits))) * self.block_size
 
+    def reads_again(self, sequence: Sequence, watermark: int, then: Callable[[Sequence], None]) -> bool:
+        """The same of one that was preempted, once, when `start` would find the blocks for it."""
+        if self._tiers is None or not sequence.reads_first:
+            return False
+        hits = self.computed_prefix(sequence, len(sequence.tokens) - 1)
+        missing = blocks_for(len(sequence.tokens), self.block_size) - len(hits)
+        if missing + self.pool.unowned(hits) + watermark > self.pool.free:
+            return False
+        sequence.reads_first = False
+        return self.reads(sequence, then)
+
+    def _read_on(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int) -> None:
+        """What others have read is there; a prompt may have more in the tiers."""
+        if sequence.status is not SequenceStatus.WAITING or not self.reads(sequence, then, beyond):
+            then(sequence)
+
     def _below(self, sequence: Sequence, hits: int) -> list[bytes]:
         """Hashes of the blocks that follow the `hits` in the pool and that lower tiers have."""
         found: list[bytes] = []
@@ -97,7 +121,7 @@ class KVCacheManager:
         for index in range(hits, _usable_tokens(sequence) // self.block_size):
             if index == len(hashes):
                 self._extend_hashes(sequence, index + 1)
-            if self._tiers.place_of(hashes[index]) is None:
+            if self._tiers.places.of(hashes[index]) is None:
                 break
             found.append(hashes[index])
         return found

@@ -88,6 +88,27 @@ def take_last(items: Iterable[R]) -> R:
     return victim
 
 
+class Preemptible(Ranked, Protocol):
+    """A running request."""
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it has to compute before the next one is sampled."""
+
+
+P = TypeVar("P", bound=Preemptible)
+
+
+def whom_to_preempt(running: Iterable[P], late: frozenset[P]) -> P:
+    """The last one in order of service, of at least one, but in its class a late prompt before any other."""
+    candidates = list(running)
+    lowest = min(one.precedence.class_rank for one in candidates)
+    paused = [
+        one for one in candidates if one in late and one.remaining > 1 and one.precedence.class_rank == lowest
+    ]
+    return take_last(paused or candidates)
+
+
 class Turns(Generic[R]):
     """Whose turn it is, and who is served then: the owner of a turn and a request of the same tenant and class."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.core.kv_cache_manager import KVCacheManager
-from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, take_last
+from engine.core.precedence import Precedence, PrecedenceQueue, Turns, in_order, whom_to_preempt
 from engine.core.prompt_pacing import PromptPacing
 from engine.core.sequence import Sequence, SequenceStatus
 from engine.pacing.token_clock import MIN_CHUNK_TOKENS
@@ -69,8 +69,8 @@ class Scheduler:
     tokens have targets, running and waiting prompts are served in the order of triage; on cpu one a step.
 
     A sequence gets blocks for its whole prompt when it starts. When a decode finds no free block, the running sequence
-    that is last in that order is preempted: it gives up its blocks, keeps its output and is computed again later.
-    `prefill_only` sequences are never preempted, because writes to peers may be reading their blocks.
+    that is last in that order is preempted: it gives up its blocks, keeps its output, and is read back or computed
+    again later. `prefill_only` sequences are never preempted: writes to peers may be reading their blocks.
 
     A waiting sequence that does not fit may be bypassed `max_bypasses` times; then it blocks the queue. The cost of a
     step depends on its sequences, not on the length of the queue.
@@ -106,6 +106,11 @@ class Scheduler:
         self.waiting_tokens += sequence.remaining
         if self._pacing is not None and self._pacing.active:
             self._pacing.window.added(sequence)
+
+    def enqueue_waiting(self, sequence: Sequence) -> None:
+        """The same once its KV has been read from lower tiers, unless it has ended meanwhile."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.enqueue(sequence)
 
     def run(self, sequence: Sequence) -> None:
         """Adds a sequence that has its blocks to the running set."""
@@ -242,24 +247,15 @@ class Scheduler:
             step.preempted += 1
             self._kv.free(victim)
             del self.running[victim]
+            victim.reads_first = True
             self.enqueue(victim)
             if victim is sequence:
                 return False
         return True
 
     def _victim(self) -> Sequence:
-        """Whom to preempt: the last in order of precedence, but in its class a late prompt before any other."""
-        candidates = [other for other in self.running if not other.request.prefill_only]
         late = self._pacing.late if self._pacing is not None else frozenset()
-        if late:
-            lowest = min(other.precedence.class_rank for other in candidates)
-            paused = [
-                other
-                for other in candidates
-                if other in late and other.remaining > 1 and other.precedence.class_rank == lowest
-            ]
-            candidates = paused or candidates
-        return take_last(candidates)
+        return whom_to_preempt((one for one in self.running if not one.request.prefill_only), late)
 
     def _admit(self, step: SchedulerOutput, queued: Iterator[Sequence]) -> None:
         """Starts waiting sequences, as `queued` takes them off the queue, while there are budget, slots and blocks."""
@@ -309,10 +305,13 @@ class Scheduler:
             sequence.first_due_s, holder.first_due_s = holder.first_due_s, sequence.first_due_s
 
     def _start(self, sequence: Sequence, step: SchedulerOutput, misfits: list[Sequence]) -> Offer:
-        """Allocates blocks for a waiting sequence; appends it to `misfits` if it does not fit."""
-        before = sequence.remaining
+        """Allocates blocks for a waiting sequence, or has its KV read first; appends it to `misfits` if it is one."""
+        before, watermark = sequence.remaining, self.watermark_blocks
         try:
-            sequence.misfit = self._kv.start(sequence, watermark=self.watermark_blocks) is None
+            if self._kv.reads_again(sequence, watermark, self.enqueue_waiting):
+                self.waiting_tokens -= before
+                return Offer.SKIP
+            sequence.misfit = self._kv.start(sequence, watermark=watermark) is None
         except BaseException as error:
             step.fail(sequence, error)
             self.waiting_tokens -= before

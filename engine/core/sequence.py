@@ -87,6 +87,8 @@ class Sequence:
     """How often a later request was served first because this one did not fit."""
     misfit: bool = False
     """Whether it did not fit into the free blocks when it was last tried."""
+    reads_first: bool = False
+    """Whether it was preempted, and what lower tiers have of its KV has not been asked for since."""
     started: bool = False
     """Whether it has been in a step."""
     reported: int = 0

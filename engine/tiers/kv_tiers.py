@@ -17,9 +17,18 @@ from engine.kv_cache.cache_events import KvEventLog
 from engine.pacing.step_time_fit import PromptFit
 from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.pool_copier import PoolCopier
-from engine.tiers.read_choice import PrefixBelow, TierName, choose_read, choose_read_back
-from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierRead
+from engine.tiers.read_choice import (
+    PrefixBelow,
+    TierName,
+    choose_read,
+    choose_read_back,
+    read_seconds,
+    waits_for_read,
+    waits_in_place_of_transfer,
+)
+from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierPlaces
 from engine.tiers.tier_index import Eviction, TierBlock
+from engine.tiers.tier_read import TierRead, Waiting
 from splitserve.logs import log_event
 
 T = TypeVar("T")
@@ -30,7 +39,8 @@ _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
 _UNKNOWN_PATIENCE_S = 5.0
-"""The same while computing has not been measured; and at most, in place of a transfer."""
+"""At least while computing has not been measured, or is not what a read spares; and at most, in place of a
+transfer."""
 _CLOSE_S = 5.0
 
 
@@ -54,6 +64,7 @@ class KvTiers:
         if self.disk is not None:
             self.disk.index.restore(self.disk.store.found())
             self.all["disk"] = self.disk
+        self.places = TierPlaces(self.all)
         self._rates = {name: tier.rate for name, tier in self.all.items()}
         self.wake: Callable[[], object] = lambda: None
         """Called on any thread when `collect` has something to do."""
@@ -74,17 +85,9 @@ class KvTiers:
     ) -> None:
         """Joins the pool. `log`: a block counts as cached for as long as any tier has it. `freed` is called when blocks
         of the pool may have become free."""
-        self._pool, self._log, self._freed, self._prompt_fit = pool, log, freed, prompt_fit
+        self._pool, self._freed, self._prompt_fit = pool, freed, prompt_fit
         self._most_owned = max(1, pool.total // _SHARE)
-        pool.place_below, log.tiered = self.place_of, True
-        for tier in self.all.values():
-            for block_hash in tier.index.hashes():
-                if tier.name == self.place_of(block_hash):
-                    log.stored(block_hash, tier.name)
-
-    def place_of(self, block_hash: bytes) -> TierName | None:
-        """The nearest tier that has a block; None if none has."""
-        return next((name for name, tier in self.all.items() if block_hash in tier.index), None)
+        self.places.attach(pool, log)
 
     @property
     def copying_blocks(self) -> int:
@@ -111,7 +114,7 @@ class KvTiers:
         placement = self.host.index.add(found, self._cost(found.depth))
         if placement is None:
             return
-        self._left(placement.evicted)
+        self.places.left(placement.evicted)
         self._pool.share([block])
         self._pinned += 1
         self._start(
@@ -126,30 +129,51 @@ class KvTiers:
             if not self.host.index.knows(block_hash):
                 self.stored(block, TierBlock(block_hash, hashes[depth - 1] if depth else None, depth))
 
-    def bring(self, hits: list[int], hashes: Sequence[bytes], tokens: int, then: Callable[[], None]) -> None:
+    def bring(
+        self,
+        hits: list[int],
+        hashes: Sequence[bytes],
+        tokens: int,
+        then: Callable[[], None],
+        again: Callable[[], None] | None = None,
+        *,
+        whole: bool = False,
+    ) -> bool:
         """Reads the blocks of a prompt that follow its `hits` in the pool, as far as that is sooner than computing.
 
         `hashes`: of the blocks after the hits, each in a tier. `tokens`: of the whole prompt. `then` is called when
-        they are in the prefix cache, when it takes too long, or now if nothing is to be read.
+        they are in the prefix cache, or when it takes too long. What is being read already is waited for: `again` is
+        called when that is there; None: the prompt has waited for these before. False if nothing is to be read: then
+        neither is called. `whole`: nothing is computed, all of them are needed.
         """
-        names, fit = self._readable(hits, hashes), self._prompt_fit()
-        prefix = PrefixBelow(tokens, self._block_tokens, len(hits), names)
-        count = choose_read(prefix, self._rates, self._waits_s(), fit)
-        patience_s = fit.chunk_s(tokens, 0) if fit is not None else _UNKNOWN_PATIENCE_S
-        if not self._begin(hits, hashes, names, count, patience_s, then):
-            then()
+        names, fit = self._readable(hits, hashes), None if whole else self._prompt_fit()
+        prefix, waits_s = PrefixBelow(tokens, self._block_tokens, len(hits), names), self._waits_s()
+        patience_s = max(_UNKNOWN_PATIENCE_S, 2 * read_seconds(names, self._rates, waits_s))
+        if fit is not None:
+            patience_s = fit.chunk_s(tokens, 0)
+        begun = self._begun_of(hashes) if again is not None else None
+        if again is not None and begun is not None:
+            shared, left_s = begun.shared(hashes), max(waits_s[name] for name in begun.tiers)
+            if waits_for_read(prefix, self._rates, waits_s, fit, shared, left_s):
+                return self._join(begun, Waiting(again, then), patience_s)
+        count = choose_read(prefix, self._rates, waits_s, fit)
+        if whole and count < len(hashes):
+            return False
+        return self._begin(hits, hashes, names, count, patience_s, Waiting(then, then))
 
     def read_back(
         self, hits: list[int], hashes: Sequence[bytes], bytes_per_s: float, then: Callable[[], None]
     ) -> bool:
-        """The same as far as that is sooner than a peer's transfer at this speed, above 0; or what is being read of the
-        same prefix already is waited for. Whether anything is read; if not, `then` is never called."""
-        if (begun := self._begun.get(hashes[0])) is not None:
-            begun.waiting.append(then)
-            return True
-        names, transfer_s = self._readable(hits, hashes), self._block_bytes / bytes_per_s
-        count = choose_read_back(names, self._rates, self._waits_s(), transfer_s)
-        return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), then)
+        """The same as far as that is sooner than a peer's transfer at this speed, above 0. Whether anything is read, or
+        waited for; if not, `then` is never called."""
+        transfer_s, waiting = self._block_bytes / bytes_per_s, Waiting(then, then)
+        names, waits_s = self._readable(hits, hashes), self._waits_s()
+        if (begun := self._begun_of(hashes)) is not None:
+            shared, left_s = begun.shared(hashes), max(waits_s[name] for name in begun.tiers)
+            if waits_in_place_of_transfer(names, self._rates, waits_s, transfer_s, shared, left_s):
+                return self._join(begun, waiting, min(shared * transfer_s, _UNKNOWN_PATIENCE_S))
+        count = choose_read_back(names, self._rates, waits_s, transfer_s)
+        return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), waiting)
 
     def collect(self) -> None:
         """Takes what the threads have done. Raises what ended one of them: the device, or a bug."""
@@ -173,6 +197,11 @@ class KvTiers:
         names: list[TierName] = ["host" if each in self.host.index else "disk" for each in hashes[:room]]
         return names[: names.index("disk")] if self._late_reads and "disk" in names else names
 
+    def _begun_of(self, hashes: Sequence[bytes]) -> TierRead | None:
+        """The read under way that begins with the first of these blocks, unless it is one of a disk that hangs."""
+        begun = self._begun.get(hashes[0])
+        return None if begun is None or (self._late_reads and "disk" in begun.tiers) else begun
+
     def _waits_s(self) -> dict[TierName, float]:
         return {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
 
@@ -183,13 +212,13 @@ class KvTiers:
         names: Sequence[TierName],
         count: int,
         patience_s: float,
-        then: Callable[[], None],
+        waiting: Waiting,
     ) -> bool:
         """Begins to read the first `count` of the blocks whose tiers are `names`; False if there are none, or if the
         wait for a disk could have no end."""
         for name in set(names[count:]):
             self.all[name].rate.passed_over()
-        read = TierRead(hits, hashes[:count], names[:count], [then])
+        read = TierRead(hits, hashes[:count], names[:count], [waiting])
         limited = "disk" in read.tiers
         if not count or (limited and not read.limit(max(patience_s, _LEAST_PATIENCE_S), self._send_late)):
             return False
@@ -200,6 +229,13 @@ class KvTiers:
         for tier in self.all.values():
             self._start_part(tier, read)
         return True
+
+    def _join(self, read: TierRead, waiting: Waiting, patience_s: float) -> bool:
+        def late(one: Waiting) -> None:
+            self._completed.put(partial(read.leave, one))
+            self.wake()
+
+        return read.join(waiting, max(patience_s, _LEAST_PATIENCE_S), late)
 
     def _cost(self, depth: int) -> float:
         """Of computing a block at this depth, relative to the first."""
@@ -229,7 +265,7 @@ class KvTiers:
     def _saved(self, block: int, found: TierBlock, _: None) -> None:
         self._pinned -= 1
         self._pool.release([block])
-        slot = self._arrived(self.host, found)
+        slot = self.places.arrived(self.host, found)
         disk = self.disk
         if disk is None or slot is None:
             return
@@ -238,7 +274,7 @@ class KvTiers:
             return
         placement = disk.index.add(found, self._cost(found.depth))
         if placement is not None:
-            self._left(placement.evicted)
+            self.places.left(placement.evicted)
             work = partial(self._write, disk, found, slot, placement.slot)
             self._start(disk, work, partial(self._written, disk, found))
 
@@ -250,7 +286,7 @@ class KvTiers:
 
     def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
         if outcome is True:
-            self._arrived(disk, found)
+            self.places.arrived(disk, found)
             return
         disk.index.drop(found.block_hash)
         disk.stats.failures["write" if isinstance(outcome, OSError) else "skipped"] += 1
@@ -271,7 +307,7 @@ class KvTiers:
         if tier is self.disk and read.timer is not None:
             read.timer.cancel()
         damaged = tier.was_read(read, items, outcome)
-        self._left(damaged.block_hash if damaged is not None else None)
+        self.places.left(damaged.block_hash if damaged is not None else None)
         read.parts -= 1
         if not read.parts:
             if read.given_up:
@@ -290,8 +326,7 @@ class KvTiers:
         self._reading -= len(read.blocks)
         if self._begun.get(read.hashes[0]) is read:
             del self._begun[read.hashes[0]]
-        for then in read.waiting:
-            then()
+        read.end()
 
     def _send_late(self, read: TierRead) -> None:
         """On a timer's thread."""
@@ -306,28 +341,6 @@ class KvTiers:
             read.give_up()
             self._late_reads += 1
             self._finish(read)
-
-    def _arrived(self, tier: Tier, found: TierBlock) -> int | None:
-        """Counts a block as held by a tier; its slot, None if the tier has dropped it."""
-        before = self.place_of(found.block_hash)
-        tier.index.ready(found.block_hash)
-        self._tell(found.block_hash, before)
-        return tier.index.slot_of(found.block_hash)
-
-    def _left(self, block_hash: bytes | None) -> None:
-        """A tier has given a block up."""
-        if block_hash is not None:
-            self._tell(block_hash, "host")
-
-    def _tell(self, block_hash: bytes, before: TierName | None) -> None:
-        """Tells coordinators where a block is now, unless they know: in the pool, or `before`."""
-        place = self.place_of(block_hash)
-        if place == before or self._pool.lookup(block_hash) is not None:
-            return
-        if place is None:
-            self._log.removed(block_hash)
-        else:
-            self._log.stored(block_hash, place)
 
 
 def _raise(error: BaseException) -> None:

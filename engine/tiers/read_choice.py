@@ -57,7 +57,29 @@ def choose_read(
     """
     if fit is None:
         return len(prefix.tiers)
-    return _soonest(prefix.tiers, rates, waits_s, lambda count: _compute_s(fit, prefix, count))
+    return _soonest(prefix.tiers, rates, waits_s, lambda count: _compute_s(fit, prefix, count))[0]
+
+
+def waits_for_read(
+    prefix: PrefixBelow,
+    rates: Mapping[TierName, ReadRate],
+    waits_s: Mapping[TierName, float],
+    fit: PromptFit | None,
+    shared: int,
+    left_s: float,
+) -> bool:
+    """Whether a prompt waits for a read under way, which brings the first `shared` of its next blocks in `left_s`
+    seconds: what else it would read, it reads then. Otherwise it chooses by itself, as `choose_read` does."""
+    if fit is None:
+        return True
+    alone_s = _soonest(prefix.tiers, rates, waits_s, lambda count: _compute_s(fit, prefix, count))[1]
+    then_s = _soonest(
+        prefix.tiers[shared:],
+        rates,
+        dict.fromkeys(rates, left_s),
+        lambda count: _compute_s(fit, prefix, shared + count) + (0.0 if count else left_s),
+    )[1]
+    return then_s <= alone_s
 
 
 def choose_read_back(
@@ -68,7 +90,31 @@ def choose_read_back(
 ) -> int:
     """How many of the next blocks to read, where a peer would transfer the others in `transfer_s` seconds each, and
     begins once all have been read."""
-    return _soonest(tiers, rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)
+    return _soonest(tiers, rates, waits_s, lambda count: (len(tiers) - count) * transfer_s)[0]
+
+
+def waits_in_place_of_transfer(
+    tiers: Sequence[TierName],
+    rates: Mapping[TierName, ReadRate],
+    waits_s: Mapping[TierName, float],
+    transfer_s: float,
+    shared: int,
+    left_s: float,
+) -> bool:
+    """Whether a read under way that brings `shared` of the next blocks in `left_s` seconds is waited for, where a peer
+    would transfer a block in `transfer_s`; otherwise the choice is that of `choose_read_back`."""
+    most = max(len(tiers), shared)
+    alone_s = _soonest(tiers, rates, waits_s, lambda count: (most - count) * transfer_s)[1]
+    return left_s + (most - shared) * transfer_s <= alone_s
+
+
+def read_seconds(
+    tiers: Sequence[TierName], rates: Mapping[TierName, ReadRate], waits_s: Mapping[TierName, float]
+) -> float:
+    """Seconds until all of these blocks have been read."""
+    return max(
+        (waits_s.get(name, 0.0) + tiers.count(name) * rates[name].block_s for name in set(tiers)), default=0.0
+    )
 
 
 def _soonest(
@@ -76,8 +122,9 @@ def _soonest(
     rates: Mapping[TierName, ReadRate],
     waits_s: Mapping[TierName, float],
     rest_s: Callable[[int], float],
-) -> int:
-    """The number of blocks to read after which all is there soonest; `rest_s`: of what is not read, by that number."""
+) -> tuple[int, float]:
+    """The number of blocks to read after which all is there soonest, and the seconds until then; `rest_s`: of what is
+    not read, by that number."""
     best, best_s = 0, rest_s(0)
     ready_s: dict[TierName, float] = {}
     for count, tier in enumerate(tiers, start=1):
@@ -85,7 +132,7 @@ def _soonest(
         total_s = max(ready_s.values()) + rest_s(count)
         if total_s < best_s:
             best, best_s = count, total_s
-    return best
+    return best, best_s
 
 
 def _compute_s(fit: PromptFit, prefix: PrefixBelow, read_blocks: int) -> float:

@@ -1,18 +1,20 @@
-"""One tier: its books, its bytes, and the thread that moves them."""
+"""One tier: its books, its bytes, and the thread that moves them. And which of them has a block."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.cache_events import KvEventLog
 from engine.tiers.block_store import BlockStore
 from engine.tiers.copy_thread import CopyThread
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import ReadRate, TierName
 from engine.tiers.tier_index import Eviction, TierBlock, TierIndex
+from engine.tiers.tier_read import TierRead
 from splitserve.logs import log_event
 
 _ASSUMED_BYTES_PER_S: dict[TierName, float] = {"host": 2e9, "disk": 4e8}
@@ -46,48 +48,6 @@ class ReadOutcome(NamedTuple):
 
     good: int
     seconds: float
-
-
-@dataclass(eq=False, slots=True)
-class TierRead:
-    """Blocks on their way into the pool, for prompts that begin with them. For the engine thread, but for `load`."""
-
-    hits: list[int]
-    """Blocks of the prefix before them, which must stay."""
-    hashes: Sequence[bytes]
-    tiers: Sequence[TierName]
-    waiting: list[Callable[[], None]]
-    """Called once they are there, or have been given up."""
-    blocks: list[int] = field(default_factory=list)
-    parts: int = 0
-    brought: set[int] = field(default_factory=set)
-    given_up: bool = False
-    """It has taken too long: its blocks are others' by now."""
-    timer: threading.Timer | None = None
-    _loading: threading.Lock = field(default_factory=threading.Lock)
-
-    def limit(self, seconds: float, late: Callable[[TierRead], None]) -> bool:
-        """Has `late` called on another thread after so long, unless `timer` is cancelled; False if there can be no more
-        threads."""
-        self.timer = threading.Timer(seconds, late, (self,))
-        self.timer.daemon = True
-        try:
-            self.timer.start()
-        except RuntimeError:
-            return False
-        return True
-
-    def load(self, copier: PoolCopier, block: int, content: memoryview) -> bool:
-        """Copies a block into the pool, on a tier's thread; False, and nothing copied, once it is given up."""
-        with self._loading:
-            if not self.given_up:
-                copier.load(block, content)
-            return not self.given_up
-
-    def give_up(self) -> None:
-        """Nothing is copied into the pool from now on. Waits for a block that is being copied, not for a disk."""
-        with self._loading:
-            self.given_up = True
 
 
 class Tier:
@@ -166,3 +126,46 @@ class Tier:
         damaged = items[outcome.good]
         self.index.drop(damaged.block_hash)
         return damaged
+
+
+class TierPlaces:
+    """Where below the pool blocks are, as coordinators hear of it."""
+
+    def __init__(self, tiers: Mapping[TierName, Tier]) -> None:
+        """`tiers`: the nearest first."""
+        self._tiers = tiers
+
+    def attach(self, pool: BlockPool, log: KvEventLog) -> None:
+        """Joins the pool. `log`: a block counts as cached for as long as any tier has it."""
+        self._pool, self._log = pool, log
+        pool.place_below, log.tiered = self.of, True
+        for tier in self._tiers.values():
+            for block_hash in tier.index.hashes():
+                if tier.name == self.of(block_hash):
+                    log.stored(block_hash, tier.name)
+
+    def of(self, block_hash: bytes) -> TierName | None:
+        """The nearest tier that has a block; None if none has."""
+        return next((name for name, tier in self._tiers.items() if block_hash in tier.index), None)
+
+    def arrived(self, tier: Tier, found: TierBlock) -> int | None:
+        """Counts a block as held by a tier; its slot, None if the tier has dropped it."""
+        before = self.of(found.block_hash)
+        tier.index.ready(found.block_hash)
+        self._tell(found.block_hash, before)
+        return tier.index.slot_of(found.block_hash)
+
+    def left(self, block_hash: bytes | None) -> None:
+        """A tier has given a block up."""
+        if block_hash is not None:
+            self._tell(block_hash, "host")
+
+    def _tell(self, block_hash: bytes, before: TierName | None) -> None:
+        """Tells coordinators where a block is now, unless they know: in the pool, or `before`."""
+        place = self.of(block_hash)
+        if place == before or self._pool.lookup(block_hash) is not None:
+            return
+        if place is None:
+            self._log.removed(block_hash)
+        else:
+            self._log.stored(block_hash, place)

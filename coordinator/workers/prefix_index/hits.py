@@ -49,7 +49,7 @@ class PrefixHits:
         found = np.zeros(count + 1)
         for depth, slots in self.levels:
             if slots.bit_count() <= _FEW:
-                for slot in _bits(slots):
+                for slot in bits(slots):
                     if slot < count:
                         found[slot] = depth
                 continue
@@ -101,7 +101,8 @@ def deepest(levels: list[tuple[int, int]], live: int) -> list[tuple[int, int]]:
     return found
 
 
-def _bits(slots: int) -> Iterator[int]:
+def bits(slots: int) -> Iterator[int]:
+    """The slots of a bit set, from the last."""
     while slots:
         highest = slots.bit_length() - 1
         yield highest

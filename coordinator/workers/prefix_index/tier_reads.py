@@ -71,6 +71,55 @@ def brought(worker: Worker, hits: PrefixHits, held: float, otherwise_s: float) -
     return _brought(host - pool, held - host, block_s, wait_s, np.float64(otherwise_s))
 
 
+class Near(NamedTuple):
+    """The leading blocks of a prefix that a worker has among its KV blocks, once it has read for so long."""
+
+    blocks: int
+    read_s: float = 0.0
+
+
+def nearness(worker: Worker, hits: PrefixHits) -> list[Near]:
+    """What a worker holds of a prefix among its KV blocks; with what is in host memory; with what is on disk, too: each
+    if it is more, and there is room to read it. A holder reads all that it is asked to send, or nothing."""
+    held = hits.blocks(worker.prefix_slot)
+    if worker.near_slots is None or not held:
+        return [Near(held)]
+    host, pool = (min(hits.blocks(slot), held) for slot in worker.near_slots)
+    host = max(host, pool)  # the index is only a hint
+    found = [Near(pool)]
+    for blocks in (host, held):
+        if blocks > found[-1].blocks and _may_read(worker, blocks - pool):
+            found.append(Near(blocks, _read_s(worker, host - pool, blocks - host)))
+    return found
+
+
+def _read_s(worker: Worker, in_host: int, on_disk: int) -> float:
+    """Seconds until so many blocks have been read, from both at once."""
+    tiers = (in_host, worker.load.host_tier), (on_disk, worker.load.disk_tier)
+    return max(
+        wait_s + count * block_s
+        for count, tier in tiers
+        for block_s, wait_s in (_seconds(worker, tier),)
+        if count
+    )
+
+
+def _may_read(worker: Worker, blocks: int) -> bool:
+    """Whether there is room to read so many; see `KvTiers` in `engine.tiers.kv_tiers`."""
+    return 4 * blocks <= 3 * worker.load.free_blocks and 2 * blocks <= worker.load.total_blocks
+
+
+def held_prefix(worker: Worker, hits: PrefixHits, prompt_tokens: int, token_s: float) -> tuple[int, float]:
+    """Leading tokens of a prompt that a worker does not compute, at `token_s` seconds a token, and the seconds until it
+    has read those that are below its KV blocks. The last token is always computed, for its logits."""
+    size = worker.block_size_tokens
+    cached = min(hits.blocks(worker.prefix_slot) * size, prompt_tokens - 1)
+    below = brought(worker, hits, cached / size, token_s * size)
+    if below is None:
+        return cached, 0.0
+    return cached - round(float(below.lacking) * size), float(below.read_s)
+
+
 def near_slots(worker: Worker) -> tuple[int, int]:
     """The slots of what is in a worker's host memory or nearer, and of what is in its pool."""
     return worker.near_slots or (worker.prefix_slot, worker.prefix_slot)

@@ -83,3 +83,16 @@ async def test_a_holder_that_lacks_it_or_dies_costs_the_fetch_alone(log_dir: Pat
             assert all(isinstance(error, SplitserveError) for error in failed)
             assert await a.local("computed", prompt) == expected_tokens(prompt, MAX_TOKENS)
         await registry.assert_no_leaks()
+
+
+async def test_a_holder_reads_back_what_it_has_below_its_blocks(log_dir: Path) -> None:
+    options = ["--num-blocks", "24", "--block-size", str(BLOCK), "--kv-host-tier-bytes", str(2**22)]
+    async with neutral_processes(log_dir, "simulated", *options) as workers:
+        async with direct_workers(workers.registry, "a", "b") as (a, b):
+            prefix, others = tokens(6 * BLOCK, 1), [tokens(7 * BLOCK, seed) for seed in range(2, 6)]
+            for number, prompt in enumerate([[*prefix, 7], *others]):  # more than its blocks hold
+                assert await b.local(f"b{number}", prompt) == expected_tokens(prompt, MAX_TOKENS)
+            assert await hand_prefix(b, a, "fetch", prefix) == 6
+            assert await hand_prefix(b, a, "again", prefix) == 0, "it is there"
+            assert await a.local("a", [*prefix, 8]) == expected_tokens([*prefix, 8], MAX_TOKENS)
+        await workers.registry.assert_no_leaks()

@@ -9,7 +9,15 @@ import pytest
 
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch.fetch_times import FetchTimes
-from coordinator.peer_fetch.policy import MARGIN, FetchPlan, Wanted, compute_seconds, plan_fetch
+from coordinator.peer_fetch.policy import (
+    MARGIN,
+    FetchPlan,
+    Wanted,
+    compute_seconds,
+    offer_of,
+    plan_fetch,
+)
+from coordinator.peer_fetch.prefix_offer import PrefixOffer
 from coordinator.peer_fetch.under_way import FetchesUnderWay
 from coordinator.records.decisions import decisions_of
 from coordinator.records.request_record import AttemptFacts, RequestRecord
@@ -193,3 +201,90 @@ def test_a_pair_that_rests_is_left_alone() -> None:
     )
     assert found is not None
     assert found.holder.worker_id == "w2"
+
+
+READS = {"host_tier": 10.0, "disk_tier": 1.0}
+"""GB/s: a block takes 0.1 ms and 1 ms."""
+
+
+def tiered(number: int, *, waiting_bytes: int = 0, free_blocks: int = 128, **speeds: float) -> Worker:
+    """A worker with tiers; its three slots are 10, 11 and 12 times its number."""
+    tiers = {
+        name: registry_pb2.TierReads(gb_per_second=speed, waiting_bytes=waiting_bytes)
+        for name, speed in (READS | speeds).items()
+    }
+    load = registry_pb2.WorkerLoad(
+        free_blocks=free_blocks, total_blocks=128, prefill_tokens_per_second=1000.0, **tiers
+    )
+    return worker(number, load=load, prefix_slot=10 * number, near_slots=(11 * number, 12 * number))
+
+
+def test_what_a_holder_reads_before_counts() -> None:
+    near = plan(worker(0), tiered(1), hits={10: 40, 11: 40, 12: 40})
+    host = plan(worker(0), tiered(1), hits={10: 40, 11: 40, 12: 10})
+    both = plan(worker(0), tiered(1), hits={10: 40, 11: 30, 12: 10})
+    assert near is not None
+    assert host is not None
+    assert both is not None
+    assert {each.tokens for each in (near, host, both)} == {640}
+    assert host.fetch_s - near.fetch_s == pytest.approx(30 * 1e-4)
+    assert both.fetch_s - near.fetch_s == pytest.approx(10 * 1e-3), "both are read at once"
+    assert both.wait_s == pytest.approx(10 * 1e-3)
+
+
+def test_reads_before_it_count() -> None:
+    found = plan(worker(0), tiered(1, waiting_bytes=10**9), hits={10: 40, 11: 40, 12: 10})
+    assert found is not None
+    assert found.wait_s == pytest.approx(0.1 + 30 * 1e-4)
+
+
+def test_only_what_is_near_is_fetched_where_a_read_takes_too_long() -> None:
+    """A block on the disk takes 20 ms, and 16 ms to compute."""
+    slow = tiered(1, disk_tier=0.05)
+    found = plan(worker(0), slow, hits={10: 40, 11: 20, 12: 8})
+    assert found is not None
+    assert found.tokens == 20 * BLOCK
+    assert plan(worker(0), slow, hits={10: 40}) is None
+    other = plan(worker(0), slow, worker(2), hits={10: 40, 2: 30})
+    assert other is not None
+    assert other.holder.worker_id == "w2"
+
+
+def test_a_holder_without_room_sends_what_is_among_its_blocks() -> None:
+    """It reads into three quarters of its free blocks at most."""
+    found = plan(worker(0), tiered(1, free_blocks=40), hits={10: 40, 11: 40, 12: 10})
+    assert found is not None
+    assert found.tokens == 640
+    found = plan(worker(0), tiered(1, free_blocks=39), hits={10: 40, 11: 40, 12: 10})
+    assert found is not None
+    assert found.tokens == 160
+
+
+def test_what_a_taker_has_in_its_own_tiers_travels_all_the_same() -> None:
+    found = plan(tiered(3), worker(1), hits={30: 20, 33: 15, 36: 5, 1: 40})
+    assert found is not None
+    assert (found.tokens, found.held_tokens) == (640, 320)
+    assert found.compute_s == pytest.approx(0.32)
+    assert found.lane_s == pytest.approx(0.001 + 35 * BLOCK_BYTES / 1e9)
+
+
+def offer(*workers: Worker, hits: dict[int, int]) -> PrefixOffer | None:
+    parts = FetchTimes(), FetchesUnderWay(BackgroundTasks()), "m", ()
+    return offer_of(PoolSnapshot(workers), PROMPT, PrefixHits.of(hits), *parts, 0.0)
+
+
+def test_an_offer_counts_the_holder_s_read() -> None:
+    near, below = worker(1), tiered(2, disk_tier=0.1)
+    fixed = offer(near, hits={1: 40})
+    read = offer(below, hits={20: 40, 22: 40, 24: 10})
+    assert fixed is not None
+    assert read is not None
+    assert (fixed.tokens, read.tokens) == (640, 640)
+    assert read.fixed_s - fixed.fixed_s == pytest.approx(30 * 1e-4)
+    both = offer(near, below, hits={1: 39, 20: 40, 22: 20, 24: 10})
+    assert both is not None
+    assert both.holder is near, "the other's last block takes longer to read than to compute"
+    slow = offer(tiered(2, disk_tier=0.05), hits={20: 40, 22: 20, 24: 10})
+    assert slow is not None
+    assert slow.tokens == 320
+    assert offer(tiered(2, disk_tier=0.05), hits={20: 40}) is None

@@ -63,9 +63,15 @@ class Rig:
             self.registry.set_output_open((name, 1), True)
 
     def report(
-        self, name: str, holds: Sequence[list[int]] = (), total_blocks: int = 64, alone: bool = False
+        self,
+        name: str,
+        holds: Sequence[list[int]] = (),
+        total_blocks: int = 64,
+        alone: bool = False,
+        disk_block_s: float = 0.0,
     ) -> None:
-        """With lanes to all others, unless it is `alone`; faster ones from those with later names."""
+        """With lanes to all others, unless it is `alone`; faster ones from those with later names. All but the first
+        block is on a disk that reads a block in `disk_block_s`, if that is above 0."""
         peers = [] if alone else self.registry.peers_of(self.worker(name))
         lanes = [
             registry_pb2.LaneReport(agent_id=peer.agent_id, gb_per_second=1.0 + ord(name[0]))
@@ -77,14 +83,20 @@ class Rig:
             extend_block_hashes(found, tokens, BLOCK_SIZE, SALT, len(tokens) // BLOCK_SIZE)
             hashes += found
         stored = b"".join(map(name_of, hashes))
+        events = registry_pb2.CacheEvents(sequence=1, cleared=True, stored=stored)
+        load = registry_pb2.WorkerLoad(total_blocks=total_blocks, free_blocks=total_blocks)
+        if disk_block_s:
+            events.tiered, events.stored, events.on_disk = True, stored[:8], stored[8:]
+            load.host_tier.gb_per_second = 1.0
+            load.disk_tier.gb_per_second = self.worker(name).block_bytes / disk_block_s / 1e9
         self.registry.report(
             registry_pb2.ReportRequest(
                 worker_id=name,
                 epoch=1,
                 connected_agent_ids=[peer.agent_id for peer in peers],
                 lanes=lanes,
-                load=registry_pb2.WorkerLoad(total_blocks=total_blocks, free_blocks=total_blocks),
-                cache_events=registry_pb2.CacheEvents(sequence=1, cleared=True, stored=stored),
+                load=load,
+                cache_events=events,
             ),
             1.0,
         )
@@ -136,6 +148,16 @@ async def test_each_prefix_comes_from_who_has_most_by_the_fastest_lane() -> None
     slot = rig.worker("new").prefix_slot
     hits = rig.registry.prefixes.hits_of({BLOCK_SIZE: keys}, time.monotonic())
     assert hits.blocks(slot) == BLOCKS, "until it reports them itself"
+
+
+@pytest.mark.parametrize(("disk_block_s", "blocks"), [(0.1, BLOCKS), (0.9, 1)])
+async def test_what_a_holder_would_read_for_too_long_is_left_there(disk_block_s: float, blocks: int) -> None:
+    rig = Rig("a", "new")
+    rig.heat(1)
+    rig.report("a", [prefix(1)], disk_block_s=disk_block_s)
+    rig.report("new")
+    await rig.seeder.seed(rig.worker("new"))
+    assert rig.brought() == [("a", 1, blocks * BLOCK_SIZE)]
 
 
 async def test_pinned_workers_that_trade_are_seeded_once_they_take_prefixes() -> None:

@@ -12,7 +12,7 @@ import pytest
 from engine.kv_cache.cache_events import KvEventReader
 from engine.runner.simulated_runner import expected_tokens
 from engine.tiers import kv_tiers
-from engine.tiers.tier import TierRead
+from engine.tiers.tier_read import TierRead
 from splitserve.generation.kv_blocks import extend_block_hashes, name_of
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.tiers.tiers_rig import FailingStore, TieredRig
