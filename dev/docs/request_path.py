@@ -31,9 +31,14 @@ IDLE_S = 7.0
 after which a coordinator sends a worker its peers again."""
 
 
-BESIDE_THE_WAY = {"coordinator/workers/registration.py", "coordinator/workers/registry_service.py"}
-"""Entered by a worker's report of what its cache has changed, which a request causes and does not wait for: it comes
-before or after the last token."""
+BY_CHANCE = {
+    "coordinator/workers/registration.py",
+    "coordinator/workers/registry_service.py",
+    "splitserve/runtime/own_clock.py",
+}
+"""Entered or not, as two messages happen to come. A worker's report of what its cache has changed comes before or after
+the last token, and nobody waits for it; the completion is waited for on the process's own time only where the prefill
+worker's word of the handoff is faster than the decode worker's."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def traced() -> RequestPath:
             found[kind] = [
                 file
                 for file in found[kind]
-                if all(file in other[name][kind] for other in others) and file not in BESIDE_THE_WAY
+                if all(file in other[name][kind] for other in others) and file not in BY_CHANCE
             ]
     handed_on = [name for name in first["coordinator"]["handed_on"] if name.startswith("coordinator/")]
     return RequestPath({name: first[name]["files"] for name in SERVICES}, handed_on)
