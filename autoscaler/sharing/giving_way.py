@@ -6,10 +6,11 @@ place of another's replica, none would ever come to it. Then one of them gives u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.sharing.shares import MONEY, Claim, ClassOfClaim, Uses
+from autoscaler.sharing.shares import AMOUNTS, GPUS, Claim, ClassOfClaim, Uses
 
 _TINY = 1e-9
 
@@ -28,11 +29,11 @@ class PoolStanding:
     weight: float = 1.0
 
     def lacks(self, name: str) -> bool:
-        """Whether it is to have more replicas of a class, or more money."""
+        """Whether it is to have more replicas of a class, or more of an amount."""
         return self.wanted.get(name, 0.0) > self.held.get(name, 0.0) + _TINY
 
     def has_too_much(self, name: str) -> bool:
-        """Of a class, or of money."""
+        """Of a class, or of an amount."""
         return self.held.get(name, 0.0) > self.wanted.get(name, 0.0) + _TINY
 
     @property
@@ -53,10 +54,11 @@ class PoolStanding:
             for name, one in self.classes.items()
         )
 
-    def may_end(self, name: str) -> bool:
-        """The last replica that carries all, and can meet the target, does not end: nobody would serve meanwhile."""
-        carries = self.classes[name].usable and self.carried >= self.units - _TINY
-        return self.has_too_much(name) and (self.replicas > 1 or not carries)
+    @property
+    def is_last(self) -> bool:
+        """Whether it has one replica, which carries all and can meet the target: nobody would serve without it."""
+        usable = all(one.usable for name, one in self.classes.items() if self.held.get(name, 0.0))
+        return self.replicas <= 1 and usable and self.carried >= self.units - _TINY
 
 
 def standing(claim: Claim, live: Uses, granted: Uses, units: float) -> PoolStanding:
@@ -69,9 +71,12 @@ def standing(claim: Claim, live: Uses, granted: Uses, units: float) -> PoolStand
     return PoolStanding(held, wanted, units, claim.classes, claim.weight)
 
 
-def gives_way(pools: Sequence[PoolStanding], limits: Uses, held: Uses) -> dict[int, str]:
+def gives_way(
+    pools: Sequence[PoolStanding], limits: Uses, held: Uses, last_too: bool = False
+) -> dict[int, str]:
     """The pools, by their place in `pools`, that end a replica at once, and of which class; one of those that wait for
-    each other. `held`: all that there is of each limit, without what drains."""
+    each other. `held`: all that there is of each limit, without what drains. `last_too`: where nothing else helps also
+    a last replica that does its work."""
     left = {name: limit - held.get(name, 0.0) for name, limit in limits.items()}
     short = [_short_of(one, left) for one in pools]
     waits = [_waits_for(number, short, pools) for number in range(len(pools))]
@@ -83,7 +88,12 @@ def gives_way(pools: Sequence[PoolStanding], limits: Uses, held: Uses) -> dict[i
         is_stuck = all(waits[one] and number in reached[one] | {one} for one in circle)
         if is_stuck and circle not in seen:
             seen.add(circle)
-            able = [(one, name) for one in circle for name in _asked_of(one, short, pools)]
+            able = [
+                (one, name)
+                for one in circle
+                if last_too or not pools[one].is_last
+                for name in _asked_of(one, short, pools)
+            ]
             if able:
                 one, name = min(able, key=lambda it: (-pools[it[0]].replicas, pools[it[0]].weight, *it))
                 given[one] = name
@@ -92,12 +102,14 @@ def gives_way(pools: Sequence[PoolStanding], limits: Uses, held: Uses) -> dict[i
 
 def _short_of(one: PoolStanding, left: Mapping[str, float]) -> frozenset[str]:
     """The limits for which it waits; none where it can start something that it lacks, or ends something soon."""
+    if not one.classes:  # its replicas are alike, and only GPUs limit them
+        lacking = one.wanted.get(GPUS, 0.0) - one.held.get(GPUS, 0.0)
+        return frozenset({GPUS} if lacking > max(0.0, left.get(GPUS, lacking)) + _TINY else ())
     lacked = {name: kind for name, kind in one.classes.items() if one.lacks(name)}
     short: set[str] = set()
     for name, kind in lacked.items():
         wall = {name} if left.get(name, 1.0) < 1.0 - _TINY else set()
-        if kind.price_per_hour > left.get(MONEY, kind.price_per_hour) + _TINY:
-            wall.add(MONEY)
+        wall |= {amount for amount in AMOUNTS if kind.takes(amount) > left.get(amount, math.inf) + _TINY}
         if not wall:
             return frozenset()
         short |= wall
@@ -105,12 +117,12 @@ def _short_of(one: PoolStanding, left: Mapping[str, float]) -> frozenset[str]:
 
 
 def _waits_for(number: int, short: Sequence[frozenset[str]], pools: Sequence[PoolStanding]) -> frozenset[int]:
-    """The pools that have too much of what this one is short of. Of money it may be itself."""
+    """The pools that have too much of what this one is short of. Of amounts it may be itself."""
     return frozenset(
         other
         for other, one in enumerate(pools)
         for name in short[number]
-        if one.has_too_much(name) and (other != number or name == MONEY)
+        if one.has_too_much(name) and (other != number or name in AMOUNTS)
     )
 
 
@@ -127,6 +139,12 @@ def _reached(number: int, waits: Sequence[frozenset[int]]) -> frozenset[int]:
 
 
 def _asked_of(number: int, short: Sequence[frozenset[str]], pools: Sequence[PoolStanding]) -> list[str]:
-    """Classes of which it may give up one, for which another waits."""
+    """Classes of which it may give up one, for which another waits, or for the money or GPUs of which."""
+    one = pools[number]
     asked = frozenset().union(*(names for other, names in enumerate(short) if other != number))
-    return [name for name in sorted(asked & pools[number].classes.keys()) if pools[number].may_end(name)]
+    amounts = [amount for amount in AMOUNTS if amount in asked and one.has_too_much(amount)]
+    return [
+        name
+        for name, kind in sorted(one.classes.items())
+        if one.has_too_much(name) and (name in asked or any(kind.takes(amount) for amount in amounts))
+    ]

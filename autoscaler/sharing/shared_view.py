@@ -26,6 +26,8 @@ class ModelShare:
     """See `Split`."""
     granted: Mapping[Pool, Rung] = field(default_factory=dict)
     """Of all models."""
+    moved: bool = False
+    """See `Split`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class SharedView:
         left = left_of(known, split.rungs, self.limits)
         mine = tuple(rungs[self.model, pool] for pool in own)
         usable = {name: self._left(name, max(0.0, amount), granted) for name, amount in left.items()}
-        return ModelShare(mine, usable, split.worth_moving, granted)
+        return ModelShare(mine, usable, split.worth_moving, granted, split.moved)
 
     def _left(self, name: str, left: float, granted: Mapping[Pool, Rung]) -> float:
         """What this model may use of what no rung takes. Each keeps what it has of it; what two keep is the first's."""
@@ -96,16 +98,16 @@ class SharedView:
         free = left - (sum(keeps.values()) - mine)
         return max(0.0, free, min(mine, left - before))
 
-    def gives_way(self, own: Mapping[P, Claim], granted: Mapping[Pool, Rung]) -> dict[P, str]:
+    def gives_way(self, own: Mapping[P, Claim], got: ModelShare) -> dict[P, str]:
         """By pool of this model: the class of which one ends before what replaces it is there. `own` are decided."""
         claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
         claims |= self.others
-        order = [one for one in sorted(claims) if claims[one].classes]
+        order = [one for one in sorted(claims) if one in got.granted]
         standings = [
-            standing(claims[one], self.live.get(one, {}), granted[one].uses, granted[one].units)
+            standing(claims[one], self.live.get(one, {}), got.granted[one].uses, got.granted[one].units)
             for one in order
         ]
-        given = gives_way(standings, self.limits, summed(list(self.live.values())))
+        given = gives_way(standings, self.limits, summed(list(self.live.values())), got.moved)
         named = {order[number]: name for number, name in given.items()}
         return {pool: named[self.model, pool] for pool in own if (self.model, pool) in named}
 

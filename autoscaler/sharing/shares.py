@@ -21,6 +21,8 @@ WORTH_MOVING = 0.1
 Uses = Mapping[str, float]
 """Amounts by what is limited: `MONEY` an hour, `GPUS`, replicas of a class."""
 MONEY, GPUS = "money", "gpus"
+AMOUNTS = (MONEY, GPUS)
+"""What each replica takes some of, by its class; the others are places."""
 
 
 def of_class(name: str) -> str:
@@ -54,6 +56,11 @@ class ClassOfClaim:
     price_per_hour: float = 0.0
     usable: bool = True
     """Whether it can meet the pool's target."""
+    gpus: int = 0
+
+    def takes(self, name: str) -> float:
+        """What one takes of an amount."""
+        return {MONEY: self.price_per_hour, GPUS: float(self.gpus)}[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,22 +247,31 @@ class Split:
     """One a claim."""
     worth_moving: bool = False
     """Whether all together would do much better if some gave up what they have."""
+    moved: bool = False
+    """Whether some do."""
 
 
 def settled_share(
     claims: Sequence[Claim], limits: Uses, held: Sequence[Uses], may_move: bool = True
 ) -> Split:
     """As `share`, but what a pool has (`held`, one a claim) and wants it keeps, unless `may_move`, and moving it is
-    worth that or gives all of them all that they want. A lowest rung that has no room otherwise moves it at once."""
+    worth that or gives all of them all that they want. A lowest rung that has no room otherwise moves it at once; one
+    that never has any moves nothing."""
     best = share(claims, limits)
     kept = [_kept(claim, uses, limits) for claim, uses in zip(claims, held, strict=True)]
-    if any(left < -_TINY for left in left_of(claims, kept, limits).values()):
-        return Split(best)
+    if _excess(claims, kept, limits) > _excess(claims, best, limits) + _TINY:
+        return Split(best, moved=True)
     stay = share(claims, limits, kept)
     all_have_it = _have_all(claims, best) and not _have_all(claims, stay)
     if not all_have_it and not _is_worth(_loss(claims, best), _loss(claims, stay)):
         return Split(stay)
-    return Split(best if may_move else stay, worth_moving=True)
+    return Split(best if may_move else stay, worth_moving=True, moved=may_move)
+
+
+def _excess(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> float:
+    """By how much these rungs exceed the limits, as shares of them."""
+    left = left_of(claims, at, limits)
+    return sum(max(0.0, -amount) / max(limits[name], _TINY) for name, amount in left.items())
 
 
 def _have_all(claims: Sequence[Claim], at: Sequence[int]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoscaler.sharing.shared_view import SharedView
+from autoscaler.sharing.shared_view import ModelShare, SharedView
 from autoscaler.sharing.shares import Claim, ClassOfClaim, Rung, Uses, of_class
 
 H, X, Y, Z = (of_class(name) for name in ("h100", "x", "y", "z"))
@@ -50,7 +50,7 @@ def swap(model: str, standby: Uses, units: float = 2.0) -> dict[str, str]:
     live = {"a": {X: 1.0, **standby}, "b": {Y: 1.0}}
     view = seen_by(model, claims, live, {X: 1.0, Y: 1.0})
     granted = {(name, "decode"): claim.rungs[0] for name, claim in claims.items()}
-    return view.gives_way({"decode": claims[model]}, granted)
+    return view.gives_way({"decode": claims[model]}, ModelShare((0,), {}, False, granted))
 
 
 def test_one_of_a_circle_gives_way_also_with_a_standby() -> None:
@@ -70,4 +70,4 @@ def test_a_planned_standby_is_not_too_much() -> None:
     granted = {(name, "decode"): claim.rungs[0] for name, claim in claims.items()}
     for name, claim in claims.items():
         view = seen_by(name, claims, {"a": {X: 1.0}, "b": {Y: 1.0}}, {X: 1.0, Y: 1.0})
-        assert view.gives_way({"decode": claim}, granted) == {}
+        assert view.gives_way({"decode": claim}, ModelShare((0,), {}, False, granted)) == {}
