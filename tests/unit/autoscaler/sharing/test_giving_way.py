@@ -20,7 +20,7 @@ from autoscaler.sharing.giving_way import PoolStanding, gives_way
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.sharing.shares import MONEY, Claim, ClassOfClaim, Rung, of_class, share
+from autoscaler.sharing.shares import AMOUNTS, GPUS, MONEY, Claim, ClassOfClaim, Rung, of_class, share
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
@@ -38,14 +38,16 @@ class Wish:
     classes: Mapping[str, tuple[float, float]]
     held: Mapping[str, int]
     """Of each class at first."""
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """Of a replica of each class; 0 where nothing is said."""
 
     def policy(self) -> ScalingPolicy:
         always = [{"start": "00:00", "end": "00:00", "replicas": self.units}]
         classes = [
-            {"name": name, "speed": speed, "price_per_hour": price}
+            {"name": name, "speed": speed, "price_per_hour": price, "gpus_per_replica": self.gpus.get(name, 0)}
             for name, (speed, price) in self.classes.items()
         ]
-        own = [{"name": "own", "price_per_hour": 0.5}]
+        own = [{"name": "own", "price_per_hour": 0.5, "gpus_per_replica": 0}]
         at_once = {"scaleDown": {"stabilizationWindowSeconds": 0}}
         more = {"kind": "schedule", "max_replicas": 9, "drain_s": 1, "behavior": at_once}
         return parse_policy(
@@ -113,7 +115,7 @@ class Models:
     def __init__(self, wishes: Mapping[str, Wish], limits: Mapping[str, float]) -> None:
         self.clock, self.limits = Clock(1000.0), limits
         policies = {name: wish.policy() for name, wish in wishes.items()}
-        least = {name: (lambda one=one: least_uses(one)) for name, one in policies.items()}
+        least = {name: (lambda one=one: least_uses(one, limits)) for name, one in policies.items()}
         account = SharedAccount(limits, least, move_after_s=30.0, clock=self.clock)  # type: ignore[arg-type]
         self.models = [
             Scaled(name, wish, ModelAccount(account, name, lambda name=name: policies[name]), policies[name])  # type: ignore[misc]
@@ -159,7 +161,11 @@ class Models:
         assert self.money() <= self.limits.get(MONEY, 1e9) + 1e-9
         for name, limit in self.limits.items():
             there = sum(of_class(each.replica_class) == name for one in self.models for each in one.there)
-            assert name == MONEY or there <= limit
+            assert name in AMOUNTS or there <= limit
+        assert self.gpus() <= self.limits.get(GPUS, 1e9)
+
+    def gpus(self) -> int:
+        return sum(one.wish.gpus.get(each.replica_class, 0) for one in self.models for each in one.there)
 
     def money(self) -> float:
         prices = {
@@ -190,6 +196,7 @@ def fits(wishes: Mapping[str, Wish], limits: Mapping[str, float]) -> bool:
         kinds = list(wish.classes)
         for counts in product(*(range(wish.units + 1) for _ in kinds)):
             used = {of_class(kind): count for kind, count in zip(kinds, counts, strict=True)}
+            used[GPUS] = sum(wish.gpus.get(kind, 0) * n for kind, n in zip(kinds, counts, strict=True))
             units = sum(wish.classes[kind][0] * count for kind, count in zip(kinds, counts, strict=True))
             after = {name: left.get(name, 99.0) - used.get(name, 0) for name in {*left, *used}}
             if units >= wish.units and min(after.values()) >= 0 and able(others, after):
