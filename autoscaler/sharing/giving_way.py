@@ -61,6 +61,16 @@ class PoolStanding:
         return self.replicas <= 1 and usable and self.carried >= self.units - _TINY
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a pool gives up."""
+
+    name: str
+    """Its class, as in `Uses`."""
+    is_last: bool
+    """See `PoolStanding`."""
+
+
 def standing(claim: Claim, live: Uses, granted: Uses, units: float) -> PoolStanding:
     """Of a pool that has all this, what drains left out. `granted` is what it is to have where that is not decided."""
     wanted = granted if claim.wanted is None else claim.wanted
@@ -73,7 +83,7 @@ def standing(claim: Claim, live: Uses, granted: Uses, units: float) -> PoolStand
 
 def gives_way(
     pools: Sequence[PoolStanding], limits: Uses, held: Uses, last_too: bool = False
-) -> dict[int, str]:
+) -> dict[int, Given]:
     """The pools, by their place in `pools`, that end a replica at once, and of which class; one of those that wait for
     each other. `held`: all that there is of each limit, without what drains. `last_too`: where nothing else helps also
     a last replica that does its work."""
@@ -81,7 +91,7 @@ def gives_way(
     short = [_short_of(one, left) for one in pools]
     waits = [_waits_for(number, short, pools) for number in range(len(pools))]
     reached = [_reached(number, waits) for number in range(len(pools))]
-    given: dict[int, str] = {}
+    given: dict[int, Given] = {}
     seen: set[frozenset[int]] = set()
     for number, group in enumerate(reached):
         circle = group | {number}
@@ -96,7 +106,7 @@ def gives_way(
             ]
             if able:
                 one, name = min(able, key=lambda it: (-pools[it[0]].replicas, pools[it[0]].weight, *it))
-                given[one] = name
+                given[one] = Given(name, pools[one].is_last)
     return given
 
 

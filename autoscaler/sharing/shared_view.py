@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autoscaler.sharing.giving_way import gives_way, standing
+from autoscaler.sharing.giving_way import Given, gives_way, standing
 from autoscaler.sharing.shares import Claim, Rung, Split, Uses, left_of, settled_share
 
 P = TypeVar("P", bound=str)
@@ -28,6 +28,8 @@ class ModelShare:
     """Of all models."""
     moved: bool = False
     """See `Split`."""
+    lacking: Mapping[str, float] = field(default_factory=dict)
+    """By how much the least of all models exceeds each limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ class SharedView:
         left = left_of(known, split.rungs, self.limits)
         mine = tuple(rungs[self.model, pool] for pool in own)
         usable = {name: self._left(name, max(0.0, amount), granted) for name, amount in left.items()}
-        return ModelShare(mine, usable, split.worth_moving, granted, split.moved)
+        lacking = {name: -amount for name, amount in left.items() if amount < -1e-9}
+        return ModelShare(mine, usable, split.worth_moving, granted, split.moved, lacking)
 
     def _left(self, name: str, left: float, granted: Mapping[Pool, Rung]) -> float:
         """What this model may use of what no rung takes. Each keeps what it has of it; what two keep is the first's."""
@@ -98,7 +101,7 @@ class SharedView:
         free = left - (sum(keeps.values()) - mine)
         return max(0.0, free, min(mine, left - before))
 
-    def gives_way(self, own: Mapping[P, Claim], got: ModelShare) -> dict[P, str]:
+    def gives_way(self, own: Mapping[P, Claim], got: ModelShare) -> dict[P, Given]:
         """By pool of this model: the class of which one ends before what replaces it is there. `own` are decided."""
         claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
         claims |= self.others

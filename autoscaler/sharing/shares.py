@@ -248,7 +248,7 @@ class Split:
     worth_moving: bool = False
     """Whether all together would do much better if some gave up what they have."""
     moved: bool = False
-    """Whether some do."""
+    """Whether some do, and that was so for a while: now also what is the last of its pool."""
 
 
 def settled_share(
@@ -260,7 +260,7 @@ def settled_share(
     best = share(claims, limits)
     kept = [_kept(claim, uses, limits) for claim, uses in zip(claims, held, strict=True)]
     if _excess(claims, kept, limits) > _excess(claims, best, limits) + _TINY:
-        return Split(best, moved=True)
+        return Split(best, worth_moving=True, moved=may_move)
     stay = share(claims, limits, kept)
     all_have_it = _have_all(claims, best) and not _have_all(claims, stay)
     if not all_have_it and not _is_worth(_loss(claims, best), _loss(claims, stay)):

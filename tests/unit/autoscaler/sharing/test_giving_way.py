@@ -44,7 +44,12 @@ class Wish:
     def policy(self) -> ScalingPolicy:
         always = [{"start": "00:00", "end": "00:00", "replicas": self.units}]
         classes = [
-            {"name": name, "speed": speed, "price_per_hour": price, "gpus_per_replica": self.gpus.get(name, 0)}
+            {
+                "name": name,
+                "speed": speed,
+                "price_per_hour": price,
+                "gpus_per_replica": self.gpus.get(name, 0),
+            }
             for name, (speed, price) in self.classes.items()
         ]
         own = [{"name": "own", "price_per_hour": 0.5, "gpus_per_replica": 0}]
@@ -286,9 +291,11 @@ def has(held: Mapping[str, float], wanted: Mapping[str, float], weight: float = 
     return PoolStanding(held, wanted, sum(wanted.values()), EACH, weight)
 
 
-def given_way(pools: list[PoolStanding], limits: Mapping[str, float]) -> dict[int, str]:
+def given_way(
+    pools: list[PoolStanding], limits: Mapping[str, float], last_too: bool = False
+) -> dict[int, str]:
     held = {name: sum(one.held.get(name, 0.0) for one in pools) for name in limits}
-    return gives_way(pools, limits, held)
+    return {one: given.name for one, given in gives_way(pools, limits, held, last_too).items()}
 
 
 def test_one_of_a_circle_gives_way() -> None:

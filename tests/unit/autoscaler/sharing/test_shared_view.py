@@ -50,7 +50,8 @@ def swap(model: str, standby: Uses, units: float = 2.0) -> dict[str, str]:
     live = {"a": {X: 1.0, **standby}, "b": {Y: 1.0}}
     view = seen_by(model, claims, live, {X: 1.0, Y: 1.0})
     granted = {(name, "decode"): claim.rungs[0] for name, claim in claims.items()}
-    return view.gives_way({"decode": claims[model]}, ModelShare((0,), {}, False, granted))
+    given = view.gives_way({"decode": claims[model]}, ModelShare((0,), {}, False, granted))
+    return {pool: one.name for pool, one in given.items()}
 
 
 def test_one_of_a_circle_gives_way_also_with_a_standby() -> None:
