@@ -93,7 +93,7 @@ class _Part:
         ]
         if self.gives:
             kind = next(share.name for share in pool.mix if of_class(share.name) == self.gives)
-            notes.append(f"one {kind} ends first: another pool waits for it, and has what this one waits for")
+            notes.append(f"one {kind} ends before what replaces it is there: pools wait for each other")
             pool = replace(pool, gives=kind)
         return with_pool(plan, self.one.name, replace(pool, reason="; ".join([pool.reason, *notes])))
 

@@ -262,10 +262,35 @@ def settled_share(
     if _excess(claims, kept, limits) > _excess(claims, best, limits) + _TINY:
         return Split(best, worth_moving=True, moved=may_move)
     stay = share(claims, limits, kept)
-    all_have_it = _have_all(claims, best) and not _have_all(claims, stay)
-    if not all_have_it and not _is_worth(_loss(claims, best), _loss(claims, stay)):
-        return Split(stay)
-    return Split(best if may_move else stay, worth_moving=True, moved=may_move)
+    if _is_better(claims, best, stay):
+        return Split(best if may_move else stay, worth_moving=True, moved=may_move)
+    room = _room_beside_last(claims, kept, held, limits)
+    crowded = _excess(claims, kept, room) > _excess(claims, kept, limits) + _TINY
+    is_worth = crowded or _is_better(claims, stay, share(claims, room, kept))
+    return Split(stay, worth_moving=is_worth, moved=is_worth and may_move)
+
+
+def _is_better(claims: Sequence[Claim], after: Sequence[int], before: Sequence[int]) -> bool:
+    """Whether it is worth a move, or gives all of them all that they want."""
+    all_have_it = _have_all(claims, after) and not _have_all(claims, before)
+    return all_have_it or _is_worth(_loss(claims, after), _loss(claims, before))
+
+
+def _room_beside_last(
+    claims: Sequence[Claim], at: Sequence[int], held: Sequence[Uses], limits: Uses
+) -> dict[str, float]:
+    """The limits without what last replicas take beyond these rungs: they end for nothing less than a move."""
+    room = dict(limits)
+    for claim, rung, uses in zip(claims, at, held, strict=True):
+        here = {name: uses.get(name, 0.0) for name in claim.classes if uses.get(name, 0.0) > _TINY}
+        kinds = [claim.classes[name] for name in here]
+        if sum(here.values()) > 1 or not all(
+            one.usable and one.speed >= claim.rungs[rung].units - _TINY for one in kinds
+        ):
+            continue
+        for name in limits if kinds else ():
+            room[name] -= max(0.0, uses.get(name, 0.0) - claim.rungs[rung].uses.get(name, 0.0))
+    return room
 
 
 def _excess(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> float:
