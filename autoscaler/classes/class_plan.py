@@ -56,7 +56,7 @@ def with_classes(
     for one, given, mix in zip(wanted, granted, mixes, strict=True):
         standbys = one.standbys(mix, left)
         left = {name: amount - one.uses(standbys)[name] for name, amount in left.items()}
-        got = Granted(given, mix, standbys, " and ".join(exceeded.values()), why)
+        got = GrantedMix(given, mix, standbys, " and ".join(exceeded.values()), why)
         plan = with_pool(plan, one.name, planned(one, plan.pool(one.name), got))
     gpus = int(limits[GPUS]) if GPUS in limits else None
     return replace(plan, budget_per_hour=policy.budget_per_hour, gpu_budget=gpus)
@@ -116,7 +116,7 @@ def _within_limits(
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class GrantedMix:
     """What one pool gets."""
 
     units: float
@@ -128,7 +128,7 @@ class Granted:
     """Where it did not get all."""
 
 
-def planned(one: ClassedDemand, before: PoolPlan, given: Granted) -> PoolPlan:
+def planned(one: ClassedDemand, before: PoolPlan, given: GrantedMix) -> PoolPlan:
     """The pool's plan with what it gets, and why."""
     counts = zip(one.pool.classes, one.offers, given.mix.counts, given.standbys.counts, strict=True)
     shares = tuple(

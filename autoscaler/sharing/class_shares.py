@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autoscaler.classes.class_demand import ClassedDemand
-from autoscaler.classes.class_plan import Granted, demands, planned, with_pool
+from autoscaler.classes.class_plan import GrantedMix, demands, planned, with_pool
 from autoscaler.classes.mix import NOTHING, ClassMix, mix_of
 from autoscaler.plan import Cause, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
@@ -50,9 +50,10 @@ def with_shared_classes(
         pool = part.one.name
         if (given := shared.gives_way(claims, got).get(pool)) is None:
             continue
-        if given.is_last and (mix := _detour(part.one, part.rung, given.name, left, shared)) is not None:
-            part.mix = mix
-            claims[pool] = replace(claims[pool], wanted=part.one.shared_uses(mix, limits))
+        detour = _detour(part.one, part.rung, given.name, left, shared) if given.is_last else None
+        if detour is not None:
+            part.mix = detour
+            claims[pool] = replace(claims[pool], wanted=part.one.shared_uses(detour, limits))
         else:
             part.gives = given.name
     for part in parts:
@@ -83,7 +84,7 @@ class _Part:
     def planned(self, plan: ScalingPlan, got: ModelShare, shared: SharedView) -> ScalingPlan:
         """The plan with this pool."""
         limit, cause = _bound(self.one, self.rung, self.mix, got.left, shared)
-        given = Granted(self.rung.units, self.mix, self.standbys, limit, cause)
+        given = GrantedMix(self.rung.units, self.mix, self.standbys, limit, cause)
         pool = planned(self.one, plan.pool(self.one.name), given)
         notes = [
             f"the least of all models takes {shared.limits[name] + lacking:g} {_shown(name)}, and there are "

@@ -60,6 +60,11 @@ class PoolStanding:
         usable = all(one.usable for name, one in self.classes.items() if self.held.get(name, 0.0))
         return self.replicas <= 1 and usable and self.carried >= self.units - _TINY
 
+    @property
+    def order(self) -> tuple[bool, float, float]:
+        """Whose turn it is to give something up first: a last replica that does its work comes last."""
+        return self.is_last, -self.replicas, self.weight
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -105,7 +110,7 @@ def gives_way(
                 for name in _asked_of(one, short, pools)
             ]
             if able:
-                one, name = min(able, key=lambda it: (-pools[it[0]].replicas, pools[it[0]].weight, *it))
+                one, name = min(able, key=lambda it: (*pools[it[0]].order, *it))
                 given[one] = Given(name, pools[one].is_last)
     return given
 

@@ -10,18 +10,21 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autoscaler.sharing.giving_way import PoolStanding, gives_way
-from autoscaler.sharing.shares import MONEY, Claim, ClassOfClaim, Rung, of_class, share
+from autoscaler.sharing.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, of_class, share
 from tests.support.classes.shared_models import Models, Wish, fits
 
 X, Y, Z = of_class("x"), of_class("y"), of_class("z")
 KINDS = {"x": (1.0, 1.0), "y": (1.0, 1.0), "z": (2.0, 3.0)}
+EACH_TAKES = {"x": 2, "y": 1, "z": 3}
+"""GPUs."""
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[dict[str, Wish], dict[str, float]]:
     limits = {of_class(kind): draw(st.integers(1, 3)) for kind in KINDS}
     left = dict(limits)
-    wishes = {}
+    wishes: dict[str, Wish] = {}
+    gpus = draw(st.sampled_from([{}, EACH_TAKES]))
     for name in ("a", "b", "c")[: draw(st.integers(2, 3))]:
         kinds = draw(st.sampled_from(["x", "y", "xy", "xz", "yz", "xyz"]))
         held = {}
@@ -30,8 +33,10 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, Wish], dict[str, float]]:
             left[of_class(kind)] -= held[kind]
         price = draw(st.sampled_from([0.5, 2.0]))
         classes = {kind: (KINDS[kind][0], KINDS[kind][1] * (price if kind == "x" else 1.0)) for kind in kinds}
-        wishes[name] = Wish(draw(st.integers(1, 4)), classes, held)
-    return wishes, {name: float(limit) for name, limit in limits.items()}
+        wishes[name] = Wish(draw(st.integers(1, 4)), classes, held, gpus)
+    there = sum(gpus.get(kind, 0) * count for wish in wishes.values() for kind, count in wish.held.items())
+    budget = {GPUS: float(there + draw(st.integers(0, 2)))} if there else {}
+    return wishes, {name: float(limit) for name, limit in limits.items()} | budget
 
 
 @settings(max_examples=30, deadline=None, phases=[Phase.generate])
