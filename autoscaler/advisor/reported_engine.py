@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic, load_traffic
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import is_recording
+from autoscaler.sizing.engine_model import EngineModel
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 
 LEAST_PROMPTS = 8
