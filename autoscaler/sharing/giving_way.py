@@ -1,4 +1,4 @@
-"""Which pool ends a replica before what replaces it is there, because pools wait for what the others have. Pure.
+"""What pools give up for others: whose share moves, and who ends a replica before what replaces it is there. Pure.
 
 A pool ends what it has too much of only once what it wants instead serves. Where each of several pools waits for the
 place of another's replica, none would ever come to it. Then one of them gives up one replica at a time.
@@ -10,9 +10,113 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.sharing.shares import AMOUNTS, GPUS, Claim, ClassOfClaim, Uses
+from autoscaler.sharing.shares import AMOUNTS, GPUS, Claim, ClassOfClaim, Rung, Uses, left_of, share
 
 _TINY = 1e-9
+
+
+WORTH_MOVING = 0.1
+"""What others have is taken only if that lowers the loss of all together by this share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who may have what now."""
+
+    rungs: tuple[int, ...]
+    """One a claim."""
+    worth_moving: bool = False
+    """Whether all together would do much better if some gave up what they have."""
+    moved: bool = False
+    """Whether some do, and that was so for a while: now also what is the last of its pool."""
+
+
+def settled_share(
+    claims: Sequence[Claim], limits: Uses, held: Sequence[Uses], may_move: bool = True
+) -> Split:
+    """As `share`, but what a pool has (`held`, one a claim) and wants it keeps, unless `may_move`, and moving it is
+    worth that or gives all of them all that they want. A lowest rung that has no room otherwise moves it at once; one
+    that never has any moves nothing."""
+    best = share(claims, limits)
+    kept = [_kept(claim, uses, limits) for claim, uses in zip(claims, held, strict=True)]
+    if _excess(claims, kept, limits) > _excess(claims, best, limits) + _TINY:
+        return Split(best, worth_moving=True, moved=may_move)
+    stay = share(claims, limits, kept)
+    if _is_better(claims, best, stay):
+        return Split(best if may_move else stay, worth_moving=True, moved=may_move)
+    room = _room_beside_last(claims, kept, held, limits)
+    if room == limits:
+        return Split(stay)
+    crowded = _excess(claims, kept, room) > _excess(claims, kept, limits) + _TINY
+    is_worth = crowded or _is_better(claims, stay, share(claims, room, kept))
+    return Split(stay, worth_moving=is_worth, moved=is_worth and may_move)
+
+
+def _is_better(claims: Sequence[Claim], after: Sequence[int], before: Sequence[int]) -> bool:
+    """Whether it is worth a move, or gives all of them all that they want."""
+    all_have_it = _have_all(claims, after) and not _have_all(claims, before)
+    return all_have_it or _is_worth(_loss(claims, after), _loss(claims, before))
+
+
+def _room_beside_last(
+    claims: Sequence[Claim], at: Sequence[int], held: Sequence[Uses], limits: Uses
+) -> dict[str, float]:
+    """The limits without what last replicas take beyond these rungs: they end for nothing less than a move."""
+    room = dict(limits)
+    for claim, rung, uses in zip(claims, at, held, strict=True):
+        here = {name: uses.get(name, 0.0) for name in claim.classes if uses.get(name, 0.0) > _TINY}
+        kinds = [claim.classes[name] for name in here]
+        if sum(here.values()) > 1 or not all(
+            one.usable and one.speed >= claim.rungs[rung].units - _TINY for one in kinds
+        ):
+            continue
+        for name in limits if kinds else ():
+            room[name] -= max(0.0, uses.get(name, 0.0) - claim.rungs[rung].uses.get(name, 0.0))
+    return room
+
+
+def _excess(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> float:
+    """By how much these rungs exceed the limits, as shares of them."""
+    left = left_of(claims, at, limits)
+    return sum(max(0.0, -amount) / max(limits[name], _TINY) for name, amount in left.items())
+
+
+def _have_all(claims: Sequence[Claim], at: Sequence[int]) -> bool:
+    """Whether each has all that it wants."""
+    pairs = [(claim.rungs[rung].units, claim.rungs[-1].units) for claim, rung in zip(claims, at, strict=True)]
+    return all(units >= most - _TINY for units, most in pairs)
+
+
+def _kept(claim: Claim, held: Uses, limits: Uses) -> int:
+    """The highest rung that takes no more than the pool has, of several the one that it was coming to; the lowest it
+    gets in any case."""
+
+    def nearness(rung: Rung) -> float:
+        wanted = rung.uses if claim.wanted is None else claim.wanted
+        return -sum(abs(rung.uses.get(name, 0.0) - wanted.get(name, 0.0)) for name in limits)
+
+    able = [
+        (rung.units, nearness(rung), number)
+        for number, rung in enumerate(claim.rungs)
+        if all(rung.uses.get(name, 0.0) <= held.get(name, 0.0) + _TINY for name in limits)
+    ]
+    return max(able)[2] if able else 0
+
+
+def _loss(claims: Sequence[Claim], at: Sequence[int]) -> tuple[float, float]:
+    """Requests a second that miss their target, and that are not served."""
+    rungs = [(claim.weight, claim.rungs[rung]) for claim, rung in zip(claims, at, strict=True)]
+    missed = sum(weight * (1 - rung.attainment) for weight, rung in rungs)
+    return missed, sum(weight * (1 - rung.served) for weight, rung in rungs)
+
+
+def _is_worth(after: tuple[float, float], before: tuple[float, float]) -> bool:
+    for new, old in zip(after, before, strict=True):
+        if new < (1 - WORTH_MOVING) * old - _TINY:
+            return True
+        if new > old + _TINY:
+            return False
+    return False
 
 
 @dataclass(frozen=True, slots=True)

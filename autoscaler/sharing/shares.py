@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 _TINY = 1e-9
 MOST_EXCHANGES = 500
 """Tried at a time: more models and classes would take a decision too long."""
-WORTH_MOVING = 0.1
-"""What others have is taken only if that lowers the loss of all together by this share."""
 
 Uses = Mapping[str, float]
 """Amounts by what is limited: `MONEY` an hour, `GPUS`, replicas of a class."""
@@ -85,13 +83,27 @@ class _Step:
     rung: int
 
 
+class _Ladders:
+    """The steps from each rung, which are looked at again and again."""
+
+    def __init__(self, claims: Sequence[Claim], limits: Uses) -> None:
+        self._claims, self._limits = claims, limits
+        self._known: dict[tuple[int, int], list[_Step]] = {}
+
+    def steps(self, number: int, rung: int) -> list[_Step]:
+        """Of a claim, the best first."""
+        if (number, rung) not in self._known:
+            self._known[number, rung] = _steps(self._claims[number], rung, self._limits)
+        return self._known[number, rung]
+
+
 def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> tuple[int, ...]:
     """The rung of each claim, climbed from `start`, where all keep what they have. Default: from the lowest, and one
     may get other classes so that another has room. `start` is always given; beyond it no limit is exceeded."""
-    at = list(start) or _lowest(claims, limits)
+    at, ladders = list(start) or _lowest(claims, limits), _Ladders(claims, limits)
     while True:
-        at = _climb(claims, at, limits)
-        after = None if start else _with_room_made(claims, at, limits)
+        at = _climb(claims, at, limits, ladders)
+        after = None if start else _with_room_made(claims, at, limits, ladders)
         if after is None:
             return tuple(at)
         at = after
@@ -104,16 +116,17 @@ def _lowest(claims: Sequence[Claim], limits: Uses) -> list[int]:
     return _exchanged(claims, at, limits, same, frozenset(), [MOST_EXCHANGES]) or at
 
 
-def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int]:
+def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses, ladders: _Ladders) -> list[int]:
     """Step by step, as long as one fits."""
     at = list(at)
     left = left_of(claims, at, limits)
-    steps = [_steps(claim, rung, limits) for claim, rung in zip(claims, at, strict=True)]
+    steps = [ladders.steps(number, rung) for number, rung in enumerate(at)]
+    places = [_first_fit(claim, at[number], steps[number], left) for number, claim in enumerate(claims)]
     while True:
         able = [
-            (step, number)
-            for number, claim in enumerate(claims)
-            if (step := _first_fit(claim, at[number], steps[number], left)) is not None
+            (found[at_], n)
+            for n, (found, at_) in enumerate(zip(steps, places, strict=True))
+            if at_ < len(found)
         ]
         if not able:
             return at
@@ -121,12 +134,21 @@ def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int
         step, number = max(
             able, key=lambda one: (one[0].gain, -_climbed(claims[one[1]], at[one[1]]), -one[1])
         )
+        here, there = claims[number].rungs[at[number]], claims[number].rungs[step.rung]
         at[number] = step.rung
-        steps[number] = _steps(claims[number], step.rung, limits)
+        steps[number] = ladders.steps(number, step.rung)
         left = left_of(claims, at, limits)
+        # Where nothing has become free, what did not fit before does not now.
+        freed = any(_more(here, there, name) < -_TINY for name in left)
+        places = [
+            _first_fit(claim, at[n], steps[n], left, 0 if freed or n == number else places[n])
+            for n, claim in enumerate(claims)
+        ]
 
 
-def _with_room_made(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int] | None:
+def _with_room_made(
+    claims: Sequence[Claim], at: Sequence[int], limits: Uses, ladders: _Ladders
+) -> list[int] | None:
     """The rungs once one claim has climbed that found no room, and others have the same capacity of other classes."""
     if min(left_of(claims, at, limits).values(), default=0.0) < -_TINY:
         return None
@@ -136,7 +158,7 @@ def _with_room_made(claims: Sequence[Claim], at: Sequence[int], limits: Uses) ->
     steps = [
         (step, number)
         for number, claim in enumerate(claims)
-        for step in _steps(claim, at[number], limits)
+        for step in ladders.steps(number, at[number])
         if claim.rungs[step.rung].units > claim.rungs[at[number]].units + _TINY
     ]
     tries = [MOST_EXCHANGES]
@@ -168,21 +190,25 @@ def _exchanged(
     same: Sequence[Sequence[int]],
     done: frozenset[int],
     tries: list[int],
+    left: Uses | None = None,
 ) -> list[int] | None:
     """Within the limits, once claims that are not `done` have given up what is exceeded, one after the other."""
-    short = [name for name, left in left_of(claims, at, limits).items() if left < -_TINY]
+    left = left_of(claims, at, limits) if left is None else left
+    short = [name for name, amount in left.items() if amount < -_TINY]
     if not short:
         return at
     for number, others in enumerate(same):
+        now = claims[number].rungs[at[number]].uses
         for rung in () if number in done else others:
-            now, then = claims[number].rungs[at[number]].uses, claims[number].rungs[rung].uses
+            then = claims[number].rungs[rung].uses
             if all(then.get(name, 0.0) > now.get(name, 0.0) - _TINY for name in short):
                 continue
             if tries[0] <= 0:
                 return None
             tries[0] -= 1
-            changed = [rung if place == number else one for place, one in enumerate(at)]
-            found = _exchanged(claims, changed, limits, same, done | {number}, tries)
+            changed = [*at[:number], rung, *at[number + 1 :]]
+            after = {name: amount + now.get(name, 0.0) - then.get(name, 0.0) for name, amount in left.items()}
+            found = _exchanged(claims, changed, limits, same, done | {number}, tries, after)
             if found is not None:
                 return found
     return None
@@ -204,19 +230,27 @@ def _steps(claim: Claim, before: int, limits: Uses) -> list[_Step]:
     return sorted(found, key=lambda step: (step.gain, -step.rung), reverse=True)
 
 
-def _first_fit(claim: Claim, before: int, steps: Sequence[_Step], left: Mapping[str, float]) -> _Step | None:
-    """It runs for each claim after each step of any: most are out by the first thing that is looked at."""
+def _first_fit(
+    claim: Claim, before: int, steps: Sequence[_Step], left: Mapping[str, float], begin: int = 0
+) -> int:
+    """The place of the first step that fits, from `begin` on; behind the last: none. It runs for each claim after each
+    step of any: most are out by the first thing that is looked at."""
     here = claim.rungs[before]
     exceeded = [name for name, amount in left.items() if amount < -_TINY]
-    for step in steps:
-        there = claim.rungs[step.rung]
+    room = [(name, here.uses.get(name, 0.0) + max(amount, 0.0) + _TINY) for name, amount in left.items()]
+    for place in range(begin, len(steps)):
+        there = claim.rungs[steps[place].rung]
         climbs = there.units > here.units + _TINY
         # The same capacity of other classes is only for what is otherwise exceeded.
         if not climbs and not any(_more(here, there, name) < -_TINY for name in exceeded):
             continue
-        if all(_more(here, there, name) <= max(amount, 0.0) + _TINY for name, amount in left.items()):
-            return step
-    return None
+        uses = there.uses
+        for name, most in room:
+            if uses.get(name, 0.0) > most:
+                break
+        else:
+            return place
+    return len(steps)
 
 
 def _more(here: Rung, there: Rung, name: str) -> float:
@@ -237,101 +271,3 @@ def _gain(claim: Claim, before: int, after: int, limits: Uses) -> tuple[float, f
 
 def _part(low: Rung, high: Rung, name: str, limit: float) -> float:
     return _more(low, high, name) / max(limit, _TINY)
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Who may have what now."""
-
-    rungs: tuple[int, ...]
-    """One a claim."""
-    worth_moving: bool = False
-    """Whether all together would do much better if some gave up what they have."""
-    moved: bool = False
-    """Whether some do, and that was so for a while: now also what is the last of its pool."""
-
-
-def settled_share(
-    claims: Sequence[Claim], limits: Uses, held: Sequence[Uses], may_move: bool = True
-) -> Split:
-    """As `share`, but what a pool has (`held`, one a claim) and wants it keeps, unless `may_move`, and moving it is
-    worth that or gives all of them all that they want. A lowest rung that has no room otherwise moves it at once; one
-    that never has any moves nothing."""
-    best = share(claims, limits)
-    kept = [_kept(claim, uses, limits) for claim, uses in zip(claims, held, strict=True)]
-    if _excess(claims, kept, limits) > _excess(claims, best, limits) + _TINY:
-        return Split(best, worth_moving=True, moved=may_move)
-    stay = share(claims, limits, kept)
-    if _is_better(claims, best, stay):
-        return Split(best if may_move else stay, worth_moving=True, moved=may_move)
-    room = _room_beside_last(claims, kept, held, limits)
-    crowded = _excess(claims, kept, room) > _excess(claims, kept, limits) + _TINY
-    is_worth = crowded or _is_better(claims, stay, share(claims, room, kept))
-    return Split(stay, worth_moving=is_worth, moved=is_worth and may_move)
-
-
-def _is_better(claims: Sequence[Claim], after: Sequence[int], before: Sequence[int]) -> bool:
-    """Whether it is worth a move, or gives all of them all that they want."""
-    all_have_it = _have_all(claims, after) and not _have_all(claims, before)
-    return all_have_it or _is_worth(_loss(claims, after), _loss(claims, before))
-
-
-def _room_beside_last(
-    claims: Sequence[Claim], at: Sequence[int], held: Sequence[Uses], limits: Uses
-) -> dict[str, float]:
-    """The limits without what last replicas take beyond these rungs: they end for nothing less than a move."""
-    room = dict(limits)
-    for claim, rung, uses in zip(claims, at, held, strict=True):
-        here = {name: uses.get(name, 0.0) for name in claim.classes if uses.get(name, 0.0) > _TINY}
-        kinds = [claim.classes[name] for name in here]
-        if sum(here.values()) > 1 or not all(
-            one.usable and one.speed >= claim.rungs[rung].units - _TINY for one in kinds
-        ):
-            continue
-        for name in limits if kinds else ():
-            room[name] -= max(0.0, uses.get(name, 0.0) - claim.rungs[rung].uses.get(name, 0.0))
-    return room
-
-
-def _excess(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> float:
-    """By how much these rungs exceed the limits, as shares of them."""
-    left = left_of(claims, at, limits)
-    return sum(max(0.0, -amount) / max(limits[name], _TINY) for name, amount in left.items())
-
-
-def _have_all(claims: Sequence[Claim], at: Sequence[int]) -> bool:
-    """Whether each has all that it wants."""
-    pairs = [(claim.rungs[rung].units, claim.rungs[-1].units) for claim, rung in zip(claims, at, strict=True)]
-    return all(units >= most - _TINY for units, most in pairs)
-
-
-def _kept(claim: Claim, held: Uses, limits: Uses) -> int:
-    """The highest rung that takes no more than the pool has, of several the one that it was coming to; the lowest it
-    gets in any case."""
-
-    def nearness(rung: Rung) -> float:
-        wanted = rung.uses if claim.wanted is None else claim.wanted
-        return -sum(abs(rung.uses.get(name, 0.0) - wanted.get(name, 0.0)) for name in limits)
-
-    able = [
-        (rung.units, nearness(rung), number)
-        for number, rung in enumerate(claim.rungs)
-        if all(rung.uses.get(name, 0.0) <= held.get(name, 0.0) + _TINY for name in limits)
-    ]
-    return max(able)[2] if able else 0
-
-
-def _loss(claims: Sequence[Claim], at: Sequence[int]) -> tuple[float, float]:
-    """Requests a second that miss their target, and that are not served."""
-    rungs = [(claim.weight, claim.rungs[rung]) for claim, rung in zip(claims, at, strict=True)]
-    missed = sum(weight * (1 - rung.attainment) for weight, rung in rungs)
-    return missed, sum(weight * (1 - rung.served) for weight, rung in rungs)
-
-
-def _is_worth(after: tuple[float, float], before: tuple[float, float]) -> bool:
-    for new, old in zip(after, before, strict=True):
-        if new < (1 - WORTH_MOVING) * old - _TINY:
-            return True
-        if new > old + _TINY:
-            return False
-    return False
