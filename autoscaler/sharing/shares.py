@@ -83,27 +83,13 @@ class _Step:
     rung: int
 
 
-class _Ladders:
-    """The steps from each rung, which are looked at again and again."""
-
-    def __init__(self, claims: Sequence[Claim], limits: Uses) -> None:
-        self._claims, self._limits = claims, limits
-        self._known: dict[tuple[int, int], list[_Step]] = {}
-
-    def steps(self, number: int, rung: int) -> list[_Step]:
-        """Of a claim, the best first."""
-        if (number, rung) not in self._known:
-            self._known[number, rung] = _steps(self._claims[number], rung, self._limits)
-        return self._known[number, rung]
-
-
 def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> tuple[int, ...]:
     """The rung of each claim, climbed from `start`, where all keep what they have. Default: from the lowest, and one
     may get other classes so that another has room. `start` is always given; beyond it no limit is exceeded."""
-    at, ladders = list(start) or _lowest(claims, limits), _Ladders(claims, limits)
+    at = list(start) or _lowest(claims, limits)
     while True:
-        at = _climb(claims, at, limits, ladders)
-        after = None if start else _with_room_made(claims, at, limits, ladders)
+        at = _climb(claims, at, limits)
+        after = None if start else _with_room_made(claims, at, limits)
         if after is None:
             return tuple(at)
         at = after
@@ -116,11 +102,11 @@ def _lowest(claims: Sequence[Claim], limits: Uses) -> list[int]:
     return _exchanged(claims, at, limits, same, frozenset(), [MOST_EXCHANGES]) or at
 
 
-def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses, ladders: _Ladders) -> list[int]:
+def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int]:
     """Step by step, as long as one fits."""
     at = list(at)
     left = left_of(claims, at, limits)
-    steps = [ladders.steps(number, rung) for number, rung in enumerate(at)]
+    steps = [_steps(claim, rung, limits) for claim, rung in zip(claims, at, strict=True)]
     places = [_first_fit(claim, at[number], steps[number], left) for number, claim in enumerate(claims)]
     while True:
         able = [
@@ -136,7 +122,7 @@ def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses, ladders: _L
         )
         here, there = claims[number].rungs[at[number]], claims[number].rungs[step.rung]
         at[number] = step.rung
-        steps[number] = ladders.steps(number, step.rung)
+        steps[number] = _steps(claims[number], step.rung, limits)
         left = left_of(claims, at, limits)
         # Where nothing has become free, what did not fit before does not now.
         freed = any(_more(here, there, name) < -_TINY for name in left)
@@ -146,9 +132,7 @@ def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses, ladders: _L
         ]
 
 
-def _with_room_made(
-    claims: Sequence[Claim], at: Sequence[int], limits: Uses, ladders: _Ladders
-) -> list[int] | None:
+def _with_room_made(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int] | None:
     """The rungs once one claim has climbed that found no room, and others have the same capacity of other classes."""
     if min(left_of(claims, at, limits).values(), default=0.0) < -_TINY:
         return None
@@ -158,7 +142,7 @@ def _with_room_made(
     steps = [
         (step, number)
         for number, claim in enumerate(claims)
-        for step in ladders.steps(number, at[number])
+        for step in _steps(claim, at[number], limits)
         if claim.rungs[step.rung].units > claim.rungs[at[number]].units + _TINY
     ]
     tries = [MOST_EXCHANGES]
