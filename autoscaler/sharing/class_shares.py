@@ -35,8 +35,7 @@ def with_shared_classes(
     left, parts = dict(got.left), []
     for one, rung in zip(wanted, rungs, strict=True):
         mix = one.mix(rung.units, *_most(one, rung, left))
-        if got.moved:
-            mix = _detour_kept(one, rung, mix, left, shared)
+        mix = _kept_for_now(one, rung, mix, left, shared)
         uses = one.shared_uses(mix, limits)
         claims[one.name] = replace(claims[one.name], wanted=uses)
         left = {name: max(0.0, left[name] + rung.uses.get(name, 0.0) - uses.get(name, 0.0)) for name in left}
@@ -114,8 +113,8 @@ def _detour(one: ClassedDemand, rung: Rung, given: str, left: Uses, shared: Shar
     return mix if mix.units >= rung.units - 1e-9 else None
 
 
-def _detour_kept(one: ClassedDemand, rung: Rung, mix: ClassMix, left: Uses, shared: SharedView) -> ClassMix:
-    """The mix; while others still have what it takes, the single replica that the pool was coming to meanwhile."""
+def _kept_for_now(one: ClassedDemand, rung: Rung, mix: ClassMix, left: Uses, shared: SharedView) -> ClassMix:
+    """The mix; while others still have what it takes, what the pool was coming to before, if that carries all."""
     limits, decided = shared.limits, shared.decided.get(one.name)
     live = shared.live.get((shared.model, one.name), {})
     if decided is None:
@@ -128,8 +127,8 @@ def _detour_kept(one: ClassedDemand, rung: Rung, mix: ClassMix, left: Uses, shar
     before = mix_of(one.offers, [round(decided.get(of_class(offer.name), 0.0)) for offer in one.offers])
     uses = one.shared_uses(before, limits)
     may = all(uses.get(name, 0.0) <= rung.uses.get(name, 0.0) + left[name] + 1e-9 for name in limits)
-    is_detour = sum(before.counts) == 1 and before.units >= rung.units - 1e-9 and may and has_room(uses)
-    return before if is_detour and not has_room(one.shared_uses(mix, limits)) else mix
+    carries = before.units >= rung.units - 1e-9 and may and has_room(uses)
+    return before if carries and not has_room(one.shared_uses(mix, limits)) else mix
 
 
 def _most(one: ClassedDemand, rung: Rung, left: Uses) -> tuple[float | None, dict[str, float], float | None]:

@@ -164,10 +164,26 @@ class PoolStanding:
         usable = all(one.usable for name, one in self.classes.items() if self.held.get(name, 0.0))
         return self.replicas <= 1 and usable and self.carried >= self.units - _TINY
 
-    @property
-    def order(self) -> tuple[bool, float, float]:
-        """Whose turn it is to give something up first: a last replica that does its work comes last."""
-        return self.is_last, -self.replicas, self.weight
+    def has_detour(self, given: str, left: Uses) -> bool:
+        """Whether there is room for others that carry all in place of a class."""
+        for name, one in self.classes.items():
+            count = math.ceil(self.units / one.speed - _TINY)
+            takes = {name: 1.0, **{amount: one.takes(amount) for amount in AMOUNTS}}
+            has_room = all(count * each <= left.get(of, math.inf) + _TINY for of, each in takes.items())
+            if name != given and one.usable and has_room:
+                return True
+        return False
+
+    def turn(self, given: str, left: Uses) -> tuple[int, float, float]:
+        """Who gives a class first: who has others, then who need not be without, then who has too few anyway; of these
+        the one with most replicas, then the one with least traffic."""
+        if self.replicas > 1:
+            rank = 0
+        elif self.is_last:
+            rank = 1 if self.has_detour(given, left) else 3
+        else:
+            rank = 2
+        return rank, -self.replicas, self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +230,7 @@ def gives_way(
                 for name in _asked_of(one, short, pools)
             ]
             if able:
-                one, name = min(able, key=lambda it: (*pools[it[0]].order, *it))
+                one, name = min(able, key=lambda it: (*pools[it[0]].turn(it[1], left), *it))
                 given[one] = Given(name, pools[one].is_last)
     return given
 

@@ -115,8 +115,13 @@ class Scaled:
 class Models:
     """All of them on one account, round after round. No limit is exceeded by what exists."""
 
-    def __init__(self, wishes: Mapping[str, Wish], limits: Mapping[str, float]) -> None:
+    def __init__(
+        self, wishes: Mapping[str, Wish], limits: Mapping[str, float], start_rounds: int = 1
+    ) -> None:
         self.clock, self.limits = Clock(1000.0), limits
+        self.start_rounds = start_rounds
+        self.begun: dict[tuple[str, str], float] = {}
+        """When each start was seen first, by model and name."""
         policies = {name: wish.policy() for name, wish in wishes.items()}
         least = {name: (lambda one=one: least_uses(one, limits)) for name, one in policies.items()}
         account = SharedAccount(limits, least, move_after_s=30.0, clock=self.clock)  # type: ignore[arg-type]
@@ -140,8 +145,14 @@ class Models:
         self.clock.now += ROUND_S
         for one in self.models:
             left = [each for each in one.there if each.state is not ReplicaState.DRAINING]
-            one.there = [replace(each, state=ReplicaState.READY) for each in left]
+            one.there = [self._later(one.name, each) for each in left]
         return done
+
+    def _later(self, model: str, each: ReplicaView) -> ReplicaView:
+        begun_s = self.begun.setdefault((model, each.name), self.clock.now - ROUND_S)
+        if self.clock.now - begun_s < self.start_rounds * ROUND_S and each.state is ReplicaState.STARTING:
+            return each
+        return replace(each, state=ReplicaState.READY)
 
     def carry_out(self, one: Scaled, action: Start | Drain) -> bool:
         if isinstance(action, Drain):

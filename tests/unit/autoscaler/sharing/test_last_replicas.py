@@ -73,35 +73,38 @@ def test_where_both_have_no_room_it_ends_first_after_the_time_of_moves(
     assert models.settle(4), "then nothing moves"
 
 
-def swap(second: Mapping[str, tuple[float, float]] | None = None, **more: float) -> Models:
-    """Each has the class that the other is to have: the first can use both, the second is to have twice as much."""
+def swap(start_rounds: int = 1, **more: float) -> Models:
+    """Each has the class that the other is to have, the second for twice as much. The first may have a third."""
     wishes = {
-        "a": Wish(1, {"x": ONE, "y": ONE, **({"z": (1.0, 2.0)} if more else {})}, {"x": 1}),
-        "b": Wish(2, second or {"x": (2.0, 1.0), "y": ONE}, {"y": 1}),
+        "a": Wish(1, {"x": ONE, "y": ONE, "z": (1.0, 9.0)}, {"x": 1}),
+        "b": Wish(2, {"x": (2.0, 1.0), "y": ONE}, {"y": 1}),
     }
-    return Models(wishes, {X: 1.0, Y: 1.0, **more})
+    return Models(wishes, {X: 1.0, Y: 1.0, Z: 0.0, **more}, start_rounds)
 
 
-def test_two_last_replicas_swap_and_one_pool_is_without_for_two_starts() -> None:
+def test_two_single_replicas_swap_and_one_pool_is_without_for_two_starts() -> None:
+    """The one that has too few for its work."""
     models = swap()
     units = least_while_settling(models, 16)
     assert models.all_have_what_they_want()
-    assert min(units["b"]) == 1.0 or min(units["a"]) == 1.0, "never both"
-    assert sum(map(without, units.values())) <= 4
+    assert min(units["a"]) == 1.0
+    assert units["b"][:10].count(0) == 4, "two ends, two starts"
     assert models.settle(4), "then nothing moves"
 
 
-def test_a_third_class_with_room_serves_meanwhile() -> None:
+@pytest.mark.parametrize("start_rounds", [1, 4])
+def test_a_third_class_with_room_serves_meanwhile(start_rounds: int) -> None:
     """It is dearer, so in the end it has what it was to have."""
-    wishes = {
-        "a": Wish(1, {"x": ONE, "y": (1.0, 0.5), "z": (1.0, 9.0)}, {"x": 1}),
-        "b": Wish(2, {"x": (2.0, 1.0), "y": (2.0, 30.0), "w": (1.0, 1.0)}, {"y": 1}),
-        "c": Wish(1, {"y": ONE}, {}),
-    }
-    models = Models(wishes, {X: 1.0, Y: 2.0, Z: 1.0, of_class("w"): 1.0})
-    units = least_while_settling(models, 20)
-    assert min(units["a"]) == 1.0
-    assert models.settle(8)
+    models = swap(start_rounds, **{Z: 1.0})
+    ever: set[str] = set()
+    for _ in range(30):
+        models.round()
+        ever |= {one.replica_class for one in models.models[0].there}
+        assert min(one.units() for one in models.models) >= 1.0, "nobody is without"
+    assert models.all_have_what_they_want()
+    assert {"x", "y", "z"} <= ever
+    assert models.settle(4), "then nothing moves"
+    assert [one.replica_class for one in models.models[0].there if one.name.startswith("prefill")] == ["y"]
 
 
 def test_where_the_least_of_both_does_not_fit_nothing_moves_and_the_reasons_say_so() -> None:
