@@ -105,7 +105,8 @@ class SharedView:
         """By pool of this model: the class of which one ends before what replaces it is there. `own` are decided."""
         claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
         claims |= self.others
-        order = [one for one in sorted(claims) if one in got.granted]
+        # Who has not decided lately claims what it has, as no pool's, and waits for nothing.
+        order = [one for one in sorted(claims) if one in got.granted and one[1]]
         standings = [
             standing(claims[one], self.live.get(one, {}), got.granted[one].uses, got.granted[one].units)
             for one in order

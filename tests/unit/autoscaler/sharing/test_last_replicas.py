@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import pytest
 
 from autoscaler.sharing.giving_way import PoolStanding
+from autoscaler.sharing.shared_account import STALE_S
 from autoscaler.sharing.shares import GPUS, MONEY, ClassOfClaim, of_class
-from tests.support.classes.shared_models import Models, Wish
+from tests.support.classes.shared_models import ROUND_S, Models, Wish
 from tests.unit.autoscaler.sharing.test_giving_way import given_way
 
 X, Y, Z = of_class("x"), of_class("y"), of_class("z")
@@ -90,6 +92,17 @@ def test_two_single_replicas_swap_and_one_pool_is_without_for_two_starts() -> No
     assert min(units["a"]) == 1.0
     assert units["b"][:10].count(0) == 4, "two ends, two starts"
     assert models.settle(4), "then nothing moves"
+
+
+def test_who_gave_its_last_replica_to_one_that_is_stuck_then_gets_another() -> None:
+    models = swap()
+    first, second = models.models
+    while second.units():
+        models.round()
+    first.stuck = True
+    for _ in range(math.ceil(STALE_S / ROUND_S) + 3):
+        models.round()
+    assert (first.units(), second.units()) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("start_rounds", [1, 4])
