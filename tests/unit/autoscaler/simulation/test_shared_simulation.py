@@ -64,7 +64,7 @@ def most_at(found: SharedOutcome, model: str, since_s: float, until_s: float) ->
 
 @pytest.mark.parametrize(
     ("name", "limit", "classes"),
-    [(MONEY, 14.5, [ONLY]), (GPUS, 7.0, [])],
+    [(MONEY, 14.5, [ONLY]), (GPUS, 7.0, []), (GPUS, 7.0, [ONLY])],
 )
 def test_replicas_follow_the_load_within_the_budget(
     name: str, limit: float, classes: list[Mapping[str, Any]]
