@@ -27,6 +27,7 @@ from autoscaler.policies.slo.slo_decode import recommend_decode
 from autoscaler.policies.slo.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
+from autoscaler.sharing.class_shares import with_shared_classes
 from autoscaler.sharing.gpu_shares import gpu_claims, gpu_share
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
@@ -73,7 +74,8 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
         plan = joint_plan(policy, units, prefill, decode, before.lending, most)
         if most is not None:
             plan = replace(plan, claims=claims, worth_moving=most.worth_moving)
-        plan = with_classes(policy, snapshot, units, plan, proposals)
+        mixed = with_classes if snapshot.shared is None else with_shared_classes
+        plan = mixed(policy, snapshot, units, plan, proposals)
         return plan, PlanMemory(
             _recorded(policy.prefill, "prefill", after_p, plan.prefill, prefill.current, snapshot),
             _recorded(policy.decode, "decode", after_d, plan.decode, decode.current, snapshot),

@@ -36,7 +36,7 @@ class LoadedPolicy:
 
 
 class PolicyFile:
-    """The policy in a YAML file, with the code that it names."""
+    """The policy in a YAML file, with the code and the engine models that it names."""
 
     def __init__(
         self,
@@ -49,8 +49,9 @@ class PolicyFile:
         self.path, self._check = path, check
         self.value: LoadedPolicy
         """The last version that was right."""
-        self._code: list[Path] = []
-        self.files = ReloadedFiles(name, lambda: [path, *self._code], lambda: _loaded(path), self._adopt)
+        self._named: list[Path] = []
+        """Files that it names."""
+        self.files = ReloadedFiles(name, lambda: [path, *self._named], lambda: _loaded(path), self._adopt)
         self.files.start()
 
     def poll(self) -> LoadedPolicy | None:
@@ -68,7 +69,8 @@ class PolicyFile:
 
     def _adopt(self, policy: LoadedPolicy) -> None:
         self._check(policy.rules)
-        self.value, self._code = policy, source_files(policy.rules)
+        models = [path for pool in policy.rules.pools.values() for path in pool.engine_models]
+        self.value, self._named = policy, [*source_files(policy.rules), *models]
 
 
 def history_s(policy: ScalingPolicy) -> float:

@@ -4,7 +4,7 @@ share a limit. Pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
@@ -153,12 +153,16 @@ class ClassedDemand:
         shares = expected_shares(self.name, self.pool, snapshot, [int(total) for total in totals])
         served = [min(1.0, total / proposal.need) if proposal.need > 0 else 1.0 for total in totals]
         rungs = zip(mixes, shares or served, served, strict=True)
-        uses_of = self.uses if leanest else self.shared_uses
+        counted = (GPUS,) if leanest else ()
         return Claim(
-            tuple(Rung(units, uses_of(mix), kept, part) for (units, mix), kept, part in rungs),
+            tuple(
+                Rung(units, self.shared_uses(mix, counted), kept, part) for (units, mix), kept, part in rungs
+            ),
             weight_of(snapshot),
             {
-                of_class(one.name): ClassOfClaim(one.speed, one.price_per_hour, one.name not in self.slow)
+                of_class(one.name): ClassOfClaim(
+                    one.speed, one.price_per_hour, one.name not in self.slow, one.gpus
+                )
                 for one in self.offers
             },
         )
@@ -175,10 +179,9 @@ class ClassedDemand:
         both = {MONEY: mix.price_per_hour, GPUS: float(mix.gpus)}
         return both | {of_class(one.name): float(count) for one, count in counts}
 
-    def shared_uses(self, mix: ClassMix) -> dict[str, float]:
-        """As `uses`, for several models, without GPUs: those of its classes are of several kinds, and no number of
-        them goes from model to model."""
-        return {name: amount for name, amount in self.uses(mix).items() if name != GPUS}
+    def shared_uses(self, mix: ClassMix, limits: Container[str]) -> dict[str, float]:
+        """As `uses`, without GPUs where no number of them limits classes: they are of several kinds."""
+        return {name: amount for name, amount in self.uses(mix).items() if name != GPUS or GPUS in limits}
 
 
 def fewer_of(limits: Mapping[str, int], counts: int = 0) -> list[dict[str, int]]:

@@ -2,8 +2,9 @@
 
 Before it, everything counts in units, replicas of speed 1 (`units.py`): policies, `behavior`, ratio and link know of
 no classes. Here the units that are wanted become replicas: the classes that can meet the target (`usable.py`), the
-cheapest mix of them (`mix.py`), and where both pools together cost too much or take too many GPUs, or several models
-do, a share for each (`autoscaler/sharing/shares.py`). What is left then is for warm standbys.
+cheapest mix of them (`mix.py`), and where both pools together cost too much or take too many GPUs, a share for each
+(`autoscaler/sharing/shares.py`); where several models do, `autoscaler/sharing/class_shares.py` does it. What is left
+then is for warm standbys.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from autoscaler.classes.mix import ClassMix
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.sharing.shared_view import SharedView
-from autoscaler.sharing.shares import GPUS, MONEY, Uses, left_of, of_class, share
+from autoscaler.sharing.shares import GPUS, MONEY, Uses, left_of, share
 from autoscaler.snapshot import PoolName, Snapshot
 
 
@@ -41,15 +41,9 @@ def with_classes(
 ) -> ScalingPlan:
     """The plan with a mix for each pool that has classes. `snapshot` is what was observed, `units` the same in
     units."""
-    wanted = [
-        ClassedDemand.of(name, pool, plan.pool(name), proposals.pool(name).least, snapshot)
-        for name, pool in policy.pools.items()
-        if pool.classes
-    ]
+    wanted = demands(policy, snapshot, plan, proposals)
     if not wanted:
         return plan
-    if snapshot.shared is not None:
-        return _within_shares(wanted, proposals, units, plan, snapshot.shared)
     limits = _limits(policy, wanted)
     granted = [one.units for one in wanted]
     mixes = [one.mix(one.units) for one in wanted]
@@ -62,10 +56,21 @@ def with_classes(
     for one, given, mix in zip(wanted, granted, mixes, strict=True):
         standbys = one.standbys(mix, left)
         left = {name: amount - one.uses(standbys)[name] for name, amount in left.items()}
-        got = _Granted(given, mix, standbys, " and ".join(exceeded.values()), why)
-        plan = _with_pool(plan, one.name, _planned(one, plan.pool(one.name), got))
+        got = GrantedMix(given, mix, standbys, " and ".join(exceeded.values()), why)
+        plan = with_pool(plan, one.name, planned(one, plan.pool(one.name), got))
     gpus = int(limits[GPUS]) if GPUS in limits else None
     return replace(plan, budget_per_hour=policy.budget_per_hour, gpu_budget=gpus)
+
+
+def demands(
+    policy: ScalingPolicy, snapshot: Snapshot, plan: ScalingPlan, proposals: Proposals
+) -> list[ClassedDemand]:
+    """Of the pools that have classes; the plan counts units."""
+    return [
+        ClassedDemand.of(name, pool, plan.pool(name), proposals.pool(name).least, snapshot)
+        for name, pool in policy.pools.items()
+        if pool.classes
+    ]
 
 
 def _limits(policy: ScalingPolicy, wanted: Sequence[ClassedDemand]) -> dict[str, float]:
@@ -87,7 +92,8 @@ def _exceeded(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], limits
     }
 
 
-def _with_pool(plan: ScalingPlan, name: PoolName, pool: PoolPlan) -> ScalingPlan:
+def with_pool(plan: ScalingPlan, name: PoolName, pool: PoolPlan) -> ScalingPlan:
+    """The plan with another one for this pool."""
     return replace(plan, prefill=pool) if name == "prefill" else replace(plan, decode=pool)
 
 
@@ -109,64 +115,8 @@ def _within_limits(
     return [claim.rungs[number].units for claim, number in zip(claims, at, strict=True)], mixes
 
 
-def _within_shares(
-    wanted: Sequence[ClassedDemand],
-    proposals: Proposals,
-    units: Snapshot,
-    plan: ScalingPlan,
-    shared: SharedView,
-) -> ScalingPlan:
-    """As `_within_limits`, with what other models on the inventory claim. What is wanted is by shares; what may be
-    started now is what nobody has. Standbys are kept of what nobody claims."""
-    limits = shared.limits
-    limited = {
-        one.name: int(limits[of_class(one.name)])
-        for pool in wanted
-        for one in pool.offers
-        if of_class(one.name) in limits
-    }
-    claims = {one.name: one.claim(proposals.pool(one.name), units, limited) for one in wanted}
-    got = shared.granted(claims)
-    rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
-    left, money = {name: amount for name, amount in got.left.items() if name != GPUS}, None
-    if MONEY in limits:
-        # Mixes are within its share. While they change, old and new replicas use what others have not taken yet.
-        money = shared.own(MONEY) + shared.free(MONEY)
-    mixes = []
-    for one, rung in zip(wanted, rungs, strict=True):
-        most = {name: rung.uses.get(of_class(name), 0.0) + left[of_class(name)] for name in limited}
-        mix = one.mix(rung.units, rung.price_per_hour + left[MONEY] if MONEY in left else None, most)
-        uses = one.shared_uses(mix)
-        claims[one.name] = replace(claims[one.name], wanted=uses)
-        left = {name: max(0.0, left[name] + rung.uses.get(name, 0.0) - uses.get(name, 0.0)) for name in left}
-        mixes.append(mix)
-    for one, rung, mix in zip(wanted, rungs, mixes, strict=True):
-        standbys = one.standbys(mix, left)
-        resting = one.shared_uses(standbys)
-        claims[one.name] = replace(claims[one.name], standbys=resting)
-        left = {name: amount - resting.get(name, 0.0) for name, amount in left.items()}
-        short = {name for name in limited if mix.units < rung.units - 1e-9 or rung.units < one.units - 1e-9}
-        what = [f"a budget of {limits[MONEY]:g} an hour ({shared.who(MONEY)})"] if MONEY in limits else []
-        what += [f"{limits[of_class(n)]:g} {n} ({shared.who(of_class(n))})" for n in sorted(short)]
-        given = _Granted(rung.units, mix, standbys, f"{' and '.join(what)} for all models")
-        plan = _with_pool(plan, one.name, _planned(one, plan.pool(one.name), given))
-    given_way = shared.gives_way(claims, got.granted)
-    for name, of in given_way.items():
-        pool = plan.pool(name)
-        kind = next(share.name for share in pool.mix if of_class(share.name) == of)
-        note = f"one {kind} ends first: another pool waits for it, and has what this one waits for"
-        plan = _with_pool(plan, name, replace(pool, gives=kind, reason=f"{pool.reason}; {note}"))
-    return replace(
-        plan,
-        budget_per_hour=money,
-        class_room={name: int(shared.free(of_class(name)) + 1e-9) for name in limited},
-        claims=claims,
-        worth_moving=got.worth_moving,
-    )
-
-
 @dataclass(frozen=True, slots=True)
-class _Granted:
+class GrantedMix:
     """What one pool gets."""
 
     units: float
@@ -178,7 +128,8 @@ class _Granted:
     """Where it did not get all."""
 
 
-def _planned(one: ClassedDemand, before: PoolPlan, given: _Granted) -> PoolPlan:
+def planned(one: ClassedDemand, before: PoolPlan, given: GrantedMix) -> PoolPlan:
+    """The pool's plan with what it gets, and why."""
     counts = zip(one.pool.classes, one.offers, given.mix.counts, given.standbys.counts, strict=True)
     shares = tuple(
         ClassShare(

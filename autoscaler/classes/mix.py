@@ -60,6 +60,9 @@ class ClassMix:
     gpus: int = 0
 
 
+NOTHING = ClassMix((), 0.0, 0.0)
+
+
 def offers_of(
     classes: Sequence[ReplicaClass], running: Mapping[str, int] | None = None, gpus_each: int = 0
 ) -> list[ClassOffer]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor, checked_floor
 from autoscaler.policies.behavior import PolicyModel, broken_rule
+from autoscaler.sizing.class_speeds import DEFAULT_TOKENS, MOST_TOKENS
 from splitserve.config.autoscaler import ReplicaClassName
 
 MAX_CLASSES = 6
@@ -31,6 +33,9 @@ class ReplicaClass(PolicyModel):
     speed: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """How many replicas of the slowest class, which has 1, do its work: by prompt tokens a second in prefill, in
     decode by output tokens a second with which each stream keeps `target_ms`."""
+    engine_model: Path | None = None
+    """In place of `speed`: a JSON file with the engine model of its replicas, as `--engine-model` takes it
+    (docs/plan.md), from the folder of the policy file on. All classes of the pool have one then, or none."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = 8
     """Never more of this class, but for those that drain."""
     spot: bool = False
@@ -38,6 +43,12 @@ class ReplicaClass(PolicyModel):
     worker_options: tuple[Annotated[str, Field(max_length=256)], ...] = ()
     """Under `splitserve up`: options that its workers are started with beside those of the cluster, such as
     `[--engine.threads, "2"]`."""
+
+    @model_validator(mode="after")
+    def _has_its_speed(self) -> ReplicaClass:
+        if self.engine_model is not None and "speed" not in self.model_fields_set:
+            raise broken_rule("engine_model is for policies that are read from files")
+        return self
 
     def gpus_or(self, of_pool: int) -> int:
         """GPUs of one replica, where those of the pool have so many."""
@@ -59,6 +70,9 @@ class ClassedPool(PolicyModel):
     longest_prompt_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Prefill: a class that computes a prompt of this length, uncached, for longer than `target_ms` is not used.
     Default: the longest mean prompt of the recorded arrivals."""
+    speed_at_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = DEFAULT_TOKENS
+    """Tokens of a prompt (prefill), or of the context of each stream (decode), at which the `engine_model`s of classes
+    are compared."""
 
     @model_validator(mode="after")
     def _classes_fit(self) -> ClassedPool:
@@ -88,6 +102,11 @@ class ClassedPool(PolicyModel):
     def floor(self) -> OnDemandFloor:
         """`on_demand_floor`."""
         return OnDemandFloor.of(self.on_demand_floor)
+
+    @property
+    def engine_models(self) -> list[Path]:
+        """The files that its speeds are from."""
+        return [one.engine_model for one in self.classes if one.engine_model is not None]
 
     @property
     def speeds(self) -> Mapping[str, float]:

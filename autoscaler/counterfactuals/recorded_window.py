@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autoscaler.sharing.shares import Uses
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, ArrivalBucket, PoolName, Snapshot
 from splitserve.errors import FailedPreconditionError
 

@@ -22,7 +22,8 @@ from autoscaler.policies.behavior import (
 )
 from autoscaler.policies.schedule import ScheduleWindow
 from autoscaler.policies.slo.slo_tuning import Seconds, SloTuning
-from autoscaler.snapshot import PoolName
+from autoscaler.sizing.class_speeds import with_speeds
+from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 
@@ -275,13 +276,14 @@ def load_policy(path: Path) -> ScalingPolicy:
 
 def policy_in(file: YamlFile) -> ScalingPolicy:
     """The policy in a file that has been read; see `load_policy`."""
-    values = dict(file.values)
-    for name in ("prefill", "decode"):
+    values, folder = dict(file.values), file.path.absolute().parent
+    for name in POOLS:
         pool: Any = values.get(name)
         function = pool.get("function") if isinstance(pool, dict) else None
         if isinstance(function, str) and function.rpartition(":")[0].endswith(".py"):
-            values[name] = {**pool, "function": str(file.path.absolute().parent / function)}
+            values[name] = {**pool, "function": str(folder / function)}
     with file.naming_lines():
+        values |= {name: with_speeds(name, values[name], folder) for name in POOLS if name in values}
         return parse_policy(values)
 
 

@@ -68,7 +68,9 @@ class ModelAccount:
 
     def within(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with the account as the model sees it now."""
-        return replace(snapshot, shared=self.account.view(self.model, snapshot.gpu_inventory))
+        classed = any(pool.classes for pool in self._rules().pools.values())
+        inventory = None if classed else snapshot.gpu_inventory
+        return replace(snapshot, shared=self.account.view(self.model, inventory))
 
     def listed(self, replicas: Sequence[ActualReplica], generation: int) -> None:
         """What the actuator lists, asked in this generation of the account."""

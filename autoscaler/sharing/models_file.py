@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Self
@@ -49,7 +49,9 @@ class SharedModels(Settings):
     """Money for an hour that all replicas of all models may cost together, those that start or drain included. It needs
     `classes` in both pools of each model. Default: no bound."""
     gpu_budget: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """GPUs that all models may have together, for models without `classes`. Default: those of the actuator."""
+    """GPUs that all models may have together, of whatever kind; a replica of a class counts those of its class. A
+    policy with `classes` in one pool must have them in both. Default: no bound for models with `classes`; those of
+    the actuator for the others."""
     class_limits: Annotated[
         Mapping[ReplicaClassName, Annotated[int, Field(ge=1, le=10_000)]], Field(max_length=16)
     ] = {}
@@ -135,7 +137,15 @@ def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None
     if rules.gpu_budget is not None and any(pool.classes for pool in rules.pools.values()):
         raise _broken(
             "gpu_budget",
-            f"({rules.gpu_budget}) of the policy of {model} is for one model alone with classes: give class_limits",
+            f"({rules.gpu_budget}) of the policy of {model} is for one model alone with classes: it belongs into the "
+            "file of models",
+        )
+    classed = [name for name, pool in rules.pools.items() if pool.classes]
+    if shared.gpu_budget is not None and len(classed) == 1:
+        raise _broken(
+            "gpu_budget",
+            f"({shared.gpu_budget}) needs classes in both pools or in none: in the policy of {model} {classed[0]} has "
+            "some",
         )
     for name, pool in rules.pools.items():
         if shared.budget_per_hour is not None and not pool.classes:
@@ -143,21 +153,17 @@ def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None
                 "budget_per_hour",
                 f"({shared.budget_per_hour:g}) needs {name}.classes with their prices in the policy of {model}",
             )
-        if shared.gpu_budget is not None and pool.classes:
-            raise _broken(
-                "gpu_budget",
-                f"({shared.gpu_budget}) counts GPUs of one kind, and the policy of {model} has {name}.classes: "
-                "give class_limits",
-            )
 
 
-def least_uses(rules: ScalingPolicy) -> dict[str, float]:
-    """What a model must be able to have: that of its fewest replicas that can serve."""
+def least_uses(rules: ScalingPolicy, limits: Container[str] = ()) -> dict[str, float]:
+    """What a model must be able to have: that of its fewest replicas that can serve. GPUs of classes only where they
+    are among `limits`."""
     pools = list(rules.pools.values())
-    if any(pool.classes for pool in pools):
-        priced = all(pool.classes for pool in pools)
-        return {MONEY: least_price_per_hour(pools, rules.least_awake)} if priced else {}
-    return {GPUS: float(rules.least_gpus)}
+    classed = [pool for pool in pools if pool.classes]
+    gpus = {GPUS: float(rules.least_gpus)} if GPUS in limits or not classed else {}
+    if len(classed) < len(pools):
+        return gpus
+    return {MONEY: least_price_per_hour(pools, rules.least_awake)} | gpus
 
 
 def _broken(field: str, text: str) -> ConfigError:

@@ -148,8 +148,9 @@ class SharedAccount:
         now_s = self._clock()
         limits, used = dict(self.limits), {name: entry.used for name, entry in self._entries.items()}
         others = {name: entry for name, entry in self._entries.items() if name != model}
+        sharing = list(others)
         if GPUS not in limits and inventory is not None:
-            sharing = [name for name, entry in others.items() if _claims_gpus(entry)]
+            sharing = [name for name, entry in others.items() if _shares_inventory(entry)]
             limits[GPUS] = inventory + sum(used[name].get(GPUS, 0.0) for name in sharing)
             used = {
                 name: uses if name in (model, *sharing) else {n: a for n, a in uses.items() if n != GPUS}
@@ -161,7 +162,7 @@ class SharedAccount:
         claims: dict[Pool, Claim] = {}
         for name, entry in others.items():
             stale = now_s - entry.claimed_s > self._stale_s(name)
-            own = {"": _as_it_is(entry)} if stale else entry.claims
+            own = {"": _as_it_is(entry, name in sharing)} if stale else entry.claims
             claims |= {(name, pool): claim for pool, claim in own.items()}
         since_s = self._moving_since_s
         may_move = since_s is not None and now_s - since_s >= self.move_after_s
@@ -208,12 +209,14 @@ class SharedAccount:
         )
 
 
-def _claims_gpus(entry: _Entry) -> bool:
-    return any(GPUS in claim.rungs[0].uses for claim in entry.claims.values())
+def _shares_inventory(entry: _Entry) -> bool:
+    """Whether the GPUs that it has are among those of the actuator that are shared: not where it has classes."""
+    return GPUS in entry.least() or any(GPUS in claim.rungs[0].uses for claim in entry.claims.values())
 
 
-def _as_it_is(entry: _Entry) -> Claim:
+def _as_it_is(entry: _Entry, with_gpus: bool) -> Claim:
     """Of a model that has not decided lately: what it has, or the least that it must have."""
     used, least = entry.used, entry.least()
-    uses = {name: max(used.get(name, 0.0), least.get(name, 0.0)) for name in used.keys() | least.keys()}
+    names = (used.keys() | least.keys()) - (set() if with_gpus else {GPUS})
+    uses = {name: max(used.get(name, 0.0), least.get(name, 0.0)) for name in names}
     return Claim((Rung(0.0, uses, 0.0),))

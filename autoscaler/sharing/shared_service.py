@@ -119,7 +119,7 @@ async def model_loops(
     rules = {model: partial(_rules, file) for model, file in policies.items()}
     account = SharedAccount(
         shared.limits,
-        {model: partial(_least, one) for model, one in rules.items()},
+        {model: partial(_least, one, in_force) for model, one in rules.items()},
         move_after_s=shared.move_after_s,
         interval_s=lambda model: interval_s or rules[model]().interval_s,
     )
@@ -213,8 +213,8 @@ def _rules(file: PolicyFile) -> ScalingPolicy:
     return file.value.rules
 
 
-def _least(rules: Callable[[], ScalingPolicy]) -> dict[str, float]:
-    return least_uses(rules())
+def _least(rules: Callable[[], ScalingPolicy], in_force: ModelsInForce) -> dict[str, float]:
+    return least_uses(rules(), in_force.value.limits)
 
 
 async def _first_look(loops: Mapping[str, ControlLoop]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autoscaler.sharing.giving_way import gives_way, standing
-from autoscaler.sharing.shares import Claim, Rung, Split, Uses, left_of, settled_share
+from autoscaler.sharing.giving_way import Given, Split, gives_way, settled_share, standing
+from autoscaler.sharing.shares import Claim, Rung, Uses, left_of
 
 P = TypeVar("P", bound=str)
 Pool = tuple[str, str]
@@ -26,6 +26,10 @@ class ModelShare:
     """See `Split`."""
     granted: Mapping[Pool, Rung] = field(default_factory=dict)
     """Of all models."""
+    moved: bool = False
+    """See `Split`."""
+    lacking: Mapping[str, float] = field(default_factory=dict)
+    """By how much the least of all models exceeds each limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ class SharedView:
         left = left_of(known, split.rungs, self.limits)
         mine = tuple(rungs[self.model, pool] for pool in own)
         usable = {name: self._left(name, max(0.0, amount), granted) for name, amount in left.items()}
-        return ModelShare(mine, usable, split.worth_moving, granted)
+        lacking = {name: -amount for name, amount in left.items() if amount < -1e-9}
+        return ModelShare(mine, usable, split.worth_moving, granted, split.moved, lacking)
 
     def _left(self, name: str, left: float, granted: Mapping[Pool, Rung]) -> float:
         """What this model may use of what no rung takes. Each keeps what it has of it; what two keep is the first's."""
@@ -96,16 +101,17 @@ class SharedView:
         free = left - (sum(keeps.values()) - mine)
         return max(0.0, free, min(mine, left - before))
 
-    def gives_way(self, own: Mapping[P, Claim], granted: Mapping[Pool, Rung]) -> dict[P, str]:
+    def gives_way(self, own: Mapping[P, Claim], got: ModelShare) -> dict[P, Given]:
         """By pool of this model: the class of which one ends before what replaces it is there. `own` are decided."""
         claims: dict[Pool, Claim] = {(self.model, pool): claim for pool, claim in own.items()}
         claims |= self.others
-        order = [one for one in sorted(claims) if claims[one].classes]
+        # Who has not decided lately claims what it has, as no pool's, and waits for nothing.
+        order = [one for one in sorted(claims) if one in got.granted and one[1]]
         standings = [
-            standing(claims[one], self.live.get(one, {}), granted[one].uses, granted[one].units)
+            standing(claims[one], self.live.get(one, {}), got.granted[one].uses, got.granted[one].units)
             for one in order
         ]
-        given = gives_way(standings, self.limits, summed(list(self.live.values())))
+        given = gives_way(standings, self.limits, summed(list(self.live.values())), got.moved)
         named = {order[number]: name for number, name in given.items()}
         return {pool: named[self.model, pool] for pool in own if (self.model, pool) in named}
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 _TINY = 1e-9
 MOST_EXCHANGES = 500
 """Tried at a time: more models and classes would take a decision too long."""
-WORTH_MOVING = 0.1
-"""What others have is taken only if that lowers the loss of all together by this share."""
 
 Uses = Mapping[str, float]
 """Amounts by what is limited: `MONEY` an hour, `GPUS`, replicas of a class."""
 MONEY, GPUS = "money", "gpus"
+AMOUNTS = (MONEY, GPUS)
+"""What each replica takes some of, by its class; the others are places."""
 
 
 def of_class(name: str) -> str:
@@ -54,6 +54,11 @@ class ClassOfClaim:
     price_per_hour: float = 0.0
     usable: bool = True
     """Whether it can meet the pool's target."""
+    gpus: int = 0
+
+    def takes(self, name: str) -> float:
+        """What one takes of an amount."""
+        return {MONEY: self.price_per_hour, GPUS: float(self.gpus)}[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +107,12 @@ def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int
     at = list(at)
     left = left_of(claims, at, limits)
     steps = [_steps(claim, rung, limits) for claim, rung in zip(claims, at, strict=True)]
+    places = [_first_fit(claim, at[number], steps[number], left) for number, claim in enumerate(claims)]
     while True:
         able = [
-            (step, number)
-            for number, claim in enumerate(claims)
-            if (step := _first_fit(claim, at[number], steps[number], left)) is not None
+            (found[at_], n)
+            for n, (found, at_) in enumerate(zip(steps, places, strict=True))
+            if at_ < len(found)
         ]
         if not able:
             return at
@@ -114,9 +120,16 @@ def _climb(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int
         step, number = max(
             able, key=lambda one: (one[0].gain, -_climbed(claims[one[1]], at[one[1]]), -one[1])
         )
+        here, there = claims[number].rungs[at[number]], claims[number].rungs[step.rung]
         at[number] = step.rung
         steps[number] = _steps(claims[number], step.rung, limits)
         left = left_of(claims, at, limits)
+        # Where nothing has become free, what did not fit before does not now.
+        freed = any(_more(here, there, name) < -_TINY for name in left)
+        places = [
+            _first_fit(claim, at[n], steps[n], left, 0 if freed or n == number else places[n])
+            for n, claim in enumerate(claims)
+        ]
 
 
 def _with_room_made(claims: Sequence[Claim], at: Sequence[int], limits: Uses) -> list[int] | None:
@@ -161,21 +174,25 @@ def _exchanged(
     same: Sequence[Sequence[int]],
     done: frozenset[int],
     tries: list[int],
+    left: Uses | None = None,
 ) -> list[int] | None:
     """Within the limits, once claims that are not `done` have given up what is exceeded, one after the other."""
-    short = [name for name, left in left_of(claims, at, limits).items() if left < -_TINY]
+    left = left_of(claims, at, limits) if left is None else left
+    short = [name for name, amount in left.items() if amount < -_TINY]
     if not short:
         return at
     for number, others in enumerate(same):
+        now = claims[number].rungs[at[number]].uses
         for rung in () if number in done else others:
-            now, then = claims[number].rungs[at[number]].uses, claims[number].rungs[rung].uses
+            then = claims[number].rungs[rung].uses
             if all(then.get(name, 0.0) > now.get(name, 0.0) - _TINY for name in short):
                 continue
             if tries[0] <= 0:
                 return None
             tries[0] -= 1
-            changed = [rung if place == number else one for place, one in enumerate(at)]
-            found = _exchanged(claims, changed, limits, same, done | {number}, tries)
+            changed = [*at[:number], rung, *at[number + 1 :]]
+            after = {name: amount + now.get(name, 0.0) - then.get(name, 0.0) for name, amount in left.items()}
+            found = _exchanged(claims, changed, limits, same, done | {number}, tries, after)
             if found is not None:
                 return found
     return None
@@ -197,19 +214,27 @@ def _steps(claim: Claim, before: int, limits: Uses) -> list[_Step]:
     return sorted(found, key=lambda step: (step.gain, -step.rung), reverse=True)
 
 
-def _first_fit(claim: Claim, before: int, steps: Sequence[_Step], left: Mapping[str, float]) -> _Step | None:
-    """It runs for each claim after each step of any: most are out by the first thing that is looked at."""
+def _first_fit(
+    claim: Claim, before: int, steps: Sequence[_Step], left: Mapping[str, float], begin: int = 0
+) -> int:
+    """The place of the first step that fits, from `begin` on; behind the last: none. It runs for each claim after each
+    step of any: most are out by the first thing that is looked at."""
     here = claim.rungs[before]
     exceeded = [name for name, amount in left.items() if amount < -_TINY]
-    for step in steps:
-        there = claim.rungs[step.rung]
+    room = [(name, here.uses.get(name, 0.0) + max(amount, 0.0) + _TINY) for name, amount in left.items()]
+    for place in range(begin, len(steps)):
+        there = claim.rungs[steps[place].rung]
         climbs = there.units > here.units + _TINY
         # The same capacity of other classes is only for what is otherwise exceeded.
         if not climbs and not any(_more(here, there, name) < -_TINY for name in exceeded):
             continue
-        if all(_more(here, there, name) <= max(amount, 0.0) + _TINY for name, amount in left.items()):
-            return step
-    return None
+        uses = there.uses
+        for name, most in room:
+            if uses.get(name, 0.0) > most:
+                break
+        else:
+            return place
+    return len(steps)
 
 
 def _more(here: Rung, there: Rung, name: str) -> float:
@@ -230,67 +255,3 @@ def _gain(claim: Claim, before: int, after: int, limits: Uses) -> tuple[float, f
 
 def _part(low: Rung, high: Rung, name: str, limit: float) -> float:
     return _more(low, high, name) / max(limit, _TINY)
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Who may have what now."""
-
-    rungs: tuple[int, ...]
-    """One a claim."""
-    worth_moving: bool = False
-    """Whether all together would do much better if some gave up what they have."""
-
-
-def settled_share(
-    claims: Sequence[Claim], limits: Uses, held: Sequence[Uses], may_move: bool = True
-) -> Split:
-    """As `share`, but what a pool has (`held`, one a claim) and wants it keeps, unless `may_move`, and moving it is
-    worth that or gives all of them all that they want. A lowest rung that has no room otherwise moves it at once."""
-    best = share(claims, limits)
-    kept = [_kept(claim, uses, limits) for claim, uses in zip(claims, held, strict=True)]
-    if any(left < -_TINY for left in left_of(claims, kept, limits).values()):
-        return Split(best)
-    stay = share(claims, limits, kept)
-    all_have_it = _have_all(claims, best) and not _have_all(claims, stay)
-    if not all_have_it and not _is_worth(_loss(claims, best), _loss(claims, stay)):
-        return Split(stay)
-    return Split(best if may_move else stay, worth_moving=True)
-
-
-def _have_all(claims: Sequence[Claim], at: Sequence[int]) -> bool:
-    """Whether each has all that it wants."""
-    pairs = [(claim.rungs[rung].units, claim.rungs[-1].units) for claim, rung in zip(claims, at, strict=True)]
-    return all(units >= most - _TINY for units, most in pairs)
-
-
-def _kept(claim: Claim, held: Uses, limits: Uses) -> int:
-    """The highest rung that takes no more than the pool has, of several the one that it was coming to; the lowest it
-    gets in any case."""
-
-    def nearness(rung: Rung) -> float:
-        wanted = rung.uses if claim.wanted is None else claim.wanted
-        return -sum(abs(rung.uses.get(name, 0.0) - wanted.get(name, 0.0)) for name in limits)
-
-    able = [
-        (rung.units, nearness(rung), number)
-        for number, rung in enumerate(claim.rungs)
-        if all(rung.uses.get(name, 0.0) <= held.get(name, 0.0) + _TINY for name in limits)
-    ]
-    return max(able)[2] if able else 0
-
-
-def _loss(claims: Sequence[Claim], at: Sequence[int]) -> tuple[float, float]:
-    """Requests a second that miss their target, and that are not served."""
-    rungs = [(claim.weight, claim.rungs[rung]) for claim, rung in zip(claims, at, strict=True)]
-    missed = sum(weight * (1 - rung.attainment) for weight, rung in rungs)
-    return missed, sum(weight * (1 - rung.served) for weight, rung in rungs)
-
-
-def _is_worth(after: tuple[float, float], before: tuple[float, float]) -> bool:
-    for new, old in zip(after, before, strict=True):
-        if new < (1 - WORTH_MOVING) * old - _TINY:
-            return True
-        if new > old + _TINY:
-            return False
-    return False

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.preemptions import NONE_TAKEN, Preemptions
 from autoscaler.simulation.start_times import StartTimes
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName
 from engine.pacing.token_clock import ServiceTargets
 from splitserve.config.coordinator import AdmissionConfig

@@ -11,7 +11,7 @@ from autoscaler.signals.cold_starts import ColdStarts
 from autoscaler.signals.serving_classes import serving_by_class
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import PrefillReplica, SimulatedReplica, SimulatedRequest
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import (
     POOLS,
     ArrivalBucket,

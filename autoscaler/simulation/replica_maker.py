@@ -17,7 +17,7 @@ from autoscaler.simulation.cluster.replica import (
 )
 from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class _Ledger:
     def account(self) -> SharedAccount:
         return SharedAccount(
             self.limits,
-            {name: partial(least_uses, one.policy) for name, one in self.models.items()},
+            {name: partial(least_uses, one.policy, self.limits) for name, one in self.models.items()},
             move_after_s=self.move_after_s,
             interval_s=lambda name: self.models[name].policy.interval_s,
             clock=lambda: self.now_s,

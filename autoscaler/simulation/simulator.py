@@ -16,13 +16,13 @@ from autoscaler.reconcile import Action, Bounds, Drain, ReplicaView, Start
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.observer import SimulatedObserver
 from autoscaler.simulation.outcome import Moment, Outcome, Slo, moment_of, replica_hours
 from autoscaler.simulation.preemptions import NONE_TAKEN, Preemptions
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.scaling import decode_claim
 from autoscaler.simulation.traces.trace import Trace
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, PoolClass, PoolName, Snapshot
 from autoscaler.start_watch import StartLimits, StartWatch
 from engine.pacing.token_clock import ServiceTargets

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoscaler.simulation.engine_model import DEFAULT_CONTEXT_TOKENS
+from autoscaler.sizing.engine_model import DEFAULT_CONTEXT_TOKENS
 from splitserve.errors import InvalidArgumentError, NotFoundError
 
 WEIGHT_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}

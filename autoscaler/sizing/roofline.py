@@ -3,7 +3,7 @@
 Prompts are bound by arithmetic: two operations a parameter and token, four a head dimension and token of context.
 Decode steps are bound by memory: all weights are read once a step, and the KV of every sequence. Ranks of one replica
 add their all-reduces, two a layer. Efficiencies say which share of a peak is reached; their defaults are chosen so that
-they agree with the presets of `autoscaler.simulation.engine_model`, see docs/plan.md.
+they agree with the presets of `autoscaler.sizing.engine_model`, see docs/plan.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.sizing.gpu_catalog import GpuClass
 from autoscaler.sizing.model_shape import WEIGHT_BITS, ModelShape
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, load_trace
+from autoscaler.sizing.engine_model import preset
 
 MOST_REPLICAS = 64
 SEED = 0

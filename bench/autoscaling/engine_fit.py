@@ -9,9 +9,9 @@ import numpy as np
 from scipy.optimize import minimize
 
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.trace import Trace
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import Snapshot
 
 FIRST_GUESS = {

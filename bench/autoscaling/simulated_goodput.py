@@ -16,11 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from autoscaler.simulation.engine_model import EngineModel, preset
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.sizing.engine_model import EngineModel, preset
 from autoscaler.snapshot import PoolName
 from bench.goodput.mixes import planned
 from bench.goodput.statistics import difference

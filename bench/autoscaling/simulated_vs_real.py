@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
+from autoscaler.sizing.engine_model import EngineModel
 from bench.asking import AskedAnswer, ask, random_prompt
 from bench.autoscaling.engine_fit import EVALUATIONS, Latencies, fitted, simulate
 from bench.cluster import running_cluster

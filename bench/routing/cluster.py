@@ -9,8 +9,8 @@ from functools import partial
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS
 from coordinator.routing.router import Router
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autoscaler.simulation.engine_model import PRESETS, EngineModel, preset
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, load_trace
+from autoscaler.sizing.engine_model import PRESETS, EngineModel, preset
 from bench.machine import report, this_machine
 from bench.routing.cluster import bound_tokens, replay
 from coordinator.routing.baseline_routers import LeastWaitRouter, RoundRobinRouter

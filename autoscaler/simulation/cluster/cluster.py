@@ -23,9 +23,9 @@ from autoscaler.simulation.cluster.replica import (
 )
 from autoscaler.simulation.cluster.routed_workers import MODEL, RoutedWorkers
 from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.replica_maker import ReplicaCalls, ReplicaMaker
 from autoscaler.simulation.start_times import StartTimes
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName, ReplicaState
 from coordinator.admission.entry import NOTHING_HELD, Held
 from coordinator.routing.router import Router

@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 from autoscaler.simulation.cluster.local_prompts import LocalPrompt, LocalPrompts
 from autoscaler.simulation.cluster.prefill_replica import PrefixCache
 from autoscaler.simulation.cluster.replica import DecodeReplica, EventQueue, SimulatedRequest
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 
 _SAME_STEP = 1e-6
 _SPARE = 0.01

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoscaler.simulation.cluster.replica import SimulatedRequest
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 
 MIN_CHUNK_TOKENS = 16
 

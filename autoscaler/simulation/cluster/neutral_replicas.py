@@ -9,7 +9,7 @@ from autoscaler.simulation.cluster.lent_cores import LentCores
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster.stepped_replicas import SteppedDecode, SteppedPrefill
 from autoscaler.simulation.cluster.virtual_engine import VirtualEngine
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 from coordinator.leanings.leaning_planner import LOOK_EVERY_S, LeaningMemory, plan_leanings
 from coordinator.leanings.pressure import pressure_on, work_of
 from coordinator.workers.load_ledger import LoadLedger

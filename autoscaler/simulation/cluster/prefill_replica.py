@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autoscaler.simulation.cluster.local_prompts import chunk
 from autoscaler.simulation.cluster.replica import CacheChanges, EventQueue, PrefillReplica, SimulatedRequest
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
+from autoscaler.sizing.engine_model import EngineModel
 from engine.core.step_stats import StepRates
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import TraceRequest
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import ReplicaState
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit
 from engine.worker.messages import prompt_fit_message, step_fit_message

@@ -22,8 +22,8 @@ from autoscaler.simulation.cluster.replica import (
     decode_load,
 )
 from autoscaler.simulation.cluster.virtual_engine import KV_BLOCK_TOKENS
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS
+from autoscaler.sizing.engine_model import EngineModel
 from coordinator.request.estimates import DEFAULT_OUTPUT_TOKENS
 from coordinator.request.state import RequestEstimate
 from coordinator.routing.local_prefill import HandoffMeter, LocalPrefillFacts, local_prefill_tokens

@@ -20,7 +20,7 @@ from autoscaler.simulation.cluster.replica import (
     SimulatedRequest,
 )
 from autoscaler.simulation.cluster.virtual_engine import KV_BLOCK_TOKENS, TOKEN, VirtualEngine
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
 from engine.core.types import EngineRequest, SamplingParams, StepResult, StopParams
 from engine.pacing.step_time_fit import DecodeStepFit, PromptFit

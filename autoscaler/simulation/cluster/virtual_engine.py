@@ -10,7 +10,7 @@ from typing import Any
 
 from autoscaler.simulation.cluster.lent_cores import Borrows, CoreSlot
 from autoscaler.simulation.cluster.replica import EventQueue
-from autoscaler.simulation.engine_model import EngineModel
+from autoscaler.sizing.engine_model import EngineModel
 from engine.core.engine_core import EngineCore
 from engine.core.model_runner import ModelRunner, PendingStep
 from engine.core.step_stats import StepMeter

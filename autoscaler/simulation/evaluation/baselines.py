@@ -14,7 +14,6 @@ from typing import Any
 from autoscaler.plan import Decide, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
 from autoscaler.simulation.cluster.prefill_replica import PrefixCache
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.dynamo_baselines import (
     DYNAMO_INTERVAL_S,
     SlaKnobs,
@@ -32,6 +31,7 @@ from autoscaler.simulation.evaluation.hpa_baselines import (
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.traces.scaling import pool_work_s
 from autoscaler.simulation.traces.trace import TraceRequest
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, PoolName
 
 Knobs = Mapping[str, Any]

@@ -13,7 +13,6 @@ from typing import Literal
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.hpa_baselines import (
     counted,
     decode_rate,
@@ -23,6 +22,7 @@ from autoscaler.simulation.evaluation.hpa_baselines import (
 )
 from autoscaler.simulation.evaluation.trend_filter import TrendFilter
 from autoscaler.simulation.outcome import Slo
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState, Snapshot
 
 DYNAMO_INTERVAL_S = 5.0

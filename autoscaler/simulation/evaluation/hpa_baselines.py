@@ -20,8 +20,8 @@ from autoscaler.policies.behavior import (
 )
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import Bounds
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.outcome import Slo
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, ArrivalBucket, PoolName, Replica, ReplicaState, Snapshot
 
 HPA_TOLERANCE = 0.1

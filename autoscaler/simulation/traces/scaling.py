@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.sizing.engine_model import EngineModel
 
 PEAK_WINDOW_S = 60.0
 """A peak is the mean over a minute."""

@@ -24,12 +24,12 @@ import numpy as np
 from rich.console import Console
 
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.scaling import scaled_to_peak
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName
 from bench.asking import AskedAnswer
 from bench.autoscaling.engine_fit import EVALUATIONS, fitted

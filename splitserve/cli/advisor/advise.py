@@ -162,7 +162,7 @@ def _advise(
 
 def _engine(traffic: RecordedTraffic, wanted: _Wanted) -> ReportedEngine:
     from autoscaler.advisor.reported_engine import ReportedEngine, measured_engine, reported_engine
-    from autoscaler.simulation.engine_model import preset
+    from autoscaler.sizing.engine_model import preset
 
     if wanted.engine_model is not None:
         return measured_engine(wanted.engine_model)

@@ -13,10 +13,10 @@ from splitserve.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from autoscaler.policies.policy_file import ScalingPolicy
-    from autoscaler.simulation.engine_model import EngineModel
     from autoscaler.simulation.outcome import Slo
     from autoscaler.simulation.simulator import Scenario
     from autoscaler.simulation.traces.trace import Trace
+    from autoscaler.sizing.engine_model import EngineModel
 
 DEFAULT_TTFT_MS = 2000.0
 DEFAULT_TPOT_MS = 100.0
@@ -51,9 +51,9 @@ class Replayed:
 
     def scenario(self, policy: ScalingPolicy) -> Scenario:
         """Loads or makes the trace. Raises InvalidArgumentError naming the option."""
-        from autoscaler.simulation.engine_model import preset
         from autoscaler.simulation.simulator import Scenario
         from autoscaler.simulation.start_times import StartTimes
+        from autoscaler.sizing.engine_model import preset
 
         starts = StartTimes(self.cold_start, self.cold_start_p95, self.failed_starts, self.seed)
         engine, slo = preset(self.engine_preset), self._slo(policy)

@@ -305,11 +305,16 @@ def _within_nine(target: str, folder: Path, kubeconfig: Path, kubernetes: FakeKu
     text = metrics()
     assert 'splitserve_autoscaler_desired_replicas{model="a",pool="prefill"}' in text
     assert 'splitserve_autoscaler_shared_limit{resource="money"} 9.0' in text
-    # The file is followed: with more money there is more.
-    path.write_text(path.read_text().replace("budget_per_hour: 9", "budget_per_hour: 10"))
+    # The file is followed: there is more money, but only ten GPUs.
+    path.write_text(path.read_text().replace("budget_per_hour: 9", "budget_per_hour: 12\ngpu_budget: 10"))
     autoscaler.wait_event("file.reloaded")
     most = 10
     wait(lambda: ordered() == 10)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        assert 'splitserve_autoscaler_shared_limit{resource="gpus"} 10.0' in page.read().decode()
+    said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+    assert "bound by gpu_budget" in said
+    assert "and a budget of 10 GPUs (a has " in said
     assert autoscaler.terminate() == 0
 
 

@@ -12,11 +12,11 @@ from autoscaler.advisor.advice import Advice, AdviceTerms, Prediction, advise, r
 from autoscaler.advisor.candidates import ClusterShape, policy_values
 from autoscaler.advisor.recorded_traffic import MeasuredRequest, RecordedTraffic
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace
+from autoscaler.sizing.engine_model import EngineModel
 from dev.docs.flags import splitserve_flags
 from splitserve.errors import InvalidArgumentError, NotFoundError
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from autoscaler.advisor.recorded_traffic import load_traffic
-from autoscaler.advisor.reported_engine import load_engine_model, reported_engine
+from autoscaler.advisor.reported_engine import reported_engine
 from autoscaler.simulation.outcome import Slo
+from autoscaler.sizing.engine_model_file import load_engine_model
 from splitserve.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 
 STEP_S, TOKEN_S, SQUARE_S = 4e-3, 50e-6, 2e-9

@@ -204,7 +204,7 @@ def test_after_a_restart_a_fast_standby_counts_as_no_more_than_that(warm: int, c
 
 
 def test_a_model_tells_others_its_standbys() -> None:
-    view_ = SharedView("a", {of_class("slow"): 9.0, GPUS: 1.0}, {"a": {}})
+    view_ = SharedView("a", {of_class("slow"): 9.0}, {"a": {}})
     seen = replace(classed(snapshot(load=Load(4.0), prefill=1)), shared=view_)
     claim = decided(policy({"warm_standby": 1}), seen).claims["prefill"]
     assert claim.standbys == {MONEY: 1.0, of_class("slow"): 1.0, of_class("fast"): 0.0}

@@ -10,7 +10,13 @@ import yaml
 
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.sharing.model_account import ModelAccount
-from autoscaler.sharing.models_file import ModelsInForce, check_same_models, check_workloads, load_models
+from autoscaler.sharing.models_file import (
+    ModelsInForce,
+    check_same_models,
+    check_workloads,
+    least_uses,
+    load_models,
+)
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_service import policies_of, shared_shadows
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
@@ -68,7 +74,11 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
             PRICED,
             r"budget_per_hour \(7\) must hold min_replicas and warm_standby of all models, .*: 8",
         ),
-        ({"gpu_budget": 9}, PRICED, r"gpu_budget \(9\) counts GPUs of one kind, and the policy of a has"),
+        (
+            {"gpu_budget": 3},
+            PRICED,
+            r"gpu_budget \(3\) must hold min_replicas and warm_standby of all models: 4",
+        ),
     ],
 )
 def test_what_it_must_keep(tmp_path: Path, file: dict[str, Any], a: dict[str, Any], said: str) -> None:
@@ -92,6 +102,19 @@ def test_a_policy_with_classes_has_no_budget_of_gpus_either(tmp_path: Path) -> N
     path = write(tmp_path, {"budget_per_hour": 9}, a=both(PRICED, gpu_budget=8), b=both(PRICED))
     with pytest.raises(ConfigError, match=r"gpu_budget \(8\) of the policy of a is for one model"):
         policies_of(ModelsInForce(load_models(path)))
+
+
+def test_models_with_and_without_classes_share_gpus(tmp_path: Path) -> None:
+    shared = load_models(write(tmp_path, {"gpu_budget": 6}, a=both(PRICED), b=both(PLAIN)))
+    policies = {name: file.value.rules for name, file in policies_of(ModelsInForce(shared)).items()}
+    least = {name: least_uses(rules, shared.limits) for name, rules in policies.items()}
+    assert least == {"a": {MONEY: 4.0, GPUS: 2.0}, "b": {GPUS: 4.0}}
+    assert least_uses(policies["a"]) == {MONEY: 4.0}, "they are of several kinds"
+    write(tmp_path, {}, a={"prefill": PRICED, "decode": PLAIN})
+    with pytest.raises(
+        ConfigError, match=r"gpu_budget \(6\) needs classes in both pools or in none: .* of a pre"
+    ):
+        policies_of(ModelsInForce(shared))
 
 
 def test_the_least_of_all_must_fit_the_gpus(tmp_path: Path) -> None:

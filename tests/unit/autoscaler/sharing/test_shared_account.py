@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from autoscaler.sharing.shared_account import STALE_S, UNHEARD_S, Holding, SharedAccount
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung
+from autoscaler.sharing.shared_view import summed
+from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, Uses
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
 
@@ -172,44 +175,69 @@ def test_without_a_limit_the_inventory_is_what_is_shared() -> None:
     assert view.free(GPUS) == 2.0
 
 
+def test_a_stuck_model_counts_once_beside_the_inventory() -> None:
+    """The GPUs of one with classes are not in the inventory that others share; those of one without are."""
+    clock = Clock()
+    least = {"a": nothing, "classed": lambda: {MONEY: 1.0}, "silent": lambda: {GPUS: 1.0}}
+    made = SharedAccount({}, least, clock=clock)
+    for model, count in (("a", 2.0), ("classed", 3.0), ("silent", 1.0)):
+        made.holds(model, has(count, GPUS), made.generation)
+    wants = Claim(tuple(Rung(n, {GPUS: float(n)}, n / 4) for n in range(5)))
+    for claims in ({}, {"decode": Claim((Rung(1, {MONEY: 1.0}, 1.0),))}):
+        made.claim("classed", claims, worth_moving=False)
+        clock.now += STALE_S + 1
+        # Eight GPUs: the actuator of `a` leaves out the four of the others. The one without classes never decided.
+        view = made.view("a", inventory=4)
+        assert (view.limits, view.free(GPUS)) == ({GPUS: 5.0}, 2.0)
+        assert view.granted({"decode": wants}).rungs == (4,)
+        assert view.others["classed", ""].rungs[0].uses == {MONEY: 1.0}
+
+
+SMALL, WIDE = {MONEY: 2.0, GPUS: 1.0}, {MONEY: 1.0, GPUS: 2.0}
+
+
 class AnyOrder(RuleBasedStateMachine):
-    """Starts, lists, ends, failures, another holder, in any order: what really runs never exceeds the limit."""
+    """Starts, lists, ends, failures, another holder, in any order: what really runs never exceeds the limits."""
 
     MODELS = st.sampled_from(["a", "b", "c"])
-    LIMIT = 5
+    LIMITS: ClassVar[Uses] = {MONEY: 8.0, GPUS: 7.0}
 
     @initialize()
     def begin(self) -> None:
         self.clock = Clock()
-        self.account = SharedAccount(
-            {MONEY: float(self.LIMIT)}, dict.fromkeys("abc", nothing), clock=self.clock
-        )
+        self.account = SharedAccount(self.LIMITS, dict.fromkeys("abc", nothing), clock=self.clock)
+        self.real: dict[str, list[Uses]] = {model: [] for model in "abc"}
         for model in "abc":
-            self.account.holds(model, has(0.0), self.account.generation)
+            self.account.holds(model, holding([]), self.account.generation)
             self.account.claim(model, {}, worth_moving=False)
-        self.real = dict.fromkeys("abc", 0)
-        self.asked: dict[str, tuple[int, int]] = {}
-        self.late: list[str] = []
+        self.asked: dict[str, tuple[int, list[Uses]]] = {}
+        self.late: list[tuple[str, Uses]] = []
         """Orders that may be carried out yet, by model."""
 
-    @rule(model=MODELS, count=st.integers(1, 4), outcome=st.sampled_from(["arrives", "fails", "unheard"]))
-    def start(self, model: str, count: int, outcome: str) -> None:
+    @rule(
+        model=MODELS,
+        count=st.integers(1, 4),
+        each=st.sampled_from([SMALL, WIDE]),
+        outcome=st.sampled_from(["arrives", "fails", "unheard"]),
+    )
+    def start(self, model: str, count: int, each: Uses, outcome: str) -> None:
         if model in self.asked:
             return  # a control loop does one thing at a time
         try:
-            able = self.account.reserve(model, "decode", count, ONE)
+            able = self.account.reserve(model, "decode", count, each)
         except UnavailableError:
             return
         if outcome == "arrives":
-            self.real[model] += able
+            self.real[model] += [each] * able
         elif outcome == "unheard":
             self.account.unheard(model, able)
-            self.late += [model] * able
+            self.late += [(model, each)] * able
 
     @rule()
     def arrive_late(self) -> None:
         if self.late:
-            self.real[self.late.pop()] += 1
+            model, each = self.late.pop()
+            self.real[model].append(each)
 
     @rule()
     def pass_time(self) -> None:
@@ -219,13 +247,13 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(model=MODELS)
     def ask(self, model: str) -> None:
-        self.asked[model] = (self.account.generation, self.real[model])
+        self.asked[model] = (self.account.generation, list(self.real[model]))
 
     @rule(model=MODELS)
     def answer(self, model: str) -> None:
         if model in self.asked:
-            generation, count = self.asked.pop(model)
-            self.account.holds(model, has(float(count)), generation)
+            generation, there = self.asked.pop(model)
+            self.account.holds(model, holding(there), generation)
 
     @rule(model=MODELS)
     def look(self, model: str) -> None:
@@ -234,19 +262,28 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(model=MODELS)
     def end(self, model: str) -> None:
-        self.real[model] = max(0, self.real[model] - 1)
+        self.real[model] = self.real[model][1:]
 
     @rule()
     def take_over(self) -> None:
-        """Another has acted meanwhile, within the same limit."""
+        """Another has acted meanwhile, within the same limits."""
         self.account.forget()
-        room = self.LIMIT - sum(self.real.values()) - len(self.late)
-        self.real["a"] += max(0, room - 1)
+        there = summed([*self.all_real(), *(each for _, each in self.late)])
+        if all(there.get(name, 0.0) + WIDE[name] <= limit for name, limit in self.LIMITS.items()):
+            self.real["a"].append(WIDE)
+
+    def all_real(self) -> list[Uses]:
+        return [one for there in self.real.values() for one in there]
 
     @invariant()
-    def within_the_limit(self) -> None:
+    def within_the_limits(self) -> None:
         if hasattr(self, "real"):
-            assert sum(self.real.values()) <= self.LIMIT
+            there = summed(self.all_real())
+            assert all(there.get(name, 0.0) <= limit for name, limit in self.LIMITS.items())
+
+
+def holding(there: list[Uses]) -> Holding:
+    return Holding(summed(there), {"decode": summed(there)})
 
 
 TestAnyOrder = AnyOrder.TestCase

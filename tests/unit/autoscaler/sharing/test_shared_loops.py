@@ -196,6 +196,7 @@ def two(limits: dict[str, float], classes: Sequence[dict[str, Any]] = PRICED) ->
         ({MONEY: 16.0}, PRICED),
         ({of_class("only"): 16.0}, PRICED),
         ({GPUS: 16.0}, ()),
+        ({GPUS: 16.0}, PRICED),
     ],
 )
 async def test_the_load_moves_from_one_model_to_the_other(
@@ -237,6 +238,30 @@ async def test_standbys_are_kept_of_what_nobody_claims(limits: dict[str, float])
     assert sum(world.counts().values()) == 16
     assert sum(world.served["a"].resting_in(pool) for pool in ("prefill", "decode")) == 0
     assert world.served["a"].ready("decode") >= 1
+
+
+async def test_models_with_and_without_classes_share_gpus() -> None:
+    """The second has machines of two GPUs, twice as fast and cheaper for that; where GPUs are short it takes others."""
+    kinds = [
+        {"name": "one", "price_per_hour": 2.0, "max_replicas": 40},
+        {"name": "two", "price_per_hour": 3.0, "speed": 1.5, "gpus_per_replica": 2, "max_replicas": 40},
+    ]
+    world = World({GPUS: 16.0}, {"a": rules(()), "b": rules(kinds)}, {"a": FIRST, "b": SECOND})
+
+    def gpus() -> int:
+        there = world.served["b"].there.values()
+        return sum(2 if one.replica_class == "two" else 1 for one in there) + world.counts()["a"]
+
+    most = 0
+    for _ in range(80):
+        await world.run(STEP_S)
+        most = max(most, gpus())
+        if len(world.steps) == 30:
+            assert world.counts()["a"] > 8
+    assert 14 <= most <= 16
+    assert gpus() - world.counts()["a"] > 8, "they have moved"
+    causes = {pool.cause for one in world.loops["b"].journal.decisions for pool in one.pools.values()}
+    assert "gpu_budget" in causes
 
 
 async def test_reasons_say_budget_and_who_has_it() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoscaler.sharing.shared_view import SharedView
-from autoscaler.sharing.shares import Claim, ClassOfClaim, Rung, Uses, of_class
+from autoscaler.sharing.shared_view import ModelShare, SharedView
+from autoscaler.sharing.shares import GPUS, Claim, ClassOfClaim, Rung, Uses, of_class
 
 H, X, Y, Z = (of_class(name) for name in ("h100", "x", "y", "z"))
 
@@ -50,7 +50,8 @@ def swap(model: str, standby: Uses, units: float = 2.0) -> dict[str, str]:
     live = {"a": {X: 1.0, **standby}, "b": {Y: 1.0}}
     view = seen_by(model, claims, live, {X: 1.0, Y: 1.0})
     granted = {(name, "decode"): claim.rungs[0] for name, claim in claims.items()}
-    return view.gives_way({"decode": claims[model]}, granted)
+    given = view.gives_way({"decode": claims[model]}, ModelShare((0,), {}, False, granted))
+    return {pool: one.name for pool, one in given.items()}
 
 
 def test_one_of_a_circle_gives_way_also_with_a_standby() -> None:
@@ -70,4 +71,17 @@ def test_a_planned_standby_is_not_too_much() -> None:
     granted = {(name, "decode"): claim.rungs[0] for name, claim in claims.items()}
     for name, claim in claims.items():
         view = seen_by(name, claims, {"a": {X: 1.0}, "b": {Y: 1.0}}, {X: 1.0, Y: 1.0})
-        assert view.gives_way({"decode": claim}, granted) == {}
+        assert view.gives_way({"decode": claim}, ModelShare((0,), {}, False, granted)) == {}
+
+
+def test_nothing_ends_for_a_model_that_has_not_decided_lately() -> None:
+    """What it has is on the account as no pool's: it waits for nothing. A pool that waits for a GPU does."""
+    classes = {X: ClassOfClaim(gpus=2), Y: ClassOfClaim(gpus=1)}
+    wide, narrow = {X: 1.0, GPUS: 2.0}, {Y: 1.0, GPUS: 1.0}
+    mine = Claim((Rung(1, narrow, 1.0),), 1.0, classes, wanted=narrow)
+    for pool, given in (("", {}), ("decode", {"decode": X})):
+        others = {("b", pool): Claim((Rung(0, {GPUS: 1.0}, 0.0),))}
+        view = SharedView("a", {GPUS: 2.0}, {}, {("a", "decode"): wide}, others)
+        granted = {("a", "decode"): mine.rungs[0], ("b", pool): others["b", pool].rungs[0]}
+        found = view.gives_way({"decode": mine}, ModelShare((0,), {}, False, granted, moved=True))
+        assert {name: one.name for name, one in found.items()} == given

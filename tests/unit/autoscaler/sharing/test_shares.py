@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, of_class, settled_share, share
+from autoscaler.sharing.giving_way import settled_share
+from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, of_class, share
 
 
 def rung(units: float, price: float, attainment: float, served: float = 1.0) -> Rung:

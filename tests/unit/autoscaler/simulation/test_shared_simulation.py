@@ -10,7 +10,6 @@ import pytest
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.sharing.shares import GPUS, MONEY, of_class
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.comparison import bounds_of, run_policy
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.shared_simulation import (
@@ -22,6 +21,7 @@ from autoscaler.simulation.shared_simulation import (
 from autoscaler.simulation.simulator import Scenario, Simulation, run_together
 from autoscaler.simulation.traces.scaling import shifted
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
+from autoscaler.sizing.engine_model import EngineModel
 
 ONLY = {"name": "only", "price_per_hour": 2.0}
 ENGINE = EngineModel(prefill_token_s=150e-6, step_s=0.01, sequence_s=1e-3)
@@ -64,7 +64,7 @@ def most_at(found: SharedOutcome, model: str, since_s: float, until_s: float) ->
 
 @pytest.mark.parametrize(
     ("name", "limit", "classes"),
-    [(MONEY, 14.5, [ONLY]), (GPUS, 7.0, [])],
+    [(MONEY, 14.5, [ONLY]), (GPUS, 7.0, []), (GPUS, 7.0, [ONLY])],
 )
 def test_replicas_follow_the_load_within_the_budget(
     name: str, limit: float, classes: list[Mapping[str, Any]]

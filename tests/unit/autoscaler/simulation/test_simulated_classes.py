@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
+from autoscaler.sizing.engine_model import EngineModel
 from splitserve.cli.main import main
 
 SMALL = {"name": "small", "price_per_hour": 1.0}

@@ -14,7 +14,6 @@ from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.class_costs import cost_of
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
@@ -22,6 +21,7 @@ from autoscaler.simulation.preemptions import Preemptions
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import TraceRequest
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cli.main import main
 from splitserve.errors import InvalidArgumentError

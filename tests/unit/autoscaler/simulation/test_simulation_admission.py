@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.snapshot import PoolName, Snapshot
 from splitserve.config.coordinator import AdmissionConfig
 

@@ -13,12 +13,12 @@ from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.engine_model import PRESETS, EngineModel, preset
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
+from autoscaler.sizing.engine_model import PRESETS, EngineModel, preset
 from autoscaler.snapshot import ReplicaState, Snapshot
 from coordinator.routing.scores import decode_score_s
 from splitserve.config.engine import EngineConfig

@@ -9,7 +9,6 @@ import pytest
 
 from autoscaler.plan import Decide
 from autoscaler.reconcile import Bounds
-from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.evaluation.baselines import BASELINES, STATIC, RuleInputs, baseline, mean_work_s
 from autoscaler.simulation.evaluation.clairvoyant import GRID_S, clairvoyant_bound, needs, schedule, scheduled
 from autoscaler.simulation.evaluation.comparison import baseline_names, compare, run_baseline, static_peak
@@ -29,6 +28,7 @@ from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import NO_BOUNDS, Scenario, Simulation
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
 from autoscaler.simulation.traces.trace import TraceRequest
+from autoscaler.sizing.engine_model import preset
 from autoscaler.snapshot import ArrivalBucket, DecodeSignals, PrefillSignals, Replica, ReplicaState, Snapshot
 from bench.autoscaling.attainment import actions_after, burst, constant_at_a_boundary
 from bench.autoscaling.cases import default_policy

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from autoscaler.simulation.cluster.prefill_replica import PrefixCache
-from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.traces.scaling import peak_replicas, scaled
 from autoscaler.simulation.traces.synthetic import SYNTHETIC, TraceShape, synthetic
 from autoscaler.simulation.traces.trace import Trace, TraceRequest, load_trace
+from autoscaler.sizing.engine_model import preset
 from splitserve.errors import InvalidArgumentError, NotFoundError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"

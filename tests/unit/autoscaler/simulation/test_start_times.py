@@ -9,13 +9,13 @@ import pytest
 
 from autoscaler.plan import Decide, Memory, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
-from autoscaler.simulation.engine_model import preset
 from autoscaler.simulation.evaluation.clairvoyant import clairvoyant_bound
 from autoscaler.simulation.evaluation.comparison import run_policy
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.start_times import StartTimes
 from autoscaler.simulation.traces.synthetic import TraceShape, synthetic
+from autoscaler.sizing.engine_model import preset
 from autoscaler.snapshot import ReplicaState, Snapshot
 from autoscaler.start_watch import StartLimits
 from splitserve.errors import InvalidArgumentError

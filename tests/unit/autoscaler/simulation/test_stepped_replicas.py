@@ -14,11 +14,11 @@ from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.simulation.cluster.cluster import Cluster
 from autoscaler.simulation.cluster.replica import EventQueue, SimulatedRequest
 from autoscaler.simulation.cluster_settings import ClusterSettings
-from autoscaler.simulation.engine_model import EngineModel, preset
 from autoscaler.simulation.evaluation.baselines import static_replicas
 from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario, Simulation
 from autoscaler.simulation.traces.trace import BLOCK_TOKENS, Trace, TraceRequest
+from autoscaler.sizing.engine_model import EngineModel, preset
 from autoscaler.snapshot import Snapshot
 from engine.pacing.token_clock import ServiceTargets
 from splitserve.errors import InvalidArgumentError

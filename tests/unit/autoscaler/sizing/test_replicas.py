@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.simulation.engine_model import preset
+from autoscaler.sizing.engine_model import preset
 from autoscaler.sizing.gpu_catalog import CATALOG, gpu_class
 from autoscaler.sizing.model_shape import GivenShape, ModelShape, read_config, shape_of
 from autoscaler.sizing.replica_choice import designs_of

@@ -9,13 +9,13 @@ import pytest
 
 from autoscaler.advisor.advice import predicted
 from autoscaler.advisor.candidates import ClusterShape, replay
-from autoscaler.simulation.engine_model import EngineModel
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.lengths import LengthDistribution, steady
 from autoscaler.simulation.traces.scaling import busiest, hastened
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from autoscaler.sizing.bill import GpuPrice, bill_of
+from autoscaler.sizing.engine_model import EngineModel
 from autoscaler.sizing.gpu_catalog import gpu_class
 from autoscaler.sizing.model_shape import GivenShape, shape_of
 from autoscaler.sizing.replica_choice import cheapest, designs_of

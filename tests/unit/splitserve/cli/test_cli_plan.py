@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autoscaler.simulation.engine_model import PRESETS
+from autoscaler.sizing.engine_model import PRESETS
 from splitserve.cli.advisor.plan_table import plan_text
 from splitserve.cli.main import main
 
