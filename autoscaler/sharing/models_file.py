@@ -137,6 +137,10 @@ def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None
             "gpu_budget",
             f"({rules.gpu_budget}) of the policy of {model} is for one model alone with classes: give class_limits",
         )
+    if rules.workers == "neutral" and rules.prefill.classes:
+        raise _broken(
+            "workers", f"(neutral) of the policy of {model} cannot have classes beside other models"
+        )
     for name, pool in rules.pools.items():
         if shared.budget_per_hour is not None and not pool.classes:
             raise _broken(

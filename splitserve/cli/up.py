@@ -208,8 +208,10 @@ async def run_cluster(
         given = (config, start) if scaling is None else (start,)
         make = partial(worker_spec if scaling is None else scaling.worker_spec, *given)
         lean = partial(neutral_spec if scaling is None else scaling.neutral_spec, *given)
-        pinned = worker_specs(config, inventory, make, {} if scaling is None else scaling.gpu_kinds)
-        specs = [*coordinator_specs(config, start), *pinned, *neutral_specs(config, inventory, lean)]
+        kinds = {} if scaling is None else scaling.gpu_kinds
+        pinned = worker_specs(config, inventory, make, kinds)
+        neutral = neutral_specs(config, inventory, lean, kinds.get("prefill", ""))
+        specs = [*coordinator_specs(config, start), *pinned, *neutral]
         line = _ready_line(config, cluster_target(config))
         display = stack.enter_context(ClusterDisplay(specs, line, log_dir))
         async with AsyncClient(parts_target(config), security=security) as client:
