@@ -2,8 +2,9 @@
 
 Before it, everything counts in units, replicas of speed 1 (`units.py`): policies, `behavior`, ratio and link know of
 no classes. Here the units that are wanted become replicas: the classes that can meet the target (`usable.py`), the
-cheapest mix of them (`mix.py`, of neutral workers `neutral/`), and where both pools together cost too much or take too many GPUs, or several models
-do, a share for each (`autoscaler/sharing/shares.py`). What is left then is for warm standbys.
+cheapest mix of them (`mix.py`, of neutral workers `neutral/`), and where both pools together cost too much or take too
+many GPUs, or several models do, a share for each (`autoscaler/sharing/shares.py`).
+What is left then is for warm standbys.
 """
 
 from __future__ import annotations

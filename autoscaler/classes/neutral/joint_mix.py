@@ -3,7 +3,7 @@
 One worker serves both sides, so both have the same classes, each with a speed of its own there. What runs, and what
 there may be of a class, is of both sides together: a worker that changes sides is no start. So both sides are searched
 at once, depth first over the classes of one and then of the other, with the bounds of `mix.py` (branch and bound). It
-begins with the mixes that each side would have by itself; unless it ends at `MAX_NODES` it is exact.
+begins with the mixes that each side would have by itself; unless it ends at `MAX_NODES` or `MAX_LOOKS` it is exact.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from autoscaler.classes.mix import (
+    MAX_LOOKS,
     MAX_NODES,
     ChangeCost,
     ClassMix,
@@ -30,8 +31,9 @@ from autoscaler.classes.mix import (
 )
 
 _TINY = 1e-9
-MOVE_S = 1.0
-"""What a change of sides costs, in seconds of the worker's price: of mixes that cost the same the nearest is wanted."""
+JOIN_S = 1.0
+"""What it costs that a side gets a worker that it does not have, in seconds of its price, and of a thousandth for those
+that are free. So of mixes that cost the same the nearest is wanted."""
 
 Counts = tuple[int, ...]
 
@@ -124,6 +126,7 @@ class _JointSearch:
     _order: tuple[int, ...] = field(init=False)
     """Classes, the cheapest for a unit first; the same on both sides."""
     _nodes: int = 0
+    _looks: int = 0
 
     def __post_init__(self) -> None:
         pairs = list(zip(self.sides[0].offers, self.sides[1].offers, strict=True))
@@ -144,7 +147,8 @@ class _JointSearch:
         most = lack.most(replace(offer, most=max(0, offer.most - before)), room)
         is_last = place == 2 * len(self._order) - 1
         for count in (most,) if is_last else outwards(lack.first(offer, most), most):
-            if self._nodes > MAX_NODES:
+            self._looks += 1
+            if self._nodes > MAX_NODES or self._looks > MAX_LOOKS:
                 return
             both = money_of(offer, before + count, self.change) - money_of(offer, before, self.change)
             after = lack.less(offer, count)
@@ -161,7 +165,7 @@ class _JointSearch:
             pair = counts[index], counts[size + index]
             offer = self.sides[0].offers[index]
             money += money_of(offer, sum(pair), self.change)
-            money += self._moves(index, pair) * (offer.price_per_hour + 1e-6) * MOVE_S / 3600
+            money += self._joins(index, pair) * (offer.price_per_hour + 1e-3) * JOIN_S / 3600
             for number, count in enumerate(pair):
                 lacks[number] = lacks[number].less(self.sides[number].offers[index], count)
         floor = sum(max(0.0, lack.floor) for lack in lacks)
@@ -174,11 +178,10 @@ class _JointSearch:
                 self.best, self._worth = counts, found
                 return
 
-    def _moves(self, index: int, pair: tuple[int, int]) -> int:
-        """Workers that change sides for these counts of one class."""
+    def _joins(self, index: int, pair: tuple[int, int]) -> int:
+        """Workers of one class that a side does not have yet."""
         leans = [side.leans[index] for side in self.sides]
-        joins = sum(max(0, count - there) for count, there in zip(pair, leans, strict=True))
-        return max(0, joins - max(0, sum(pair) - sum(leans)))
+        return sum(max(0, count - there) for count, there in zip(pair, leans, strict=True))
 
     def _at(self, place: int, counts: Counts) -> tuple[int, ClassOffer, int]:
         """Side and offer of a place, and how many of its class the other side has already."""
