@@ -212,8 +212,10 @@ def _room_made(
         giver.ends = name
         return room.with_ended([(share, 1)])
     for giver, given in each if serving else ():
-        if any(count for _, count in given) and giver in free:
-            giver.ends = giver.ends or giver.of.superfluous(True, giver.moving)
+        if any(count for _, count in given) and giver in free and not giver.ends:
+            giver.ends = giver.of.superfluous(True, giver.moving)
+            if len(givers) > 1 and not any(one.serving for one in givers):
+                giver.ends = ""  # of neutral workers one stands in for both sides
             if giver.ends:
                 break
     return room
