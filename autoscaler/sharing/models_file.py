@@ -139,7 +139,8 @@ def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None
         )
     if rules.workers == "neutral" and rules.prefill.classes:
         raise _broken(
-            "workers", f"(neutral) of the policy of {model} cannot have classes beside other models"
+            "workers",
+            f"(neutral) of the policy of {model} must be pinned: it has classes, and other models beside it",
         )
     for name, pool in rules.pools.items():
         if shared.budget_per_hour is not None and not pool.classes:
