@@ -32,7 +32,7 @@ class ReplicaClass(PolicyModel):
     """How many replicas of the slowest class, which has 1, do its work: by prompt tokens a second in prefill, in
     decode by output tokens a second with which each stream keeps `target_ms`."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = 8
-    """Never more of this class, but for those that drain."""
+    """Never more of this class, but for those that drain; of neutral workers on both sides together."""
     spot: bool = False
     """Whether its machines may be taken away at short notice. See `on_demand_floor`."""
     worker_options: tuple[Annotated[str, Field(max_length=256)], ...] = ()
@@ -50,7 +50,8 @@ class ClassedPool(PolicyModel):
     classes: Annotated[tuple[ReplicaClass, ...], Field(max_length=MAX_CLASSES)] = ()
     """Classes of replicas, the default one first: workers that report no class, or one that is not listed, count as
     that. The cheapest mix of them is started. Counts of the pool (`min_replicas`, `max_replicas`, `schedule`) are
-    then replicas of speed 1. Default: all replicas are alike, and have no price."""
+    then replicas of speed 1. Neutral workers have the same classes in both pools, each with a `speed` in each. Default:
+    all replicas are alike, and have no price."""
     on_demand_floor: Annotated[int | str, BeforeValidator(checked_floor)] = 0
     """Of the units that are wanted so many are always of classes without `spot`: a number, or a share such as `25%`,
     rounded up."""
