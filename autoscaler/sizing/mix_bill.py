@@ -86,15 +86,15 @@ def mix_bill(policy: ScalingPolicy, split: Prediction, trace: Trace) -> MixBill:
 
 def _mixes(policy: ScalingPolicy, units: tuple[int, int]) -> Sequence[ClassMix]:
     """Those of neutral workers together: there are no more of a class than its limit on both sides."""
-    sides = [
+    prefill, decode = (
         MixSide(
             tuple(offers_of(pool.classes, gpus_each=pool.gpus_per_replica)), count, pool.floor.within(count)
         )
         for pool, count in zip(policy.pools.values(), units, strict=True)
-    ]
+    )
     if policy.workers == "neutral":
-        return joint_mix(*sides)
-    return [cheapest_mix(side.offers, side.units, floor=side.floor) for side in sides]
+        return joint_mix(prefill, decode)
+    return [cheapest_mix(side.offers, side.units, floor=side.floor) for side in (prefill, decode)]
 
 
 def _mixed(name: str, pool: AnyPool, units: int, mix: ClassMix) -> PoolMix:

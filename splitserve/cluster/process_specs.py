@@ -189,18 +189,21 @@ def worker_count(config: ClusterConfig) -> int:
 
 
 def neutral_specs(
-    config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker, gpu: str = ""
+    config: ClusterConfig,
+    inventory: Inventory,
+    make: WorkerSpecMaker,
+    kinds: Mapping[Pool, str] = MappingProxyType({}),
 ) -> list[ChildSpec]:
-    """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. `gpu`: the kind of their
-    GPUs; empty: any. Raises as `worker_specs`."""
+    """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. `kinds` and errors: as of
+    `worker_specs`."""
     if inventory.gpus.gpus:
         engine = config.engine
         check_gpu_count(engine.kind, engine.engine_args, config.worker_gpus, "worker_gpus")
     specs = []
     for number in range(config.workers or 0):
         name = f"worker-{number}"
-        place = _take(inventory, config, "worker", name, config.worker_gpus, gpu)
         leaning: Pool = "decode" if number % 2 else "prefill"
+        place = _take(inventory, config, "worker", name, config.worker_gpus, kinds.get(leaning, ""))
         specs.append(make(leaning, name, place))
     return specs
 

@@ -132,6 +132,6 @@ async def test_the_mix_changes_and_workers_of_both_classes_change_sides(tmp_path
             load.end()
         assert set(load.answered) == {"worker-0", "worker-1", "worker-2"}
         async with asyncio.timeout(PATIENCE_S):
-            while held := held_resources(await client.server_info()):  # noqa: ASYNC110
+            while held_resources(await client.server_info()):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     assert "worker-3" not in (tmp_path / "up.log").read_text(), "nothing is started for a change of sides"
