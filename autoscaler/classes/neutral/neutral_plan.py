@@ -8,7 +8,7 @@ more often on both together than its `max_replicas`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoscaler.classes.class_demand import ClassedDemand
 from autoscaler.classes.mix import ChangeCost, ClassMix
@@ -35,6 +35,7 @@ def neutral_mixes(
 ) -> NeutralMixes:
     """The cheapest mixes of both pools, and their standbys. `units` is the snapshot in units, `limits` what both may
     take of money and GPUs."""
+    wanted = _where_one_is_for_both(wanted)
     granted = [one.units for one in wanted]
     most = class_limits(*(one.offers for one in wanted))
     bounds = {**limits, **{of_class(name): float(count) for name, count in most.items()}}
@@ -50,6 +51,16 @@ def neutral_mixes(
         granted = [claim.rungs[rung].units for claim, rung in zip(claims, at, strict=True)]
         mixes = _mixes(wanted, granted, limits)
     return NeutralMixes(granted, mixes, _standbys(wanted, mixes, bounds), exceeded)
+
+
+def _where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedDemand]:
+    """Where no worker leans to prefill, those of decode compute its prompts: they are of classes that can in time."""
+    prefill, decode = wanted
+    able = [one for one in decode.offers if one.most and one.name not in prefill.slow]
+    if prefill.units or prefill.others or not able:
+        return wanted
+    offers = tuple(replace(one, most=0) if one.name in prefill.slow else one for one in decode.offers)
+    return prefill, replace(decode, offers=offers)
 
 
 def _mixes(wanted: Sequence[ClassedDemand], units: Sequence[float], limits: Uses) -> list[ClassMix]:

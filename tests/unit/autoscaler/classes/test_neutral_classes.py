@@ -129,6 +129,17 @@ def test_a_class_that_is_too_slow_for_prompts_may_decode() -> None:
     assert mixes["decode"]["small"] > 0
 
 
+def test_one_worker_for_both_sides_is_of_a_class_that_computes_prompts_in_time() -> None:
+    least = {"min_replicas": 0}
+    for tokens, kind in ((1000, "small"), (6000, "big")):
+        rules = neutral_policy({**least, "longest_prompt_tokens": tokens}, least)
+        there = NeutralClusters()
+        there.pools["decode"] = [worker("d", "small")]
+        mixes = both(decided(rules, there.seen(1.0, 1800.0)))
+        assert mixes["prefill"] == {"small": 0, "big": 0}
+        assert mixes["decode"] == {"small": 0, "big": 0, kind: 1}
+
+
 def test_a_floor_on_each_side_is_not_of_spot_machines() -> None:
     classes = [SMALL, {**SMALL, "name": "spot", "price_per_hour": 0.3, "spot": True}]
     pool = {"classes": classes, "on_demand_floor": "50%"}
