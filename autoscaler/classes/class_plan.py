@@ -86,11 +86,9 @@ def _of_neutral(
 ) -> ScalingPlan:
     """The plan where both pools have the workers of one price list."""
     found = neutral_mixes(wanted, proposals, units, limits)
-    what = " and ".join(
-        _LIMITS[name].format(limits[name]) if name in limits else f"the {name} that there may be"
-        for name in found.exceeded
-    )
-    why: Cause = "bounds" if not limits.keys() & found.exceeded else _cause(found.exceeded)
+    budgets = [_LIMITS[name].format(limits[name]) for name in found.exceeded if name in limits]
+    what = " and ".join(budgets) or "what max_replicas of the classes give on both sides"
+    why: Cause = _cause(found.exceeded) if budgets else "bounds"
     for one, given, mix, standbys in zip(wanted, found.granted, found.mixes, found.standbys, strict=True):
         got = _Granted(given, mix, standbys, what, why)
         plan = _with_pool(plan, one.name, _planned(one, plan.pool(one.name), got))
