@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autoscaler.actuators.process import ProcessActuator
 from autoscaler.classes.class_demand import gpus_of
-from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from autoscaler.snapshot import POOLS, PoolName
@@ -19,7 +19,6 @@ from splitserve.cluster.placement import Inventory, Place
 from splitserve.cluster.process_specs import (
     ClassSpecMaker,
     CommandFactory,
-    WorkerSpecMaker,
     check_workers,
     neutral_spec,
     parts_target,
@@ -54,17 +53,17 @@ class LocalScaling:
         if config.workers is not None and policy.workers == "pinned":
             message = f"workers: {path} starts pinned workers; write `workers: neutral` into it"
             raise ConfigError(message, field="workers")
+        for pool, rules in policy.pools.items():
+            if rules.classes:  # counts are units
+                least[pool] = math.ceil(least[pool] / rules.classes[0].speed)
         if policy.workers == "neutral":
             neutral = {
                 "workers": config.workers or sum(least.values()),
-                "worker_gpus": policy.prefill.gpus_per_replica,
+                "worker_gpus": gpus_of(policy.prefill, ""),
             }
             config = config.model_copy(update=neutral)
             check_workers(config)
             return cls(config, file, security)
-        for pool, rules in policy.pools.items():
-            if rules.classes:  # counts are units
-                least[pool] = math.ceil(least[pool] / rules.classes[0].speed)
         first: dict[str, int] = {
             pool: count for pool, count in least.items() if pool not in config.model_fields_set
         }
@@ -99,23 +98,22 @@ class LocalScaling:
         """One worker's process, with its pool's drain deadline and the options of its class."""
         rules = self.policy.pools[pool]
         spec = worker_spec(self.config, command, pool, name, place, drain_s=rules.drain_s)
-        if not rules.classes:
-            return spec
-        kind = rules.class_named(replica_class)
-        options = ("--replica-class", kind.name, *kind.worker_options)
-        return replace(spec, command=(*spec.command, *options), replica_class=kind.name)
+        return _of_class(spec, rules, replica_class)
 
-    def neutral_spec(self, command: CommandFactory, leaning: PoolName, name: str, place: Place) -> ChildSpec:
+    def neutral_spec(
+        self, command: CommandFactory, leaning: PoolName, name: str, place: Place, replica_class: str = ""
+    ) -> ChildSpec:
         """One neutral worker's process. It drains for as long as that pool may which may longer: it serves both."""
         drain_s = max(self.policy.prefill.drain_s, self.policy.decode.drain_s)
-        return neutral_spec(self.config, command, leaning, name, place, drain_s=drain_s)
+        spec = neutral_spec(self.config, command, leaning, name, place, drain_s=drain_s)
+        return _of_class(spec, self.policy.pools[leaning], replica_class)
 
     async def run(
         self,
         cluster: LocalCluster,
         inventory: Inventory,
         make: ClassSpecMaker,
-        make_neutral: WorkerSpecMaker,
+        make_neutral: ClassSpecMaker,
     ) -> None:
         """Runs the cluster until it is stopped, and scales it once it is ready. `make_neutral`: see ProcessActuator."""
         actuator = ProcessActuator(cluster, inventory, make, make_neutral)
@@ -141,6 +139,15 @@ class LocalScaling:
             window_s=config.autoscale_window_s,
         ) as loop:
             await loop.run()
+
+
+def _of_class(spec: ChildSpec, rules: AnyPool, replica_class: str) -> ChildSpec:
+    """With the options of its class, where the pool has classes."""
+    if not rules.classes:
+        return spec
+    kind = rules.class_named(replica_class)
+    options = ("--replica-class", kind.name, *kind.worker_options)
+    return replace(spec, command=(*spec.command, *options), replica_class=kind.name)
 
 
 async def _cancel_after(event: asyncio.Event, task: asyncio.Task[None]) -> None:

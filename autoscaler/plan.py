@@ -112,6 +112,8 @@ class ScalingPlan:
     """GPUs that they may have, likewise."""
     class_room: Mapping[str, int] = field(default_factory=dict)
     """How many more replicas of a class may be started now, where several models share its limit."""
+    one_price_list: bool = False
+    """Whether both pools have the same classes, of neutral workers: each may lean to either."""
     claims: Mapping[PoolName, Claim] = field(default_factory=dict)
     """What the pools want, for other models on the same inventory to know; empty where there are none."""
     worth_moving: bool = False

@@ -9,7 +9,7 @@ from autoscaler.actuators.actuator import ORDINARY, ActualReplica, Actuator, Rep
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cluster.child_process import ChildSpec
 from splitserve.cluster.placement import Inventory
-from splitserve.cluster.process_specs import ClassSpecMaker, Kind, WorkerSpecMaker
+from splitserve.cluster.process_specs import ClassSpecMaker, Kind
 from splitserve.cluster.supervisor import LocalCluster
 
 
@@ -27,10 +27,10 @@ class ProcessActuator(Actuator):
         cluster: LocalCluster,
         inventory: Inventory,
         make_spec: ClassSpecMaker,
-        make_neutral: WorkerSpecMaker,
+        make_neutral: ClassSpecMaker,
     ) -> None:
-        """`make_spec`: makes the spec of a worker of a pool and a class. `make_neutral`: makes the spec of a neutral
-        worker that leans to the given pool at first."""
+        """`make_spec`: makes the spec of a worker of a pool and a class. `make_neutral`: the same of a neutral worker,
+        which leans to the given pool at first."""
         self._cluster = cluster
         self._inventory = inventory
         self._make_spec, self._make_neutral = make_spec, make_neutral
@@ -71,11 +71,8 @@ class ProcessActuator(Actuator):
             name = self._new_name(role)
             place = self._inventory.take(name, role, kind.gpus, kind.gpu)
             try:
-                if kind.neutral:
-                    spec = self._make_neutral(pool, name, place)
-                else:
-                    spec = self._make_spec(pool, name, place, kind.replica_class)
-                await self._cluster.add(spec)
+                make = self._make_neutral if kind.neutral else self._make_spec
+                await self._cluster.add(make(pool, name, place, kind.replica_class))
             except BaseException:
                 self._inventory.release(name)
                 raise

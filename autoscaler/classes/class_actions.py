@@ -13,7 +13,18 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoscaler.classes.class_room import ClassRoom
+from autoscaler.classes.class_shares import (
+    LIVE,
+    ClassRoom,
+    carried_units,
+    carry,
+    floor_holds,
+    gpus_there,
+    places_left,
+    price_per_hour,
+    share_of,
+)
+from autoscaler.classes.neutral.class_leanings import lean_classes
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.reconcile import (
     Action,
@@ -30,7 +41,7 @@ from autoscaler.reconcile import (
 )
 from autoscaler.snapshot import POOLS, PoolClass, PoolName, ReplicaState
 
-_LIVE = (ReplicaState.READY, ReplicaState.STANDBY, ReplicaState.STARTING, ReplicaState.OVERDUE)
+_NO_PROMISES: Mapping[PoolName, Counter[str]] = {pool: Counter() for pool in POOLS}
 
 
 def reconcile_classes(
@@ -45,7 +56,12 @@ def reconcile_classes(
     if not classed:
         return reconcile(plan, pools, bounds, paused_pools)
     actions = list(_of_others(plan, classed, pools, bounds, paused_pools))
-    room = ClassRoom(places=dict(plan.class_room))
+    room, promised = ClassRoom(places=dict(plan.class_room)), _NO_PROMISES
+    if plan.one_price_list:
+        leant = lean_classes(plan, pools)
+        pools, promised = leant.pools, leant.promised
+        actions += leant.actions
+        room.places |= places_left(plan, pools)
     if plan.budget_per_hour is not None:
         room.money = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
     if plan.gpu_budget is not None:
@@ -53,12 +69,16 @@ def reconcile_classes(
     turns = []
     for pool in classed:
         ours = [one for one in pools[pool] if one.ours]
-        held = frozenset(name for where, name in paused if where == pool)
-        turns.append(_Classed(pool, plan.pool(pool), ours, held).turn(room))
+        # A neutral worker is started the same way for either pool.
+        held = frozenset(name for where, name in paused if where == pool or plan.one_price_list)
+        other: PoolName = "decode" if pool == "prefill" else "prefill"
+        leaning = Counter(promised[pool])
+        leaning.subtract(promised[other])
+        turns.append(_Classed(pool, plan.pool(pool), ours, held, leaning).turn(room))
     if not _makes_room(turns, _expected(turns, room)):
         for turn in turns:
             turn.of.add_standbys(turn, room)
-    _choose_ends(turns, _expected(turns, room))
+    _choose_ends(turns, _expected(turns, room), plan.one_price_list)
     return tuple(actions) + tuple(action for turn in turns for action in turn.of.actions(turn))
 
 
@@ -82,21 +102,6 @@ def _of_others(
         {pool: nothing if pool in classed else bounds[pool] for pool in POOLS},
         paused,
     )
-
-
-def price_per_hour(plan: PoolPlan, there: Sequence[ReplicaView]) -> float:
-    """What all replicas of ours cost that exist, in whatever state."""
-    return sum(share_of(plan, one.replica_class).price_per_hour for one in there if one.ours)
-
-
-def gpus_there(plan: PoolPlan, there: Sequence[ReplicaView]) -> int:
-    """The GPUs of all replicas of ours that exist, in whatever state."""
-    return sum(share_of(plan, one.replica_class).gpus for one in there if one.ours)
-
-
-def share_of(plan: PoolPlan, name: str) -> ClassShare:
-    """The class of a replica; one that is not known counts as the default."""
-    return next((share for share in plan.mix if share.name == name), plan.mix[0])
 
 
 @dataclass(slots=True)
@@ -161,9 +166,9 @@ def _makes_room(turns: Sequence[_Turn], room: ClassRoom) -> bool:
     )
 
 
-def _choose_ends(turns: Sequence[_Turn], room: ClassRoom) -> None:
+def _choose_ends(turns: Sequence[_Turn], room: ClassRoom, either: bool) -> None:
     """One replica of a pool at a time: what can be done without, then a standby so that one in rotation has room, then
-    one that serves, for the same."""
+    one that serves, for the same; of the other pool as well if `either`, as one may wait for what the other gives."""
     free = [turn for turn in turns if not in_state(turn.of.ours, ReplicaState.DRAINING)]
     for turn in free:
         turn.ends = turn.of.overdue() or turn.of.superfluous(False, turn.moving)
@@ -177,13 +182,17 @@ def _choose_ends(turns: Sequence[_Turn], room: ClassRoom) -> None:
     free = [turn for turn in free if not turn.ends]
     for turn in turns:
         for share in turn.blocked:
-            room = _room_made(turn, share, free, room)
+            givers = [turn, *(one for one in turns if either and one is not turn)]
+            room = _room_made(givers, share, free, room)
     for turn in turns:
         turn.keep_one_serving()
 
 
-def _room_made(turn: _Turn, blocked: ClassShare, free: Sequence[_Turn], room: ClassRoom) -> ClassRoom:
-    """The room once one more has been told to end for this class, if that is of use."""
+def _room_made(
+    givers: Sequence[_Turn], blocked: ClassShare, free: Sequence[_Turn], room: ClassRoom
+) -> ClassRoom:
+    """The room once one more has been told to end for this class, if that is of use. `givers`: whose replicas in
+    rotation may, the own pool first."""
     if room.holds(blocked):
         return room
     resting = [
@@ -193,7 +202,8 @@ def _room_made(turn: _Turn, blocked: ClassShare, free: Sequence[_Turn], room: Cl
         for one in other.resting
     ]
     standbys = [(share, 1) for share, *_ in resting]
-    too_much = turn.of.too_much(turn, room)
+    each = [(giver, giver.of.too_much(giver, room)) for giver in givers]
+    too_much = [one for _, given in each for one in given]
     serving = room.with_ended(too_much).holds(blocked)
     if room.with_ended(standbys).holds(blocked) or (
         not serving and room.with_ended([*standbys, *too_much]).holds(blocked)
@@ -201,8 +211,13 @@ def _room_made(turn: _Turn, blocked: ClassShare, free: Sequence[_Turn], room: Cl
         share, giver, name = max(resting, key=lambda it: (it[0].price_per_hour, it[0].gpus))
         giver.ends = name
         return room.with_ended([(share, 1)])
-    if serving and turn in free and not turn.ends:
-        turn.ends = turn.of.superfluous(True, turn.moving)
+    for giver, given in each if serving else ():
+        if any(count for _, count in given) and giver in free and not giver.ends:
+            giver.ends = giver.of.superfluous(True, giver.moving)
+            if len(givers) > 1 and not any(one.serving for one in givers):
+                giver.ends = ""  # of neutral workers one stands in for both sides
+            if giver.ends:
+                break
     return room
 
 
@@ -215,6 +230,8 @@ class _Classed:
     ours: Sequence[ReplicaView]
     paused: frozenset[str] = frozenset()
     """Classes of which nothing is ordered now."""
+    leaning: Mapping[str, int] = field(default_factory=dict)
+    """Neutral workers of a class that will lean here once the other pool can do without; negative: the other way."""
 
     def actions(self, turn: _Turn) -> list[Action]:
         """All that it does, in order."""
@@ -264,7 +281,7 @@ class _Classed:
             lacking = share.count - len(self._of(share, ready))
             joining += self._of(share, resting)[: max(0, lacking)]
         for one in resting:
-            if one not in joining and not self._carry([*ready, *joining]):
+            if one not in joining and not carry(self.plan, [*ready, *joining]):
                 joining.append(one)
         leaving: list[ReplicaView] = []
         for share in self.plan.mix:
@@ -273,22 +290,17 @@ class _Classed:
             spare = len(self._of(share, [*ready, *joining])) - share.count
             for one in sorted(self._of(share, ready), key=least_loaded)[: max(0, min(lacking, spare))]:
                 left = [other for other in ready if other not in (*leaving, one)]
-                if self._carry(left) and (share.spot or self._floor_holds(left)):
+                if carry(self.plan, left) and (share.spot or floor_holds(self.plan, left)):
                     leaving.append(one)
         return joining, leaving
-
-    def _carry(self, ready: Sequence[ReplicaView]) -> bool:
-        """Whether these carry what is wanted in rotation."""
-        wanted = min(self.plan.units or 0.0, sum(one.count * one.speed for one in self.plan.mix))
-        return self._carried(ready) >= wanted - 1e-9
 
     def too_much(self, turn: _Turn, room: ClassRoom) -> list[tuple[ClassShare, int]]:
         """What may end before what replaces it is there. The last one that serves, and carries all, does not, unless
         those on standby carry it: nobody would serve meanwhile."""
         serving = turn.serving
-        carries = self._carried(serving) >= (self.plan.units or 0.0) - 1e-9
+        carries = carried_units(self.plan, serving) >= (self.plan.units or 0.0) - 1e-9
         within = room.money >= 0 and room.gpus >= 0
-        if len(serving) == 1 and within and carries and not self._carry([*turn.resting, *turn.leaving]):
+        if len(serving) == 1 and within and carries and not carry(self.plan, [*turn.resting, *turn.leaving]):
             return []
         return [(share, max(0, self._surplus(share))) for share in self.plan.mix]
 
@@ -297,12 +309,8 @@ class _Classed:
 
     def _surplus(self, share: ClassShare) -> int:
         """Replicas of a class beyond what it shall have; negative: those that are missing."""
-        live = sum(one.state in _LIVE for one in self._of(share, self.ours))
-        return live - share.count - share.standby
-
-    def _carried(self, ready: Sequence[ReplicaView]) -> float:
-        """Units of these."""
-        return sum(share_of(self.plan, one.replica_class).speed for one in ready)
+        live = sum(one.state in LIVE for one in self._of(share, self.ours))
+        return live + self.leaning.get(share.name, 0) - share.count - share.standby
 
     def overdue(self) -> str:
         """It holds the place of its replacement, which comes once it is gone."""
@@ -326,15 +334,8 @@ class _Classed:
                 if self._surplus(share) <= 0 or not able or enough_rest:
                     continue
                 left = [one for one in ready if one.name not in moving and one is not able[0]]
-                enough = self._carry(left) and (share.spot or self._floor_holds(left))
+                enough = carry(self.plan, left) and (share.spot or floor_holds(self.plan, left))
                 gives = makes_room or share.name == self.plan.gives
                 if state is not ReplicaState.READY or gives or enough:
                     return able[0].name
         return ""
-
-    def _floor_holds(self, ready: Sequence[ReplicaView]) -> bool:
-        """With these in rotation."""
-        plain = [one for one in ready if not share_of(self.plan, one.replica_class).spot]
-        wanted = sum(one.count * one.speed for one in self.plan.mix if not one.spot)
-        floor = min(self.plan.floor.within(self.plan.units or 0.0), wanted)
-        return self._carried(plain) >= floor - 1e-9

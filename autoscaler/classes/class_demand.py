@@ -62,12 +62,21 @@ class ClassedDemand:
     """Why classes are not used, or no more of them, for people."""
     slow: frozenset[str] = frozenset()
     """Classes that cannot meet the target."""
+    leaning: tuple[int, ...] = ()
+    """Replicas of each class that are there or start, in this pool alone."""
 
     @classmethod
     def of(
-        cls, name: PoolName, pool: AnyPool, plan: PoolPlan, least: int, snapshot: Snapshot
+        cls,
+        name: PoolName,
+        pool: AnyPool,
+        plan: PoolPlan,
+        least: int,
+        snapshot: Snapshot,
+        sides: Sequence[PoolName] = (),
     ) -> ClassedDemand:
-        """`snapshot` is not in units; `plan` and `least` are."""
+        """`snapshot` is not in units; `plan` and `least` are. `sides`: the pools whose replicas may be of this one;
+        none: itself alone."""
         signals = snapshot.pool(name)
         here = [one for one in signals.replicas if one.state in _HERE]
         others = [one for one in here if not one.ours]
@@ -75,13 +84,15 @@ class ClassedDemand:
         others_units = float(sum(one.speed for one in others_are))
         plain_units = float(sum(one.speed for one in others_are if not one.spot))
         floor = replace(pool.floor, others=others_units, others_on_demand=plain_units)
-        running = _ours_by_class(pool, here)
+        sides = sides or (name,)
+        known = [replica for side in sides for replica in snapshot.pool(side).replicas]
+        running = _ours_by_class(pool, [r for r in known if r.state in _HERE])
         # What takes the place of one that is taken away is no more of a change than that was.
-        taken = _ours_by_class(pool, [r for r in signals.replicas if r.state is ReplicaState.PREEMPTED])
+        taken = _ours_by_class(pool, [r for r in known if r.state is ReplicaState.PREEMPTED])
         target_s = pool.target_ms / 1e3 if isinstance(pool, SloPool) else None
         slow = too_slow(pool, name, target_s, snapshot)
         able = {one for one in pool.speeds if one not in slow}
-        short = to_do_without(able, {kind for where, kind in snapshot.short if where == name})
+        short = to_do_without(able, {kind for where, kind in snapshot.short if where in sides})
         most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in short}
         offers = [
             replace(one, most=min(one.most, most.get(one.name, one.most)))
@@ -104,6 +115,7 @@ class ClassedDemand:
             plan.standby,
             (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
             frozenset(slow),
+            tuple(_ours_by_class(pool, here).values()),
         )
 
     def steady(self, units: float, most: Mapping[str, int] = MappingProxyType({})) -> ClassMix:

@@ -2,23 +2,27 @@
 
 Before it, everything counts in units, replicas of speed 1 (`units.py`): policies, `behavior`, ratio and link know of
 no classes. Here the units that are wanted become replicas: the classes that can meet the target (`usable.py`), the
-cheapest mix of them (`mix.py`), and where both pools together cost too much or take too many GPUs, a share for each
-(`autoscaler/sharing/shares.py`); where several models do, `autoscaler/sharing/class_shares.py` does it. What is left
-then is for warm standbys.
+cheapest mix of them (`mix.py`, of neutral workers `neutral/`), and where both pools together cost too much or take too
+many GPUs, a share for each (`autoscaler/sharing/shares.py`); where several models do, `sharing/class_shares.py`
+does it. What is left then is for warm standbys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autoscaler.classes.class_demand import ClassedDemand
 from autoscaler.classes.mix import ClassMix
+from autoscaler.classes.neutral.neutral_plan import neutral_mixes
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.shares import GPUS, MONEY, Uses, left_of, share
-from autoscaler.snapshot import PoolName, Snapshot
+from autoscaler.snapshot import POOLS, PoolName, Snapshot
+
+_LIMITS = {MONEY: "a budget of {:g} an hour", GPUS: "a budget of {:g} GPUs"}
+"""For people."""
 
 
 def in_units(policy: ScalingPolicy, snapshot: Snapshot) -> Snapshot:
@@ -45,6 +49,10 @@ def with_classes(
     if not wanted:
         return plan
     limits = _limits(policy, wanted)
+    gpus = int(limits[GPUS]) if GPUS in limits else None
+    plan = replace(plan, budget_per_hour=policy.budget_per_hour, gpu_budget=gpus)
+    if policy.workers == "neutral":
+        return _of_neutral(wanted, proposals, units, plan, limits)
     granted = [one.units for one in wanted]
     mixes = [one.mix(one.units) for one in wanted]
     exceeded = _exceeded(wanted, mixes, limits)
@@ -52,22 +60,44 @@ def with_classes(
         granted, mixes = _within_limits(wanted, proposals, units, limits)
     used = [one.uses(mix) for one, mix in zip(wanted, mixes, strict=True)]
     left = {name: limit - sum(uses[name] for uses in used) for name, limit in limits.items()}
-    why: Cause = "gpu_budget" if GPUS in exceeded else "money_budget"
+    why = _cause(exceeded)
     for one, given, mix in zip(wanted, granted, mixes, strict=True):
         standbys = one.standbys(mix, left)
         left = {name: amount - one.uses(standbys)[name] for name, amount in left.items()}
         got = GrantedMix(given, mix, standbys, " and ".join(exceeded.values()), why)
         plan = with_pool(plan, one.name, planned(one, plan.pool(one.name), got))
-    gpus = int(limits[GPUS]) if GPUS in limits else None
-    return replace(plan, budget_per_hour=policy.budget_per_hour, gpu_budget=gpus)
+    return plan
+
+
+def _of_neutral(
+    wanted: Sequence[ClassedDemand],
+    proposals: Proposals,
+    units: Snapshot,
+    plan: ScalingPlan,
+    limits: Uses,
+) -> ScalingPlan:
+    """The plan where both pools have the workers of one price list."""
+    found = neutral_mixes(wanted, proposals, units, limits)
+    budgets = [_LIMITS[name].format(limits[name]) for name in found.exceeded if name in limits]
+    what = " and ".join(budgets) or "what max_replicas of the classes give on both sides"
+    why: Cause = _cause(found.exceeded) if budgets else "bounds"
+    for one, given, mix, standbys in zip(wanted, found.granted, found.mixes, found.standbys, strict=True):
+        got = GrantedMix(given, mix, standbys, what, why)
+        plan = with_pool(plan, one.name, planned(one, plan.pool(one.name), got))
+    return replace(plan, one_price_list=True)
+
+
+def _cause(exceeded: Collection[str]) -> Cause:
+    return "gpu_budget" if GPUS in exceeded else "money_budget"
 
 
 def demands(
     policy: ScalingPolicy, snapshot: Snapshot, plan: ScalingPlan, proposals: Proposals
 ) -> list[ClassedDemand]:
     """Of the pools that have classes; the plan counts units."""
+    sides = POOLS if policy.workers == "neutral" else ()
     return [
-        ClassedDemand.of(name, pool, plan.pool(name), proposals.pool(name).least, snapshot)
+        ClassedDemand.of(name, pool, plan.pool(name), proposals.pool(name).least, snapshot, sides)
         for name, pool in policy.pools.items()
         if pool.classes
     ]
@@ -83,10 +113,9 @@ def _limits(policy: ScalingPolicy, wanted: Sequence[ClassedDemand]) -> dict[str,
 
 def _exceeded(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], limits: Uses) -> dict[str, str]:
     """The limits that these mixes exceed together, with their names for people."""
-    names = {MONEY: "a budget of {:g} an hour", GPUS: "a budget of {:g} GPUs"}
     uses = [one.uses(mix) for one, mix in zip(wanted, mixes, strict=True)]
     return {
-        name: names[name].format(limit)
+        name: _LIMITS[name].format(limit)
         for name, limit in limits.items()
         if sum(use[name] for use in uses) > limit + 1e-9
     }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from autoscaler.classes.mix import cheapest_mix, leanest_mix, offers_of, without
+from autoscaler.classes.neutral.joint_mix import MixSide, joint_mix, total_mix
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import broken_rule
@@ -44,10 +45,8 @@ def check_classes(policy: _Policy) -> None:
         if not pool.classes:
             continue
         _check_slices(name, pool)
-        if policy.workers == "neutral":
-            raise broken_rule(
-                f"{name}.classes need pinned workers: a neutral one serves pools of two price lists"
-            )
+    if policy.workers == "neutral":
+        _check_one_price_list(pools)
     classed = [name for name, pool in pools.items() if pool.classes]
     if policy.gpu_budget is not None and len(classed) == 1:
         raise broken_rule(
@@ -60,12 +59,44 @@ def check_classes(policy: _Policy) -> None:
             raise broken_rule(
                 f"budget_per_hour ({policy.budget_per_hour:g}) needs {name}.classes with their prices"
             )
-    least = least_price_per_hour(list(pools.values()), policy.least_awake)
+    of_all = least_price_of_neutral if policy.workers == "neutral" else least_price_per_hour
+    least = of_all(list(pools.values()), policy.least_awake)
     if least > policy.budget_per_hour:
         raise broken_rule(
             f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas and warm_standby of both pools, with "
             f"their on_demand_floor: {least:g}"
         )
+
+
+_OF_THE_WORKER = ("name", "gpu", "price_per_hour", "max_replicas", "spot", "worker_options")
+"""What a class says of its workers, on whichever side; `speed` is of one side."""
+
+
+def _check_one_price_list(pools: Mapping[PoolName, _Pool]) -> None:
+    """One neutral worker is of one class, wherever it leans."""
+    prefill, decode = pools["prefill"], pools["decode"]
+    if len(prefill.classes) != len(decode.classes):
+        counts = f"{len(prefill.classes)} and {len(decode.classes)}"
+        raise broken_rule(
+            f"decode.classes of neutral workers must be those of prefill, but for speed: there are {counts}"
+        )
+    for number, (one, other) in enumerate(zip(prefill.classes, decode.classes, strict=True)):
+        field = f"decode.classes.{number}"
+        for what in _OF_THE_WORKER:
+            here, there = getattr(other, what), getattr(one, what)
+            if here != there:
+                raise broken_rule(
+                    f"{field}.{what} of neutral workers must be that of prefill, {_shown(there)}, not {_shown(here)}"
+                )
+        gpus = one.gpus_or(prefill.gpus_per_replica), other.gpus_or(decode.gpus_per_replica)
+        if gpus[0] != gpus[1]:
+            raise broken_rule(
+                f"{field}.gpus_per_replica of neutral workers must be that of prefill, {gpus[0]}, not {gpus[1]}"
+            )
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def _check_slices(name: PoolName, pool: _Pool) -> None:
@@ -86,6 +117,20 @@ def least_price_per_hour(pools: Sequence[_Pool], least: Sequence[int]) -> float:
         mix = cheapest_mix(offers, units, floor=pool.floor.within(units))
         price += mix.price_per_hour + cheapest_mix(without(offers, mix), pool.warm_standby).price_per_hour
     return price
+
+
+def least_price_of_neutral(pools: Sequence[_Pool], least: Sequence[int]) -> float:
+    """The same of neutral workers, of which there are no more of a class than its limit on both sides together."""
+    offers = [tuple(offers_of(pool.classes)) for pool in pools]
+    prefill, decode = (
+        MixSide(of_side, units, pool.floor.within(units))
+        for pool, of_side, units in zip(pools, offers, least, strict=True)
+    )
+    taken = total_mix(joint_mix(prefill, decode), offers[0])
+    for pool, of_side in zip(pools, offers, strict=True):
+        standbys = cheapest_mix(without(of_side, taken), pool.warm_standby)
+        taken = total_mix((taken, standbys), of_side)
+    return taken.price_per_hour
 
 
 def least_gpus(pools: Sequence[_Pool], least: Sequence[int]) -> int:

@@ -93,9 +93,9 @@ def cheapest_mix(
     """The mix of at least `units`, `floor` of them not on spot machines, that costs least, with what it takes to come
     there. Where the classes, the budget or `gpus` (None: any number) do not reach so far: the one that is short of the
     least floor, of those the one that is short of the least units, and of those the cheapest."""
-    lack = _Lack(max(0.0, units), max(0.0, floor))
-    room = _Room(math.inf if budget_per_hour is None else budget_per_hour)
-    found = _searched(offers, lack, room, change, _per_unit)
+    lack = MixLack(max(0.0, units), max(0.0, floor))
+    room = MixRoom(math.inf if budget_per_hour is None else budget_per_hour)
+    found = _searched(offers, lack, room, change, per_unit)
     if gpus is None or found.gpus <= gpus:
         return found
     return _searched(offers, lack, replace(room, gpus=gpus), change, _gpus_per_unit)
@@ -103,8 +103,8 @@ def cheapest_mix(
 
 def _searched(
     offers: Sequence[ClassOffer],
-    lack: _Lack,
-    room: _Room,
+    lack: MixLack,
+    room: MixRoom,
     change: ChangeCost,
     first: Callable[[ClassOffer], float],
 ) -> ClassMix:
@@ -151,7 +151,8 @@ def money_of(offer: ClassOffer, count: int, change: ChangeCost) -> float:
     return offer.price_per_hour * (count * change.payback_s + starts * change.cold_start_s) / 3600
 
 
-def _per_unit(offer: ClassOffer) -> float:
+def per_unit(offer: ClassOffer) -> float:
+    """The price of a unit of this class for an hour."""
     return offer.price_per_hour / offer.speed
 
 
@@ -160,16 +161,16 @@ def _gpus_per_unit(offer: ClassOffer) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lack:
+class MixLack:
     """Units that a mix is short of; negative: it has more."""
 
     units: float
     floor: float
 
-    def less(self, offer: ClassOffer, count: float) -> _Lack:
+    def less(self, offer: ClassOffer, count: float) -> MixLack:
         """With `count` replicas of a class."""
         units = count * offer.speed
-        return _Lack(self.units - units, self.floor - (0.0 if offer.spot else units))
+        return MixLack(self.units - units, self.floor - (0.0 if offer.spot else units))
 
     def first(self, offer: ClassOffer, most: int) -> int:
         """The count to try first: what classes on spot machines are for is what is above the floor."""
@@ -178,24 +179,24 @@ class _Lack:
         above = max(0.0, self.units - max(0.0, self.floor))
         return min(most, math.ceil(above / offer.speed - _TINY))
 
-    def most(self, offer: ClassOffer, room: _Room) -> int:
+    def most(self, offer: ClassOffer, room: MixRoom) -> int:
         """More of this class alone are too many, or too dear."""
         lacking = self.units if offer.spot else max(self.units, self.floor)
         enough = max(0, math.ceil(lacking / offer.speed - _TINY))
-        return int(min(offer.most, enough, _affordable(offer, room)))
+        return int(min(offer.most, enough, affordable(offer, room)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class MixRoom:
     """What may yet be spent."""
 
     money: float
     """For an hour."""
     gpus: float = math.inf
 
-    def less(self, offer: ClassOffer, count: int) -> _Room:
+    def less(self, offer: ClassOffer, count: int) -> MixRoom:
         """With `count` replicas of a class."""
-        return _Room(self.money - count * offer.price_per_hour, self.gpus - count * offer.gpus)
+        return MixRoom(self.money - count * offer.price_per_hour, self.gpus - count * offer.gpus)
 
 
 @dataclass(slots=True)
@@ -211,7 +212,7 @@ class _Search:
     _nodes: int = 0
     _looks: int = 0
 
-    def visit(self, place: int, lack: _Lack, room: _Room, money: float, counts: tuple[int, ...]) -> None:
+    def visit(self, place: int, lack: MixLack, room: MixRoom, money: float, counts: tuple[int, ...]) -> None:
         """Tries all counts of the class at `place`."""
         if place == len(self.offers):
             self._take(lack, money, counts)
@@ -220,7 +221,7 @@ class _Search:
         offer = self.offers[place]
         most = lack.most(offer, room)
         is_last = place == len(self.offers) - 1
-        for count in (most,) if is_last else _outwards(lack.first(offer, most), most):
+        for count in (most,) if is_last else outwards(lack.first(offer, most), most):
             spent = money + money_of(offer, count, self.change)
             rest, left = lack.less(offer, count), room.less(offer, count)
             self._looks += 1
@@ -229,41 +230,22 @@ class _Search:
             if self._may_be_better(place + 1, rest, left, spent):
                 self.visit(place + 1, rest, left, spent, (*counts, count))
 
-    def _may_be_better(self, place: int, lack: _Lack, room: _Room, money: float) -> bool:
+    def _may_be_better(self, place: int, lack: MixLack, room: MixRoom, money: float) -> bool:
         """By the floor that the rest of the classes can give at most, then by the fractional problem: classes come in
         order of their price per unit."""
         plain = [offer for offer in self.offers[place:] if not offer.spot]
-        most = sum(min(float(one.most), _affordable(one, room)) * one.speed for one in plain)
+        most = sum(min(float(one.most), affordable(one, room)) * one.speed for one in plain)
         short_floor = max(0.0, lack.floor - most)
         if short_floor < self._short_floor - _TINY:
             return True
         if short_floor > self._short_floor + _TINY:
             return False
-        left, spent = self._fractional(place, lack, room)
+        left, spent = fractional(self.offers[place:], lack, room)
         left = max(left, lack.units - self._most_units(place, room.gpus))
         add = spent * self.change.payback_s / 3600
         if left > self._short + _TINY:
             return False
         return left < self._short - _TINY or money + add < self._money - _TINY
-
-    def _fractional(self, place: int, lack: _Lack, room: _Room) -> tuple[float, float]:
-        """Units that the rest of the classes cannot give, and what the others cost an hour, if there were parts of
-        replicas: first the floor by those that carry it, then the rest by all. Each class may have all GPUs."""
-        left, spent = lack.units, 0.0
-        rest = sorted(range(place, len(self.offers)), key=lambda each: _per_unit(self.offers[each]))
-        free = {each: float(self.offers[each].most) for each in rest}
-        for of_floor in (True, False):
-            wanted = lack.floor if of_floor else left
-            for each in free:
-                offer = self.offers[each]
-                if wanted <= _TINY or (of_floor and offer.spot):
-                    continue
-                able = _affordable(offer, _Room(room.money - spent, room.gpus))
-                count = min(free[each], wanted / offer.speed, able)
-                free[each] -= count
-                wanted, left = wanted - count * offer.speed, left - count * offer.speed
-                spent += count * offer.price_per_hour
-        return max(0.0, left), spent
 
     def _most_units(self, place: int, gpus: float) -> float:
         """What the rest of the classes give on so many GPUs, if there were parts of replicas."""
@@ -275,7 +257,7 @@ class _Search:
             units, gpus = units + count * offer.speed, max(0.0, gpus - count * offer.gpus)
         return units
 
-    def _take(self, lack: _Lack, money: float, counts: tuple[int, ...]) -> None:
+    def _take(self, lack: MixLack, money: float, counts: tuple[int, ...]) -> None:
         short_floor, short = max(0.0, lack.floor), max(0.0, lack.units)
         found = (short_floor, short, money, sum(counts))
         known = (self._short_floor, self._short, self._money, self._replicas)
@@ -288,7 +270,26 @@ class _Search:
                 return
 
 
-def _outwards(first: int, most: int) -> Iterator[int]:
+def fractional(rest: Sequence[ClassOffer], lack: MixLack, room: MixRoom) -> tuple[float, float]:
+    """Units that these classes cannot give, and what the others cost an hour, if there were parts of replicas: first
+    the floor by those that carry it, then the rest by all. Each class may have all GPUs."""
+    left, spent = lack.units, 0.0
+    by_price = sorted(rest, key=per_unit)
+    free = [float(offer.most) for offer in by_price]
+    for of_floor in (True, False):
+        wanted = lack.floor if of_floor else left
+        for each, offer in enumerate(by_price):
+            if wanted <= _TINY or (of_floor and offer.spot):
+                continue
+            able = affordable(offer, MixRoom(room.money - spent, room.gpus))
+            count = min(free[each], wanted / offer.speed, able)
+            free[each] -= count
+            wanted, left = wanted - count * offer.speed, left - count * offer.speed
+            spent += count * offer.price_per_hour
+    return max(0.0, left), spent
+
+
+def outwards(first: int, most: int) -> Iterator[int]:
     """All from 0 to `most`, those next to `first` first."""
     yield first
     for away in range(1, most + 1):
@@ -298,6 +299,7 @@ def _outwards(first: int, most: int) -> Iterator[int]:
             yield first + away
 
 
-def _affordable(offer: ClassOffer, room: _Room) -> float:
+def affordable(offer: ClassOffer, room: MixRoom) -> float:
+    """Replicas of this class, and parts of one, that there is room for."""
     by_money = max(0.0, room.money + _TINY) / offer.price_per_hour if offer.price_per_hour else math.inf
     return min(by_money, max(0.0, room.gpus + _TINY) / offer.gpus if offer.gpus else math.inf)

@@ -37,7 +37,7 @@ class ReplicaClass(PolicyModel):
     """In place of `speed`: a JSON file with the engine model of its replicas, as `--engine-model` takes it
     (docs/plan.md), from the folder of the policy file on. All classes of the pool have one then, or none."""
     max_replicas: Annotated[int, Field(ge=1, le=1000)] = 8
-    """Never more of this class, but for those that drain."""
+    """Never more of this class, but for those that drain; of neutral workers on both sides together."""
     spot: bool = False
     """Whether its machines may be taken away at short notice. See `on_demand_floor`."""
     worker_options: tuple[Annotated[str, Field(max_length=256)], ...] = ()
@@ -61,7 +61,8 @@ class ClassedPool(PolicyModel):
     classes: Annotated[tuple[ReplicaClass, ...], Field(max_length=MAX_CLASSES)] = ()
     """Classes of replicas, the default one first: workers that report no class, or one that is not listed, count as
     that. The cheapest mix of them is started. Counts of the pool (`min_replicas`, `max_replicas`, `schedule`) are
-    then replicas of speed 1. Default: all replicas are alike, and have no price."""
+    then replicas of speed 1. Neutral workers have the same classes in both pools, each with a `speed` in each. Default:
+    all replicas are alike, and have no price."""
     on_demand_floor: Annotated[int | str, BeforeValidator(checked_floor)] = 0
     """Of the units that are wanted so many are always of classes without `spot`: a number, or a share such as `25%`,
     rounded up."""

@@ -147,6 +147,11 @@ def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None
             f"({shared.gpu_budget}) needs classes in both pools or in none: in the policy of {model} {classed[0]} has "
             "some",
         )
+    if rules.workers == "neutral" and rules.prefill.classes:
+        raise _broken(
+            "workers",
+            f"(neutral) of the policy of {model} must be pinned: it has classes, and other models beside it",
+        )
     for name, pool in rules.pools.items():
         if shared.budget_per_hour is not None and not pool.classes:
             raise _broken(

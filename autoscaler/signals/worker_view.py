@@ -117,8 +117,9 @@ def serving(pool: PoolName, seen: Mapping[str, Sighting]) -> list[scaling_pb2.Wo
 
 
 def by_class(pool: PoolName, seen: Mapping[str, Sighting]) -> dict[str, ClassSignals]:
-    """The figures of each class of a pool, by its workers in rotation."""
+    """The figures of each class of a pool, by its workers in rotation; of those that stand in where it has none."""
     there = [one for one in seen.values() if one.pool == pool]
+    there = there or [one for one in seen.values() if one.signals.neutral]
     classes = serving_by_class((one.signals.replica_class, one.state, one.signals) for one in there)
     return {
         name: ClassSignals(

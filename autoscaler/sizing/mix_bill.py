@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autoscaler.advisor.advice import Prediction
-from autoscaler.classes.mix import cheapest_mix, offers_of
+from autoscaler.classes.mix import ClassMix, cheapest_mix, offers_of
+from autoscaler.classes.neutral.joint_mix import MixSide, joint_mix
 from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.simulation.traces.trace import Trace
@@ -56,10 +57,9 @@ def mix_bill(policy: ScalingPolicy, split: Prediction, trace: Trace) -> MixBill:
     All pools must have classes. Raises FailedPreconditionError: TOO_FEW_REPLICAS where they give fewer units than the
     plan has, TOO_DEAR where they cost more than the policy's budget, TOO_FEW_GPUS where they take more than its
     `gpu_budget`."""
-    pools = (
-        _mixed("prefill", policy.prefill, split.candidate.prefill),
-        _mixed("decode", policy.decode, split.candidate.decode),
-    )
+    units = split.candidate.prefill, split.candidate.decode
+    given = zip(policy.pools.items(), units, _mixes(policy, units), strict=True)
+    pools = [_mixed(name, pool, count, mix) for (name, pool), count, mix in given]
     cost = sum(one.cost_per_hour for one in pools)
     if policy.budget_per_hour is not None and cost > policy.budget_per_hour:
         message = (
@@ -75,7 +75,8 @@ def mix_bill(policy: ScalingPolicy, split: Prediction, trace: Trace) -> MixBill:
     tokens = sum(one.prompt_tokens + one.output_tokens for one in trace.requests)
     hours_per_million = max(trace.duration_s, 1e-3) / 3600 / tokens * 1e6
     return MixBill(
-        *pools,
+        pools[0],
+        pools[1],
         cost,
         cost * hours_per_million,
         on_demand,
@@ -83,9 +84,20 @@ def mix_bill(policy: ScalingPolicy, split: Prediction, trace: Trace) -> MixBill:
     )
 
 
-def _mixed(name: str, pool: AnyPool, units: int) -> PoolMix:
-    offers = offers_of(pool.classes, gpus_each=pool.gpus_per_replica)
-    mix = cheapest_mix(offers, units, floor=pool.floor.within(units))
+def _mixes(policy: ScalingPolicy, units: tuple[int, int]) -> Sequence[ClassMix]:
+    """Those of neutral workers together: there are no more of a class than its limit on both sides."""
+    prefill, decode = (
+        MixSide(
+            tuple(offers_of(pool.classes, gpus_each=pool.gpus_per_replica)), count, pool.floor.within(count)
+        )
+        for pool, count in zip(policy.pools.values(), units, strict=True)
+    )
+    if policy.workers == "neutral":
+        return joint_mix(prefill, decode)
+    return [cheapest_mix(side.offers, side.units, floor=side.floor) for side in (prefill, decode)]
+
+
+def _mixed(name: str, pool: AnyPool, units: int, mix: ClassMix) -> PoolMix:
     if mix.units < units - 1e-9:
         message = f"policy: the classes of {name} give {mix.units:g} units, the plan has {units}"
         raise FailedPreconditionError(message, reason="TOO_FEW_REPLICAS", field="policy")

@@ -11,6 +11,7 @@ An order ends when the worker has followed, so that none stands against what ano
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -78,7 +79,7 @@ def plan_leanings(
     ]
     if not able:
         return memory
-    chosen = min(able, key=lambda work: (_left_behind(work), work.key))
+    chosen = min(able, key=lambda work: (_times_faster(work, able), _left_behind(work), work.key))
     return replace(
         memory,
         order=LeaningOrder(chosen.key, wanted, now),
@@ -123,6 +124,15 @@ def _wanted(works: Sequence[WorkerWork], pressure: Pressure | None) -> PoolName 
         if pressure.of(side) > 1 and pressure.of(side) > CLEARLY * pressure.of(other):
             return side
     return None
+
+
+def _times_faster(work: WorkerWork, able: Sequence[WorkerWork]) -> int:
+    """Of workers of several classes a slow one goes first: a fast one would leave more behind than is missing. By its
+    rate of prompts, in doublings of the slowest one's: workers of one class measure nearly the same."""
+    rates = [one.prompt_tokens_per_s for one in able if one.prompt_tokens_per_s]
+    if not rates or not work.prompt_tokens_per_s:
+        return 0
+    return round(math.log2(work.prompt_tokens_per_s / min(rates)))
 
 
 def _left_behind(work: WorkerWork) -> float:

@@ -179,7 +179,6 @@ async def run_cluster(
     from splitserve.cluster.placement import available_cores, machine_gpus, make_inventory
     from splitserve.cluster.process_specs import (
         cluster_probe,
-        cluster_target,
         cluster_token,
         coordinator_specs,
         neutral_spec,
@@ -208,9 +207,10 @@ async def run_cluster(
         given = (config, start) if scaling is None else (start,)
         make = partial(worker_spec if scaling is None else scaling.worker_spec, *given)
         lean = partial(neutral_spec if scaling is None else scaling.neutral_spec, *given)
-        pinned = worker_specs(config, inventory, make, {} if scaling is None else scaling.gpu_kinds)
-        specs = [*coordinator_specs(config, start), *pinned, *neutral_specs(config, inventory, lean)]
-        line = _ready_line(config, cluster_target(config))
+        kinds = {} if scaling is None else scaling.gpu_kinds
+        specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make, kinds)]
+        specs += neutral_specs(config, inventory, lean, kinds)
+        line = _ready_line(config)
         display = stack.enter_context(ClusterDisplay(specs, line, log_dir))
         async with AsyncClient(parts_target(config), security=security) as client:
             probe, shared = cluster_probe(client, config), {TOKEN_VARIABLE: token}
@@ -273,7 +273,10 @@ def _steer_by_signals(cluster: LocalCluster, tell: Callable[[str], None]) -> Non
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-def _ready_line(config: ClusterConfig, target: str) -> str:
+def _ready_line(config: ClusterConfig) -> str:
+    from splitserve.cluster.process_specs import cluster_target, openai_url
+
+    target = cluster_target(config)
     elsewhere = "" if target == DEFAULT_TARGET else f" --target {target}"
     if config.tls is not None:
         elsewhere += f" --tls {config.tls}"
@@ -281,7 +284,5 @@ def _ready_line(config: ClusterConfig, target: str) -> str:
     if config.workers is not None:
         pools = f"{config.workers} neutral workers"
     line = f'splitserve ready on {target} · {{model}} · {pools} · try: splitserve generate "Hello"{elsewhere}'
-    from splitserve.cluster.process_specs import openai_url
-
     url = openai_url(config)
     return line if url is None else f"{line}\nOpenAI-compatible API: {url}"

@@ -36,7 +36,7 @@ CommandFactory = Callable[[Role, Sequence[str]], tuple[str, ...]]
 WorkerSpecMaker = Callable[[Pool, str, Place], ChildSpec]
 """Builds the spec of a worker from its pool, for a neutral one where it leans at first, its name and its place."""
 ClassSpecMaker = Callable[[Pool, str, Place, str], ChildSpec]
-"""The same of a pinned worker, with the class of replicas that it is of; empty: the default one."""
+"""The same of a worker that is started later, with the class of replicas that it is of; empty: the default one."""
 
 SERVING_STATES = frozenset({"ready", "slow-lane"})
 """A worker with a slow lane serves, with a warning."""
@@ -188,16 +188,22 @@ def worker_count(config: ClusterConfig) -> int:
     return config.workers or config.prefill + config.decode
 
 
-def neutral_specs(config: ClusterConfig, inventory: Inventory, make: WorkerSpecMaker) -> list[ChildSpec]:
-    """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. Raises as `worker_specs`."""
+def neutral_specs(
+    config: ClusterConfig,
+    inventory: Inventory,
+    make: WorkerSpecMaker,
+    kinds: Mapping[Pool, str] = MappingProxyType({}),
+) -> list[ChildSpec]:
+    """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. `kinds` and errors: as of
+    `worker_specs`."""
     if inventory.gpus.gpus:
         engine = config.engine
         check_gpu_count(engine.kind, engine.engine_args, config.worker_gpus, "worker_gpus")
     specs = []
     for number in range(config.workers or 0):
         name = f"worker-{number}"
-        place = _take(inventory, config, "worker", name, config.worker_gpus)
         leaning: Pool = "decode" if number % 2 else "prefill"
+        place = _take(inventory, config, "worker", name, config.worker_gpus, kinds.get(leaning, ""))
         specs.append(make(leaning, name, place))
     return specs
 

@@ -99,8 +99,8 @@ class ProcessRig(Rig):
     def _make(self, pool: PoolName, name: str, place: Place, replica_class: str = "") -> ChildSpec:
         return ChildSpec(name, pool, self._command(name), replica_class=replica_class)
 
-    def _make_neutral(self, leaning: PoolName, name: str, place: Place) -> ChildSpec:
-        return ChildSpec(name, "worker", self._command(name), leaning=leaning)
+    def _make_neutral(self, leaning: PoolName, name: str, place: Place, replica_class: str = "") -> ChildSpec:
+        return ChildSpec(name, "worker", self._command(name), leaning=leaning, replica_class=replica_class)
 
     def _command(self, name: str) -> tuple[str, ...]:
         return sys.executable, "-I", "-S", str(STUB), str(self._folder), name

@@ -90,7 +90,6 @@ async def test_while_pinned_pods_are_rolled_the_newest_says_what_is_started(
 async def test_a_class_has_a_workload_of_neutral_pods_as_well(
     kubernetes: FakeKubernetes, kubeconfig: Path
 ) -> None:
-    """To the actuator; a policy with classes and neutral workers is refused."""
     actuator = connect(kubernetes, kubeconfig, "big")
     try:
         big = ReplicaKind(gpus=0, neutral=True, replica_class="big")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.class_actions import gpus_there, price_per_hour, reconcile_classes
+from autoscaler.classes.class_actions import reconcile_classes
+from autoscaler.classes.class_shares import gpus_there, price_per_hour
 from autoscaler.decide import make_decide
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.class_actions import price_per_hour, reconcile_classes
+from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.classes.class_bill import pool_bill
+from autoscaler.classes.class_shares import price_per_hour
 from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decide import make_decide
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
@@ -121,7 +122,6 @@ def test_a_budget_goes_where_it_saves_most() -> None:
         ({"warm_standby": 2}, {"budget_per_hour": 3}, "must hold min_replicas and warm_standby .*: 4"),
         ({"classes": []}, {"budget_per_hour": 3}, r"budget_per_hour \(3\) needs prefill.classes"),
         ({"min_replicas": 3}, {"budget_per_hour": 3}, r"budget_per_hour \(3\) must hold min_replicas .*: 4"),
-        ({}, {"workers": "neutral"}, "prefill.classes need pinned workers"),
     ],
 )
 def test_what_a_policy_must_keep(prefill: dict[str, Any], more: dict[str, Any], error: str) -> None:

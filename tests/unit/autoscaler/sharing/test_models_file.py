@@ -55,6 +55,15 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
     assert len(policies_of(ModelsInForce(shared))) == 2
 
 
+def test_neutral_workers_have_no_classes_beside_other_models(tmp_path: Path) -> None:
+    path = write(tmp_path, {}, a=both(PRICED, workers="neutral"), b=both(PRICED))
+    with pytest.raises(
+        ConfigError, match=r"workers \(neutral\) of the policy of a must be pinned"
+    ) as refused:
+        policies_of(ModelsInForce(load_models(path)))
+    assert refused.value.field == "workers"
+
+
 @pytest.mark.parametrize(
     ("file", "a", "said"),
     [

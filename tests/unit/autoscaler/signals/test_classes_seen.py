@@ -50,3 +50,21 @@ async def test_figures_are_kept_by_class() -> None:
         "p5": "big",
         "p6": "big",
     }
+
+
+async def test_neutral_workers_stand_in_for_a_pool_without_any() -> None:
+    """Else nothing would be known of that pool, which had to stay as it is."""
+    clock = Clock()
+    source = FakeSource("c1", clock)
+    load = {"prefill_tokens_per_second": 1000.0}
+    source.workers = [
+        worker("d0", load=load, replica_class="big", neutral=True),
+        worker("d1", load={"prefill_tokens_per_second": 9.0}, replica_class="small"),
+    ]
+
+    async def listed() -> list[ActualReplica]:
+        return []
+
+    seen = await Observer([source], listed, clock=clock).observe()
+    assert {name: one.tokens_per_s for name, one in seen.prefill.classes.items()} == {"big": 1000.0}
+    assert set(seen.decode.classes) == {"big", "small"}

@@ -59,9 +59,10 @@ def test_a_mix_costs_less_than_small_ones_alone_and_attains_as_much() -> None:
     assert sum(used.values()) == pytest.approx(mixed.total_replica_hours)
 
 
-def test_a_budget_is_kept_over_the_whole_run() -> None:
+@pytest.mark.parametrize("workers", ["pinned", "neutral"])
+def test_a_budget_is_kept_over_the_whole_run(workers: str) -> None:
     limit = 6.0
-    outcome, cost = run(parse_policy(rules(SMALL, LARGE, budget_per_hour=limit)))
+    outcome, cost = run(parse_policy(rules(SMALL, LARGE, budget_per_hour=limit, workers=workers)))
     assert outcome.failed_requests == 0
     assert cost.money <= limit * cost.hours
 

@@ -50,6 +50,15 @@ def test_classes_are_mixed_by_their_speed(split: Prediction) -> None:
     assert bill.cost_per_hour == bill.on_demand_cost_per_hour == 15.0
 
 
+def test_neutral_workers_are_of_one_price_list(split: Prediction) -> None:
+    few = {**OWN, "name": "few", "price_per_hour": 1.0, "max_replicas": 5}
+    bill = mix_bill(policy([OWN, few], workers="neutral"), split, TRACE)
+    assert bill.prefill.classes["few"] + bill.decode.classes["few"] == 5
+    assert bill.cost_per_hour == 5 * 1.0 + 7 * 2.0
+    with pytest.raises(FailedPreconditionError, match="units, the plan has"):
+        mix_bill(policy([{**OWN, "max_replicas": 8}], workers="neutral"), split, TRACE)
+
+
 def test_without_machines_of_ones_own_there_is_nothing_to_compare(split: Prediction) -> None:
     bill = mix_bill(policy([{**OWN, "max_replicas": 2}, SPOT]), split, TRACE)
     assert bill.on_demand_cost_per_hour is bill.on_demand_cost_per_million_tokens is None

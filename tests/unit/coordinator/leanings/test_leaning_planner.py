@@ -48,6 +48,16 @@ def asked(memory: LeaningMemory) -> tuple[str, PoolName] | None:
     return None if memory.order is None else (memory.order.key[0], memory.order.pool)
 
 
+def test_of_several_classes_a_slow_one_goes_first() -> None:
+    """Also where it has more to do; nearly the same rates are one class."""
+    rates = {"a": 4000.0, "b": 990.0, "c": 1100.0, "d": 1000.0}
+    works = [replace(one, prompt_tokens_per_s=rates[one.key[0]]) for one in FOUR]
+    assert asked(looks(works, TOKENS, TOKENS)) == ("b", "decode")
+    assert asked(looks(works, PROMPTS, PROMPTS)) == ("d", "prefill"), "the one with fewer streams"
+    unmeasured = [replace(works[0], prompt_tokens_per_s=0.0), *works[1:]]
+    assert asked(looks(unmeasured, TOKENS, TOKENS)) == ("a", "decode")
+
+
 @pytest.mark.parametrize(
     ("pressures", "expected"),
     [

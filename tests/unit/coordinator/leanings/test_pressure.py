@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.admission.entry import Held
@@ -51,3 +53,27 @@ def test_what_is_held_back_counts_for_the_side_that_it_waits_for() -> None:
     tokens = pressure_on(works, TTFT_S, TPOT_S, Held(5, 1000.0, "decode"), 1000.0)
     assert tokens.prefill == free.prefill
     assert tokens.decode == pytest.approx(0.025 / LIMIT_S)
+
+
+def test_a_fast_worker_counts_by_its_own_rate_of_prompts() -> None:
+    """Three seconds of a slow one's prompts, for one that is three times as fast: 0.5 s of the mean of both."""
+    slow = replace(work("a", "decode", 3.0), prompt_tokens_per_s=1000.0)
+    fast = replace(work("b", "prefill"), prompt_tokens_per_s=3000.0)
+    assert pressure_on([slow, fast], TTFT_S, TPOT_S).prefill == pytest.approx(1.0 / 0.5)
+    alone = replace(slow, pool="prefill"), replace(fast, pool="decode")
+    assert pressure_on(alone, TTFT_S, TPOT_S).prefill == pytest.approx(3.0 / 0.5)
+
+
+def test_streams_are_spread_by_what_each_worker_could_have() -> None:
+    """One whose sequences take a third of the time has three of four of them."""
+    fast = work("a", "decode", streams=20, fit=DecodeStepFit(0.01, 0.001, 0.0))
+    slow = work("b", "decode", streams=20, fit=DecodeStepFit(0.01, 0.003, 0.0))
+    both = pressure_on([fast, slow], TTFT_S, TPOT_S).decode
+    assert both == pytest.approx((0.01 + 0.03) / LIMIT_S)
+
+
+def test_a_worker_whose_base_is_beyond_the_target_gets_none() -> None:
+    fast = work("a", "decode", streams=8)
+    never = work("b", "decode", fit=DecodeStepFit(1.0, 0.001, 0.0))
+    assert pressure_on([fast, never], TTFT_S, TPOT_S).decode == pytest.approx(0.018 / LIMIT_S)
+    assert pressure_on([never, work("c", "prefill", streams=2)], TTFT_S, TPOT_S).decode > 20

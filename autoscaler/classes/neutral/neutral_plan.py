@@ -1,0 +1,96 @@
+"""The mixes of both pools where their workers are neutral: one search for both. Pure.
+
+Capacity is decided for each pool in its own units, as for pinned workers. What carries it is decided once: workers of
+one price list, each of which may lean to either side. So the mix counts what runs on both sides, and no class is had
+more often on both together than its `max_replicas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoscaler.classes.class_demand import ClassedDemand
+from autoscaler.classes.mix import ChangeCost, ClassMix
+from autoscaler.classes.neutral.joint_mix import MixBudget, MixSide, class_limits, joint_mix, total_mix
+from autoscaler.plan import Proposals
+from autoscaler.sharing.shares import GPUS, MONEY, Uses, of_class, share
+from autoscaler.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class NeutralMixes:
+    """What both pools get, prefill first."""
+
+    granted: Sequence[float]
+    """Units of each."""
+    mixes: Sequence[ClassMix]
+    standbys: Sequence[ClassMix]
+    exceeded: Sequence[str] = ()
+    """What there was not enough of."""
+
+
+def neutral_mixes(
+    wanted: Sequence[ClassedDemand], proposals: Proposals, units: Snapshot, limits: Uses
+) -> NeutralMixes:
+    """The cheapest mixes of both pools, and their standbys. `units` is the snapshot in units, `limits` what both may
+    take of money and GPUs."""
+    wanted = _where_one_is_for_both(wanted)
+    granted = [one.units for one in wanted]
+    most = class_limits(*(one.offers for one in wanted))
+    bounds = {**limits, **{of_class(name): float(count) for name, count in most.items()}}
+    mixes = _mixes(wanted, granted, limits)
+    exceeded: list[str] = []
+    if any(mix.units < one.units - 1e-9 for one, mix in zip(wanted, mixes, strict=True)):
+        exceeded = _exceeded(wanted, bounds)
+        scarce = {name: count for name, count in most.items() if of_class(name) in exceeded}
+        claims = [
+            one.claim(proposals.pool(one.name), units, scarce, leanest=GPUS in exceeded) for one in wanted
+        ]
+        at = share(claims, bounds)
+        granted = [claim.rungs[rung].units for claim, rung in zip(claims, at, strict=True)]
+        mixes = _mixes(wanted, granted, limits)
+    return NeutralMixes(granted, mixes, _standbys(wanted, mixes, bounds), exceeded)
+
+
+def _where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedDemand]:
+    """Where no worker leans to prefill, those of decode compute its prompts: they are of classes that can in time."""
+    prefill, decode = wanted
+    able = [one for one in decode.offers if one.most and one.name not in prefill.slow]
+    if prefill.units or prefill.others or not able:
+        return wanted
+    offers = tuple(replace(one, most=0) if one.name in prefill.slow else one for one in decode.offers)
+    return prefill, replace(decode, offers=offers)
+
+
+def _mixes(wanted: Sequence[ClassedDemand], units: Sequence[float], limits: Uses) -> list[ClassMix]:
+    prefill, decode = (
+        MixSide(one.offers, count, one.floor.within(count), one.leaning)
+        for one, count in zip(wanted, units, strict=True)
+    )
+    # One change is for both sides: it must pay by the shorter time, with the longer start.
+    change = ChangeCost(
+        min(one.change.payback_s for one in wanted), max(one.change.cold_start_s for one in wanted)
+    )
+    return list(joint_mix(prefill, decode, MixBudget(limits.get(MONEY), limits.get(GPUS)), change))
+
+
+def _exceeded(wanted: Sequence[ClassedDemand], bounds: Uses) -> list[str]:
+    """What is limited that both would take too much of, each by itself."""
+    uses = [one.uses(one.steady(one.units)) for one in wanted]
+    return [name for name, most in bounds.items() if sum(use.get(name, 0.0) for use in uses) > most + 1e-9]
+
+
+def _standbys(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses) -> list[ClassMix]:
+    """Of what is left, prefill's first."""
+    taken, found = total_mix(mixes, wanted[0].offers), list[ClassMix]()
+    for one in wanted:
+        mix = one.standbys(taken, _left(one, taken, bounds))
+        taken = total_mix((taken, mix), one.offers)
+        found.append(mix)
+    return found
+
+
+def _left(one: ClassedDemand, taken: ClassMix, bounds: Uses) -> Mapping[str, float]:
+    uses = one.uses(taken)
+    return {name: most - uses[name] for name, most in bounds.items()}
