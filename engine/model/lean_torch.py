@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import TypeVar
 
-from engine.model.deferred_modules import DeferringFinder, run
+from engine.model.deferred_modules import DeferringFinder, offer_submodules, run
 
 T = TypeVar("T")
 META = "torch._meta_registrations"
@@ -43,6 +43,8 @@ NEEDS = {
     "torch._dynamo": _COMPILING,
     "torch._inductor": _COMPILING,
     "torch.export._trace": _COMPILING,
+    # What would have imported the modules below this.
+    "torch.ao.nn": ("torch.nn.intrinsic", "torch.nn.qat", "torch.nn.quantizable", "torch.nn.quantized"),
     # These two import each other, which only works in this order: export would be the first to do so.
     "torch._higher_order_ops": ("torch.fx.passes",),
 }
@@ -67,6 +69,7 @@ def _import() -> None:
     try:
         importlib.import_module("torch")
         importlib.import_module(GENERATORS)
+        offer_submodules("torch")
     finally:
         for name in absent:
             del sys.modules[name]
