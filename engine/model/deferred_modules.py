@@ -116,7 +116,9 @@ def _lookup(package: str, own: Callable[[str], Any] | None) -> Callable[[str], A
             except ModuleNotFoundError as error:
                 if error.name != name:
                     raise
-        raise AttributeError(f"module {package!r} has no attribute {wanted!r}", name=wanted, obj=sys.modules[package])
+        raise AttributeError(
+            f"module {package!r} has no attribute {wanted!r}", name=wanted, obj=sys.modules[package]
+        )
 
     return look_up
 
