@@ -35,6 +35,7 @@ _SHAPES = {
         _known,
     ),
     "guarding_hint_or_throw": _known,
+    "has_free_unbacked_symbols": lambda _sizes: False,
     "has_guarding_hint": lambda _size: True,
     "is_nested_int": lambda _size: False,
     "sym_and": lambda *conditions: all(conditions),
