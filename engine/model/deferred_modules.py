@@ -2,7 +2,8 @@
 
 A package imports much that its users may never touch. Modules whose names are given are found here: `import` gives a
 module that is still empty, and the first look at a name in it, or the import of a module below it, runs its own code.
-So nothing is replaced: who uses such a module has the real one, only later.
+So nothing is replaced: who uses such a module has the real one, only later. What such a module would have imported is
+imported when it is looked up in its package.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.machinery
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -89,6 +91,38 @@ def run(name: str) -> bool:
         return deferred is not None
 
 
+def offer_submodules(root: str) -> None:
+    """Lets the packages that are imported so far, `root` and those below it, import a module of theirs when it is first
+    looked up in them.
+
+    Deferred modules would have imported it and so bound it there, and code relies on that without an import of its own.
+    """
+    for name, module in list(sys.modules.items()):
+        below = name == root or name.startswith(f"{root}.")
+        # Others than modules have lookups of their own.
+        if below and type(module) is ModuleType and "__path__" in vars(module) and name not in _EMPTY:
+            vars(module)["__getattr__"] = _lookup(name, vars(module).get("__getattr__"))
+
+
+def _lookup(package: str, own: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    def look_up(wanted: str) -> Any:
+        if own is not None:
+            with suppress(AttributeError):
+                return own(wanted)
+        name = f"{package}.{wanted}"
+        if wanted.isidentifier() and not wanted.startswith("__"):
+            try:
+                return importlib.import_module(name)
+            except ModuleNotFoundError as error:
+                if error.name != name:
+                    raise
+        raise AttributeError(
+            f"module {package!r} has no attribute {wanted!r}", name=wanted, obj=sys.modules[package]
+        )
+
+    return look_up
+
+
 class DeferringFinder(importlib.abc.MetaPathFinder):
     """Finds modules whose code is to run later. It stays in `sys.meta_path`, before others."""
 
@@ -96,7 +130,7 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
         """`names`: the modules, and of each the functions that its root package takes from it; until the module's code
         has run, the root has others in their place, which run it when they are called. `needs`: modules, and
         those whose code must have run before theirs."""
-        self._names, self._needs = names, needs
+        self._names, self._needs = names, dict(needs)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -107,12 +141,12 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
             if spec is not None and spec.loader is not None:
                 spec.loader = _Deferred(spec.loader, self._names[name])
             return spec
-        for needed in self._needs.get(name, ()):
+        # Once: these may import the module themselves, and then without the rest of them.
+        for needed in self._needs.pop(name, ()):
             importlib.import_module(needed)
             run(needed)
-        package = name.rpartition(".")[0]
-        if package in _EMPTY:
+        if (package := name.rpartition(".")[0]) in _EMPTY:
             run(package)
-            if (imported := sys.modules.get(name)) is not None:
-                return importlib.machinery.ModuleSpec(name, Imported(imported))
-        return None
+        # One of these may have imported it.
+        imported = sys.modules.get(name)
+        return None if imported is None else importlib.machinery.ModuleSpec(name, Imported(imported))

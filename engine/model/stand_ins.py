@@ -24,7 +24,7 @@ def _decorate(function: Any = None, *_args: object, **_options: object) -> Any:
     return function if callable(function) else lambda decorated: decorated
 
 
-def _known(value: Any, *_where: object) -> Any:
+def _known(value: Any, *_where: object, **_how: object) -> Any:
     """Stands for a guard on a shape or a condition of shapes, of which none is symbolic here."""
     return value
 
@@ -34,8 +34,9 @@ _SHAPES = {
         ("expect_true", "guard_size_oblivious", "guard_or_false", "guard_or_true", "statically_known_true"),
         _known,
     ),
-    "guarding_hint_or_throw": _known,
-    "has_guarding_hint": lambda _size: True,
+    **dict.fromkeys(("guarding_hint_or_throw", "size_hint"), _known),
+    **dict.fromkeys(("has_guarding_hint", "has_hint"), lambda _size: True),
+    "has_free_unbacked_symbols": lambda _sizes: False,
     "is_nested_int": lambda _size: False,
     "sym_and": lambda *conditions: all(conditions),
     "sym_or": lambda *conditions: any(conditions),

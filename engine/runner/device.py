@@ -12,6 +12,7 @@ from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 
 FIELD = "engine.device"
+DRIVER = "libcuda.so.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,12 @@ class CudaFacts:
     devices: int
 
 
-def read_cuda_facts() -> CudaFacts:
-    """The facts of this process. Starts CUDA where there is a driver."""
-    built = torch.version.cuda
-    driver = _driver_version() if built else 0
+def read_cuda_facts(built: str | None = torch.version.cuda, library: str = DRIVER) -> CudaFacts:
+    """The facts of this process. Starts CUDA where there is a driver.
+
+    `built`: the version of CUDA that torch is built for; `library`: the driver's.
+    """
+    driver = _driver_version(library) if built else 0
     return CudaFacts(
         torch_version=str(torch.__version__),
         built_for=_pair(built) if built else None,
@@ -37,13 +40,13 @@ def read_cuda_facts() -> CudaFacts:
     )
 
 
-def _driver_version() -> int:
+def _driver_version(library: str) -> int:
     """What the driver supports, as 1000 times the major plus 10 times the minor version (`cuDriverGetVersion` of CUDA's
     driver API); 0 without a driver. torch has no public name for it."""
     version = ctypes.c_int(0)
     try:
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
+        ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):  # no such library, or another one
         return 0
     return version.value
 

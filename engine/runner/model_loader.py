@@ -16,7 +16,7 @@ from engine.backends.cpu.linears import pack_linears, replace_norms
 from engine.core.types import ModelFacts
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
-from engine.model.lean_torch import with_whole_meta_device
+from engine.model.lean_torch import lean_or_whole, with_whole_meta_device
 from engine.model.lean_transformers import AutoConfig, AutoModelForCausalLM, no_init_weights
 from engine.model.loaded_model import (
     LoadedModel,
@@ -95,11 +95,15 @@ def _load_config(source: ModelSource) -> Any:
 
 def _skeleton(config: Any) -> Any:
     """The model without weights: its class and its modules, on the meta device."""
-    try:
-        with torch.device("meta"), no_init_weights(), without_compiler():
+
+    def make() -> Any:
+        with torch.device("meta"), no_init_weights():
             return with_whole_meta_device(
                 lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             )
+
+    try:
+        return lean_or_whole(make)
     except (ValueError, ImportError, TypeError, RuntimeError) as error:
         reason = _first_line(error)
         raise UnsupportedModelError(f"model type {config.model_type} is not supported: {reason}") from None

@@ -169,6 +169,11 @@ def tile_keys(dtype: torch.dtype, padded_dim: int, *, scaled: bool = False) -> i
     return KEYS >> wide
 
 
+def tile_warps(dtype: torch.dtype, padded_dim: int) -> int:
+    """Warps of a program: with four, wide heads in float32 spill registers in some versions of Triton."""
+    return 8 if dtype is not torch.bfloat16 and padded_dim == 256 else 4
+
+
 def split_count(rows: int, kv_heads: int, processors: int) -> int:
     """The number of parts that keys are split into: a power of two that gives every multiprocessor work.
 
@@ -226,7 +231,7 @@ def decode_attention(
         GROUP=shape.group,
         ROWS=max(DOT_ROWS, shape.padded_group),
         DTYPE=product_dtype(query.dtype),
-        num_warps=4,
+        num_warps=tile_warps(query.dtype, shape.padded_dim),
         **LAUNCH,
         **common,
     )

@@ -27,11 +27,12 @@ class _Tile(NamedTuple):
 def _tile(dtype: torch.dtype, padded_dim: int, *, scaled: bool = False) -> _Tile:
     """The largest tile for registers and 99 KiB of shared memory, which all GPUs since compute capability 8.0 have.
 
-    `scaled`: KV has scales, which take registers.
+    `scaled`: KV has scales, which take registers. How many a kernel takes depends on Triton's version too: these hold
+    for those that pyproject.toml allows.
     """
     if dtype is torch.bfloat16:
         if scaled and padded_dim > 64:
-            return _Tile(64, 64, 8) if padded_dim == 128 else _Tile(32, 16, 4)
+            return _Tile(64, 64, 8) if padded_dim == 128 else _Tile(32, 32 if padded_dim == 256 else 16, 4)
         if padded_dim <= 128:
             return _Tile(128, 64, 8)
         return _Tile(64, 32, 8) if padded_dim <= 256 else _Tile(32, 16, 4)

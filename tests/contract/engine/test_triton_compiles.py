@@ -84,7 +84,7 @@ def test_attention_fits(
     parts = {"ROWS": 16, "SPLITS": 32, "MIN_SIZE": decode_attention.MIN_TOKENS, "KEYS": keys}
     for kernel, constants, warps in (
         (prefill_attention._prefill, heads | queries, tile.warps),
-        (decode_attention._decode, heads | parts, 4),
+        (decode_attention._decode, heads | parts, decode_attention.tile_warps(numbers, shape.padded_dim)),
     ):
         program = compiled(kernel, capability, constants, warps, dtype, kv)
         assert program.metadata.shared <= SHARED_BYTES

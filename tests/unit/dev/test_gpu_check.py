@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
 from contextlib import suppress
@@ -99,6 +100,33 @@ def test_odd_ends_of_a_part(tmp_path: Path) -> None:
     assert run(absent, tmp_path).summary == "cannot be started: No such file or directory"
     silent = CheckPart("silent", [sys.executable, "-c", "print('{')"], 60, (), read_self_test)
     assert run(silent, tmp_path).summary == "its result cannot be read: no JSON object in its output"
+
+
+def test_a_part_has_the_callers_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "installed_there.py").write_text("word = 'good'")
+    code = "import os, installed_there, dev.gpu_check; print(installed_there.word, os.environ['PYTHONPATH'])"
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    ran = run(stand_in("caller", code), tmp_path)
+    assert (ran.outcome, ran.summary) == ("passed", f"good {gpu_check.ROOT}{os.pathsep}{packages}")
+    monkeypatch.setenv("PYTHONPATH", "")
+    # Not with an empty entry, which would be the folder where the part runs.
+    alone = run(stand_in("alone", "import os; print('good', os.environ['PYTHONPATH'])"), tmp_path)
+    assert alone.summary == f"good {gpu_check.ROOT}"
+
+
+def test_of_two_installations_the_first_on_the_path_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, version in (("first", "2.11.0+cu130"), ("second", "2.99.0")):
+        facts = tmp_path / folder / f"torch-{version}.dist-info"
+        facts.mkdir(parents=True)
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    for folder in ("second", "first"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (torch,) = [package for package in gpu_check._packages() if package.name == "torch"]
+    assert torch.installed == "2.11.0+cu130"
 
 
 def test_results_of_pytest() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.model import deferred_modules
-from engine.model.deferred_modules import DeferringFinder, run
+from engine.model.deferred_modules import DeferringFinder, offer_submodules, run
 
 FILES = {
     "__init__.py": "log = []\nfrom {name} import quiet as quiet\nfrom {name}.tools import double as double\n",
@@ -20,9 +20,15 @@ FILES = {
     "room/inner.py": "import {name}\n{name}.log.append('inner')\nplace = 'here'\n",
     "broken.py": "import {name}\n{name}.log.append('broken')\nraise ValueError('no')\n",
     "wants.py": "import {name}\n{name}.log.append('wants')\n",
+    "yard/__init__.py": "import {name}.yard.gate\n",
+    "yard/gate.py": "",
+    "yard/shed.py": "",
+    "yard/ruin.py": "import no_such_module_anywhere\n",
+    "round.py": "import {name}.circle\n{name}.log.append('round')\n",
+    "circle.py": "import {name}\n{name}.log.append('circle')\n",
     "own.py": "def __getattr__(name):\n    return name.upper()\n",
 }
-DEFERRED = {"quiet": (), "tools": ("double",), "room": (), "broken": (), "own": ()}
+DEFERRED = {"quiet": (), "tools": ("double",), "room": (), "broken": (), "own": (), "round": ()}
 
 
 @pytest.fixture
@@ -35,7 +41,8 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         path.write_text(text.format(name=name))
     monkeypatch.syspath_prepend(tmp_path)
     names = {f"{name}.{part}": functions for part, functions in DEFERRED.items()}
-    finder = DeferringFinder(names, {f"{name}.wants": (f"{name}.quiet",)})
+    needs = {f"{name}.wants": (f"{name}.quiet",), f"{name}.circle": (f"{name}.round",)}
+    finder = DeferringFinder(names, needs)
     sys.meta_path.insert(0, finder)
     yield name
     sys.meta_path.remove(finder)
@@ -97,3 +104,24 @@ def test_a_module_that_fails_is_imported_anew(name: str) -> None:
 def test_a_module_may_find_names_itself(name: str) -> None:
     own = importlib.import_module(f"{name}.own")
     assert (own.first, own.second) == ("FIRST", "SECOND")
+
+
+def test_what_is_needed_may_import_who_needs_it(name: str) -> None:
+    package = importlib.import_module(name)
+    circle = importlib.import_module(f"{name}.circle")
+    assert package.log == ["circle", "round"], "each once"
+    assert circle is sys.modules[f"{name}.circle"]
+
+
+def test_a_package_imports_what_is_looked_up_in_it(name: str) -> None:
+    package = importlib.import_module(name)
+    yard = importlib.import_module(f"{name}.yard")
+    offer_submodules(name)
+    assert yard.shed is sys.modules[f"{name}.yard.shed"]
+    assert package.wants is sys.modules[f"{name}.wants"]
+    for absent in ("nothing", "__nothing__", "gate.nothing", ""):
+        with pytest.raises(AttributeError, match=absent or "attribute ''"):
+            getattr(yard, absent)
+    with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
+        _ = yard.ruin
+    assert not hasattr(package.quiet, "shed")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from engine.runner.device import CudaFacts, choose_device, cuda_problem
+from engine.runner.device import CudaFacts, choose_device, cuda_problem, read_cuda_facts
 from splitserve.errors import ConfigError
 from splitserve.runtime.process import DEVICE_ORDER_VARIABLE, number_devices_like_nvidia_smi
 
@@ -69,3 +72,26 @@ def test_devices_are_numbered_as_nvidia_smi_does(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(DEVICE_ORDER_VARIABLE)
     number_devices_like_nvidia_smi()
     assert os.environ.pop(DEVICE_ORDER_VARIABLE) == "PCI_BUS_ID"
+
+
+DRIVER = "int cuDriverGetVersion(int *version) { *version = 12080; return 0; }"
+
+
+def test_without_a_driver_there_is_no_version_of_it(tmp_path: Path) -> None:
+    empty = tmp_path / "libcuda.so.1"
+    empty.touch()
+    for library in ("libno_such_driver.so.1", str(empty), "libc.so.6"):
+        facts = read_cuda_facts("13.0", library)
+        assert (facts.built_for, facts.driver) == ((13, 0), None)
+    assert read_cuda_facts(None).built_for is None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_driver_is_asked_for_its_version(tmp_path: Path) -> None:
+    library = tmp_path / "libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library]
+    subprocess.run(command, input=DRIVER, text=True, check=True, timeout=60)
+    facts = read_cuda_facts("13.0", str(library))
+    assert facts.driver == (12, 8)
+    assert "needs CUDA 13.0, the NVIDIA driver supports 12.8" in (cuda_problem(facts) or "")
+    assert read_cuda_facts("12.6.20", str(library)).built_for == (12, 6)
