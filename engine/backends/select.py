@@ -52,7 +52,7 @@ def make_forward(
     if model.fusible:
         from engine.backends.cuda.fused.install import fuse
 
-        fuse(model)
+        fuse(model.module, model.context)
     return CudaForward(model, paged_attention(pool), config, context_tokens)
 
 

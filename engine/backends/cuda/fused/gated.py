@@ -12,9 +12,9 @@ from torch import nn
 from engine.backends.cuda.fused.forward import (
     DTYPES,
     FusedUnary,
+    deviation,
     has_own_forward,
     is_one_row_of_tokens,
-    relative_difference,
     rounded,
 )
 
@@ -118,7 +118,7 @@ class FusedFeedForward(FusedUnary):
         if len(given) != 1 or not is_one_row_of_tokens(gate) or not is_one_row_of_tokens(up, gate):
             return float("inf")
         product = gated(gate, up, self._activation)
-        return max(relative_difference(product, given[0]), relative_difference(down(given[0]), expected))
+        return max(deviation(product, given[0]), deviation(down(given[0]), expected))
 
 
 def fused_feed_forwards(module: nn.Module) -> list[FusedUnary]:

@@ -14,8 +14,8 @@ from torch import nn
 from engine.backends.cuda.fused.forward import (
     DTYPES,
     FusedForward,
+    deviation,
     has_own_forward,
-    relative_difference,
     rounded,
 )
 
@@ -65,20 +65,19 @@ def _rotate(  # type: ignore[no-untyped-def]
     high = tl.load(from_query + high_place, mask=query_mask, other=0.0)
     low = tl.where(of_query, low, tl.load(from_key + low_place, mask=key_mask, other=0.0))
     high = tl.where(of_query, high, tl.load(from_key + high_place, mask=key_mask, other=0.0))
-    kept, wide_low, wide_high = low.dtype, low.to(tl.float32), high.to(tl.float32)
+    wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     # The products are rounded to what torch gives them: the dtype of cosines and sines, which is at least the model's.
-    between = cosines.dtype.element_ty
     angles = token * ROTATED + dims
     cosine = tl.load(cosines + angles, mask=there, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sines + angles, mask=there, other=0.0).to(tl.float32)[None, :]
-    first = rounded(wide_low * cosine, between).to(tl.float32)
-    second = rounded(-wide_high * sine, between).to(tl.float32)
-    new_low = rounded(rounded(first + second, between).to(tl.float32), kept)
+    first = rounded(wide_low * cosine, cosines.dtype.element_ty).to(tl.float32)
+    second = rounded(-wide_high * sine, cosines.dtype.element_ty).to(tl.float32)
+    new_low = rounded(rounded(first + second, cosines.dtype.element_ty).to(tl.float32), y.dtype.element_ty)
     cosine = tl.load(cosines + angles + ROTATED // 2, mask=there, other=0.0).to(tl.float32)[None, :]
     sine = tl.load(sines + angles + ROTATED // 2, mask=there, other=0.0).to(tl.float32)[None, :]
-    first = rounded(wide_high * cosine, between).to(tl.float32)
-    second = rounded(wide_low * sine, between).to(tl.float32)
-    new_high = rounded(rounded(first + second, between).to(tl.float32), kept)
+    first = rounded(wide_high * cosine, cosines.dtype.element_ty).to(tl.float32)
+    second = rounded(wide_low * sine, cosines.dtype.element_ty).to(tl.float32)
+    new_high = rounded(rounded(first + second, cosines.dtype.element_ty).to(tl.float32), y.dtype.element_ty)
     tl.store(into + low_place, new_low, mask=query_mask | key_mask)
     tl.store(into + high_place, new_high, mask=query_mask | key_mask)
 
@@ -178,11 +177,11 @@ def by_kernel(own: Rotate) -> Rotate:
 
 
 def difference(own: Rotate, *given: torch.Tensor) -> float:
-    """Of the kernel's results and those of `own`, relative norm; infinite where the kernel is not made for it."""
+    """The `deviation` of the kernel's results from those of `own`; infinite where the kernel is not made for it."""
     if not fits(*given):
         return float("inf")
     pairs = zip(rotate(*given), own(*given), strict=True)
-    return max(relative_difference(found, expected) for found, expected in pairs)
+    return max(deviation(found, expected) for found, expected in pairs)
 
 
 def calls_rotary(module: nn.Module) -> bool:
