@@ -19,9 +19,14 @@ from engine.runner.torch_runner import TorchRunner, make_torch_runner
 from splitserve.config.engine import EngineConfig
 
 
-def random_runner(folder: str, config: EngineConfig, *, fusible: bool = True) -> TorchRunner:
-    """A runner of the model whose `config.json` lies in `folder`. On a CUDA device its linear layers are packed as the
-    loader packs them, on cpu they are not. `fusible`: see `LoadedModel`."""
+def random_runner(folder: str, config: EngineConfig) -> TorchRunner:
+    """A runner of the model whose `config.json` lies in `folder`; see `random_model`."""
+    return make_torch_runner(random_model(folder, config), config)
+
+
+def random_model(folder: str, config: EngineConfig, *, fusible: bool = True) -> LoadedModel:
+    """The model whose `config.json` lies in `folder`. On a CUDA device its linear layers are packed as the loader packs
+    them, on cpu they are not. `fusible`: see `LoadedModel`."""
     device = choose_device(config.device)
     if device.type == "cuda":
         prepare_device(device)
@@ -40,7 +45,6 @@ def random_runner(folder: str, config: EngineConfig, *, fusible: bool = True) ->
     if device.type == "cuda":
         pack_siblings(module, lambda: probe_logits(module, context))
         torch.cuda.empty_cache()
-    model = LoadedModel(
+    return LoadedModel(
         module, settings, context, facts, attention, dtype, device, fingerprint="random", fusible=fusible
     )
-    return make_torch_runner(model, config)

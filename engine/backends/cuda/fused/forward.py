@@ -73,7 +73,8 @@ def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
         return float("inf")
     gap, mean_square = (found.float() - expected.float()).abs(), expected.float().square().mean()
     off = int((gap > NEGLIGIBLE * mean_square.sqrt()).sum())
-    return max(off - 2, 0) / expected.numel()
+    size: int = expected.numel()
+    return max(off - 2, 0) / size
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -25,8 +25,8 @@ from splitserve.logs import log_event
 
 MAX_DEVIATIONS = {torch.float32: 5e-6, torch.bfloat16: 0.01}
 """Of one module's result, see `deviation`. Another order of roundings differs in a third of the elements."""
-MAX_LOGITS_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.02}
-"""Of the whole model's logits."""
+MAX_LOGITS_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Of the whole model's logits, relative norm: many layers carry one rounding far."""
 SPREAD = 2.0
 """Standard deviation of random inputs."""
 NOT_CALLED = "not called"
