@@ -98,7 +98,9 @@ def _cluster(folder: Path) -> Iterator[tuple[dict[str, subprocess.Popen[bytes]],
     # No periodic reports, so that the trace contains the request only. Steps are slow enough that no output waits for
     # the one before it on a busy machine, and is merged with it.
     worker = folder / "worker.yaml"
-    worker.write_text("heartbeat_s: 60\nengine: {kind: simulated, simulated_step_s: 0.05}\n", encoding="utf-8")
+    worker.write_text(
+        "heartbeat_s: 60\nengine: {kind: simulated, simulated_step_s: 0.05}\n", encoding="utf-8"
+    )
     coordinator = folder / "coordinator.yaml"
     coordinator.write_text("heartbeat_timeout_s: 60\n", encoding="utf-8")
     ports = ["--grpc-port", str(grpc_port), "--http-port", str(http_port)]

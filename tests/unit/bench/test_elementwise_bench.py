@@ -7,8 +7,9 @@ import argparse
 import pytest
 import torch
 
-from bench.engine import elementwise
-from bench.engine.elementwise import BLOCK, CASES, main, parse_case, prompts_of, row_of, step_times, turns_of
+from bench.engine.elementwise import cases
+from bench.engine.elementwise.__main__ import CASES, main, settings_of
+from bench.engine.elementwise.cases import BLOCK, parse_case, prompts_of, row_of, step_times, turns_of
 
 
 def test_decode_steps_are_one_token_each_after_the_context() -> None:
@@ -22,7 +23,7 @@ def test_decode_steps_are_one_token_each_after_the_context() -> None:
 
 
 def test_what_decode_steps_read_is_written_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "CHUNK_TOKENS", 16)
+    monkeypatch.setattr(cases, "CHUNK_TOKENS", 16)
     steps = parse_case("decode:2x40").sequences()
     chunks = [
         (step.request_id[-1], step.num_computed, step.num_new, step.sample) for step in prompts_of(steps)
@@ -66,7 +67,7 @@ def test_steps_are_timed_for_so_long() -> None:
 
 
 def test_settings_hold_the_largest_case() -> None:
-    config = elementwise.settings_of([parse_case(name) for name in CASES], "cuda:0")
+    config = settings_of([parse_case(name) for name in CASES], "cuda:0")
     assert config.num_blocks == 32 * 1024 // BLOCK
     assert config.max_running_requests == 32
 

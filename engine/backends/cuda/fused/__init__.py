@@ -1,1 +1,1 @@
-"""Kernels that stand for several elementwise operations of a model's own code, and what puts them in its place."""
+"""Kernels that stand for several elementwise operations of a model's own code. Read `install.py` first."""
