@@ -37,6 +37,7 @@ from engine.runner.device import choose_device
 from engine.runner.torch_runner import TorchRunner, make_torch_runner
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import ConfigError, UnavailableError
+from splitserve.logs import configure_logging
 
 MODEL = "bench/random_models/llama-3.1-8b"
 CASES = ("decode:1x1024", "decode:32x1024", "prefill:128", "prefill:512", "prefill:2048")
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, UnavailableError) as error:
         print(f"bench.engine.elementwise: {error.message}", file=sys.stderr)
         return 2
+    configure_logging("bench")
     config = settings_of(options.case, options.device)
     models = [random_model(options.model, config, fusible=fusible) for fusible in (True, False)]
     fused, plain = (make_torch_runner(model, config) for model in models)
