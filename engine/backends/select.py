@@ -49,6 +49,10 @@ def make_forward(
         if contiguous_kv_bytes is None:
             contiguous_kv_bytes = pool.num_blocks * pool.layout.block_bytes // 4
         return TorchForward(model, pool, contiguous_kv_bytes)
+    if model.fusible:
+        from engine.backends.cuda.fused.install import fuse
+
+        fuse(model.module, model.context)
     return CudaForward(model, paged_attention(pool), config, context_tokens)
 
 

@@ -41,6 +41,8 @@ class LoadedModel:
     device: torch.device
     fingerprint: str
     work: StepWork | None = None
+    fusible: bool = True
+    """Whether a backend may put kernels of its own in the place of elementwise operations."""
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

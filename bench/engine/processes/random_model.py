@@ -10,7 +10,8 @@ from engine.core.types import ModelFacts
 from engine.kv_cache.memory import DTYPES
 from engine.model.attention_interface import ATTENTION_NAME, AttentionContext, bind_layers
 from engine.model.loaded_model import LoadedModel
-from engine.model.probe import probe_model
+from engine.model.probe import probe_logits, probe_model
+from engine.model.sibling_linears import pack_siblings
 from engine.model.support import context_limit, declared_windows
 from engine.runner.device import choose_device
 from engine.runner.dtype import choose_dtype
@@ -19,7 +20,13 @@ from splitserve.config.engine import EngineConfig
 
 
 def random_runner(folder: str, config: EngineConfig) -> TorchRunner:
-    """A runner of the model whose `config.json` lies in `folder`. Its linear layers are never repacked."""
+    """A runner of the model whose `config.json` lies in `folder`; see `random_model`."""
+    return make_torch_runner(random_model(folder, config), config)
+
+
+def random_model(folder: str, config: EngineConfig, *, fusible: bool = True) -> LoadedModel:
+    """The model whose `config.json` lies in `folder`. On a CUDA device its linear layers are packed as the loader packs
+    them, on cpu they are not. `fusible`: see `LoadedModel`."""
     device = choose_device(config.device)
     if device.type == "cuda":
         prepare_device(device)
@@ -35,5 +42,9 @@ def random_runner(folder: str, config: EngineConfig) -> TorchRunner:
     layers = bind_layers(module, context, declared_windows(named))
     attention = probe_model(module, context, layers, named)
     facts = ModelFacts(context_limit(named), int(settings.vocab_size), frozenset())
-    model = LoadedModel(module, settings, context, facts, attention, dtype, device, fingerprint="random")
-    return make_torch_runner(model, config)
+    if device.type == "cuda":
+        pack_siblings(module, lambda: probe_logits(module, context))
+        torch.cuda.empty_cache()
+    return LoadedModel(
+        module, settings, context, facts, attention, dtype, device, fingerprint="random", fusible=fusible
+    )

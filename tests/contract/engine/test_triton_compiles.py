@@ -15,18 +15,26 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SHARED_BYTES = 99 * 1024
 """What a program may take on compute capability 8.6 and 8.9; others allow more."""
 HEADS = {"BLOCK_SIZE": 16, "HEAD_DIM": 128, "WINDOW": 4096, "SOFTCAP": 30.0, "GROUP": 4, "DIM": 128}
-MODEL_TENSORS = ("query", "key", "value", "keys", "values", "output")
+MODEL_TENSORS = ("query", "key", "value", "keys", "values", "output", "x", "weight", "y", "gate", "up")
+MODEL_TENSORS += ("cosines", "sines")
 """In the model's dtype."""
 POINTERS = {
     **dict.fromkeys(("parts", "highests", "totals"), "*fp32"),
     **dict.fromkeys(("key_scales", "value_scales"), "*bf16"),
     **dict.fromkeys(("contexts", "query_starts", "table_starts", "tables", "slots"), "*i64"),
-    "scale": "fp32",
+    **dict.fromkeys(("scale", "epsilon"), "fp32"),
 }
 
 
 def compiled(
-    kernel: Any, capability: int, constants: dict[str, Any], warps: int, dtype: str = "bfloat16", kv: str = ""
+    kernel: Any,
+    capability: int,
+    constants: dict[str, Any],
+    warps: int,
+    dtype: str = "bfloat16",
+    kv: str = "",
+    *,
+    fusion: bool = True,
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -46,7 +54,7 @@ def compiled(
     }
     values = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
-    options = {"num_warps": warps, **LAUNCH}
+    options = {"num_warps": warps, **LAUNCH, "enable_fp_fusion": fusion}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -89,6 +97,46 @@ def test_attention_fits(
         program = compiled(kernel, capability, constants, warps, dtype, kv)
         assert program.metadata.shared <= SHARED_BYTES
         assert not spilled_bytes(program.asm["cubin"], tmp_path), kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("dtype", "width", "head_dim"),
+    [("bfloat16", 576, 64), ("bfloat16", 4096, 128), ("float32", 3072, 96), ("float32", 16384, 256)],
+)
+def test_fused_kernels_fit(
+    capability: int,
+    dtype: str,
+    width: int,
+    head_dim: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Into registers, for every kind of norm and activation, whole and partial rotations."""
+    import triton
+
+    from engine.backends.cuda.fused import gated, rms_norm, rotary
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches: list[tuple[Any, dict[str, Any], int]] = []
+    for size in (width, head_dim):
+        padded = triton.next_power_of_2(size)
+        norm = {"WIDTH": size, "PADDED": padded}
+        warps = rms_norm.warps_of(padded)
+        launches += [(rms_norm._rms_norm, norm | {"KIND": kind}, warps) for kind in rms_norm.KINDS.values()]
+    for activation in gated.ACTIVATIONS.values():
+        product = {"ACTIVATION": activation, "WIDTH": 3 * width, "ELEMENTS": gated.ELEMENTS}
+        launches.append((gated._gated, product, gated.WARPS))
+    for rotated in (head_dim, head_dim // 4):
+        heads = {"QUERY_HEADS": 32, "ALL_HEADS": 40, "HEAD_DIM": head_dim, "ROTATED": rotated}
+        heads |= {"HALF": triton.next_power_of_2(rotated // 2), "HEADS": rotary.HEADS}
+        heads["REST"] = triton.next_power_of_2(max(head_dim - rotated, 1))
+        launches.append((rotary._rotate, heads, rotary.WARPS))
+    for kernel, constants, warps in launches:
+        program = compiled(kernel, capability, constants, warps, dtype, fusion=False)
+        assert program.metadata.shared <= 1024
+        assert "fma.rn.f32" not in program.asm["ptx"]
+        assert not spilled_bytes(program.asm["cubin"], tmp_path), (kernel, constants)
 
 
 @pytest.mark.parametrize("capability", [80, 90])

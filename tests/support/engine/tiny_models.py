@@ -97,6 +97,8 @@ _WIDE: dict[str, Any] = {
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "llama_wide": _config("LlamaConfig", head_dim=64),
+    # Enough layers that what is once in a step counts for little.
+    "llama_deep": _config("LlamaConfig", num_hidden_layers=8),
     "wide_llama": _config("LlamaConfig", **_WIDE),
     "wide_qwen2": _config("Qwen2Config", **_WIDE),
     "wide_qwen3": _config("Qwen3Config", **_WIDE, head_dim=64),
