@@ -34,16 +34,8 @@ async def test_a_pair_sleeps_and_answers_as_before(tmp_path: Path) -> None:
     folder, prompts = tmp_path / "tiny", [prompt_of(length) for length in (1, 15, 16, 17, 100)]
     expected = reference(folder, "llama", prompts, TOKENS)
     model = make_tiny_model("llama", folder)
-    options = [
-        "--dtype",
-        "float32",
-        "--device",
-        "cuda",
-        "--num-blocks",
-        str(BLOCKS),
-        "--block-size",
-        str(BLOCK),
-    ]
+    options = ["--dtype", "float32", "--device", "cuda", "--device-sleep", "on"]
+    options += ["--num-blocks", str(BLOCKS), "--block-size", str(BLOCK)]
     cluster = Cluster(tmp_path, model=str(model), engine="torch", worker_options=options, fresh=True)
     async with running(cluster), cluster.client() as client, ScalingClient(cluster.target) as scaling:
 
