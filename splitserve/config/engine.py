@@ -100,8 +100,8 @@ class EngineConfig(Settings):
     takes in all. A trial step at the start, CUDA graphs included, measures what weights and working memory take; KV
     gets the rest. For a prefill and a decode worker on one device 0.45 each."""
     device_sleep: Literal["off", "on"] = "off"
-    """On cuda: whether a worker that is told to sleep gives up its KV blocks, moves its weights to main memory and drops
-    its CUDA graphs, to make them again when it wakes up. Experimental. Not together with lower tiers."""
+    """On cuda: whether a worker that is told to sleep gives up its KV blocks, moves its weights to main memory and
+    drops its CUDA graphs, to make them again when it wakes up. Experimental. Not together with lower tiers."""
     cpu_kernels: Literal["auto", "off"] = "auto"
     """Own bfloat16 kernels on cpu. `auto`: kernels compiled at the first start compute layers, attention and whole
     decode-only steps, if there is a C++ compiler and the processor has AVX-512 BF16; otherwise torch does."""
