@@ -24,7 +24,7 @@ _MOST_BIAS = 4.0
 _CAUTION = 0.85
 """Share of an allowed wait that a forecast may fill, because forecasts are right only on average."""
 _LEAST_SLO_SHARE = 0.25
-"""A prompt whose computation takes nearly all of the TTFT target may still wait for this share of it."""
+"""A prompt whose computation takes nearly all of the TTFT target, or more, may still wait for this share of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +156,6 @@ def refusal_of(settings: AdmissionConfig, entry: Entry, predicted: Forecast, now
     if predicted.queue_s > queue_s:
         return _too_late(entry, "WOULD_MISS_SLO", "leave the queue", predicted.queue_s, queue_s)
     return None
-
-
-def never_in_time(entry: Entry, prefill: PrefillCapacity, decode: DecodeCapacity) -> Refusal | None:
-    """The refusal of a prompt that would miss the target for which it may be refused, though it began at once on the
-    fastest of the workers that compute prompts; None as long as one of them has measured no rate."""
-    slo_s = entry.ttft_slo_s
-    rates = [load.measured_rate for load in prefill.workers.values()]
-    if slo_s is None or entry.resumed or not rates or not min(rates):
-        return None
-    rates += [load.report.prefill_tokens_per_second for load in decode.workers.values()]
-    compute_s = entry.read_s + entry.uncached_tokens / max(rates)
-    if compute_s <= slo_s:
-        return None
-    message = f"a prompt takes {compute_s:.3g} s to compute; at most {slo_s:.3g} s are allowed"
-    return Refusal(entry, "WOULD_MISS_SLO", message, retry_after_s(entry.request_id, compute_s, slo_s))
 
 
 def queue_full(queue: AdmissionQueue, entry: Entry, predicted: Forecast) -> Refusal:

@@ -23,7 +23,6 @@ from coordinator.admission.forecast import (
     Bias,
     Forecast,
     forecast,
-    never_in_time,
     queue_full,
     queue_limit_s,
     refusal_of,
@@ -45,8 +44,6 @@ MAX_BYPASSES = 16
 _MAX_OFFERS = 256
 _MAX_PASSED_OVER = 1024
 """Requests drawn from the queue per look, tried or passed over: what other tenants have held back hides nobody."""
-TRY_EVERY_S = 10.0
-"""How often a prompt is let in that, by what was measured, cannot be in time."""
 _OVERDUE = 2.0
 """A forecast is learned from after this multiple of it, even if there is no first token yet."""
 
@@ -75,7 +72,6 @@ class ModelAdmission:
         self._biases = {False: Bias(), True: Bias()}
         self._unlearned: list[tuple[float, int, Entry]] = []
         self._numbers = 0
-        self._tried_s = float("-inf")
         self._held_s: dict[Cause, float] = {"prefill": 0.0, "decode": 0.0, "workers": 0.0}
         self._held_since_s = 0.0
         self._deadlines: list[tuple[float, int, Entry]] = []
@@ -98,9 +94,6 @@ class ModelAdmission:
         self._numbers += 1
         entry.number = self._numbers
         self.decode.on_arrival(entry.priority_class, now)
-        if (hopeless := self._hopeless(entry, now)) is not None:
-            entry.number = GONE
-            return Arrival(refused=hopeless)
         if not self.queue.requests:
             if self._try_start(entry, now, queued=False):
                 self._biases[False].relax()
@@ -127,15 +120,6 @@ class ModelAdmission:
         for other in evicted:
             other.number = GONE
         return Arrival(evicted=tuple(queue_full(self.queue, other, predicted) for other in evicted))
-
-    def _hopeless(self, entry: Entry, now: float) -> Refusal | None:
-        """The refusal of a prompt that is too long for its target. Now and then one is let in: rates are measured by
-        what is computed, and one that was too low once would refuse such prompts for ever."""
-        refusal = never_in_time(entry, self.prefill, self.decode)
-        if refusal is None or now - self._tried_s < TRY_EVERY_S:
-            return refusal
-        self._tried_s = now
-        return None
 
     def release(self, now: float) -> Release:
         """Takes out of the queue all requests that can start, and those that have waited too long."""

@@ -48,7 +48,7 @@ class Pool:
             region = kv_region(tensors, LAYOUT.model_fingerprint, order, "v")
             region = replace(region, probe_blocks=0)
             self.wire = PlainWire(
-                region, lambda ids: read_blocks(region, ids), converter_of(tensors, region.layout)
+                lambda: region, lambda ids: read_blocks(region, ids), converter_of(tensors, region.layout)
             )
 
     def stamp(self, seed: int) -> None:

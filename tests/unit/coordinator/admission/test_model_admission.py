@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.admission.entry import Entry
 from coordinator.admission.forecast import MOST_RETRY_S, retry_after_s
-from coordinator.admission.model_admission import MAX_BYPASSES, TRY_EVERY_S, ModelAdmission
+from coordinator.admission.model_admission import MAX_BYPASSES, ModelAdmission
 from coordinator.admission.queue import LOOK_AHEAD
 from coordinator.workers.load_ledger import LoadLedger
 from coordinator.workers.snapshot import CircuitStatus, PoolSnapshot
@@ -162,32 +162,6 @@ def test_a_request_that_would_miss_the_ttft_target_is_refused_and_batch_is_not()
     assert model.arrive(entry(1000, 2, priority_class="batch"), 0.0).refused is None
     interactive = entry(1000, 2, priority_class="interactive", **refused_after(0.5))
     assert model.arrive(interactive, 0.0).refused is None
-
-
-def test_a_prompt_that_alone_misses_its_target_is_refused_though_nobody_waits() -> None:
-    """10,000 tokens a second: it takes a second. One in ten seconds is let in, as rates are measured by what runs."""
-    model = small(slots=100)
-    first = entry(10_001, 2, **refused_after(1.0))
-    assert model.arrive(first, 0.0).started
-    finish(model, first, 1.5)
-    refused = model.arrive(entry(10_001, 2, **refused_after(1.0)), TRY_EVERY_S - 0.1).refused
-    assert refused is not None
-    assert refused.reason == "WOULD_MISS_SLO"
-    assert "takes 1 s to compute; at most 1 s are allowed" in refused.message
-    assert 0 < refused.retry_after_s <= 60
-    late = {"due_s": 1.0}
-    for one in (entry(10_001, 2, **late), entry(10_001, 2, resumed=True, **refused_after(1.0))):
-        assert model.arrive(one, 5.0).started, "served late, or a stream that goes on"
-        finish(model, one, 6.5)
-    assert model.arrive(entry(10_001, 2, **refused_after(1.0)), TRY_EVERY_S).started
-
-
-def test_nobody_is_refused_for_its_length_before_rates_are_measured_or_where_one_is_fast_enough() -> None:
-    for rates in ((0.0, 10_000.0), (10_000.0, 30_000.0)):
-        parts = [worker(f"p{n}", "prefill", prefill_tokens_per_second=rate) for n, rate in enumerate(rates)]
-        model = admission((*parts, worker("d0", "decode", 100)))
-        for _ in range(2):
-            assert model.arrive(entry(10_001, 2, **refused_after(1.0)), 0.0).refused is None
 
 
 def test_each_request_is_refused_by_its_own_target_and_served_late_where_that_is_allowed() -> None:
