@@ -7,6 +7,7 @@ whoever has kept an address, as a CUDA graph does, must have forgotten it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -56,6 +57,10 @@ class HostCopy:
             storage.resize_(part.numel())
             _bytes(storage).copy_(part, non_blocking=self._pinned)
         _wait([storage for storage, _ in self._kept])
+        self.close()
+
+    def close(self) -> None:
+        """Gives the copy up."""
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._kept, self._pinned = [], False
@@ -78,8 +83,12 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _pin(memory: torch.Tensor) -> bool:
     """Whether the memory is pinned now, so that a device copies it several times as fast: exactly these bytes, where
     torch's own pinned memory is rounded to a power of two and never given back."""
-    begin = memory.data_ptr()
-    return int(torch.cuda.cudart().cudaHostRegister(begin, memory.numel(), 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+        return True
+    # The error stays the device's last one, and the next launch would be taken for failed.
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def _wait(storages: Sequence[torch.UntypedStorage]) -> None:

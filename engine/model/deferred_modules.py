@@ -113,12 +113,14 @@ def _lookup(package: str, own: Callable[[str], Any] | None) -> Callable[[str], A
         if wanted.isidentifier() and not wanted.startswith("__"):
             try:
                 return importlib.import_module(name)
-            except ModuleNotFoundError as error:
-                if error.name != name:
-                    raise
-        raise AttributeError(
-            f"module {package!r} has no attribute {wanted!r}", name=wanted, obj=sys.modules[package]
-        )
+            except ImportError as error:
+                # Also one that cannot be imported here: whoever looks, as `hasattr` does, has not imported it.
+                raise missing(wanted) from error
+        raise missing(wanted)
+
+    def missing(wanted: str) -> AttributeError:
+        message = f"module {package!r} has no attribute {wanted!r}"
+        return AttributeError(message, name=wanted, obj=sys.modules[package])
 
     return look_up
 
@@ -141,6 +143,7 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
             if spec is not None and spec.loader is not None:
                 spec.loader = _Deferred(spec.loader, self._names[name])
             return spec
+        reloaded = name in sys.modules
         # Once: these may import the module themselves, and then without the rest of them.
         for needed in self._needs.pop(name, ()):
             importlib.import_module(needed)
@@ -148,5 +151,5 @@ class DeferringFinder(importlib.abc.MetaPathFinder):
         if (package := name.rpartition(".")[0]) in _EMPTY:
             run(package)
         # One of these may have imported it.
-        imported = sys.modules.get(name)
+        imported = None if reloaded else sys.modules.get(name)
         return None if imported is None else importlib.machinery.ModuleSpec(name, Imported(imported))

@@ -205,6 +205,8 @@ class TorchRunner(ModelRunner):
     def close(self) -> None:
         """Releases the pool and the weights."""
         self._forward.close()
+        if self._weights is not None:
+            self._weights.close()
         del self._forward, self._wire, self._pool, self._module, self._weights
         if self._device.type == "cuda":
             del self._context.backend  # it has views of the pool

@@ -69,8 +69,8 @@ class EngineSleep(ABC):
 
 @dataclass(frozen=True, slots=True)
 class KvSleep(EngineSleep):
-    """Of our own engines: the memory of KV. The prefix cache is emptied, so coordinators forget what it held; weights,
-    compiled steps and what lower tiers hold stay."""
+    """Of our own engines: the memory of KV. The prefix cache is emptied, so coordinators forget what it held; on cpu
+    weights, compiled steps and what lower tiers hold stay. See `ModelRunner.give_up_kv` for what goes on a device."""
 
     pool: BlockPool
     runners: Sequence[ModelRunner]
@@ -85,8 +85,9 @@ class KvSleep(EngineSleep):
             runner.give_up_kv()
 
     def take_back(self) -> None:
-        """See `EngineSleep`. Raises ConfigError, with nothing taken, unless there is memory for all of it: each part is
-        populated behind this call, so that each one would find free what the others are about to take."""
+        """See `EngineSleep`. Raises ConfigError, with nothing taken, unless there is main memory for all of it: each
+        part is populated behind this call, so that each one would find free what the others are about to take. A device
+        raises torch.OutOfMemoryError where it runs out."""
         require_free_memory(sum(runner.given_up_bytes for runner in self.runners))
         for runner in self.runners:
             runner.take_kv_back()

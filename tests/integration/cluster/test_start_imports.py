@@ -60,12 +60,14 @@ BESIDE = (
     "hqq",
     "kernels",
     "librosa",
+    "peft",
     "scipy",
     "sklearn",
     "soundfile",
     "soxr",
     "torchao",
     "torchaudio",
+    "torchcodec",
     "torchvision",
 )
 

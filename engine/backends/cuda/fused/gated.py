@@ -25,6 +25,8 @@ CUBED = tl.constexpr(0.044715)
 ELEMENTS = 1024
 """Of a program."""
 WARPS = 4
+LARGE = 100.0
+"""The largest gate or up of a comparison."""
 DOWN = "down_proj"
 SEPARATE, PACKED = ("gate_proj", "up_proj"), "gate_up_proj"
 """Names of the children of gated feed-forward layers."""
@@ -104,9 +106,13 @@ class FusedFeedForward(FusedUnary):
 
     def difference(self, x: torch.Tensor) -> float:
         """Of what the down layer is given, as its product would hide or add roundings; and of its result from the
-        module's own, which may do more."""
+        module's own, which may do more. Also for inputs that make gate and up large: some families bound those."""
         if not self.fits(x):
             return float("inf")
+        largest = max(float(half.abs().max()) for half in self._halves(x))
+        return max(self._difference(each) for each in (x, x * (LARGE / max(largest, 1e-6))))
+
+    def _difference(self, x: torch.Tensor) -> float:
         down = getattr(self.module, DOWN)
         given: list[torch.Tensor] = []
         hook = down.register_forward_pre_hook(lambda _module, inputs: given.append(inputs[0]))

@@ -241,6 +241,14 @@ class FeedForward(nn.Module):
         return self.scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Bounded(FeedForward):
+    """As some families have it: the same as others until gate or up are large."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.act_fn(self.gate_proj(x)), self.up_proj(x)
+        return self.down_proj(gate.clamp(max=16.0) * up.clamp(-16.0, 16.0))
+
+
 def apply_rotary_pos_emb(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
     """Turns neighbours, not halves."""
 
@@ -280,6 +288,7 @@ DIFFERENT = {
     "activation": lambda: FeedForward(nn.ReLU()),
     "exact gelu": lambda: FeedForward(nn.GELU()),
     "output": lambda: FeedForward(nn.SiLU(), scale=1.001),
+    "bounds": lambda: Bounded(nn.SiLU()),
     "layer norm": lambda: nn.LayerNorm(16, bias=False),
 }
 

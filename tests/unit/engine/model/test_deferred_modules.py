@@ -122,6 +122,14 @@ def test_a_package_imports_what_is_looked_up_in_it(name: str) -> None:
     for absent in ("nothing", "__nothing__", "gate.nothing", ""):
         with pytest.raises(AttributeError, match=absent or "attribute ''"):
             getattr(yard, absent)
+    assert not hasattr(yard, "ruin"), "what cannot be imported here is not there, for who only looks"
     with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):
-        _ = yard.ruin
+        importlib.import_module(f"{name}.yard.ruin")
     assert not hasattr(package.quiet, "shed")
+
+
+def test_a_reload_runs_the_code_again(name: str, tmp_path: Path) -> None:
+    shed = importlib.import_module(f"{name}.yard.shed")
+    (tmp_path / name / "yard" / "shed.py").write_text("spades = 2\n")
+    assert importlib.reload(shed) is shed
+    assert shed.spades == 2
