@@ -122,6 +122,7 @@ def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Colum
     """
     scores: Column = pool.token_s * request.prompt_tokens
     scores += pool.queue_s if not request.class_rank else pool.queue_s * queue_weight(request.class_rank)
+    held: Column | float = 0.0
     if depths is not None:
         size = pool.block_size
         blocks = depths.take(pool.slots, mode="wrap")
@@ -136,15 +137,16 @@ def _prefill_scores(pool: PrefillColumns, request: RoutingRequest, depths: Colum
         saved_s *= size
         saved_s *= blocks
         scores -= saved_s
-        if request.offer is not None:
-            scores -= _saved_by_fetch_s(pool, request.offer, blocks * size)
+        held = blocks * size
+    if request.offer is not None:
+        scores -= _saved_by_fetch_s(pool, request.offer, held)
     if request.session_id:
         home = pool.home(request.session_id)
         scores[home] -= HOME_SHARE * request.prompt_tokens * pool.token_s[home]
     return _without_excluded(scores, pool, request)
 
 
-def _saved_by_fetch_s(pool: PrefillColumns, offer: PrefixOffer, held: Column) -> Column:
+def _saved_by_fetch_s(pool: PrefillColumns, offer: PrefixOffer, held: Column | float) -> Column:
     """What each worker, which holds so many tokens, is sooner if it fetches what is offered, others' delay included."""
     token_s, latency_s = pool.lane_from(offer)
     missing = np.maximum(offer.tokens - held, 0.0)

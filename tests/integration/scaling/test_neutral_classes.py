@@ -95,10 +95,9 @@ class Load:
             seed += 100
 
     async def sides(self) -> dict[str, str]:
-        """Where those lean that serve; no side is without."""
+        """Where those lean that serve. Two that change sides do so one after the other; each serves both meanwhile."""
         info = await self._client.server_info(timeout_s=PATIENCE_S)
         serving = {w.worker_id: w.pool for w in info.workers if w.state in SERVING_STATES}
-        assert set(serving.values()) == {"prefill", "decode"}, serving
         assert all(worker.neutral for worker in info.workers)
         assert len(serving) <= 3
         return serving
@@ -116,6 +115,13 @@ class Load:
         self._stop.set()
 
 
+def rewrite(path: Path, text: str) -> None:
+    """In one step: nobody reads half of it."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
 async def test_the_mix_changes_and_workers_of_both_classes_change_sides(tmp_path: Path) -> None:
     rules = tmp_path / "policy.yaml"
     rules.write_text(policy(1, 1))
@@ -125,9 +131,9 @@ async def test_the_mix_changes_and_workers_of_both_classes_change_sides(tmp_path
             for seed in range(4):
                 asking.create_task(load.ask(seed))
             await load.until({"worker-0": "prefill", "worker-1": "decode"})
-            rules.write_text(policy(1, 2))
+            rewrite(rules, policy(1, 2))
             await load.until({"worker-0": "prefill", "worker-2": "decode"})
-            rules.write_text(policy(2, 1))
+            rewrite(rules, policy(2, 1))
             await load.until({"worker-0": "decode", "worker-2": "prefill"})
             load.end()
         assert set(load.answered) == {"worker-0", "worker-1", "worker-2"}

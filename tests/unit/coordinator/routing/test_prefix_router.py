@@ -382,6 +382,9 @@ def test_a_worker_that_could_fetch_the_prefix_is_nearly_as_good_as_one_that_has_
     assert pair.cost.prefill_s == pytest.approx((REQUEST.prompt_tokens - 960) / RATE)
     resting = dataclasses.replace(offer, resting=frozenset({("p0", 1)}))
     assert chosen(*queued, decode("d0"), hits=held, offer=resting) == ("p1", "d0")
+    nobody = choose(*queued, decode("d0"), hits=hits(), offer=offer, wants_candidates=True)
+    assert nobody is not None
+    assert nobody.prefill.worker_id == "p0", "also where no hits are known"
     slow, offer = able_to_fetch(queued, 0.01)
     slow = [dataclasses.replace(p, lanes=p.lanes[:1]) for p in slow]
     slow_offer = dataclasses.replace(offer, holder=slow[0])
