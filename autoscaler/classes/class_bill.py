@@ -48,9 +48,7 @@ class PoolBill:
     wanted_gpus: int = 0
 
 
-def pool_bill(
-    plan: PoolPlan, there: Sequence[ReplicaView], other: PoolPlan | None = None
-) -> PoolBill | None:
+def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView], other: PoolPlan | None = None) -> PoolBill | None:
     """The bill of one pool; None without classes. `other`: the other side of neutral workers, which the limits of the
     classes count as well."""
     if not plan.mix or plan.units is None:

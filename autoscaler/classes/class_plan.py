@@ -159,7 +159,10 @@ class GrantedMix:
 
 def _short_of(floor: float, one: ClassedDemand, given: GrantedMix) -> str:
     """What there is of a floor and why it is no more, for people; empty where it holds."""
-    plain, most = one.plain_units(given.mix), sum(kind.most * kind.speed for kind in one.offers if not kind.spot)
+    plain, most = (
+        one.plain_units(given.mix),
+        sum(kind.most * kind.speed for kind in one.offers if not kind.spot),
+    )
     if plain >= floor - 1e-9:
         return ""
     if plain >= most - 1e-9 or not given.limit:

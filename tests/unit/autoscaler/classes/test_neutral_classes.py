@@ -184,7 +184,9 @@ def test_a_floor_that_the_classes_do_not_give_is_carried_by_spot_machines() -> N
         for side in POOLS:
             assert sum(counts(plan, side).values()) == plan.pool(side).units
         told = plan.prefill.reason + plan.decode.reason
-        assert "all that max_replicas of the classes give on both sides" in told or "all that there are" in told
+        assert (
+            "all that max_replicas of the classes give on both sides" in told or "all that there are" in told
+        )
         assert "within a budget" not in told
 
 
@@ -293,7 +295,8 @@ def test_the_bill_of_one_side_has_no_more_of_a_class_than_the_other_leaves() -> 
     mix = (ClassShare("big", 1, 4.0, 3.0, most=2),)
     side = PoolPlan(1, units=4, mix=mix)
     alone, beside = pool_bill(side, []), pool_bill(side, [], side)
-    assert alone is not None and beside is not None
+    assert alone is not None
+    assert beside is not None
     assert (alone.more_per_hour, beside.more_per_hour) == (6.0, 3.0)
     held = pool_bill(side, [], replace(side, mix=(replace(mix[0], count=0, standby=1),)))
     assert held is not None
