@@ -16,7 +16,7 @@ from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cluster.child_process import ChildSpec
-from splitserve.cluster.placement import Inventory, Place, Seat
+from splitserve.cluster.placement import Inventory, Place, GpuWish
 from splitserve.cluster.process_specs import (
     ClassSpecMaker,
     CommandFactory,
@@ -77,13 +77,13 @@ class LocalScaling:
         return self.file.value.rules
 
     @property
-    def seats(self) -> dict[str, Seat]:
+    def seats(self) -> dict[str, GpuWish]:
         """The GPUs of the first workers, by their classes."""
         found = {}
         for name, kind in self.first.items():
             # Both pools of neutral workers have the same classes, but for their speeds.
             rules = self.policy.decode if name.startswith("decode-") else self.policy.prefill
-            found[name] = Seat(gpus_of(rules, kind), rules.class_named(kind).gpu)
+            found[name] = GpuWish(gpus_of(rules, kind), rules.class_named(kind).gpu)
         return found
 
     @property

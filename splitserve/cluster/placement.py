@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class GpuWish:
     """What one worker wants of the GPUs."""
 
     gpus: int

@@ -11,7 +11,7 @@ from splitserve.addresses import join_address, reachable_host
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_launch import PROGRAM
 from splitserve.cluster.child_process import ChildSpec, Role
-from splitserve.cluster.placement import Inventory, Place, Seat, make_inventory
+from splitserve.cluster.placement import Inventory, Place, GpuWish, make_inventory
 from splitserve.cluster.supervisor import Probe
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import arguments
@@ -192,7 +192,7 @@ def neutral_specs(
     config: ClusterConfig,
     inventory: Inventory,
     make: WorkerSpecMaker,
-    seats: Mapping[str, Seat] = MappingProxyType({}),
+    seats: Mapping[str, GpuWish] = MappingProxyType({}),
 ) -> list[ChildSpec]:
     """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. `seats` and errors: as of
     `worker_specs`."""
@@ -200,7 +200,7 @@ def neutral_specs(
     for number in range(config.workers or 0):
         name = f"worker-{number}"
         leaning: Pool = "decode" if number % 2 else "prefill"
-        seat = seats.get(name, Seat(config.worker_gpus))
+        seat = seats.get(name, GpuWish(config.worker_gpus))
         place = _take(inventory, config, "worker", name, seat)
         specs.append(make(leaning, name, place))
     return specs
@@ -210,10 +210,10 @@ def worker_specs(
     config: ClusterConfig,
     inventory: Inventory,
     make: WorkerSpecMaker,
-    seats: Mapping[str, Seat] = MappingProxyType({}),
+    seats: Mapping[str, GpuWish] = MappingProxyType({}),
 ) -> list[ChildSpec]:
-    """The initial workers of both pools, each with its GPUs, by `seats` such as its name says; none where the cluster has neutral
-    workers.
+    """The initial workers of both pools, each with its GPUs, where its name is in `seats` with those; none where the
+    cluster has neutral workers.
 
     Raises ConfigError for a number of GPUs that the engine cannot use, ResourceExhaustedError (NO_GPU) where the
     machine has too few, FailedPreconditionError (GPU_KIND) where it has none of a kind.
@@ -228,12 +228,12 @@ def worker_specs(
     for pool, (workers, gpus) in sizes.items():
         for number in range(workers):
             name = f"{pool}-{number}"
-            place = _take(inventory, config, pool, name, seats.get(name, Seat(gpus)))
+            place = _take(inventory, config, pool, name, seats.get(name, GpuWish(gpus)))
             specs.append(make(pool, name, place))
     return specs
 
 
-def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, seat: Seat) -> Place:
+def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, seat: GpuWish) -> Place:
     if inventory.gpus.gpus:
         check_gpu_count(config.engine.kind, config.engine.engine_args, seat.gpus, f"{kind}_gpus")
     try:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from autoscaler.local_scaling import LocalScaling
-from splitserve.cluster.placement import Seat, make_inventory
+from splitserve.cluster.placement import GpuWish, make_inventory
 from splitserve.config.cluster import ClusterConfig
 from splitserve.errors import ConfigError
 
@@ -32,7 +32,7 @@ def test_it_starts_with_workers_of_the_default_class_for_the_least_of_both_sides
     """Three units of prefill are two workers of speed 2, one of decode is one."""
     made = scaling(tmp_path)
     assert (made.config.workers, made.config.worker_gpus) == (3, 2)
-    assert made.seats == {f"worker-{n}": Seat(2, "L40S") for n in range(3)}
+    assert made.seats == {f"worker-{n}": GpuWish(2, "L40S") for n in range(3)}
     assert scaling(tmp_path, workers=4).config.workers == 4
     with pytest.raises(ConfigError, match="workers: 2 neutral workers and prefill at once"):
         scaling(tmp_path, workers=2, prefill=1)
@@ -84,7 +84,7 @@ def test_where_the_first_class_does_not_fit_the_first_workers_are_the_cheapest_t
     made = limited(tmp_path, "pinned", **limits)
     assert made.first == {"prefill-0": "little", "decode-0": "little"}
     assert (made.config.prefill, made.config.decode) == (1, 1)
-    assert made.seats["decode-0"] == Seat(1)
+    assert made.seats["decode-0"] == GpuWish(1)
 
 
 def test_first_workers_are_no_more_of_a_class_than_there_may_be(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_first_workers_are_no_more_of_a_class_than_there_may_be(tmp_path: Path) 
         "little",
     ]
     assert (made.config.prefill, made.config.decode) == (3, 3)
-    assert (made.seats["decode-0"], made.seats["decode-1"]) == (Seat(2, "H100"), Seat(1))
+    assert (made.seats["decode-0"], made.seats["decode-1"]) == (GpuWish(2, "H100"), GpuWish(1))
 
 
 def test_the_first_workers_hold_the_floor(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_a_floor_on_each_side_is_not_of_spot_machines() -> None:
 
 @pytest.mark.parametrize("load", [12.0, 20.0])
 def test_a_budget_buys_the_floor_of_both_sides_before_anything_else(load: float) -> None:
-    """Four of 3 an hour would hold the floors; the budget has two: fewer units, and not spot machines in their place."""
+    """Four of 3 an hour would hold the floors; the budget has two: fewer units, not spot machines."""
     classes = [
         {**SMALL, "price_per_hour": 3},
         {**SMALL, "name": "spot", "price_per_hour": 0.1, "spot": True},
