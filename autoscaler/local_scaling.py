@@ -16,7 +16,7 @@ from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cluster.child_process import ChildSpec
-from splitserve.cluster.placement import Inventory, Place, GpuWish
+from splitserve.cluster.placement import GpuWish, Inventory, Place
 from splitserve.cluster.process_specs import (
     ClassSpecMaker,
     CommandFactory,

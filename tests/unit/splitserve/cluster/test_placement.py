@@ -6,7 +6,7 @@ import pytest
 
 from splitserve.cluster import placement
 from splitserve.cluster.child_process import ChildSpec
-from splitserve.cluster.placement import Inventory, Place, GpuWish, machine_gpus, make_inventory
+from splitserve.cluster.placement import GpuWish, Inventory, Place, machine_gpus, make_inventory
 from splitserve.cluster.process_specs import cluster_specs, worker_specs
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
