@@ -62,7 +62,7 @@ BIG = {
     "max_replicas": 1,
 }
 LITTLE = {"name": "little", "price_per_hour": 1, "max_replicas": 20}
-DEAR = {"budget_per_hour": 5}
+DEAR: dict[str, Any] = {"budget_per_hour": 5}
 
 
 def limited(
