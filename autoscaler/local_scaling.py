@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from autoscaler.actuators.process import ProcessActuator
 from autoscaler.classes.class_demand import gpus_of
+from autoscaler.policies.first_workers import first_workers
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.policy_in_force import PolicyFile
 from autoscaler.service import control_loop
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.cluster.child_process import ChildSpec
-from splitserve.cluster.placement import Inventory, Place
+from splitserve.cluster.placement import GpuWish, Inventory, Place
 from splitserve.cluster.process_specs import (
     ClassSpecMaker,
     CommandFactory,
@@ -41,37 +42,34 @@ class LocalScaling:
     file: PolicyFile
     security: ClusterCredentials = UNSECURED
     """Credentials for the coordinator."""
+    first: Mapping[str, str] = field(default_factory=dict)
+    """The class of each first worker, by its name, where the pools have classes."""
 
     @classmethod
     def of(cls, config: ClusterConfig, path: Path, security: ClusterCredentials = UNSECURED) -> LocalScaling:
         """Reads the policy. Pools without a given size start with `min_replicas`, or with what it takes to serve where
         that is 0, neutral workers without a given number with those of both; each replica gets the policy's
-        `gpus_per_replica`. Raises ConfigError."""
+        `gpus_per_replica`, or its class's. Raises ConfigError, also where they do not fit the policy's budgets."""
         file = PolicyFile(path)
         policy = file.value.rules
-        least = dict(zip(POOLS, policy.least_awake, strict=True))
         if config.workers is not None and policy.workers == "pinned":
             message = f"workers: {path} starts pinned workers; write `workers: neutral` into it"
             raise ConfigError(message, field="workers")
-        for pool, rules in policy.pools.items():
-            if rules.classes:  # counts are units
-                least[pool] = math.ceil(least[pool] / rules.classes[0].speed)
+        fields = [name for name in ("workers", *POOLS) if name in config.model_fields_set]
+        values = {name: getattr(config, name) for name in fields}
+        first = first_workers(policy, {name: value for name, value in values.items() if value is not None})
+        changes: dict[str, int]
         if policy.workers == "neutral":
-            neutral = {
-                "workers": config.workers or sum(least.values()),
-                "worker_gpus": gpus_of(policy.prefill, ""),
-            }
-            config = config.model_copy(update=neutral)
-            check_workers(config)
-            return cls(config, file, security)
-        first: dict[str, int] = {
-            pool: count for pool, count in least.items() if pool not in config.model_fields_set
+            changes = {"workers": len(first["worker"]), "worker_gpus": gpus_of(policy.prefill, "")}
+        else:
+            changes = {pool: len(first[pool]) for pool in POOLS if pool not in config.model_fields_set}
+            changes |= {f"{name}_gpus": gpus_of(pool, "") for name, pool in policy.pools.items()}
+        config = config.model_copy(update=changes)
+        check_workers(config)
+        classes = {
+            f"{kind}-{number}": each for kind, all_ in first.items() for number, each in enumerate(all_)
         }
-        first |= {
-            "prefill_gpus": gpus_of(policy.prefill, ""),
-            "decode_gpus": gpus_of(policy.decode, ""),
-        }
-        return cls(config.model_copy(update=first), file, security)
+        return cls(config, file, security, {name: each for name, each in classes.items() if each})
 
     @property
     def policy(self) -> ScalingPolicy:
@@ -79,9 +77,14 @@ class LocalScaling:
         return self.file.value.rules
 
     @property
-    def gpu_kinds(self) -> dict[PoolName, str]:
-        """Of the GPUs of the first workers, which are of the default class."""
-        return {pool: rules.classes[0].gpu for pool, rules in self.policy.pools.items() if rules.classes}
+    def seats(self) -> dict[str, GpuWish]:
+        """The GPUs of the first workers, by their classes."""
+        found = {}
+        for name, kind in self.first.items():
+            # Both pools of neutral workers have the same classes, but for their speeds.
+            rules = self.policy.decode if name.startswith("decode-") else self.policy.prefill
+            found[name] = GpuWish(gpus_of(rules, kind), rules.class_named(kind).gpu)
+        return found
 
     @property
     def most_workers(self) -> int:
@@ -98,7 +101,7 @@ class LocalScaling:
         """One worker's process, with its pool's drain deadline and the options of its class."""
         rules = self.policy.pools[pool]
         spec = worker_spec(self.config, command, pool, name, place, drain_s=rules.drain_s)
-        return _of_class(spec, rules, replica_class)
+        return _of_class(spec, rules, replica_class or self.first.get(name, ""))
 
     def neutral_spec(
         self, command: CommandFactory, leaning: PoolName, name: str, place: Place, replica_class: str = ""
@@ -106,7 +109,7 @@ class LocalScaling:
         """One neutral worker's process. It drains for as long as that pool may which may longer: it serves both."""
         drain_s = max(self.policy.prefill.drain_s, self.policy.decode.drain_s)
         spec = neutral_spec(self.config, command, leaning, name, place, drain_s=drain_s)
-        return _of_class(spec, self.policy.pools[leaning], replica_class)
+        return _of_class(spec, self.policy.pools[leaning], replica_class or self.first.get(name, ""))
 
     async def run(
         self,

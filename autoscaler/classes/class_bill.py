@@ -48,12 +48,19 @@ class PoolBill:
     wanted_gpus: int = 0
 
 
-def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView]) -> PoolBill | None:
-    """The bill of one pool; None without classes."""
+def pool_bill(plan: PoolPlan, there: Sequence[ReplicaView], other: PoolPlan | None = None) -> PoolBill | None:
+    """The bill of one pool; None without classes. `other`: the other side of neutral workers, which the limits of the
+    classes count as well."""
     if not plan.mix or plan.units is None:
         return None
     ours = [one for one in there if one.ours]
-    offers = [ClassOffer(s.name, s.speed, s.price_per_hour, s.most, s.count, s.spot) for s in plan.mix]
+    taken = {share.name: share.count + share.standby for share in other.mix} if other else {}
+    offers = [
+        ClassOffer(
+            s.name, s.speed, s.price_per_hour, max(s.count, s.most - taken.get(s.name, 0)), s.count, s.spot
+        )
+        for s in plan.mix
+    ]
     standbys = sum(share.standby * share.price_per_hour for share in plan.mix)
     fewer, more = (
         standbys + cheapest_mix(offers, units, floor=plan.floor.within(units)).price_per_hour

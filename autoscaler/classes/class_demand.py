@@ -185,6 +185,11 @@ class ClassedDemand:
         steps = [self.least + step for step in range(0, span + 1, stride)]
         return steps + ([self.units] if steps[-1] < self.units - 1e-9 else [])
 
+    def plain_units(self, mix: ClassMix) -> float:
+        """Units of a mix that are not on spot machines."""
+        pairs = zip(self.offers, mix.counts, strict=True)
+        return sum(one.speed * count for one, count in pairs if not one.spot)
+
     def uses(self, mix: ClassMix) -> dict[str, float]:
         """What a mix takes of what may be limited."""
         counts = zip(self.offers, mix.counts, strict=True)

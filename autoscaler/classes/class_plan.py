@@ -157,6 +157,19 @@ class GrantedMix:
     """Where it did not get all."""
 
 
+def _short_of(floor: float, one: ClassedDemand, given: GrantedMix) -> str:
+    """What there is of a floor and why it is no more, for people; empty where it holds."""
+    plain, most = (
+        one.plain_units(given.mix),
+        sum(kind.most * kind.speed for kind in one.offers if not kind.spot),
+    )
+    if plain >= floor - 1e-9:
+        return ""
+    if plain >= most - 1e-9 or not given.limit:
+        return f", {plain:g} is all that there are"
+    return f", {plain:g} within {given.limit}"
+
+
 def planned(one: ClassedDemand, before: PoolPlan, given: GrantedMix) -> PoolPlan:
     """The pool's plan with what it gets, and why."""
     counts = zip(one.pool.classes, one.offers, given.mix.counts, given.standbys.counts, strict=True)
@@ -183,9 +196,7 @@ def planned(one: ClassedDemand, before: PoolPlan, given: GrantedMix) -> PoolPlan
         cause = "bounds"
         notes.append(f"{given.units:g} wanted, {given.mix.units:g} is all that the classes give")
     if floor := one.floor.within(given.units):
-        plain = sum(share.count * share.speed for share in shares if not share.spot)
-        short = f", {plain:g} is all that there are" if plain < floor - 1e-9 else ""
-        notes.append(f"at least {floor:g} not on spot machines{short}")
+        notes.append(f"at least {floor:g} not on spot machines{_short_of(floor, one, given)}")
     text = " + ".join(f"{share.count} {share.name}" for share in shares if share.count) or "none"
     notes += [*one.unusable, f"{text} for {given.mix.price_per_hour:g} an hour"]
     if one.standby:

@@ -60,7 +60,7 @@ class DecisionJournal:
         there: Sequence[ReplicaView],
         actions: Sequence[Action],
     ) -> PoolOutcome:
-        wanted = plan.pool(name)
+        wanted, other = plan.pool(name), plan.decode if name == "prefill" else plan.prefill
         counts = [wanted.capacity - 1, wanted.capacity, wanted.capacity + 1]
         fewer, planned, more = self.attainment.expected(name, snapshot, counts)
         return PoolOutcome(
@@ -76,7 +76,7 @@ class DecisionJournal:
             planned=planned,
             fewer=fewer if fewer.replicas > 0 else None,
             more=more,
-            bill=pool_bill(wanted, there),
+            bill=pool_bill(wanted, there, other if plan.one_price_list else None),
         )
 
 

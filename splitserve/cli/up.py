@@ -207,9 +207,9 @@ async def run_cluster(
         given = (config, start) if scaling is None else (start,)
         make = partial(worker_spec if scaling is None else scaling.worker_spec, *given)
         lean = partial(neutral_spec if scaling is None else scaling.neutral_spec, *given)
-        kinds = {} if scaling is None else scaling.gpu_kinds
-        specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make, kinds)]
-        specs += neutral_specs(config, inventory, lean, kinds)
+        seats = {} if scaling is None else scaling.seats
+        specs = [*coordinator_specs(config, start), *worker_specs(config, inventory, make, seats)]
+        specs += neutral_specs(config, inventory, lean, seats)
         line = _ready_line(config)
         display = stack.enter_context(ClusterDisplay(specs, line, log_dir))
         async with AsyncClient(parts_target(config), security=security) as client:

@@ -40,6 +40,15 @@ class Place:
     gpus: tuple[str, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GpuWish:
+    """What one worker wants of the GPUs."""
+
+    gpus: int
+    kind: str = ""
+    """Only such; empty: any."""
+
+
 @dataclass(slots=True)
 class Inventory:
     """Core shares and GPUs with their current users. All shares are equal, however many workers run."""

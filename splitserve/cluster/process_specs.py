@@ -11,7 +11,7 @@ from splitserve.addresses import join_address, reachable_host
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_launch import PROGRAM
 from splitserve.cluster.child_process import ChildSpec, Role
-from splitserve.cluster.placement import Inventory, Place, make_inventory
+from splitserve.cluster.placement import GpuWish, Inventory, Place, make_inventory
 from splitserve.cluster.supervisor import Probe
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import arguments
@@ -192,18 +192,16 @@ def neutral_specs(
     config: ClusterConfig,
     inventory: Inventory,
     make: WorkerSpecMaker,
-    kinds: Mapping[Pool, str] = MappingProxyType({}),
+    seats: Mapping[str, GpuWish] = MappingProxyType({}),
 ) -> list[ChildSpec]:
-    """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. `kinds` and errors: as of
+    """The neutral workers, `worker-0`, `worker-1`, …: even ones lean to prefill at first. `seats` and errors: as of
     `worker_specs`."""
-    if inventory.gpus.gpus:
-        engine = config.engine
-        check_gpu_count(engine.kind, engine.engine_args, config.worker_gpus, "worker_gpus")
     specs = []
     for number in range(config.workers or 0):
         name = f"worker-{number}"
         leaning: Pool = "decode" if number % 2 else "prefill"
-        place = _take(inventory, config, "worker", name, config.worker_gpus, kinds.get(leaning, ""))
+        seat = seats.get(name, GpuWish(config.worker_gpus))
+        place = _take(inventory, config, "worker", name, seat)
         specs.append(make(leaning, name, place))
     return specs
 
@@ -212,10 +210,10 @@ def worker_specs(
     config: ClusterConfig,
     inventory: Inventory,
     make: WorkerSpecMaker,
-    kinds: Mapping[Pool, str] = MappingProxyType({}),
+    seats: Mapping[str, GpuWish] = MappingProxyType({}),
 ) -> list[ChildSpec]:
-    """The initial workers of both pools, each with its GPUs, by `kinds` only such; none where the cluster has neutral
-    workers.
+    """The initial workers of both pools, each with its GPUs, where its name is in `seats` with those; none where the
+    cluster has neutral workers.
 
     Raises ConfigError for a number of GPUs that the engine cannot use, ResourceExhaustedError (NO_GPU) where the
     machine has too few, FailedPreconditionError (GPU_KIND) where it has none of a kind.
@@ -228,19 +226,18 @@ def worker_specs(
     }
     specs = []
     for pool, (workers, gpus) in sizes.items():
-        if inventory.gpus.gpus:
-            check_gpu_count(config.engine.kind, config.engine.engine_args, gpus, f"{pool}_gpus")
         for number in range(workers):
             name = f"{pool}-{number}"
-            specs.append(make(pool, name, _take(inventory, config, pool, name, gpus, kinds.get(pool, ""))))
+            place = _take(inventory, config, pool, name, seats.get(name, GpuWish(gpus)))
+            specs.append(make(pool, name, place))
     return specs
 
 
-def _take(
-    inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, gpus: int, of_kind: str = ""
-) -> Place:
+def _take(inventory: Inventory, config: ClusterConfig, kind: Kind, name: str, seat: GpuWish) -> Place:
+    if inventory.gpus.gpus:
+        check_gpu_count(config.engine.kind, config.engine.engine_args, seat.gpus, f"{kind}_gpus")
     try:
-        return inventory.take(name, kind, gpus, of_kind)
+        return inventory.take(name, kind, seat.gpus, seat.kind)
     except ResourceExhaustedError as error:
         who, wanted = (
             f"{config.prefill} prefill and {config.decode} decode",

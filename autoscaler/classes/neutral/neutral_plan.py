@@ -41,8 +41,9 @@ def neutral_mixes(
     bounds = {**limits, **{of_class(name): float(count) for name, count in most.items()}}
     mixes = _mixes(wanted, granted, limits)
     exceeded: list[str] = []
-    if any(mix.units < one.units - 1e-9 for one, mix in zip(wanted, mixes, strict=True)):
-        exceeded = _exceeded(wanted, bounds)
+    of_floor = _exceeded_by_floor(wanted, mixes, limits)
+    if of_floor or any(mix.units < one.units - 1e-9 for one, mix in zip(wanted, mixes, strict=True)):
+        exceeded = [*of_floor, *(name for name in _exceeded(wanted, bounds) if name not in of_floor)]
         scarce = {name: count for name, count in most.items() if of_class(name) in exceeded}
         claims = [
             one.claim(proposals.pool(one.name), units, scarce, leanest=GPUS in exceeded) for one in wanted
@@ -79,6 +80,27 @@ def _exceeded(wanted: Sequence[ClassedDemand], bounds: Uses) -> list[str]:
     """What is limited that both would take too much of, each by itself."""
     uses = [one.uses(one.steady(one.units)) for one in wanted]
     return [name for name, most in bounds.items() if sum(use.get(name, 0.0) for use in uses) > most + 1e-9]
+
+
+def _exceeded_by_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], limits: Uses) -> list[str]:
+    """The budgets that would be exceeded if no less were on demand than the classes give; none where these mixes have
+    as much of the floors."""
+    lack = _lacks_of_floor(wanted, mixes)
+    if not limits or lack <= 1e-9:
+        return []
+    free = _mixes(wanted, [one.units for one in wanted], {})
+    if _lacks_of_floor(wanted, free) >= lack - 1e-9:
+        return []
+    uses = [one.uses(mix) for one, mix in zip(wanted, free, strict=True)]
+    return [name for name, most in limits.items() if sum(use[name] for use in uses) > most + 1e-9]
+
+
+def _lacks_of_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix]) -> float:
+    """Units of both floors that these mixes do not hold."""
+    return sum(
+        max(0.0, one.floor.within(one.units) - one.plain_units(mix))
+        for one, mix in zip(wanted, mixes, strict=True)
+    )
 
 
 def _standbys(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses) -> list[ClassMix]:

@@ -10,6 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autoscaler.classes.class_actions import reconcile_classes
+from autoscaler.classes.class_bill import pool_bill
 from autoscaler.classes.class_shares import gpus_there, price_per_hour
 from autoscaler.decide import make_decide
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
@@ -150,6 +151,45 @@ def test_a_floor_on_each_side_is_not_of_spot_machines() -> None:
         assert mix["spot"] == units - mix["small"]
 
 
+@pytest.mark.parametrize("load", [12.0, 20.0])
+def test_a_budget_buys_the_floor_of_both_sides_before_anything_else(load: float) -> None:
+    """Four of 3 an hour would hold the floors; the budget has two: fewer units, not spot machines."""
+    classes = [
+        {**SMALL, "price_per_hour": 3},
+        {**SMALL, "name": "spot", "price_per_hour": 0.1, "spot": True},
+    ]
+    pool = {"classes": classes, "on_demand_floor": "50%"}
+    there = NeutralClusters()
+    for side in POOLS:
+        there.pools[side] = [worker(f"{side}-0", "small")]
+    plan = decided(neutral_policy(pool, pool, budget_per_hour=7), there.seen(load, 1800.0))
+    for side in POOLS:
+        mix, found = counts(plan, side), plan.pool(side)
+        assert mix["small"] >= (found.units or 0) / 2 > 0
+        assert "all that there are" not in found.reason
+    assert plan.prefill.cause == "money_budget"
+    assert "wanted, 2 within a budget of 7 an hour" in plan.prefill.reason
+
+
+def test_a_floor_that_the_classes_do_not_give_is_carried_by_spot_machines() -> None:
+    """With a budget as without: one of `small` on both sides, and a floor on each."""
+    classes = [
+        {**SMALL, "max_replicas": 1},
+        {**SMALL, "name": "spot", "price_per_hour": 0.1, "spot": True},
+    ]
+    pool = {"classes": classes, "on_demand_floor": "50%"}
+    for more in ({}, {"budget_per_hour": 50}):
+        plan = decided(neutral_policy(pool, pool, **more), at(12.0))
+        assert sum(mix["small"] for mix in both(plan).values()) == 1
+        for side in POOLS:
+            assert sum(counts(plan, side).values()) == plan.pool(side).units
+        told = plan.prefill.reason + plan.decode.reason
+        assert (
+            "all that max_replicas of the classes give on both sides" in told or "all that there are" in told
+        )
+        assert "within a budget" not in told
+
+
 def share(name: str, count: int, speed: float = 1.0, **more: Any) -> ClassShare:
     return ClassShare(name, count, speed, {"small": 1.0, "mid": 2.0}.get(name, 3.0), most=20, **more)
 
@@ -248,6 +288,19 @@ def test_a_floor_keeps_the_one_that_holds_it_on_its_side() -> None:
     prefill = [worker("s0", "spot"), worker("s1", "spot")]
     decode = [worker("d0", "small"), worker("d1", "small")]
     assert sorted(acted(plan, prefill, decode), key=str) == [Lean("decode", "s0"), Lean("prefill", "d0")]
+
+
+def test_the_bill_of_one_side_has_no_more_of_a_class_than_the_other_leaves() -> None:
+    """Both big ones are taken: one unit more is not to be had, whatever it would cost."""
+    mix = (ClassShare("big", 1, 4.0, 3.0, most=2),)
+    side = PoolPlan(1, units=4, mix=mix)
+    alone, beside = pool_bill(side, []), pool_bill(side, [], side)
+    assert alone is not None
+    assert beside is not None
+    assert (alone.more_per_hour, beside.more_per_hour) == (6.0, 3.0)
+    held = pool_bill(side, [], replace(side, mix=(replace(mix[0], count=0, standby=1),)))
+    assert held is not None
+    assert held.more_per_hour == 3.0
 
 
 LOADS = st.lists(st.floats(0.5, 60), min_size=4, max_size=10)

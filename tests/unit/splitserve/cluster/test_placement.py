@@ -6,7 +6,7 @@ import pytest
 
 from splitserve.cluster import placement
 from splitserve.cluster.child_process import ChildSpec
-from splitserve.cluster.placement import Inventory, Place, machine_gpus, make_inventory
+from splitserve.cluster.placement import GpuWish, Inventory, Place, machine_gpus, make_inventory
 from splitserve.cluster.process_specs import cluster_specs, worker_specs
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.engine import EngineConfig
@@ -143,9 +143,11 @@ def test_the_first_workers_get_gpus_of_the_kind_of_their_class() -> None:
         return ChildSpec(name, "prefill", ())
 
     where = make_inventory([0], 4, pin_cores=False, gpus=gpus)
-    worker_specs(ClusterConfig(), where, make, {"prefill": "L40S", "decode": "H100"})
+    worker_specs(
+        ClusterConfig(), where, make, {"prefill-0": GpuWish(1, "L40S"), "decode-0": GpuWish(1, "H100")}
+    )
     assert made == {"prefill-0": ("2",), "decode-0": ("0",)}
     with pytest.raises(FailedPreconditionError) as caught:
-        worker_specs(ClusterConfig(), inventory(), make, {"prefill": "L40S"})
+        worker_specs(ClusterConfig(), inventory(), make, {"prefill-0": GpuWish(1, "L40S")})
     assert caught.value.field == "gpu"
-    worker_specs(ClusterConfig(), inventory(gpus=GpuInventory()), make, {"prefill": "L40S"})
+    worker_specs(ClusterConfig(), inventory(gpus=GpuInventory()), make, {"prefill-0": GpuWish(1, "L40S")})
