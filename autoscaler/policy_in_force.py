@@ -10,8 +10,8 @@ from pathlib import Path
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
 from autoscaler.decide import PlanMemory, PoolState, carried, make_decide
 from autoscaler.decisions.attainment import AttainmentModel
-from autoscaler.policies.custom import bounded_functions, loaded_functions, source_files
-from autoscaler.policies.policy_file import PredictivePool, ScalingPolicy, SloPool, policy_in
+from autoscaler.policies.custom import bounded_functions, loaded_functions
+from autoscaler.policies.policy_file import PredictivePool, ScalingPolicy, SloPool, named_files, policy_in
 from autoscaler.policies.predictive import SEASONS_KEPT, PredictiveMemory, resumed
 from autoscaler.policies.recommendation import Recommend
 from autoscaler.reconcile import Bounds
@@ -20,7 +20,7 @@ from autoscaler.signals.history_file import MAX_RATES, ForecastHistory, SeasonRe
 from autoscaler.signals.observer import DEFAULT_HISTORY_S, Observer
 from autoscaler.snapshot import PoolName, Snapshot
 from autoscaler.start_watch import start_limits
-from splitserve.config.yaml_file import read_yaml_file
+from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
 from splitserve.runtime.reload import ReloadedFiles
@@ -50,8 +50,8 @@ class PolicyFile:
         self.value: LoadedPolicy
         """The last version that was right."""
         self._named: list[Path] = []
-        """Files that it names."""
-        self.files = ReloadedFiles(name, lambda: [path, *self._named], lambda: _loaded(path), self._adopt)
+        """Files that the version that was read last names, also one that was refused."""
+        self.files = ReloadedFiles(name, lambda: [path, *self._named], self._load, self._adopt)
         self.files.start()
 
     def poll(self) -> LoadedPolicy | None:
@@ -61,16 +61,22 @@ class PolicyFile:
         """
         if not self.files.have_changed():
             return None
-        if self.files.reload():
+        named, refused = self._named, self.files.outcomes["rejected"]
+        if self.files.reload() or (self._named != named and self.files.reload()):
             return self.value
-        if self.files.problem:
+        if self.files.outcomes["rejected"] > refused:
             raise ConfigError(self.files.problem, field="policy")
         return None  # they change right now
 
+    def _load(self) -> LoadedPolicy:
+        """Where it names other files than before, these count as changed meanwhile: once more, with their stamps."""
+        file = read_yaml_file(self.path)
+        self._named = sorted(set(named_files(file)))
+        return _policy_of(file)
+
     def _adopt(self, policy: LoadedPolicy) -> None:
         self._check(policy.rules)
-        models = [path for pool in policy.rules.pools.values() for path in pool.engine_models]
-        self.value, self._named = policy, [*source_files(policy.rules), *models]
+        self.value = policy
 
 
 def history_s(policy: ScalingPolicy) -> float:
@@ -220,7 +226,10 @@ def _season_record(
 
 
 def _loaded(path: Path) -> LoadedPolicy:
-    file = read_yaml_file(path)
+    return _policy_of(read_yaml_file(path))
+
+
+def _policy_of(file: YamlFile) -> LoadedPolicy:
     rules = policy_in(file)
     with file.naming_lines():
         return LoadedPolicy(rules, loaded_functions(rules))

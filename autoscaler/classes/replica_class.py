@@ -10,10 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor, checked_floor
 from autoscaler.policies.behavior import PolicyModel, broken_rule
-from autoscaler.sizing.class_speeds import DEFAULT_TOKENS, MOST_TOKENS
+from autoscaler.sizing.class_speeds import DEFAULT_TOKENS, MAX_CLASSES, MOST_TOKENS
 from splitserve.config.autoscaler import ReplicaClassName
-
-MAX_CLASSES = 6
 
 
 class ReplicaClass(PolicyModel):
@@ -103,11 +101,6 @@ class ClassedPool(PolicyModel):
     def floor(self) -> OnDemandFloor:
         """`on_demand_floor`."""
         return OnDemandFloor.of(self.on_demand_floor)
-
-    @property
-    def engine_models(self) -> list[Path]:
-        """The files that its speeds are from."""
-        return [one.engine_model for one in self.classes if one.engine_model is not None]
 
     @property
     def speeds(self) -> Mapping[str, float]:

@@ -51,13 +51,6 @@ def bounded_functions(functions: Mapping[str, Recommend]) -> dict[str, Recommend
     return {pool: BoundedFunction(function, pool) for pool, function in functions.items()}
 
 
-def source_files(policy: ScalingPolicy) -> list[Path]:
-    """The files of code that the policy names."""
-    named = [pool.function for pool in (policy.prefill, policy.decode) if isinstance(pool, CustomPool)]
-    places = [name.rpartition(":")[0] for name in named]
-    return [Path(place) for place in places if place.endswith(".py")]
-
-
 def _usable(pool: CustomPool) -> Recommend:
     """The pool's function with its options, loaded and tried. Raises what it raises."""
     found: Any = _found(pool.function)

@@ -22,7 +22,7 @@ from autoscaler.policies.behavior import (
 )
 from autoscaler.policies.schedule import ScheduleWindow
 from autoscaler.policies.slo.slo_tuning import Seconds, SloTuning
-from autoscaler.sizing.class_speeds import with_speeds
+from autoscaler.sizing.class_speeds import MAX_CLASSES, with_speeds
 from autoscaler.snapshot import POOLS, PoolName
 from splitserve.config.yaml_file import YamlFile, read_yaml_file
 from splitserve.errors import ConfigError
@@ -285,6 +285,17 @@ def policy_in(file: YamlFile) -> ScalingPolicy:
     with file.naming_lines():
         values |= {name: with_speeds(name, values[name], folder) for name in POOLS if name in values}
         return parse_policy(values)
+
+
+def named_files(file: YamlFile) -> list[Path]:
+    """The files of code and of engine models that a policy file names, whether or not it is right."""
+    folder = file.path.absolute().parent
+    pools = [pool for name in POOLS if isinstance(pool := file.values.get(name), dict)]
+    functions = [function for pool in pools if isinstance(function := pool.get("function"), str)]
+    code = [place for function in functions if (place := function.rpartition(":")[0]).endswith(".py")]
+    listed = [classes[:MAX_CLASSES] for pool in pools if isinstance(classes := pool.get("classes"), list)]
+    models = [one.get("engine_model") for classes in listed for one in classes if isinstance(one, dict)]
+    return [folder / name for name in (*code, *models) if isinstance(name, str)]
 
 
 def parse_policy(values: dict[str, Any]) -> ScalingPolicy:

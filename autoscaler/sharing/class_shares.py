@@ -114,7 +114,8 @@ def _detour(one: ClassedDemand, rung: Rung, given: str, left: Uses, shared: Shar
 
 
 def _kept_for_now(one: ClassedDemand, rung: Rung, mix: ClassMix, left: Uses, shared: SharedView) -> ClassMix:
-    """The mix; while others still have what it takes, what the pool was coming to before, if that carries all."""
+    """The mix; while others still have what it takes, what the pool was coming to before, if that carries all and can
+    be had yet."""
     limits, decided = shared.limits, shared.decided.get(one.name)
     live = shared.live.get((shared.model, one.name), {})
     if decided is None:
@@ -127,8 +128,17 @@ def _kept_for_now(one: ClassedDemand, rung: Rung, mix: ClassMix, left: Uses, sha
     before = mix_of(one.offers, [round(decided.get(of_class(offer.name), 0.0)) for offer in one.offers])
     uses = one.shared_uses(before, limits)
     may = all(uses.get(name, 0.0) <= rung.uses.get(name, 0.0) + left[name] + 1e-9 for name in limits)
-    carries = before.units >= rung.units - 1e-9 and may and has_room(uses)
-    return before if carries and not has_room(one.shared_uses(mix, limits)) else mix
+    may = may and all(count <= offer.most for offer, count in zip(one.offers, before.counts, strict=True))
+    floor = min(one.floor.within(rung.units), _on_demand(one, mix))
+    carries = before.units >= rung.units - 1e-9 and _on_demand(one, before) >= floor - 1e-9
+    kept = carries and may and has_room(uses)
+    return before if kept and not has_room(one.shared_uses(mix, limits)) else mix
+
+
+def _on_demand(one: ClassedDemand, mix: ClassMix) -> float:
+    """Units of a mix that count for the floor."""
+    pairs = zip(one.offers, mix.counts, strict=True)
+    return sum(offer.speed * count for offer, count in pairs if not offer.spot)
 
 
 def _most(one: ClassedDemand, rung: Rung, left: Uses) -> tuple[float | None, dict[str, float], float | None]:
@@ -148,7 +158,7 @@ def _bound(
     what += [f"a budget of {limits[GPUS]:g} GPUs ({shared.who(GPUS)})"] if GPUS in limits else []
     names = sorted({offer.name for offer in one.offers if of_class(offer.name) in limits and is_short})
     what += [f"{limits[of_class(name)]:g} {name} ({shared.who(of_class(name))})" for name in names]
-    parts = {name: left[name] / limits[name] for name in AMOUNTS if name in limits}
+    parts = {name: left[name] / max(limits[name], 1e-9) for name in AMOUNTS if name in limits}
     scarcest = min(parts, key=lambda name: parts[name], default=MONEY)
     cause: Cause = "gpu_budget" if scarcest == GPUS else "money_budget"
     return f"{' and '.join(what)} for all models", cause

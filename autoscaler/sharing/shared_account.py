@@ -58,6 +58,11 @@ class _Entry:
         here = [] if self.holding is None else [self.holding.used]
         return summed([*here, *(order.uses for order in self.ordered)])
 
+    def shares(self, limits: Uses) -> frozenset[str]:
+        """What it claims of that is limited: by the account, or GPUs, of which the actuator has so many."""
+        uses = [rung.uses.keys() for claim in self.claims.values() for rung in claim.rungs]
+        return frozenset().union(*uses) & {*limits, GPUS}
+
     def live(self) -> dict[str, Uses]:
         """By pool."""
         here = {} if self.holding is None else dict(self.holding.live)
@@ -84,7 +89,8 @@ class SharedAccount:
         self.move_after_s = move_after_s
         self._entries = {model: _Entry(one) for model, one in sorted(least.items())}
         self._clock, self._began_s, self._interval_s = clock, clock(), interval_s
-        self._moving_since_s: float | None = None
+        self._moving_since_s: dict[str, float] = {}
+        """By limit: those who do not share it know nothing of what is worth moving there."""
         self._generation = 0
 
     @property
@@ -135,12 +141,11 @@ class SharedAccount:
         """What a decision of the model wants."""
         entry, now_s = self._entries[model], self._clock()
         entry.claims, entry.claimed_s = {str(pool): one for pool, one in claims.items()}, now_s
-        if not claims:
-            return  # it has no part in what is shared
-        if not worth_moving:
-            self._moving_since_s = None
-        elif self._moving_since_s is None:
-            self._moving_since_s = now_s
+        for name in entry.shares(self.limits):
+            if worth_moving:
+                self._moving_since_s.setdefault(name, now_s)
+            else:
+                self._moving_since_s.pop(name, None)
 
     def view(self, model: str, inventory: int | None = None) -> SharedView:
         """For a decision of the model. `inventory`: GPUs that it and the others that claim GPUs have and may get, where
@@ -164,8 +169,7 @@ class SharedAccount:
             stale = now_s - entry.claimed_s > self._stale_s(name)
             own = {"": _as_it_is(entry, name in sharing)} if stale else entry.claims
             claims |= {(name, pool): claim for pool, claim in own.items()}
-        since_s = self._moving_since_s
-        may_move = since_s is not None and now_s - since_s >= self.move_after_s
+        may_move = self._may_move(self._entries[model], now_s)
         mine = self._entries[model].claims.items()
         decided = {pool: claim.wanted for pool, claim in mine if claim.wanted is not None}
         return SharedView(model, limits, used, live, claims, may_move, decided)
@@ -193,6 +197,11 @@ class SharedAccount:
         ordered, until_s = self._entries[model].ordered, self._clock() + UNHEARD_S
         for order in ordered[len(ordered) - count :]:
             order.counts_until_s = until_s
+
+    def _may_move(self, entry: _Entry, now_s: float) -> bool:
+        """By what it shares; before it claims anything, by all that anybody does."""
+        names = entry.shares(self.limits) or self._moving_since_s.keys()
+        return any(now_s - self._moving_since_s.get(name, math.inf) >= self.move_after_s for name in names)
 
     def _stale_s(self, model: str) -> float:
         return max(STALE_S, STALE_INTERVALS * self._interval_s(model))

@@ -7,6 +7,7 @@ which each stream keeps the target (decode). The slowest of a pool has speed 1.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,18 @@ from splitserve.errors import ConfigError, InvalidArgumentError, NotFoundError
 DEFAULT_TOKENS = 2048
 """Length of the prompt, or of each stream's context, at which models are compared."""
 MOST_TOKENS = 2**24
+MAX_CLASSES = 6
+"""Of a pool."""
 
 
 def work_rate(model: EngineModel, pool: PoolName, tokens: int, target_s: float | None) -> float:
     """Tokens a second of one replica: of a prompt of this length alone, or output of a batch with this much context
     each whose steps take at most `target_s`. 0: it cannot."""
+    if tokens > model.context_tokens:
+        return 0.0
     if pool == "prefill":
         prompt_s = model.prompt_s(tokens)
-        return tokens / prompt_s if prompt_s > 0 and tokens <= model.context_tokens else 0.0
+        return tokens / prompt_s if prompt_s > 0 else 0.0
     batch = float(min(model.max_running_requests, model.kv_capacity_tokens // tokens))
     each_s = model.sequence_s + model.context_token_s * tokens
     if target_s is not None and each_s > 0:
@@ -51,7 +56,7 @@ def with_speeds(pool: PoolName, values: Any, folder: Path) -> Any:
     target_ms = values.get("target_ms")
     tokens = values.get("speed_at_tokens", DEFAULT_TOKENS)
     paths = [str((folder / one["engine_model"]).absolute()) for one in classes]
-    known = target_ms is None or (isinstance(target_ms, int | float) and 0 < target_ms < math.inf)
+    known = target_ms is None or (isinstance(target_ms, int | float) and 0 < target_ms <= sys.float_info.max)
     if not known or type(tokens) is not int or not 0 < tokens <= MOST_TOKENS:  # validation says so
         speeds = [1.0 for _ in classes]
     else:
@@ -68,6 +73,9 @@ def with_speeds(pool: PoolName, values: Any, folder: Path) -> Any:
 
 
 def _check(pool: PoolName, classes: list[dict[str, Any]]) -> None:
+    if len(classes) > MAX_CLASSES:
+        message = f"{pool}.classes must be at most {MAX_CLASSES}, not {len(classes)}"
+        raise ConfigError(message, field=f"{pool}.classes")
     for place, one in enumerate(classes):
         field = f"{pool}.classes.{place}"
         if not isinstance(one.get("engine_model"), str):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from autoscaler.sharing.shared_account import STALE_S, UNHEARD_S, Holding, SharedAccount
 from autoscaler.sharing.shared_view import summed
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, Uses
+from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, Uses, of_class
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
 
@@ -160,6 +160,28 @@ def test_something_moves_only_once_it_was_worth_it_for_a_while() -> None:
     made.claim("a", {}, worth_moving=False)
     clock.now += 1
     assert made.view("a").may_move
+
+
+def test_who_shares_nothing_of_it_delays_no_move() -> None:
+    """Two share the GPUs of their actuator; a third with classes, which are limited, decides as often as they do."""
+    clock, small = Clock(), of_class("small")
+    made = SharedAccount({small: 4.0}, dict.fromkeys("abc", nothing), move_after_s=30.0, clock=clock)
+    for model, held in (("a", {GPUS: 4.0}), ("b", {small: 1.0}), ("c", {})):
+        made.holds(model, Holding(held, {"decode": held}), made.generation)
+    few = Claim(tuple(Rung(n, {GPUS: float(n)}, 1.0) for n in range(5)), weight=0.1)
+    many = Claim(tuple(Rung(n, {GPUS: float(n)}, n / 4) for n in range(5)))
+    classed = Claim((Rung(1, {small: 1.0}, 1.0),))
+    moved_s = None
+    for second in range(0, 60, 5):
+        clock.now = float(second)
+        # Four GPUs, all of which `a` has: the actuator leaves out those of others.
+        for model, claim, inventory in (("a", few, 4), ("b", classed, None), ("c", many, 0)):
+            got = made.view(model, inventory).granted({"decode": claim})
+            made.claim(model, {"decode": claim}, got.worth_moving)
+            if model == "c" and got.rungs == (4,) and moved_s is None:
+                moved_s = second
+            assert model != "b" or not got.worth_moving
+    assert moved_s == 30, "`c` says at once that it is worth it"
 
 
 def test_without_a_limit_the_inventory_is_what_is_shared() -> None:
