@@ -109,12 +109,11 @@ class EngineCore(Engine):
     def add_request(self, request: EngineRequest) -> None:
         """See `Engine`."""
         self._check(request)
-        if len(self._scheduler.waiting) >= self._max_waiting:
-            raise ResourceExhaustedError(
-                f"{self._max_waiting} requests are waiting already",
-                reason="QUEUE_FULL",
-                retry_after_s=self._meter.rates.retry_after_s(self._scheduler.waiting_tokens),
-            )
+        waiting, waiting_tokens = self._waiting()
+        if waiting >= self._max_waiting:
+            message = f"{self._max_waiting} requests are waiting already"
+            retry_s = self._meter.rates.retry_after_s(waiting_tokens)
+            raise ResourceExhaustedError(message, reason="QUEUE_FULL", retry_after_s=retry_s)
         self._kv.bring(self._register(Sequence(request, self._arrivals)), self._scheduler.enqueue_waiting)
 
     def abort(self, request_id: str) -> bool:
@@ -281,8 +280,7 @@ class EngineCore(Engine):
 
     def load(self) -> EngineLoad:
         """The present load. Costs O(running)."""
-        queue = self._scheduler
-        work = queue.running, len(queue.waiting), queue.waiting_tokens, len(self._pacing.late)
+        work = self._scheduler.running, *self._waiting(), len(self._pacing.late)
         return self._meter.load(self.pool.counts(), *work, shares_cores=self._runner.shares_cores)
 
     def close(self) -> None:
@@ -290,6 +288,11 @@ class EngineCore(Engine):
         for each in (self._kv, self._speculator, self._runner):
             if each is not None:
                 each.close()
+
+    def _waiting(self) -> tuple[int, int]:
+        """Requests that wait, for KV from lower tiers, too, and their tokens."""
+        queue, kv = self._scheduler, self._kv
+        return len(queue.waiting) + len(kv.reading), queue.waiting_tokens + kv.reading_tokens
 
     def _hold(self, held: Callable[[list[int]], None], sequence: Sequence) -> None:
         if self._live.get(sequence.request_id) is sequence:

@@ -28,6 +28,10 @@ class KVCacheManager:
         self.block_size = block_size
         self._prefix_cache = prefix_cache
         self._tiers = tiers
+        self.reading: set[Sequence] = set()
+        """Those that wait for a read and have no blocks meanwhile; they are in no queue."""
+        self.reading_tokens = 0
+        """That they have to compute at most."""
 
     def computed_prefix(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """Cached blocks with the KV of the sequence's first tokens, of `max_tokens` at most.
@@ -75,13 +79,28 @@ class KVCacheManager:
             return False
         hits = self.computed_prefix(sequence, _usable_tokens(sequence))
         below = self._below(sequence, len(hits))
-        if not below:
+        whole = sequence.request.prefix_only
+        if not below or (whole and (len(hits) + len(below)) * self.block_size < len(sequence.tokens)):
             return False
         again = partial(self._read_on, sequence, then, len(hits)) if len(hits) > beyond else None
-        whole = sequence.request.prefix_only
-        return self._tiers.bring(
-            hits, below, len(sequence.tokens), partial(then, sequence), again, whole=whole
-        )
+        came = partial(self._came, sequence, then)
+        owner = None if whole else sequence
+        if not self._tiers.bring(hits, below, len(sequence.tokens), came, again, owner=owner, whole=whole):
+            return False
+        if not whole:
+            self.reading.add(sequence)
+            self.reading_tokens += sequence.remaining
+        return True
+
+    def read_ended(self, sequence: Sequence) -> None:
+        """A sequence does not wait for a read any more, if it did."""
+        if sequence in self.reading:
+            self.reading.remove(sequence)
+            self.reading_tokens -= sequence.remaining
+
+    def _came(self, sequence: Sequence, then: Callable[[Sequence], None]) -> None:
+        self.read_ended(sequence)
+        then(sequence)
 
     def read_back(self, sequence: Sequence, bytes_per_s: float, then: Callable[[], None]) -> bool:
         """Begins to read blocks of the sequence's prefix that lower tiers have; see `Engine.read_back`."""
@@ -109,6 +128,7 @@ class KVCacheManager:
 
     def _read_on(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int) -> None:
         """What others have read is there; a prompt may have more in the tiers."""
+        self.read_ended(sequence)
         if sequence.status is not SequenceStatus.WAITING or not self.reads(sequence, then, beyond):
             then(sequence)
 
@@ -170,6 +190,19 @@ class KVCacheManager:
         sequence.block_ids.extend(self.pool.allocate(missing, after=after))
         return True
 
+    def grow_before_reads(self, sequence: Sequence) -> bool:
+        """The same for a running sequence, and reads for those that come after it are given up where blocks are
+        short: these have none of their own yet."""
+        while not self.grow(sequence):
+            reads = reversed(self._tiers.under_way) if self._tiers is not None else ()
+            read = next(
+                (one for one in reads if all(_yields(each.owner, sequence) for each in one.waiting)), None
+            )
+            if self._tiers is None or read is None:
+                return False
+            self._tiers.give_up(read)
+        return True
+
     def cache_computed(self, sequence: Sequence) -> None:
         """Adds every block that is full of computed tokens to the prefix cache."""
         full = sequence.num_computed // self.block_size
@@ -213,3 +246,12 @@ class KVCacheManager:
 def _usable_tokens(sequence: Sequence) -> int:
     """How many leading tokens may be cached: not the last one, whose logits are needed, unless nothing is computed."""
     return len(sequence.tokens) - (not sequence.request.prefix_only)
+
+
+def _yields(owner: object, running: Sequence) -> bool:
+    """Whether who waits for a read has ended, or comes after a running sequence."""
+    if not isinstance(owner, Sequence):
+        return False
+    if owner.status is not SequenceStatus.WAITING or running.precedence.precedes(owner.precedence):
+        return True
+    return running.place < owner.place and not owner.precedence.precedes(running.precedence)

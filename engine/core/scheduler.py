@@ -119,6 +119,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a waiting or running sequence. The caller frees its blocks."""
+        self._kv.read_ended(sequence)
         if sequence in self.waiting:
             self.waiting_tokens -= sequence.remaining
             self.waiting.discard(sequence)
@@ -241,7 +242,7 @@ class Scheduler:
 
     def _grow(self, step: SchedulerOutput, sequence: Sequence) -> bool:
         """Allocates a block for a decode if it needs one, preempting as needed; False if it was preempted itself."""
-        while not self._kv.grow(sequence):
+        while not self._kv.grow_before_reads(sequence):
             victim = self._victim()
             step.take_back(victim)
             step.preempted += 1

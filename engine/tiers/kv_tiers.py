@@ -29,6 +29,7 @@ from engine.tiers.read_choice import (
 from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierPlaces
 from engine.tiers.tier_index import Eviction, TierBlock
 from engine.tiers.tier_read import TierRead, Waiting
+from splitserve.alarms import Alarms
 from splitserve.logs import log_event
 
 T = TypeVar("T")
@@ -39,8 +40,7 @@ _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
 _UNKNOWN_PATIENCE_S = 5.0
-"""At least while computing has not been measured, or is not what a read spares; and at most, in place of a
-transfer."""
+"""At least while computing has not been measured, or is not what a read spares; at most, in place of a transfer."""
 _CLOSE_S = 5.0
 
 
@@ -57,6 +57,7 @@ class KvTiers:
         disk: BlockStore | None,
         block_tokens: int,
         eviction: Eviction = "history",
+        alarms: Alarms | None = None,
     ) -> None:
         self.host = Tier("host", host, eviction)
         self.disk = Tier("disk", disk, eviction) if disk is not None else None
@@ -74,6 +75,8 @@ class KvTiers:
         self._pinned = self._reading = self._late_reads = 0
         self._begun: dict[bytes, TierRead] = {}
         """By the hash of their first block, those that others may wait for, too."""
+        self.under_way: dict[TierRead, None] = {}
+        self._alarms = alarms or Alarms("kv-alarms")
         self._closed = False
 
     def attach(
@@ -137,6 +140,7 @@ class KvTiers:
         then: Callable[[], None],
         again: Callable[[], None] | None = None,
         *,
+        owner: object = None,
         whole: bool = False,
     ) -> bool:
         """Reads the blocks of a prompt that follow its `hits` in the pool, as far as that is sooner than computing.
@@ -144,7 +148,7 @@ class KvTiers:
         `hashes`: of the blocks after the hits, each in a tier. `tokens`: of the whole prompt. `then` is called when
         they are in the prefix cache, or when it takes too long. What is being read already is waited for: `again` is
         called when that is there; None: the prompt has waited for these before. False if nothing is to be read: then
-        neither is called. `whole`: nothing is computed, all of them are needed.
+        neither is called. `owner`: the prompt's sequence. `whole`: nothing is computed, all of them are needed.
         """
         names, fit = self._readable(hits, hashes), None if whole else self._prompt_fit()
         prefix, waits_s = PrefixBelow(tokens, self._block_tokens, len(hits), names), self._waits_s()
@@ -155,11 +159,11 @@ class KvTiers:
         if again is not None and begun is not None:
             shared, left_s = begun.shared(hashes), max(waits_s[name] for name in begun.tiers)
             if waits_for_read(prefix, self._rates, waits_s, fit, shared, left_s):
-                return self._join(begun, Waiting(again, then), patience_s)
+                return self._join(begun, Waiting(again, then, owner), patience_s)
         count = choose_read(prefix, self._rates, waits_s, fit)
         if whole and count < len(hashes):
             return False
-        return self._begin(hits, hashes, names, count, patience_s, Waiting(then, then))
+        return self._begin(hits, hashes, names, count, patience_s, Waiting(then, then, owner))
 
     def read_back(
         self, hits: list[int], hashes: Sequence[bytes], bytes_per_s: float, then: Callable[[], None]
@@ -175,6 +179,12 @@ class KvTiers:
         count = choose_read_back(names, self._rates, waits_s, transfer_s)
         return self._begin(hits, hashes, names, count, min(count * transfer_s, _UNKNOWN_PATIENCE_S), waiting)
 
+    def give_up(self, read: TierRead) -> None:
+        """Ends a read: those that wait are computed. Until its tier answers, nobody else waits for a disk."""
+        read.give_up()
+        self._late_reads += 1
+        self._finish(read)
+
     def collect(self) -> None:
         """Takes what the threads have done. Raises what ended one of them: the device, or a bug."""
         while not self._completed.empty():
@@ -184,6 +194,7 @@ class KvTiers:
     def close(self) -> None:
         """Ends the threads, and closes what they use. What is on its way is lost."""
         self._closed = True
+        self._alarms.close()
         for tier in self.all.values():
             if tier.thread.close(_CLOSE_S):
                 tier.store.close()
@@ -192,8 +203,8 @@ class KvTiers:
 
     def _readable(self, hits: list[int], hashes: Sequence[bytes]) -> list[TierName]:
         """Where the first of these blocks are: as many as there is room for, and none behind a disk that hangs."""
-        free = self._pool.free - self._pool.unowned(hits)
-        room = max(0, min(free * 3 // 4, self._most_owned - self._reading))
+        unowned = self._pool.unowned(hits)
+        room = max(0, min((self._pool.free - unowned) * 3 // 4, self._most_owned - self._reading - unowned))
         names: list[TierName] = ["host" if each in self.host.index else "disk" for each in hashes[:room]]
         return names[: names.index("disk")] if self._late_reads and "disk" in names else names
 
@@ -219,23 +230,22 @@ class KvTiers:
         for name in set(names[count:]):
             self.all[name].rate.passed_over()
         read = TierRead(hits, hashes[:count], names[:count], [waiting])
-        limited = "disk" in read.tiers
-        if not count or (limited and not read.limit(max(patience_s, _LEAST_PATIENCE_S), self._send_late)):
+        late, patience_s = partial(self._soon, partial(self._late, read)), max(patience_s, _LEAST_PATIENCE_S)
+        if not count or ("disk" in read.tiers and not read.limit(patience_s, self._alarms, late)):
             return False
+        read.owned = count + self._pool.unowned(hits)
         self._pool.share(hits)
         read.blocks = self._pool.allocate(count, after=hits[-1] if hits else None)
-        self._reading += count
+        self._reading += read.owned
+        self.under_way[read] = None
         self._begun.setdefault(hashes[0], read)
         for tier in self.all.values():
             self._start_part(tier, read)
         return True
 
     def _join(self, read: TierRead, waiting: Waiting, patience_s: float) -> bool:
-        def late(one: Waiting) -> None:
-            self._completed.put(partial(read.leave, one))
-            self.wake()
-
-        return read.join(waiting, max(patience_s, _LEAST_PATIENCE_S), late)
+        late = partial(self._soon, partial(read.leave, waiting))
+        return read.join(waiting, max(patience_s, _LEAST_PATIENCE_S), self._alarms, late)
 
     def _cost(self, depth: int) -> float:
         """Of computing a block at this depth, relative to the first."""
@@ -252,8 +262,7 @@ class KvTiers:
                 ended: Callable[[], None] = partial(done, work())
             except BaseException as error:
                 ended = partial(_raise, error)
-            self._completed.put(ended)
-            self.wake()
+            self._soon(ended)
 
         tier.thread.put(job, urgent=urgent)
 
@@ -287,11 +296,8 @@ class KvTiers:
     def _written(self, disk: Tier, found: TierBlock, outcome: OSError | bool) -> None:
         if outcome is True:
             self.places.arrived(disk, found)
-            return
-        disk.index.drop(found.block_hash)
-        disk.stats.failures["write" if isinstance(outcome, OSError) else "skipped"] += 1
-        if isinstance(outcome, OSError) and disk.stats.failures["write"] == 1:
-            log_event("kv_tier.write_failed", tier=disk.name, error=str(outcome))
+        else:
+            disk.was_not_written(found, outcome)
 
     def _start_part(self, tier: Tier, read: TierRead) -> None:
         """Begins to read what a tier has of a read."""
@@ -304,8 +310,8 @@ class KvTiers:
         self._start(tier, work, partial(self._part_read, tier, read, items), urgent=True)
 
     def _part_read(self, tier: Tier, read: TierRead, items: list[ReadItem], outcome: ReadOutcome) -> None:
-        if tier is self.disk and read.timer is not None:
-            read.timer.cancel()
+        if tier is self.disk and read.alarm is not None:
+            read.alarm.cancel()
         damaged = tier.was_read(read, items, outcome)
         self.places.left(damaged.block_hash if damaged is not None else None)
         read.parts -= 1
@@ -323,24 +329,21 @@ class KvTiers:
             self._pool.cache(block, block_hash)
             self.all[read.tiers[place]].stats.hit_tokens += self._block_tokens
         self._pool.release([*read.hits, *read.blocks])
-        self._reading -= len(read.blocks)
+        self._reading -= read.owned
+        del self.under_way[read]
         if self._begun.get(read.hashes[0]) is read:
             del self._begun[read.hashes[0]]
         read.end()
 
-    def _send_late(self, read: TierRead) -> None:
-        """On a timer's thread."""
-        self._completed.put(partial(self._late, read))
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Has `collect` call it. On any thread."""
+        self._completed.put(call)
         self.wake()
 
     def _late(self, read: TierRead) -> None:
-        """Lets prompts be computed whose blocks do not come, and gives back the blocks; until the disk answers, nobody
-        else waits for it."""
-        if read.parts and not read.given_up:
+        if read in self.under_way:
             log_event("kv_tier.read_late", blocks=len(read.blocks))
-            read.give_up()
-            self._late_reads += 1
-            self._finish(read)
+            self.give_up(read)
 
 
 def _raise(error: BaseException) -> None:

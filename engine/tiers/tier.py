@@ -81,6 +81,13 @@ class Tier:
             return error
         return True
 
+    def was_not_written(self, block: TierBlock, why: OSError | bool) -> None:
+        """Drops a block that could not be written, or that was given up before."""
+        self.index.drop(block.block_hash)
+        self.stats.failures["write" if isinstance(why, OSError) else "skipped"] += 1
+        if isinstance(why, OSError) and self.stats.failures["write"] == 1:
+            log_event("kv_tier.write_failed", tier=self.name, error=str(why))
+
     def items_of(self, read: TierRead) -> list[ReadItem]:
         """What it has of a read."""
         own = (place for place, name in enumerate(read.tiers) if name == self.name)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import TierName
+from splitserve.alarms import Alarm, Alarms
 
-T = TypeVar("T")
-Late = Callable[[T], None]
-"""Called on a timer's thread."""
+Late = Callable[[], None]
+"""Called on the alarms' thread."""
 
 
 @dataclass(eq=False, slots=True)
@@ -22,7 +20,9 @@ class Waiting:
 
     ended: Callable[[], None]
     left: Callable[[], None]
-    timer: threading.Timer | None = None
+    owner: object = None
+    """The sequence whose prompt waits; None where a peer does."""
+    alarm: Alarm | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -35,26 +35,28 @@ class TierRead:
     tiers: Sequence[TierName]
     waiting: list[Waiting] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    owned: int = 0
+    """Blocks of the pool that are in use only for it: its own, and those before them that nobody else had."""
     parts: int = 0
     brought: set[int] = field(default_factory=set)
     given_up: bool = False
     """It has taken too long: its blocks are others' by now."""
     until_s: float = float("inf")
-    """When it is given up, on the monotonic clock."""
-    timer: threading.Timer | None = None
+    """When it is given up, on the alarms' clock."""
+    alarm: Alarm | None = None
     _loading: threading.Lock = field(default_factory=threading.Lock)
 
-    def limit(self, seconds: float, late: Late[TierRead]) -> bool:
-        """Has `late` called after so long, unless `timer` is cancelled; False if there can be no more threads."""
-        self.until_s = time.monotonic() + seconds
-        self.timer = _timer(seconds, late, self)
-        return self.timer is not None
+    def limit(self, seconds: float, alarms: Alarms, late: Late) -> bool:
+        """Has `late` called after so long, unless `alarm` is cancelled; False if there can be no more threads."""
+        self.until_s = alarms.now() + seconds
+        self.alarm = alarms.set(seconds, late)
+        return self.alarm is not None
 
-    def join(self, waiting: Waiting, seconds: float, late: Late[Waiting]) -> bool:
+    def join(self, waiting: Waiting, seconds: float, alarms: Alarms, late: Late) -> bool:
         """One more waits, for so long at most: then `late` is called. False if there can be no more threads."""
-        if time.monotonic() + seconds < self.until_s < float("inf"):
-            waiting.timer = _timer(seconds, late, waiting)
-            if waiting.timer is None:
+        if alarms.now() + seconds < self.until_s < float("inf"):
+            waiting.alarm = alarms.set(seconds, late)
+            if waiting.alarm is None:
                 return False
         self.waiting.append(waiting)
         return True
@@ -66,12 +68,12 @@ class TierRead:
             waiting.left()
 
     def end(self) -> None:
-        """Calls all that wait."""
+        """Calls all that wait: those of one that is given up do not wait any more."""
         waiting, self.waiting = self.waiting, []
         for each in waiting:
-            if each.timer is not None:
-                each.timer.cancel()
-            each.ended()
+            if each.alarm is not None:
+                each.alarm.cancel()
+            (each.left if self.given_up else each.ended)()
 
     def shared(self, hashes: Sequence[bytes]) -> int:
         """How many of these blocks, which begin with its first one, it brings."""
@@ -91,14 +93,3 @@ class TierRead:
         """Nothing is copied into the pool from now on. Waits for a block that is being copied, not for a disk."""
         with self._loading:
             self.given_up = True
-
-
-def _timer(seconds: float, late: Late[T], argument: T) -> threading.Timer | None:
-    """A timer that runs; None if there can be no more threads."""
-    timer = threading.Timer(seconds, late, (argument,))
-    timer.daemon = True
-    try:
-        timer.start()
-    except RuntimeError:
-        return None
-    return timer

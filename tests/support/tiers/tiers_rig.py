@@ -15,6 +15,7 @@ from engine.tiers.pool_copier import HostPoolCopier
 from engine.tiers.tier_index import TierBlock
 from kv_transfer.layout import SAME
 from kv_transfer.transports.transport import KvMemoryRegion
+from splitserve.alarms import Alarms
 from tests.support.engine.engine_rig import BLOCK, Rig
 from tests.support.waiting import PATIENCE_S
 
@@ -50,8 +51,28 @@ class FailingStore(BlockStore):
         self._store.close()
 
 
+class HandAlarms(Alarms):
+    """Rings as its time is put forward, without a thread."""
+
+    time_s = 0.0
+    refuses = False
+    """As if there could be no more threads."""
+
+    def now(self) -> float:
+        return self.time_s
+
+    def advance(self, seconds: float) -> None:
+        self.time_s += seconds
+        while (first := self._due.peek()) is not None and first[0] <= self.time_s:
+            self._due.discard(first[1])
+            first[1].call()
+
+    def _begun(self) -> bool:
+        return not self.refuses
+
+
 class TieredRig(Rig):
-    """A rig with so many blocks of host memory below it, and a disk."""
+    """A rig with so many blocks of host memory below it, and a disk that is waited for by hand."""
 
     def __init__(
         self,
@@ -59,8 +80,10 @@ class TieredRig(Rig):
         disk: Path | BlockStore | None = None,
         disk_blocks: int = 64,
         num_blocks: int = 64,
+        **overrides: int | bool,
     ) -> None:
         self.woken = threading.Event()
+        self.alarms = HandAlarms("by hand")
 
         def below(memory: KvMemoryRegion) -> KvTiers:
             size, store = memory.layout.block_bytes, disk
@@ -69,11 +92,11 @@ class TieredRig(Rig):
                     store, identity_of(memory.layout, SAME), size, disk_bytes(disk_blocks, size)
                 )
             host = HostStore(memoryview(bytearray(host_blocks * size)), size)
-            tiers = KvTiers(HostPoolCopier(memory), host, store, BLOCK)
+            tiers = KvTiers(HostPoolCopier(memory), host, store, BLOCK, alarms=self.alarms)
             tiers.wake = self.woken.set
             return tiers
 
-        super().__init__(below=below, num_blocks=num_blocks)
+        super().__init__(below=below, num_blocks=num_blocks, **overrides)
 
     def step(self) -> None:
         """A step, and time for its blocks to be copied: a small pool lets few of them wait."""

@@ -9,7 +9,6 @@ import pytest
 
 from engine.pacing.step_time_fit import PromptFit
 from engine.runner.simulated_runner import expected_tokens
-from engine.tiers import kv_tiers
 from engine.tiers.read_choice import (
     PrefixBelow,
     ReadRate,
@@ -17,6 +16,7 @@ from engine.tiers.read_choice import (
     waits_for_read,
     waits_in_place_of_transfer,
 )
+from splitserve.generation.kv_blocks import extend_block_hashes
 from tests.support.engine.engine_rig import BLOCK, request
 from tests.support.tiers.tiers_rig import FailingStore, TieredRig
 
@@ -150,12 +150,10 @@ def test_an_unreadable_disk_costs_each_its_computing(rig: TieredRig, disk: Faili
     assert blocks_read(rig) == 0
 
 
-def test_a_disk_that_hangs_is_waited_for_once_by_all(
-    rig: TieredRig, disk: FailingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_tiers, "_UNKNOWN_PATIENCE_S", 0.6)
+def test_a_disk_that_hangs_is_waited_for_once_by_all(rig: TieredRig, disk: FailingStore) -> None:
     for name in "ab":
         ask(rig, name)
+    rig.alarms.advance(60)
     rig.settle(busy=lambda: len(rig.outputs) < 3)
     assert rig.below._late_reads == 1
     ask(rig, "c")
@@ -166,14 +164,12 @@ def test_a_disk_that_hangs_is_waited_for_once_by_all(
     assert rig.below._late_reads == 0
 
 
-def test_a_short_prompt_waits_no_longer_than_computing_it_takes(
-    rig: TieredRig, disk: FailingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kv_tiers, "_LEAST_PATIENCE_S", 0.0)
+def test_a_short_prompt_waits_no_longer_than_computing_it_takes(rig: TieredRig, disk: FailingStore) -> None:
     rig.below._prompt_fit = lambda: PromptFit(0.0, 0.01, 100.0)  # hours, but for the shortest
     ask(rig, "long")
     rig.below._prompt_fit = lambda: PromptFit(0.0, 0.01, 0.0)
     ask(rig, "short", 12)
+    rig.alarms.advance(1)
     rig.settle(busy=lambda: "short" not in rig.outputs)
     assert "long" not in rig.outputs
     assert rig.below._late_reads == 0, "the other waits on"
@@ -184,17 +180,11 @@ def test_a_short_prompt_waits_no_longer_than_computing_it_takes(
     assert blocks_read(rig) == FULL
 
 
-def test_who_cannot_have_a_timer_is_computed(
-    rig: TieredRig, disk: FailingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_cannot_have_an_alarm_is_computed(rig: TieredRig, disk: FailingStore) -> None:
     rig.below._prompt_fit = lambda: PromptFit(0.0, 0.01, 100.0)
     ask(rig, "long")
     rig.below._prompt_fit = lambda: PromptFit(0.0, 0.01, 0.0)
-
-    def refused(timer: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("threading.Timer.start", refused)
+    rig.alarms.refuses = True
     ask(rig, "short", 12)
     rig.run()
     assert rig.outputs["short"].token_ids == expected_tokens(PROMPT[:12], 3)
@@ -235,6 +225,21 @@ def test_a_prefix_without_room_is_not_read_in_part(disk: FailingStore, rig: Tier
     rig.settle()
     assert blocks_read(rig) == 0
     rig.assert_clean()
+
+
+def test_a_prefix_with_a_gap_is_not_read_in_part(rig: TieredRig, disk: FailingStore) -> None:
+    hashes: list[bytes] = []
+    extend_block_hashes(hashes, PROMPT, BLOCK, b"", FULL)
+    rig.below.disk.index.drop(hashes[FULL - 2])  # type: ignore[union-attr]
+    assert hold(rig, "fetch", FULL) == [[]]
+    assert rig.core.release_held("fetch")
+    ask(rig, "a")
+    assert hold(rig, "beside a read", FULL) == [[]], "which brings less"
+    assert rig.core.release_held("beside a read")
+    disk.may_read.set()
+    rig.settle()
+    assert_answered(rig, "a")
+    assert blocks_read(rig) == FULL - 2
 
 
 def test_prefixes_and_prompts_wait_for_one_read(rig: TieredRig, disk: FailingStore) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from engine.kv_cache.cache_events import KvEventReader
 from engine.runner.simulated_runner import expected_tokens
-from engine.tiers import kv_tiers
 from engine.tiers.tier_read import TierRead
 from splitserve.generation.kv_blocks import extend_block_hashes, name_of
 from tests.support.engine.engine_rig import BLOCK, request
@@ -219,12 +217,12 @@ def test_a_deadline_ends_the_wait() -> None:
     end_clean(rig, disk)
 
 
-def test_a_disk_that_does_not_answer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_tiers, "_LEAST_PATIENCE_S", 0.05)
-    monkeypatch.setattr(kv_tiers, "_UNKNOWN_PATIENCE_S", 0.05)
+def test_a_disk_that_does_not_answer_is_waited_for_once() -> None:
     rig, disk = slow_rig()
     for name in ("patient", "next"):
         rig.core.add_request(request(name, prompt(0), max_tokens=3))
+        if name == "patient":
+            rig.alarms.advance(60)
         rig.settle(busy=lambda name=name: name not in rig.outputs)  # type: ignore[misc]
         assert rig.outputs[name].token_ids == expected_tokens(prompt(0), 3)
         assert rig.below._late_reads == 1
@@ -250,15 +248,9 @@ def test_a_read_that_is_given_up_writes_to_no_block() -> None:
     assert (found[0] == content, found[1] == content) == (True, False)
 
 
-def test_without_a_thread_to_end_the_wait_nothing_is_read_from_a_disk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_thread_to_end_the_wait_nothing_is_read_from_a_disk() -> None:
     rig, disk = slow_rig()
-
-    def refused(timer: threading.Timer) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Timer, "start", refused)
+    rig.alarms.refuses = True
     ask(rig, 0)
     assert rig.hits()["disk"] == 0
     end_clean(rig, disk)
