@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,7 @@ from splitserve.cluster.supervisor import ClusterTimes, LocalCluster
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.command_line import arguments
 from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.gpus.inventory import GpuInventory
 from splitserve.logs import LOG_LEVEL_VARIABLE
 
 HOST = "127.0.0.1"
@@ -92,9 +94,7 @@ async def running_cluster(
 
 def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[ChildSpec]:
     """The cluster's processes, and further coordinators to which its workers report too."""
-    engine = config.engine
-    gpus = machine_gpus(engine.kind, engine.device, config.replicas_per_gpu)
-    specs = cluster_specs(config, available_cores(), gpus=gpus)
+    specs = cluster_specs(config, available_cores(), gpus=gpus_of(config))
     extra = [
         argument for front in others for argument in ("--coordinator", join_address(HOST, front.grpc_port))
     ]
@@ -111,6 +111,16 @@ def _specs(config: ClusterConfig, others: list[CoordinatorConfig]) -> list[Child
         for number, front in enumerate(others, 1)
     ]
     return [*fronts, *workers]
+
+
+@cache
+def _gpus(kind: str, device: str, replicas_per_gpu: int) -> GpuInventory:
+    return machine_gpus(kind, device, replicas_per_gpu)
+
+
+def gpus_of(config: ClusterConfig) -> GpuInventory:
+    """The GPUs of the cluster's workers. The machine is asked once."""
+    return _gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu)
 
 
 def pin(pid: int, core: int) -> None:

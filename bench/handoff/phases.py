@@ -41,14 +41,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.asking import AskedAnswer, ask, random_prompt
-from bench.cluster import Fronts, pin, running_cluster
+from bench.cluster import Fronts, gpus_of, pin, running_cluster
 from bench.handoff.raw_write import RawLane, raw_lane
 from bench.handoff.rows import Handoff, HandoffRow, Samples, make_row
 from bench.machine import OtherLoad, report, this_machine
 from engine.worker.build import SIMULATED
 from splitserve.client import AsyncClient
 from splitserve.cluster.child_process import Event
-from splitserve.cluster.placement import available_cores, machine_gpus
+from splitserve.cluster.placement import available_cores
 from splitserve.config.cluster import ClusterConfig
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.config.engine import EngineConfig
@@ -212,7 +212,7 @@ async def run(
 
 def lane_devices(config: ClusterConfig) -> tuple[str, str]:
     """The devices of the two workers' memory: the first two GPUs, or one that both share."""
-    gpus = machine_gpus(config.engine.kind, config.engine.device, config.replicas_per_gpu).gpus
+    gpus = gpus_of(config).gpus
     return ("cuda:0", f"cuda:{1 % len(gpus)}") if gpus else ON_CPU
 
 

@@ -216,7 +216,9 @@ SHORT: Mapping[str, str] = {
     "python -m bench.engine.elementwise": "python -m bench.engine.elementwise --turns 1 --json || test $? -eq 2",
     "python -m bench.engine.pacing": "python -m bench.engine.pacing --turns 1 --seconds 6 --every 1 --json",
     "python -m bench.engine.lending": "python -m bench.engine.lending --turns 1 --prompts 1 --streams 1 --json",
-    "python -m bench.engine.speculation": "python -m bench.engine.speculation --turns 1 --tokens 9 --prompts edit",
+    "python -m bench.engine.speculation": (
+        "python -m bench.engine.speculation --turns 1 --tokens 16 --prompts edit --json"
+    ),
     "python -m bench.engine.triage": "python -m bench.engine.triage --turns 1 --prompts 6 --json",
     "python -m bench.engine.step_layout": "python -m bench.engine.step_layout --steps 17 --json",
     "python -m bench.engine.grammar": "python -m bench.engine.grammar --batches 1 --json",
@@ -242,10 +244,8 @@ SHORT: Mapping[str, str] = {
     ),
     "python -m bench.handoff.checksums": "python -m bench.handoff.checksums --json",
 }
-"""Run once, by what they begin with. Bench commands need a few seconds in these forms.
-
-Two of them fail where their bars are not reached, which so few requests cannot; that they report is enough here.
-"""
+"""Run once, by what they begin with. Bench commands need a few seconds in these forms. Two of them fail where their
+bars are not reached, which so few requests cannot; that they report is enough here."""
 
 _BY_CI = "a step of CI itself, which calls it beside this check"
 _DOCKER = "needs a Docker Engine and its images; `make e2e-docker` runs the compose file"

@@ -132,11 +132,6 @@ class ModelRunner(ABC):
         """Whether a neighbour computes on this worker's cores, or would as soon as it rests."""
         return False
 
-    @property
-    def can_give_up_kv(self) -> bool:
-        """Whether `give_up_kv` works here."""
-        return False
-
     def give_up_kv(self) -> None:
         """Gives up the memory of all KV blocks, whose content is lost, and of what is made of them; on a device that of
         weights too, which the host keeps meanwhile. No step may follow before `take_kv_back`, and no transport may have

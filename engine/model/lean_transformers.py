@@ -3,8 +3,7 @@
 The models' base class imports losses (and with them scipy), sharding over devices (torch.distributed.tensor, and with
 it sympy), what processes images and sound or quantizes, where it is installed, and decorators of torch's compiler: as
 much as all the rest of a worker, and none of it runs here. `transformers` itself can do without all but the last where
-it finds them missing. Its table of contents is kept, see
-`import_structure.py`. Other modules take the names from here;
+it finds them missing. Its table of contents is kept, see `import_structure.py`. Other modules take the names from here;
 in a process that had imported them before, nothing changes. Why: docs/decisions/0044-code-that-is-not-imported.md.
 """
 

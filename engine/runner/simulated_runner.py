@@ -116,11 +116,6 @@ class SimulatedRunner(ModelRunner):
             time.sleep(left)
         return sampled
 
-    @property
-    def can_give_up_kv(self) -> bool:
-        """See ModelRunner."""
-        return True
-
     def give_up_kv(self) -> None:
         """See ModelRunner."""
         self._pages.madvise(mmap.MADV_DONTNEED)

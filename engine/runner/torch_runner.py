@@ -157,11 +157,6 @@ class TorchRunner(ModelRunner):
         self._pool.populate()
         self._wire.populate()
 
-    @property
-    def can_give_up_kv(self) -> bool:
-        """See `ModelRunner.can_give_up_kv`."""
-        return True
-
     def give_up_kv(self) -> None:
         """See `ModelRunner.give_up_kv`."""
         self._forward.forget_kv()

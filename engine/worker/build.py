@@ -220,8 +220,7 @@ def _own(config: WorkerConfig, measure_decode: bool, clock: StartClock) -> Engin
         each.populate()
     # Lower tiers have the address of a device's blocks, which a sleep may change.
     on_device = runner.pool_memory.memory_kind == VRAM
-    may_sleep = not on_device or (config.engine.device_sleep == "on" and tiers is None)
-    can_sleep = may_sleep and all(each.can_give_up_kv for each in runners)
+    can_sleep = not on_device or (config.engine.device_sleep == "on" and tiers is None)
     return EngineParts(
         core,
         replace(runner.facts, adapters=adapters),

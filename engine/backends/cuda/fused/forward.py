@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from engine.model.sibling_linears import relative_difference
+
 DTYPES = (torch.float32, torch.bfloat16)
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 MAX_GRID = 65535
@@ -58,7 +60,8 @@ class FusedUnary(FusedForward):
 
 
 def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far a result is from the one that it stands for; infinite where their shapes or dtypes differ.
+    """How far a result is from the one that it stands for; infinite where their shapes or dtypes differ, or one has
+    a NaN.
 
     In float32, where the order of sums shows, the relative norm of the difference. In bfloat16, where it now and then
     rounds to the other neighbour, the share of elements that are off by more than a NEGLIGIBLE part of their root mean
@@ -66,7 +69,11 @@ def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
     """
     if found.shape != expected.shape or found.dtype is not expected.dtype:
         return float("inf")
-    norm = relative_difference(found, expected)
+    if torch.equal(found, expected):
+        return 0.0
+    norm = relative_difference(found.float(), expected.float())
+    if norm != norm:
+        return float("inf")
     if found.dtype is torch.float32:
         return norm
     if not norm <= MOST_BY_ROUNDING:
@@ -75,13 +82,6 @@ def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
     off = int((gap > NEGLIGIBLE * mean_square.sqrt()).sum())
     size: int = expected.numel()
     return max(off - 2, 0) / size
-
-
-def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over that of `expected`; infinite if either has a NaN."""
-    gap = torch.linalg.vector_norm(found.float() - expected.float())
-    share: float = (gap / torch.linalg.vector_norm(expected.float()).clamp_min(1e-30)).item()
-    return share if share == share else float("inf")
 
 
 def has_own_forward(module: nn.Module) -> bool:

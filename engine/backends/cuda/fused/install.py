@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from engine.backends.cuda.fused import rotary
-from engine.backends.cuda.fused.forward import FusedForward, FusedUnary, relative_difference
+from engine.backends.cuda.fused.forward import FusedForward, FusedUnary
 from engine.backends.cuda.fused.gated import fused_feed_forwards
 from engine.backends.cuda.fused.rms_norm import fused_norms
 from engine.model.attention_interface import AttentionContext
 from engine.model.probe import probe_logits
+from engine.model.sibling_linears import relative_difference
 from splitserve.logs import log_event
 
 MAX_DEVIATIONS = {torch.float32: 5e-6, torch.bfloat16: 0.01}
@@ -164,7 +165,7 @@ def _installed(
     """Puts them in place, unless the model as a whole gives something else then."""
     _put(chosen)
     try:
-        difference = relative_difference(probe_logits(module, context), before)
+        difference = relative_difference(probe_logits(module, context).float(), before.float())
         allowed = MAX_LOGITS_DIFFERENCES.get(before.dtype, -1.0)
         why = None if difference <= allowed else f"logits differ by {difference:.3g}"
     except Exception as error:
