@@ -27,6 +27,8 @@ MAIN = "kernels.cpp"
 PREBUILT = Path(__file__).with_name("prebuilt")
 FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp")
 NATIVE = ("-march=native",)
+AMX = frozenset({"amx_tile", "amx_bf16"})
+WITHOUT_AMX = ("-DSPLITSERVE_NO_AMX",)
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """Processor features, by their names in /proc/cpuinfo."""
 TIMEOUT_S = 120.0
@@ -45,23 +47,26 @@ class X86Level:
 
 _BASE_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _MORE = ("avx512vbmi", "avx512_vbmi2", "avx512ifma", "avx512_bitalg", "avx512_vpopcntdq")
+_VBMI_FLAGS = (*_BASE_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in _MORE))
 LEVELS = (
-    X86Level(
-        "v4-bf16-vbmi",
-        (*_BASE_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in _MORE)),
-        NEEDED | frozenset(_MORE),
-    ),
+    X86Level("v4-amx", (*_VBMI_FLAGS, "-mamx-tile", "-mamx-bf16"), NEEDED | AMX | frozenset(_MORE)),
+    X86Level("v4-bf16-vbmi", _VBMI_FLAGS, NEEDED | frozenset(_MORE)),
     X86Level("v4-bf16", _BASE_FLAGS, NEEDED),
 )
-"""The most capable first: Sapphire Rapids, Zen 4 and later; Cooper Lake. On processors below them torch computes."""
+"""The most capable first: Sapphire Rapids and later; Zen 4 and later; Cooper Lake. Below them torch computes."""
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
+"""https://docs.kernel.org/arch/x86/xstate.html: a process asks before it uses tile registers."""
 
 
-def load_library() -> ctypes.CDLL:
+def load_library(*, amx: bool = True) -> ctypes.CDLL:
     """Loads the kernels, compiling them if they are neither prebuilt nor cached (a few seconds).
 
+    `amx`: with tile multipliers, where the processor has them and the system lets this process use them.
     Raises UnavailableError with the reason when the processor, the compiler or the file system does not allow it.
     """
     features = _processor_features()
+    if not (amx and features >= AMX and _may_use_tiles()):
+        features -= AMX
     if missing := sorted(NEEDED - features):
         raise UnavailableError(f"the processor lacks {', '.join(missing)}")
     library = prebuilt_library(features) or _cached_library(features)
@@ -109,15 +114,15 @@ def _prebuilt_name(level: X86Level) -> str:
 
 
 def _cached_library(features: frozenset[str]) -> Path:
-    compiler = _compiler()
+    compiler, native = _compiler(), NATIVE if features >= AMX else (*NATIVE, *WITHOUT_AMX)
     # Features are part of the key: machines with different processors may share a home directory.
-    flags = " ".join((*FLAGS, *NATIVE, *sorted(features))).encode()
+    flags = " ".join((*FLAGS, *native, *sorted(features))).encode()
     key = (_source(), os.path.realpath(compiler).encode(), flags)
     name = hashlib.sha256(b"\0".join(key)).hexdigest()[:24]
     library = cache_folder() / "kernels" / f"{name}.so"
     if not library.exists():
         log_event("engine.compiling_kernels", compiler=compiler)
-        _compile(compiler, library, NATIVE)
+        _compile(compiler, library, native)
     return library
 
 
@@ -140,6 +145,11 @@ def _processor_features() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+
+
+def _may_use_tiles() -> bool:
+    system = ctypes.CDLL(None)
+    return not system.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
 
 
 def _compile(compiler: str, library: Path, flags: Sequence[str]) -> None:

@@ -41,8 +41,8 @@ class CpuKernels:
     While `recorder` is set, every operation is recorded there too.
     """
 
-    def __init__(self, threads: int) -> None:
-        """Raises UnavailableError as `load_library`."""
+    def __init__(self, threads: int, *, amx: bool = True) -> None:
+        """Raises UnavailableError as `load_library`, which has `amx`."""
         self.recorder: OpRecorder | None = None
         self._threads = threads
         self._borrowed: BorrowedCores | None = None
@@ -50,7 +50,7 @@ class CpuKernels:
         self.ops_run = self.ops_lent = 0
         """Operations that `run` computed since the latest `use`, and with borrowed cores, once for each of these."""
         self._weights = WeightMemory()
-        library = load_library()
+        library = load_library(amx=amx)
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         library.splitserve_op_bytes.restype = number
         assert library.splitserve_op_bytes() == OP.itemsize, "op.hpp and ops.py differ"

@@ -26,7 +26,7 @@ namespace {
 void perform(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   const bool scaled_kv = op.number[9];
   switch (op.code) {
-    case LINEAR: return linear(op, thread, threads);
+    case LINEAR: return linear(op, thread, threads, shared);
     case RMS_NORM: return rms_norm(op, thread, threads);
     case ATTEND: return (scaled_kv ? attend<int8_t> : attend<bf16>)(op, thread, threads);
     case PREFILL: return (scaled_kv ? prefill<int8_t> : prefill<bf16>)(op, thread, threads, shared);

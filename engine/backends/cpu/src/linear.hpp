@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstring>
+#include <vector>
 
+#include "amx.hpp"
 #include "op.hpp"
 #include "panels.hpp"
 #include "vectors.hpp"
@@ -44,7 +46,10 @@ void panel(const bf16* x, int64_t M, int64_t ldx, const bf16* w, int64_t K, cons
 
 // y = x W^T + bias. Fields:
 // pointer: x [M, K], packed weights, bias [N] or null, y [M, N]; number: M, ldx, N, K, ldy.
-void linear(const Op& op, int thread, int threads) {
+void linear(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
+#ifdef SPLITSERVE_AMX
+  if (op.number[3] % INPUTS == 0) return linear_amx(op, thread, threads, shared);
+#endif
   const bf16 *x = (const bf16*)op.pointer[0], *w = (const bf16*)op.pointer[1], *bias = (const bf16*)op.pointer[2];
   bf16* y = (bf16*)op.pointer[3];
   int64_t M = op.number[0], ldx = op.number[1], N = op.number[2], K = op.number[3], ldy = op.number[4];

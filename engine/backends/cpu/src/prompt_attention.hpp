@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.hpp"
 #include "int8_kv.hpp"
 #include "kv.hpp"
 #include "linear.hpp"
@@ -19,17 +20,30 @@
 
 namespace {
 
-constexpr int64_t KEYS = PANEL * 16;  // positions in a panel of keys
-constexpr int VALUES = 32;            // elements of head_dim in a panel of values
+constexpr int64_t KEYS = PANEL * 16;             // positions in a panel of keys
+constexpr int64_t SPAN = AMX ? 2 * KEYS : KEYS;  // positions in a whole number of panels and of INPUTS
+constexpr int VALUES = 32;                       // elements of head_dim in a panel of values
+constexpr int QUERIES = AMX ? ROWS : TILE;       // in a tile
 
 template <typename T>
 struct Chunk {
   PoolView<T> kv;
   const int32_t* table;
   int64_t total;  // positions with KV, the chunk's included
-  int64_t panels() const { return (total + KEYS - 1) / KEYS; }
+  int64_t panels() const { return (total + SPAN - 1) / SPAN * (SPAN / KEYS); }
   int64_t padded() const { return panels() * KEYS; }
 };
+
+// QUERIES rows of x times one panel of VECTORS * 16 outputs, as `tile` in linear.hpp.
+template <int VECTORS, class Out>
+inline void tile_of_queries(const bf16* x, int64_t ldx, const bf16* w, int64_t K, Out out) {
+#ifdef SPLITSERVE_AMX
+  Rows rows{x, ldx * 2, INPUTS};
+  multiply<1, VECTORS, NOTHING>(rows, rows, QUERIES, w, K, out);
+#else
+  tile<QUERIES, VECTORS, NOTHING>(x, ldx, w, K, 0, out);
+#endif
+}
 
 // Transposes 16 x 16 numbers of 32 bits in place.
 inline void transpose(__m512i v[16]) {
@@ -123,10 +137,10 @@ inline float weigh_rounded(const float* s, int64_t n, bf16* weights, const float
   return _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), sum[2]));
 }
 
-// Weights of a tile's scores [TILE, ld] over positions [low, high); row r sees positions [from[r], to[r]).
+// Weights of a tile's scores [QUERIES, ld] over positions [low, high); row r sees positions [from[r], to[r]).
 inline void weigh_tile(float* s, int64_t ld, const int64_t* from, const int64_t* to, int64_t low, int64_t high,
                        float softcap, bf16* weights, const float* scales, float* sums) {
-  for (int r = 0; r < TILE; r++) {
+  for (int r = 0; r < QUERIES; r++) {
     float* row = s + r * ld;
     cap(row, high - low, softcap);
     std::fill(row, row + (from[r] - low), -INFINITY);
@@ -164,10 +178,13 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
   static thread_local std::vector<float> workspace;
   static thread_local std::vector<bf16> weights;
   int64_t ld = c.padded();
-  if (int64_t(workspace.size()) < TILE * ld) workspace.resize(TILE * ld), weights.resize(TILE * ld);
-  std::vector<bf16> queries(TILE * D);
-  int64_t first_panel = window && before + 1 > window ? (before + 1 - window) / KEYS : 0;
-  int64_t tiles = (tokens + TILE - 1) / TILE;
+  if (int64_t(workspace.size()) < QUERIES * ld) workspace.resize(QUERIES * ld), weights.resize(QUERIES * ld);
+  std::vector<bf16> queries(QUERIES * D);
+  int64_t first_panel = window && before + 1 > window ? (before + 1 - window) / SPAN * (SPAN / KEYS) : 0;
+  int64_t tiles = (tokens + QUERIES - 1) / QUERIES;
+#ifdef SPLITSERVE_AMX
+  TileRegisters registers;
+#endif
   for (int64_t h = 0; h < kv_heads; h++) {
     for (int64_t p = first_panel + thread; p < c.panels(); p += threads) {
       pack_keys(c, h, p, packed);
@@ -176,31 +193,31 @@ void prefill(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
     }
 #pragma omp barrier
     for (int64_t item = thread; item < group * tiles; item += threads) {
-      int64_t head = h * group + item % group, token = item / group * TILE;
-      int64_t count = std::min<int64_t>(TILE, tokens - token), from[TILE], to[TILE];
+      int64_t head = h * group + item % group, token = item / group * QUERIES;
+      int64_t count = std::min<int64_t>(QUERIES, tokens - token), from[QUERIES], to[QUERIES];
       const bf16* query = (const bf16*)op.pointer[0] + head * op.stride[0][0];
-      for (int r = 0; r < TILE; r++) {
+      for (int r = 0; r < QUERIES; r++) {
         int64_t t = token + std::min<int64_t>(r, count - 1);
         std::memcpy(&queries[r * D], query + t * op.stride[0][1], D * 2);
         to[r] = before + t + 1;
         from[r] = window && to[r] > window ? to[r] - window : 0;
       }
-      int64_t low = from[0] / KEYS * KEYS, high = (to[TILE - 1] + KEYS - 1) / KEYS * KEYS;
+      int64_t low = from[0] / SPAN * SPAN, high = (to[QUERIES - 1] + SPAN - 1) / SPAN * SPAN;
       __m512 by = _mm512_set1_ps(float(op.real[0]));
       for (int64_t k = low; k < high; k += KEYS) {
         float* s = workspace.data() + (k - low);
-        tile<TILE, PANEL, NOTHING>(queries.data(), D, packed + k * D, D, 0, [&](int m, int v, __m512 sum) {
+        tile_of_queries<PANEL>(queries.data(), D, packed + k * D, D, [&](int m, int v, __m512 sum) {
           __m512 scale = scaled ? _mm512_mul_ps(by, _mm512_loadu_ps(key_scales + k + v * 16)) : by;
           _mm512_storeu_ps(s + m * ld + v * 16, _mm512_mul_ps(sum, scale));
         });
       }
-      float sums[TILE];
+      float sums[QUERIES];
       weigh_tile(workspace.data(), ld, from, to, low, high, float(op.real[1]), weights.data(),
                  scaled ? value_scales + low : nullptr, sums);
       for (int64_t d = 0; d < D; d += VALUES) {
         const bf16* w = packed_values + d * c.padded() + low * VALUES;
         bf16* o = out + (token * kv_heads * group + head) * D + d;
-        tile<TILE, VALUES / 16, NOTHING>(weights.data(), ld, w, high - low, 0, [&](int m, int v, __m512 sum) {
+        tile_of_queries<VALUES / 16>(weights.data(), ld, w, high - low, [&](int m, int v, __m512 sum) {
           if (m < count)
             narrow16(o + m * kv_heads * group * D + v * 16, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / sums[m])));
         });

@@ -24,6 +24,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, and a processor that has all."""
     monkeypatch.setenv("SPLITSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(build, "_processor_features", lambda: build.NEEDED)
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: True)
     monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     return tmp_path / "home"
 
@@ -213,3 +214,17 @@ def test_the_kernels_compile_for_every_level(tmp_path: Path) -> None:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("wanted", "allowed"), [(True, True), (False, True), (True, False)])
+def test_tile_registers_are_used_where_the_system_allows_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, empty_libraries: Path, wanted: bool, allowed: bool
+) -> None:
+    """Prebuilt or compiled, the library is one for them only where the processor and the system have them."""
+    monkeypatch.setattr(build, "_processor_features", lambda: build.LEVELS[0].needs)
+    monkeypatch.setattr(build, "_may_use_tiles", lambda: allowed)
+    build.load_library(amx=wanted)
+    assert (build.WITHOUT_AMX[0] in empty_libraries.read_text()) == (not (wanted and allowed))
+    made = build.prebuild(build.PREBUILT)
+    level = 0 if wanted and allowed else 1
+    assert build.load_library(amx=wanted)._name == str(made[level])

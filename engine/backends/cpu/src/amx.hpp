@@ -1,0 +1,170 @@
+// Products by AMX, the tile multipliers of Intel's server processors since Sapphire Rapids, which has only one vector
+// unit for bfloat16. Only in libraries that are built for them (AMX); see build.py.
+//
+// Eight tile registers of 16 rows of 64 bytes: 0 to 2 are the sums of 16 rows and up to 48 outputs, 3 to 5 those of 16
+// more rows, 6 has 16 rows of 32 inputs, 7 the same inputs of 16 outputs, in pairs as panels.hpp has them.
+// https://www.intel.com/content/www/us/en/docs/intrinsics-guide (AMX)
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "op.hpp"
+#include "panels.hpp"
+#include "vectors.hpp"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(SPLITSERVE_NO_AMX)
+#define SPLITSERVE_AMX 1
+#endif
+
+namespace {
+
+#ifdef SPLITSERVE_AMX
+constexpr bool AMX = true;
+#else
+constexpr bool AMX = false;
+#endif
+constexpr int64_t ROWS = 16;    // of a tile register
+constexpr int64_t INPUTS = 32;  // that one multiplication takes
+
+// 16 rows of an input: bytes between rows, and elements from 32 inputs to the next 32.
+struct Rows {
+  const bf16* first;
+  int64_t stride, step;
+};
+
+#ifdef SPLITSERVE_AMX
+
+// The tile registers, while this lives. What a thread leaves in them the system saves at each switch.
+struct TileRegisters {
+  TileRegisters() {
+    alignas(64) uint8_t layout[64] = {1};  // palette 1
+    uint16_t* row_bytes = (uint16_t*)(layout + 16);
+    for (int tile = 0; tile < 8; tile++) row_bytes[tile] = 64, layout[48 + tile] = ROWS;
+    _tile_loadconfig(layout);
+  }
+  ~TileRegisters() { _tile_release(); }
+};
+
+// 16 rows, or 16 and 16 more, times one panel of VECTORS * 16 outputs; calls out(row, vector, sums) for each vector.
+// K is a multiple of INPUTS. Rows beyond `count` are computed and not given out. FETCH is NEXT or NOTHING: the processor
+// itself streams a panel well that it reads in such large steps (measured on Granite Rapids).
+template <int BLOCKS, int VECTORS, Fetch FETCH, class Out>
+inline void multiply(Rows x, Rows more, int64_t count, const bf16* w, int64_t K, Out out) {
+  constexpr int64_t line = VECTORS * 64;  // bytes of a pair of inputs
+  _tile_zero(0);
+  if constexpr (VECTORS > 1) _tile_zero(1);
+  if constexpr (VECTORS > 2) _tile_zero(2);
+  if constexpr (BLOCKS > 1) {
+    _tile_zero(3);
+    if constexpr (VECTORS > 1) _tile_zero(4);
+    if constexpr (VECTORS > 2) _tile_zero(5);
+  }
+  const bf16 *a = x.first, *b = more.first;
+  for (int64_t k = 0; k < K; k += INPUTS, a += x.step, b += more.step, w += VECTORS * 16 * INPUTS) {
+    if constexpr (FETCH == NEXT)
+      for (int64_t at = 0; at < line * INPUTS / 2; at += 64) _mm_prefetch((const char*)(w + line / 2 * K) + at, _MM_HINT_T1);
+    _tile_loadd(7, w, line);
+    _tile_loadd(6, a, x.stride);
+    _tile_dpbf16ps(0, 6, 7);
+    if constexpr (BLOCKS > 1) {
+      _tile_loadd(6, b, more.stride);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+    if constexpr (VECTORS > 1) {
+      _tile_loadd(7, w + 32, line);
+      if constexpr (BLOCKS > 1) {  // the rows of the last product are still there
+        _tile_dpbf16ps(4, 6, 7);
+        _tile_loadd(6, a, x.stride);
+      }
+      _tile_dpbf16ps(1, 6, 7);
+    }
+    if constexpr (VECTORS > 2) {
+      _tile_loadd(7, w + 64, line);
+      _tile_dpbf16ps(2, 6, 7);
+      if constexpr (BLOCKS > 1) {
+        _tile_loadd(6, b, more.stride);
+        _tile_dpbf16ps(5, 6, 7);
+      }
+    }
+  }
+  alignas(64) float sums[BLOCKS * VECTORS][ROWS][16];
+  _tile_stored(0, sums[0], 64);
+  if constexpr (VECTORS > 1) _tile_stored(1, sums[1], 64);
+  if constexpr (VECTORS > 2) _tile_stored(2, sums[2], 64);
+  if constexpr (BLOCKS > 1) {
+    _tile_stored(3, sums[VECTORS], 64);
+    if constexpr (VECTORS > 1) _tile_stored(4, sums[VECTORS + 1], 64);
+    if constexpr (VECTORS > 2) _tile_stored(5, sums[VECTORS + 2], 64);
+  }
+  for (int64_t row = 0; row < count; row++)
+    for (int v = 0; v < VECTORS; v++)
+      out(row, v, _mm512_load_ps(sums[row / ROWS * VECTORS + v][row % ROWS]));
+}
+
+// 16 rows, of which `count` are there, as `multiply` loads them fastest: 32 inputs of each after one another.
+inline void pack_rows(const bf16* x, int64_t count, int64_t ldx, int64_t K, bf16* packed) {
+  for (int64_t row = 0; row < ROWS; row++)
+    for (int64_t k = 0; k < K; k += INPUTS) {
+      __m512i v = row < count ? _mm512_loadu_si512(x + row * ldx + k) : _mm512_setzero_si512();
+      _mm512_storeu_si512(packed + k * ROWS + row * INPUTS, v);
+    }
+}
+
+// M packed rows times one panel of VECTORS * 16 outputs. The first rows stream the panel from memory, the next ones
+// find it in the cache and prefetch the next panel.
+template <int VECTORS>
+void panel_amx(const bf16* packed, int64_t M, const bf16* w, int64_t K, const bf16* bias, bf16* y, int64_t ldy) {
+  for (int64_t row = 0; row < M; row += 2 * ROWS) {
+    Rows x{packed + row * K, 64, ROWS * INPUTS}, more{packed + (row + ROWS) * K, 64, ROWS * INPUTS};
+    int64_t count = std::min(M - row, 2 * ROWS);
+    auto out = [&](int64_t m, int v, __m512 sum) {
+      if (bias) sum = _mm512_add_ps(sum, widen16(bias + v * 16));
+      narrow16(y + (row + m) * ldy + v * 16, sum);
+    };
+    if (count <= ROWS)
+      multiply<1, VECTORS, NOTHING>(x, more, count, w, K, out);
+    else if (row == 2 * ROWS)
+      multiply<2, VECTORS, NEXT>(x, more, count, w, K, out);
+    else
+      multiply<2, VECTORS, NOTHING>(x, more, count, w, K, out);
+  }
+}
+
+// The layer of `linear`, for K that is a multiple of INPUTS. Few rows each thread packs for itself, without waiting.
+inline void linear_amx(const Op& op, int thread, int threads, std::vector<bf16>& shared) {
+  const bf16 *x = (const bf16*)op.pointer[0], *w = (const bf16*)op.pointer[1], *bias = (const bf16*)op.pointer[2];
+  bf16* y = (bf16*)op.pointer[3];
+  int64_t M = op.number[0], ldx = op.number[1], N = op.number[2], K = op.number[3], ldy = op.number[4];
+  static thread_local std::vector<bf16> own;
+  bool together = threads > 1 && M > 4 * ROWS;
+  std::vector<bf16>& memory = together ? shared : own;
+  int64_t room = std::min(CHUNK, (M + ROWS - 1) / ROWS * ROWS) * K + 32;  // 32: to begin at a line
+  if ((!together || thread == 0) && int64_t(memory.size()) < room) memory.resize(room);
+  TileRegisters registers;
+  for (int64_t row = 0; row < M; row += CHUNK) {
+    int64_t rows = std::min(CHUNK, M - row), blocks = (rows + ROWS - 1) / ROWS;
+    Share mine = together ? share(blocks, thread, threads) : Share{0, blocks};
+    if (together) {
+#pragma omp barrier
+    }
+    bf16* packed = (bf16*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    for (int64_t b = mine.begin; b < mine.end; b++)
+      pack_rows(x + (row + b * ROWS) * ldx, std::min(ROWS, rows - b * ROWS), ldx, K, packed + b * ROWS * K);
+    if (together) {
+#pragma omp barrier
+    }
+    panels(rows, N, thread, threads, [&](auto vectors, int64_t, int64_t, int64_t column) {
+      panel_amx<vectors>(packed, rows, w + column * K, K, bias ? bias + column : nullptr, y + row * ldy + column, ldy);
+    });
+  }
+}
+
+#endif
+
+}  // namespace
