@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from engine.backends.cpu import build
 from engine.backends.cpu.kernels import CpuKernels
 from engine.backends.cpu.ops import SERIAL_ELEMENTS, Binary, Code, NormKind, Unary, elementwise_op
 from tests.support.engine.cpu_kernels import THREADS, kernels_or_skip
@@ -54,6 +55,23 @@ def test_a_linear_layer_is_that_of_float64(
     last = kernels.linear(x[-1:], packed, bias)
     assert torch.equal(bits(last), bits(whole[-1:])), "a row does not depend on where in the batch it is"
     assert torch.equal(bits(whole), bits(KERNELS[1].linear(x, packed, bias))), "nor on the threads"
+
+
+@pytest.mark.skipif(not build._processor_features() >= build.AMX, reason="no AMX")
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (96, 80), (576, 960), (1536, 576)])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 65, 256, 257, 515])
+def test_a_layer_with_tile_multipliers_is_that_without(inputs: int, outputs: int, rows: int) -> None:
+    """The same but for the order of sums."""
+    dice = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs, generator=dice).bfloat16()
+    weight = torch.randn(outputs, inputs, generator=dice).bfloat16()
+    bias = torch.randn(outputs, generator=dice).bfloat16()
+    without = CpuKernels(1, amx=False)
+    packed = without.pack(weight)
+    expected = without.linear(x, packed, bias)
+    for kernels in KERNELS.values():
+        given = kernels.linear(x, packed, bias)
+        torch.testing.assert_close(given, expected, rtol=2**-7, atol=1e-5 * inputs)
 
 
 def test_what_can_be_packed() -> None:
