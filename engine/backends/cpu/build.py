@@ -27,7 +27,7 @@ MAIN = "kernels.cpp"
 PREBUILT = Path(__file__).with_name("prebuilt")
 FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp")
 NATIVE = ("-march=native",)
-AMX = frozenset({"amx_tile", "amx_bf16"})
+AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 WITHOUT_AMX = ("-DSPLITSERVE_NO_AMX",)
 NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"})
 """Processor features, by their names in /proc/cpuinfo."""
@@ -49,7 +49,11 @@ _BASE_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
 _MORE = ("avx512vbmi", "avx512_vbmi2", "avx512ifma", "avx512_bitalg", "avx512_vpopcntdq")
 _VBMI_FLAGS = (*_BASE_FLAGS, *(f"-m{feature.replace('_', '')}" for feature in _MORE))
 LEVELS = (
-    X86Level("v4-amx", (*_VBMI_FLAGS, "-mamx-tile", "-mamx-bf16"), NEEDED | AMX | frozenset(_MORE)),
+    X86Level(
+        "v4-amx",
+        (*_VBMI_FLAGS, *(f"-m{feature.replace('_', '-')}" for feature in sorted(AMX))),
+        NEEDED | AMX | frozenset(_MORE),
+    ),
     X86Level("v4-bf16-vbmi", _VBMI_FLAGS, NEEDED | frozenset(_MORE)),
     X86Level("v4-bf16", _BASE_FLAGS, NEEDED),
 )

@@ -2,7 +2,8 @@
 // unit for bfloat16. Only in libraries that are built for them (AMX); see build.py.
 //
 // Eight tile registers of 16 rows of 64 bytes: 0 to 2 are the sums of 16 rows and up to 48 outputs, 3 to 5 those of 16
-// more rows, 6 has 16 rows of 32 inputs, 7 the same inputs of 16 outputs, in pairs as panels.hpp has them.
+// more rows, 6 has 64 bytes of inputs of 16 rows, 7 the weights for them of 16 outputs, in fours of bytes as panels.hpp
+// has them.
 // https://www.intel.com/content/www/us/en/docs/intrinsics-guide (AMX)
 
 #pragma once
@@ -12,13 +13,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "op.hpp"
 #include "panels.hpp"
 #include "vectors.hpp"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(SPLITSERVE_NO_AMX)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && !defined(SPLITSERVE_NO_AMX)
 #define SPLITSERVE_AMX 1
 #endif
 
@@ -30,33 +32,46 @@ constexpr bool AMX = true;
 constexpr bool AMX = false;
 #endif
 constexpr int64_t ROWS = 16;    // of a tile register
-constexpr int64_t INPUTS = 32;  // that one multiplication takes
+constexpr int64_t INPUTS = 32;  // in bfloat16 that one multiplication takes; twice as many in int8
 
-// 16 rows of an input: bytes between rows, and elements from 32 inputs to the next 32.
+// 16 rows of an input: bytes between rows, and from one step of inputs to the next.
 struct Rows {
-  const bf16* first;
+  const void* first;
   int64_t stride, step;
 };
 
 #ifdef SPLITSERVE_AMX
 
+// What the instruction for it reads. A constant, because gcc 12 takes the instruction to read eight bytes only, and may
+// write the others of a local variable after it.
+struct alignas(64) TileLayout {
+  uint8_t palette = 1, begin = 0, unused[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, ROWS};
+};
+constinit const TileLayout LAYOUT;
+static_assert(sizeof(TileLayout) == 64);
+
 // The tile registers, while this lives. What a thread leaves in them the system saves at each switch.
 struct TileRegisters {
-  TileRegisters() {
-    alignas(64) uint8_t layout[64] = {1};  // palette 1
-    uint16_t* row_bytes = (uint16_t*)(layout + 16);
-    for (int tile = 0; tile < 8; tile++) row_bytes[tile] = 64, layout[48 + tile] = ROWS;
-    _tile_loadconfig(layout);
-  }
+  TileRegisters() { _tile_loadconfig(&LAYOUT); }
   ~TileRegisters() { _tile_release(); }
 };
 
-// 16 rows, or 16 and 16 more, times one panel of VECTORS * 16 outputs; calls out(row, vector, sums) for each vector.
-// K is a multiple of INPUTS. Rows beyond `count` are computed and not given out. FETCH is NEXT or NOTHING: the processor
-// itself streams a panel well that it reads in such large steps (measured on Granite Rapids).
-template <int BLOCKS, int VECTORS, Fetch FETCH, class Out>
-inline void multiply(Rows x, Rows more, int64_t count, const bf16* w, int64_t K, Out out) {
-  constexpr int64_t line = VECTORS * 64;  // bytes of a pair of inputs
+// 16 rows, or 16 and 16 more, times one panel of VECTORS * 16 outputs; calls out(row, vector, sums) for each vector,
+// float or int32. T: bf16, or uint8_t for inputs so and weights in int8. `row_bytes` of a row of inputs, a multiple of
+// 64. Rows beyond `count` are computed and not given out. FETCH is NEXT or NOTHING: the processor itself streams a panel
+// well that it reads in such large steps (measured on Granite Rapids).
+template <typename T, int BLOCKS, int VECTORS, Fetch FETCH, class Out>
+inline void multiply(Rows x, Rows more, int64_t count, const void* weights, int64_t row_bytes, Out out) {
+  constexpr bool INT8 = std::is_same_v<T, uint8_t>;
+  constexpr int64_t line = VECTORS * 64;  // bytes of four bytes of inputs
+// The names of registers must be literals.
+#define SPLITSERVE_SUM(to)     \
+  if constexpr (INT8)          \
+    _tile_dpbusd(to, 6, 7);    \
+  else                         \
+    _tile_dpbf16ps(to, 6, 7)
   _tile_zero(0);
   if constexpr (VECTORS > 1) _tile_zero(1);
   if constexpr (VECTORS > 2) _tile_zero(2);
@@ -65,34 +80,36 @@ inline void multiply(Rows x, Rows more, int64_t count, const bf16* w, int64_t K,
     if constexpr (VECTORS > 1) _tile_zero(4);
     if constexpr (VECTORS > 2) _tile_zero(5);
   }
-  const bf16 *a = x.first, *b = more.first;
-  for (int64_t k = 0; k < K; k += INPUTS, a += x.step, b += more.step, w += VECTORS * 16 * INPUTS) {
+  asm volatile("" ::: "memory");  // gcc does not know that loading tiles reads memory
+  const char *a = (const char*)x.first, *b = (const char*)more.first, *w = (const char*)weights;
+  for (int64_t at = 0; at < row_bytes; at += 64, a += x.step, b += more.step, w += line * ROWS) {
     if constexpr (FETCH == NEXT)
-      for (int64_t at = 0; at < line * INPUTS / 2; at += 64) _mm_prefetch((const char*)(w + line / 2 * K) + at, _MM_HINT_T1);
+      for (int64_t i = 0; i < line * ROWS; i += 64) _mm_prefetch(w + VECTORS * 16 * row_bytes + i, _MM_HINT_T1);
     _tile_loadd(7, w, line);
     _tile_loadd(6, a, x.stride);
-    _tile_dpbf16ps(0, 6, 7);
+    SPLITSERVE_SUM(0);
     if constexpr (BLOCKS > 1) {
       _tile_loadd(6, b, more.stride);
-      _tile_dpbf16ps(3, 6, 7);
+      SPLITSERVE_SUM(3);
     }
     if constexpr (VECTORS > 1) {
-      _tile_loadd(7, w + 32, line);
+      _tile_loadd(7, w + 64, line);
       if constexpr (BLOCKS > 1) {  // the rows of the last product are still there
-        _tile_dpbf16ps(4, 6, 7);
+        SPLITSERVE_SUM(4);
         _tile_loadd(6, a, x.stride);
       }
-      _tile_dpbf16ps(1, 6, 7);
+      SPLITSERVE_SUM(1);
     }
     if constexpr (VECTORS > 2) {
-      _tile_loadd(7, w + 64, line);
-      _tile_dpbf16ps(2, 6, 7);
+      _tile_loadd(7, w + 128, line);
+      SPLITSERVE_SUM(2);
       if constexpr (BLOCKS > 1) {
         _tile_loadd(6, b, more.stride);
-        _tile_dpbf16ps(5, 6, 7);
+        SPLITSERVE_SUM(5);
       }
     }
   }
+#undef SPLITSERVE_SUM
   alignas(64) float sums[BLOCKS * VECTORS][ROWS][16];
   _tile_stored(0, sums[0], 64);
   if constexpr (VECTORS > 1) _tile_stored(1, sums[1], 64);
@@ -103,8 +120,13 @@ inline void multiply(Rows x, Rows more, int64_t count, const bf16* w, int64_t K,
     if constexpr (VECTORS > 2) _tile_stored(5, sums[VECTORS + 2], 64);
   }
   for (int64_t row = 0; row < count; row++)
-    for (int v = 0; v < VECTORS; v++)
-      out(row, v, _mm512_load_ps(sums[row / ROWS * VECTORS + v][row % ROWS]));
+    for (int v = 0; v < VECTORS; v++) {
+      const float* sum = sums[row / ROWS * VECTORS + v][row % ROWS];
+      if constexpr (INT8)
+        out(row, v, _mm512_load_si512(sum));
+      else
+        out(row, v, _mm512_load_ps(sum));
+    }
 }
 
 // 16 rows, of which `count` are there, as `multiply` loads them fastest: 32 inputs of each after one another.
@@ -121,18 +143,18 @@ inline void pack_rows(const bf16* x, int64_t count, int64_t ldx, int64_t K, bf16
 template <int VECTORS>
 void panel_amx(const bf16* packed, int64_t M, const bf16* w, int64_t K, const bf16* bias, bf16* y, int64_t ldy) {
   for (int64_t row = 0; row < M; row += 2 * ROWS) {
-    Rows x{packed + row * K, 64, ROWS * INPUTS}, more{packed + (row + ROWS) * K, 64, ROWS * INPUTS};
+    Rows x{packed + row * K, 64, ROWS * 64}, more{packed + (row + ROWS) * K, 64, ROWS * 64};
     int64_t count = std::min(M - row, 2 * ROWS);
     auto out = [&](int64_t m, int v, __m512 sum) {
       if (bias) sum = _mm512_add_ps(sum, widen16(bias + v * 16));
       narrow16(y + (row + m) * ldy + v * 16, sum);
     };
     if (count <= ROWS)
-      multiply<1, VECTORS, NOTHING>(x, more, count, w, K, out);
+      multiply<bf16, 1, VECTORS, NOTHING>(x, more, count, w, 2 * K, out);
     else if (row == 2 * ROWS)
-      multiply<2, VECTORS, NEXT>(x, more, count, w, K, out);
+      multiply<bf16, 2, VECTORS, NEXT>(x, more, count, w, 2 * K, out);
     else
-      multiply<2, VECTORS, NOTHING>(x, more, count, w, K, out);
+      multiply<bf16, 2, VECTORS, NOTHING>(x, more, count, w, 2 * K, out);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "amx.hpp"
 #include "op.hpp"
 #include "panels.hpp"
 #include "vectors.hpp"
@@ -68,14 +69,31 @@ inline void tile_int8(const uint8_t* x, const int8_t* w, int64_t K, int64_t dist
 template <int VECTORS>
 void panel_int8(const uint8_t* x, const float* steps, int64_t M, const int8_t* w, int64_t K, const float* scales,
                 const int32_t* shifts, const bf16* bias, bf16* y, int64_t ldy) {
-  tiles<VECTORS>(M, VECTORS * 16 * K, [&](auto rows, auto fetch, int64_t row, int64_t distance) {
-    tile_int8<rows, VECTORS, fetch>(x + row * K, w, K, distance, [&](int m, int v, __m512i sum) {
-      __m512 by = _mm512_mul_ps(_mm512_set1_ps(steps[row + m]), _mm512_loadu_ps(scales + v * 16));
-      sum = _mm512_sub_epi32(sum, _mm512_loadu_si512(shifts + v * 16));
-      __m512 result = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), by);
-      if (bias) result = _mm512_add_ps(result, widen16(bias + v * 16));
-      narrow16(y + (row + m) * ldy + v * 16, result);
-    });
+  auto out = [&](int64_t m, int v, __m512i sum) {
+    __m512 by = _mm512_mul_ps(_mm512_set1_ps(steps[m]), _mm512_loadu_ps(scales + v * 16));
+    sum = _mm512_sub_epi32(sum, _mm512_loadu_si512(shifts + v * 16));
+    __m512 result = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), by);
+    if (bias) result = _mm512_add_ps(result, widen16(bias + v * 16));
+    narrow16(y + m * ldy + v * 16, result);
+  };
+  int64_t done = 0;
+#ifdef SPLITSERVE_AMX
+  // Sums of integers are the same in any order, so that AMX may take whole blocks of rows and leave the rest.
+  if (K % 64 == 0)
+    for (; M - done >= ROWS; done += M - done >= 2 * ROWS ? 2 * ROWS : ROWS) {
+      Rows rows{x + done * K, K, 64}, more{x + (done + ROWS) * K, K, 64};
+      auto later = [&](int64_t m, int v, __m512i sum) { out(done + m, v, sum); };
+      if (M - done < 2 * ROWS)
+        multiply<uint8_t, 1, VECTORS, NOTHING>(rows, more, ROWS, w, K, later);
+      else if (done == 2 * ROWS)
+        multiply<uint8_t, 2, VECTORS, NEXT>(rows, more, 2 * ROWS, w, K, later);
+      else
+        multiply<uint8_t, 2, VECTORS, NOTHING>(rows, more, 2 * ROWS, w, K, later);
+    }
+#endif
+  tiles<VECTORS>(M - done, VECTORS * 16 * K, [&](auto rows, auto fetch, int64_t row, int64_t distance) {
+    tile_int8<rows, VECTORS, fetch>(x + (done + row) * K, w, K, distance,
+                                    [&](int m, int v, __m512i sum) { out(done + row + m, v, sum); });
   });
 }
 
@@ -94,6 +112,9 @@ void linear_int8(const Op& op, int thread, int threads) {
   Share rows = share(M, thread, threads);
   for (int64_t m = rows.begin; m < rows.end; m++) steps[m] = quantize(x + m * ldx, K, levels + m * K);
 #pragma omp barrier
+#ifdef SPLITSERVE_AMX
+  TileRegisters registers;
+#endif
   panels(M, N, thread, threads, [&](auto vectors, int64_t row, int64_t count, int64_t c) {
     panel_int8<vectors>(levels + row * K, steps + row, count, w + c * K, K, scales + c, shifts + c, bias ? bias + c : nullptr,
                         y + row * ldy + c, ldy);
