@@ -42,7 +42,7 @@ FITTED = 16
 
 def lent_steps(cluster: Cluster, name: str, kind: str = "prefill") -> float:
     port = cluster.members[name].wait_event("metrics.ready")["port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
         families = list(text_string_to_metric_families(page.read().decode()))
     (family,) = (each for each in families if each.name == "splitserve_steps_with_lent_cores")
     return sum(sample.value for sample in family.samples if sample.labels.get("kind") == kind)

@@ -28,7 +28,7 @@ from tests.support.cluster.streams import (
     until,
     worker,
 )
-from tests.support.waiting import SLACK_S
+from tests.support.waiting import PATIENCE_S, SLACK_S
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -182,7 +182,7 @@ async def test_the_only_worker_is_killed_beside_a_standby(activated: str, log_di
                 assert refused.value.reason == "NO_WORKER"
             info = await client.server_info()
             assert [(one.worker_id, one.state) for one in info.workers] == [("reserve", "standby")]
-        async with ScalingClient(cluster.target) as scaling:
+        async with ScalingClient(cluster.target, timeout_s=PATIENCE_S) as scaling:
             await scaling.apply_plan(active=["reserve"])
         if in_time:
             answer = await reading.task

@@ -45,7 +45,7 @@ async def until(client: AsyncClient, is_so: Callable[[dict[str, str]], bool]) ->
 
 async def switched_under(load: asyncio.Task[None], cluster: Cluster, client: AsyncClient, times: int) -> None:
     """Changes leanings by plans, each once the one before has been followed, while the load runs."""
-    async with ScalingClient(cluster.target) as scaling:
+    async with ScalingClient(cluster.target, timeout_s=PATIENCE_S) as scaling:
         for leanings in itertools.islice(itertools.cycle(SWITCHED), times):
             await scaling.apply_plan(leanings=leanings)
             await until(client, partial(eq, leanings))
@@ -160,7 +160,7 @@ async def test_of_two_coordinators_one_moves_workers_and_then_the_other(log_dir:
             AsyncClient(cluster.target) as ours,
             AsyncClient(other_target) as theirs,
         ):
-            await theirs.wait_ready()
+            await theirs.wait_ready(PATIENCE_S)
             sites = {"coordinator": (cluster.members["coordinator"], ours), "other": (other, theirs)}
 
             def moves(name: str) -> int:
@@ -182,7 +182,7 @@ async def test_of_two_coordinators_one_moves_workers_and_then_the_other(log_dir:
             if leader == "coordinator":
                 cluster.target = other_target
             sites[leader][0].kill()
-            async with ScalingClient(cluster.target) as scaling:
+            async with ScalingClient(cluster.target, timeout_s=PATIENCE_S) as scaling:
                 leanings: dict[str, Leaning] = {f"worker-{n}": "prefill" for n in range(3)}
                 await scaling.apply_plan(leanings=leanings, valid_s=1.0)
                 await until(sites[left][1], partial(eq, leanings))

@@ -19,6 +19,7 @@ from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
 from tests.support.tiers.mooncake_rig import mooncake_store
+from tests.support.waiting import PATIENCE_S
 
 PROMPTS, TOKENS, ANSWER = 4, 96, 3
 POOL_BLOCKS = 13
@@ -31,7 +32,7 @@ LANE_BYTES_PER_S = 1e8
 def tier_hits(cluster: Cluster, member: str) -> dict[str, float]:
     """Tokens whose KV a worker has read back, by tier."""
     port = cluster.members[member].wait_event("metrics.ready")["port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
         families = text_string_to_metric_families(page.read().decode())
         (family,) = (each for each in families if each.name == "splitserve_kv_tier_hit_tokens")
     return {sample.labels["tier"]: sample.value for sample in family.samples}
