@@ -156,7 +156,7 @@ async def test_attempts_are_bounded() -> None:
 
 
 async def test_an_answer_may_lose_workers_as_often_as_it_goes_on_in_between() -> None:
-    async with fake_cluster() as cluster:
+    async with fake_cluster(no_worker_wait_s=PATIENCE_S) as cluster:
         decode = cluster.decodes[0]
         decode.pause_at = 2
         call, answer = cluster.call(ask(40)), Collected()
