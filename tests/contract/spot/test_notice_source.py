@@ -22,7 +22,9 @@ QUICK_S = 0.5
 async def rig(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Rig]:
-    monkeypatch.setattr(metadata, "TIMEOUT_S", PATIENCE_S)  # this process may have no core for as long as the real one
+    monkeypatch.setattr(
+        metadata, "TIMEOUT_S", PATIENCE_S
+    )  # this process may have no core for as long as the real one
     async with RIGS[request.param](tmp_path) as opened:
         yield opened
 

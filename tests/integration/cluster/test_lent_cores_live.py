@@ -100,7 +100,7 @@ async def test_answers_are_the_same_with_the_neighbour_s_core(
                 while lent_steps(cluster, "prefill-0") == before:
                     assert [await ask(prompt) for prompt in prompts] == lent
                 # Its steps are computed on the prefill worker's core, too, while that has no prompt.
-                while not lent_steps(cluster, "decode-0", "decode"):
+                while not lent_steps(cluster, "decode-0", "decode"):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             times = stream.times
             await stream.leave()

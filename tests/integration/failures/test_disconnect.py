@@ -68,7 +68,9 @@ async def test_while_prefilling_and_transferring(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
         reading = Reading(client, tokens(LENGTH, 1), max_tokens=5)
         await chunks_written(cluster)
-        await until(cluster, lambda info: worker(info, "decode-0").reserved_blocks == LENGTH // 16, "it is reserved")
+        await until(
+            cluster, lambda info: worker(info, "decode-0").reserved_blocks == LENGTH // 16, "it is reserved"
+        )
         await reading.leave()
         left_s = time.monotonic()
         await until(cluster, lambda info: not worker(info, "prefill-0").running_requests, "computing stops")

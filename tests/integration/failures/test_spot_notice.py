@@ -81,7 +81,9 @@ async def test_a_prompt_moves_and_the_last_worker_of_a_pool_keeps_what_it_has(lo
     cluster = Cluster(log_dir, prefill=2, worker_options=options, coordinator_options=MARGIN)
     async with running(cluster), AsyncClient(cluster.target) as client:
         # It takes 4 s.
-        prompt, info = await mid_prompt(cluster, lambda n: Reading(client, tokens(4000, 10 + n), max_tokens=5))
+        prompt, info = await mid_prompt(
+            cluster, lambda n: Reading(client, tokens(4000, 10 + n), max_tokens=5)
+        )
         left = busy_prefill(info)
         cluster.members[left].signal(signal.SIGUSR1)
         answer = await prompt.task

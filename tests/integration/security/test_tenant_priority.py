@@ -58,7 +58,9 @@ async def test_priority_does_not_cross_tenants(waits_for: str, log_dir: Path) ->
         }
         for repeat in range(REPEATS):
             served = await served_in_turn(cluster, clients, waits_for, 10 * repeat)
-            if served == SERVED:  # else two came within the time that this process or the coordinator had no core
+            if (
+                served == SERVED
+            ):  # else two came within the time that this process or the coordinator had no core
                 break
         assert served == SERVED
         await cluster.assert_no_leaks()

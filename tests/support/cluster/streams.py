@@ -153,8 +153,9 @@ async def chunks_written(cluster: Cluster) -> Info:
 
 
 async def mid_prompt(cluster: Cluster, ask: Callable[[int], Reading]) -> tuple[Reading, Info]:
-    """A request whose prompt is being computed, and of which some was written, see `chunks_written`. `ask(number)` makes
-    another one where the prompt came and went while this process had no core."""
+    """A request whose prompt is being computed, and of which some was written, see `chunks_written`.
+
+    `ask(number)` makes another one where the prompt came and went while this process had no core."""
     deadline = time.monotonic() + PATIENCE_S
     async with AsyncClient(cluster.target) as client:
         for number in count():

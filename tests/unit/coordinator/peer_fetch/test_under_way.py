@@ -20,8 +20,8 @@ from splitserve.errors import (
     UnavailableError,
 )
 from tests.support.journal import settled
-from tests.unit.coordinator.peer_fetch.test_policy import BLOCK, PROMPT, worker
 from tests.support.waiting import PATIENCE_S
+from tests.unit.coordinator.peer_fetch.test_policy import BLOCK, PROMPT, worker
 
 pytestmark = pytest.mark.timeout(10)
 KEYS = tuple(range(40))
