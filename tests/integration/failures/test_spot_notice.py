@@ -108,7 +108,7 @@ async def test_a_prompt_moves_and_the_last_worker_of_a_pool_keeps_what_it_has(lo
 async def test_real_answers_are_the_same_after_a_move(smollm2: str, log_dir: Path) -> None:
     encode = load_tokenizer(smollm2).encode
     asks = [
-        (encode(sentences(2 + n, seed=n)), {"max_tokens": 100, "ignore_eos": True, **sampling})
+        (encode(sentences(2 + n, seed=n)), {"max_tokens": 80, "ignore_eos": True, **sampling})
         for n, sampling in enumerate([{"temperature": 0.0}, {"temperature": 1.0, "seed": 11}] * 2)
     ]
     options = ["--dtype", "float32", "--num-blocks", "300", "--heartbeat", "0.1", "--spot-poll", "0.1"]
