@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from splitserve.client import AsyncClient, Client
 from splitserve.errors import NotFoundError
 from splitserve.models.sources import resolve_model
 from tests.support.cluster.fork_server import EMBEDDED
 from tests.support.cluster.forked import fork_server, stop_fork_servers
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,6 +21,20 @@ def fork_servers() -> Iterator[None]:
     """Ends the processes that services are forked from, and fails if one of the services still runs."""
     yield
     stop_fork_servers()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_clients() -> Iterator[None]:
+    """Questions about a cluster wait as long as tests do, unless they say how long: a process that has no core for
+    seconds answers late."""
+    with pytest.MonkeyPatch.context() as patch:
+        for client in (AsyncClient, Client):
+            for name in ("server_info", "models", "request_record", "request_records"):
+                defaults = getattr(client, name).__kwdefaults__
+                patch.setitem(defaults, "timeout_s", PATIENCE_S)
+            patch.setattr(client.wait_ready, "__defaults__", (PATIENCE_S,))
+        patch.setattr("splitserve.client.routes_client.TIMEOUT_S", PATIENCE_S)
+        yield
 
 
 @pytest.fixture(scope="session")

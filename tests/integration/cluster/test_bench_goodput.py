@@ -108,7 +108,22 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def alive(family: list[psutil.Process]) -> list[psutil.Process]:
-    return [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in family if _is_alive(one)]
+
+
+def _is_alive(one: psutil.Process) -> bool:
+    try:
+        return bool(one.is_running() and one.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it has just ended
+        return False
+
+
+def all_end(family: list[psutil.Process]) -> bool:
+    """Whether all end: who was killed is there for a moment longer."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while alive(family) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    return not alive(family)
 
 
 @pytest.mark.timeout(LEAST_TIMEOUT_S)
@@ -122,7 +137,7 @@ def test_a_server_that_hangs_ends_with_a_stopped_bench(number: signal.Signals, t
         family = until_serving(process, "sleep 1000", 2)
         process.send_signal(number)
         assert process.wait(PATIENCE_S) == 130
-        assert not alive(family)
+        assert all_end(family)
 
 
 @pytest.mark.timeout(LEAST_TIMEOUT_S)
@@ -132,7 +147,7 @@ def test_a_cluster_under_load_ends_with_a_stopped_bench() -> None:
         assert sum("worker" in " ".join(_command(one)) for one in family) >= 2
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 130
-        assert not alive(family)
+        assert all_end(family)
 
 
 @pytest.mark.timeout(LEAST_TIMEOUT_S)

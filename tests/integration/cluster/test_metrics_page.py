@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import urllib.request
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from engine.worker.gpu_metrics import READINGS
 from splitserve.security.api_keys import key_hash, new_key
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, SLACK_S
 
 PAGE = Path(__file__).parents[3] / "docs/metrics.md"
 SECTIONS = ("The coordinator's series", "A worker's series", "The autoscaler's series")
@@ -124,7 +125,14 @@ async def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Series]:
         autoscaler.start()
         await asyncio.to_thread(autoscaler.wait_event, "scaling.decided")
         members = ("coordinator", "prefill-0", "decode-0", "autoscaler")
-        series = [served(cluster.members[member]) for member in members]
+        deadline_s = time.monotonic() + SLACK_S
+        while True:  # what was asked and decided is counted a moment after it is answered and logged
+            series = [served(cluster.members[member]) for member in members]
+            there = {name for each in series for name in each}
+            missing = {name for title in SECTIONS for name in section(title)} - there - NOT_SERVED_HERE.keys()
+            if not missing or time.monotonic() > deadline_s:
+                break
+            await asyncio.sleep(0.1)
         await cluster.assert_no_leaks()
     return dict(zip(SECTIONS, (series[0], series[1] | series[2], series[3]), strict=True))
 

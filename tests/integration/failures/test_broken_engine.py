@@ -29,9 +29,11 @@ TOKENS = 300
 
 
 @asynccontextmanager
-async def supervised(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, Cluster]]:
+async def supervised(
+    folder: Path, hung_step_s: float
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, Cluster]]:
     """A running `splitserve up` with two decode workers that fail on request, and a view of its cluster."""
-    engine = {"kind": "simulated", "simulated_step_s": 0.02, "hung_step_s": HUNG_STEP_S}
+    engine = {"kind": "simulated", "simulated_step_s": 0.02, "hung_step_s": hung_step_s}
     settings = json.dumps({"prefill": 1, "decode": 2, "engine": engine})
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.support.failing_services", str(folder), "cluster", settings),
@@ -64,7 +66,8 @@ async def supervised(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Pro
 async def test_a_broken_engine_is_replaced_and_costs_its_streams_nothing(
     how: str, code: int, why: str, stack: str, log_dir: Path
 ) -> None:
-    async with supervised(log_dir) as (up, cluster), AsyncClient(cluster.target) as client:
+    limit_s = HUNG_STEP_S if how == "hang" else PATIENCE_S  # where nothing hangs, nothing is to look like it
+    async with supervised(log_dir, limit_s) as (up, cluster), AsyncClient(cluster.target) as client:
         readings = [Reading(client, tokens(50, n), max_tokens=TOKENS) for n in range(8)]
         for reading in readings:
             await reading.got(5)

@@ -16,11 +16,11 @@ from splitserve.client import AsyncClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Info, Reading, chunks_written, tokens, until, worker
 
-LENGTH = 16_000
-"""16 s of prefill, in chunks of 64 ms; more than half of the decode pool."""
-STOPPED_WITHIN_S = 10.0
+LENGTH = 60_000
+"""60 s of prefill, in chunks of 64 ms; more than half of the decode pool."""
+STOPPED_WITHIN_S = 40.0
 """Far more than one chunk and some heartbeats of 0.1 s, and less than the work that is given up would still take."""
-IDLE_TTFT_MS = 5000
+IDLE_TTFT_MS = 1e3 * STOPPED_WITHIN_S
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -37,7 +37,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     ]
     options += [
         "--num-blocks",
-        "1600",
+        "6000",
         "--max-running-requests",
         "2",
         "--no-prefix-cache",
@@ -68,7 +68,9 @@ async def test_while_prefilling_and_transferring(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
         reading = Reading(client, tokens(LENGTH, 1), max_tokens=5)
         await chunks_written(cluster)
-        await until(cluster, lambda info: worker(info, "decode-0").reserved_blocks == 1000, "it is reserved")
+        await until(
+            cluster, lambda info: worker(info, "decode-0").reserved_blocks == LENGTH // 16, "it is reserved"
+        )
         await reading.leave()
         left_s = time.monotonic()
         await until(cluster, lambda info: not worker(info, "prefill-0").running_requests, "computing stops")
@@ -111,7 +113,7 @@ async def test_while_waiting_for_room_on_decode(cluster: Cluster) -> None:
 
 async def test_while_decoding(cluster: Cluster) -> None:
     async with AsyncClient(cluster.target) as client:
-        readings = [Reading(client, tokens(40, 30 + n), max_tokens=2000) for n in range(2)]
+        readings = [Reading(client, tokens(40, 30 + n), max_tokens=6000) for n in range(2)]
         for reading in readings:
             await reading.got(10)
         for reading in readings:

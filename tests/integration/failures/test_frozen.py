@@ -79,9 +79,9 @@ def _all_free(info: Info, total_blocks: int) -> bool:
 
 async def test_a_thawed_decode_worker_frees_everything_and_serves_again(log_dir: Path) -> None:
     options = ["--simulated-step-s", "0.02", "--heartbeat", "0.1", "--lease", "1"]
-    cluster = Cluster(
-        log_dir, decode=2, worker_options=options, coordinator_options=["--heartbeat-timeout", "2"]
-    )
+    # The one that is left may have no core for as long: then requests wait for it.
+    at_coordinator = ["--heartbeat-timeout", "2", "--no-worker-wait", "60"]
+    cluster = Cluster(log_dir, decode=2, worker_options=options, coordinator_options=at_coordinator)
     async with running(cluster), AsyncClient(cluster.target) as client:
         readings = [Reading(client, tokens(100, n), max_tokens=300) for n in range(4)]
         for reading in readings:

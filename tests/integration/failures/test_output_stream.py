@@ -19,6 +19,7 @@ from tests.support.clients.text import sentences
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, eventually, tokens, until, worker
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(90)
 TOO_LONG = 100_000
@@ -46,7 +47,7 @@ async def proxied(cluster: Cluster) -> AsyncIterator[TcpProxy]:
 def handoffs(cluster: Cluster, name: str) -> float:
     """Handoffs that a worker has completed since its start, from its metrics."""
     port = cluster.members[name].wait_event("metrics.ready")["port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
         lines = page.read().decode().splitlines()
     series = "splitserve_handoffs_completed_total "
     return next(float(line.removeprefix(series)) for line in lines if line.startswith(series))

@@ -93,7 +93,8 @@ async def test_names_rights_and_workers(shared_cluster: Cluster) -> None:
             answer = await alice.generate(whole, model=name, max_tokens=4)
             cached.append(answer.usage.cached_prompt_tokens)
         assert cached == [0, 0, 96, 96]
-    async with httpx.AsyncClient(headers={"authorization": f"Bearer {KEYS['root']}"}) as http:
+    key = {"authorization": f"Bearer {KEYS['root']}"}
+    async with httpx.AsyncClient(headers=key, timeout=PATIENCE_S) as http:
         shown = (await http.get(f"{cluster.base_url}/models")).json()["data"]
         metrics = (await http.get(cluster.base_url.replace("/v1", "/metrics"))).text
     assert [(one["id"], one["root"], one["parent"]) for one in shown] == [
@@ -138,8 +139,8 @@ async def test_one_that_a_coordinator_has_never_seen_is_waited_for(cluster: Clus
         other.wait_event("coordinator.ready")
         target = f"127.0.0.1:{port}"
         async with (
-            ScalingClient(cluster.target) as ours,
-            ScalingClient(target) as theirs,
+            ScalingClient(cluster.target, timeout_s=PATIENCE_S) as ours,
+            ScalingClient(target, timeout_s=PATIENCE_S) as theirs,
             AsyncClient(target) as client,
         ):
             served = with_served({}, (await ours.signals()).models)

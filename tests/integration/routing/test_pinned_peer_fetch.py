@@ -6,18 +6,18 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.integration.routing.test_peer_fetch import events, seeding_of
 from tests.support.clients.text import sentences
+from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import tokens
 from tests.support.engine.reference import Reference
-from tests.support.journal import settled
 from tests.support.waiting import LEAST_TIMEOUT_S, PATIENCE_S
 
 pytestmark = pytest.mark.timeout(LEAST_TIMEOUT_S)
@@ -31,10 +31,6 @@ COORDINATOR = ["--routing", "round-robin", "--peer-fetch", "on"]
 SIMULATED = ["--simulated-prefill-token-s", "0.002"]
 
 
-def events(cluster: Cluster, name: str) -> list[dict[str, Any]]:
-    return [event for event in cluster.members["coordinator"].events() if event["event"] == name]
-
-
 async def lanes(client: AsyncClient) -> dict[str, list[str]]:
     """The peers of each worker."""
     workers = (await client.server_info()).workers
@@ -43,10 +39,15 @@ async def lanes(client: AsyncClient) -> dict[str, list[str]]:
 
 async def all_connected(client: AsyncClient, names: list[str]) -> None:
     """Waits until each of these has a lane to each other one."""
+    await until_lanes(client, {name: sorted({*names} - {name}) for name in names})
+
+
+async def until_lanes(client: AsyncClient, expected: dict[str, list[str]]) -> None:
+    """Waits until these are the lanes: they come with the reports after the measurement."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         found = await lanes(client)
-        if found == {name: sorted({*names} - {name}) for name in names}:
+        if found == expected:
             return
         assert time.monotonic() < deadline_s, found
         await asyncio.sleep(0.05)
@@ -103,16 +104,19 @@ async def test_a_new_prefill_worker_is_seeded_by_another_one(log_dir: Path) -> N
         for turn in range(4):
             await asyncio.gather(*(ask([*prefix, turn]) for prefix in prefixes))
             await asyncio.sleep(3 * HEARTBEAT_S)  # the holder reports its blocks
-        cluster.add_worker("prefill", "prefill-new").wait_event("worker.ready")
-        seeded = "worker.seeded"
-        await settled(lambda: any(event["worker_id"] == "prefill-new" for event in events(cluster, seeded)))
-        (event,) = [event for event in events(cluster, seeded) if event["worker_id"] == "prefill-new"]
-        assert event["blocks"] == 3 * PREFIX // BLOCK
+        for name in (f"prefill-new-{repeat}" for repeat in range(REPEATS)):
+            added = cluster.add_worker("prefill", name)
+            added.wait_event("worker.ready")
+            seeded = await seeding_of(cluster, name)
+            if seeded["blocks"] == 3 * PREFIX // BLOCK:
+                break
+            added.terminate()  # the machine took as long for one of the prefixes as a fetch may take
+        assert seeded["blocks"] == 3 * PREFIX // BLOCK
         await cluster.wait_ready(prefill=2)
         before = len(events(cluster, "prefix.fetched"))
         served = [await ask([*prefix, 50 + turn]) for turn in range(2) for prefix in prefixes]
         assert {cached for _, cached in served} == {PREFIX}
-        assert {where for where, _ in served} == {"prefill-0", "prefill-new"}
+        assert {where for where, _ in served} == {"prefill-0", name}
         assert len(events(cluster, "prefix.fetched")) == before, "it was there"
         await cluster.assert_no_leaks()
 
@@ -121,11 +125,11 @@ async def test_without_their_own_setting_workers_are_connected_as_ever(log_dir: 
     setup = Cluster(log_dir, prefill=2, worker_options=WORKERS, coordinator_options=COORDINATOR)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
         expected = {"prefill-0": ["decode-0"], "prefill-1": ["decode-0"], "decode-0": []}
-        assert await lanes(client) == expected
+        await until_lanes(client, expected)
         # A worker that trades finds nobody who would.
         cluster.add_worker("prefill", "prefill-2", "--peer-fetch", "on").wait_event("worker.ready")
         await cluster.wait_ready(prefill=3)
-        assert await lanes(client) == {**expected, "prefill-2": ["decode-0"]}
+        await until_lanes(client, {**expected, "prefill-2": ["decode-0"]})
         prompt = tokens(PREFIX, 9)
         answer = await client.generate(prompt, max_tokens=4, temperature=0.0)
         assert list(answer.token_ids) == expected_tokens(prompt, 4)

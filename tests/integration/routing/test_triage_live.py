@@ -64,9 +64,13 @@ async def test_a_request_s_own_targets_reach_the_workers_and_tighter_ones_are_re
 async def test_late_ones_wait_at_the_coordinator_for_those_that_can_be_in_time(log_dir: Path) -> None:
     """The first takes 1.2 s. After it the second, of 3.8 s, misses its 4 s; the third, of 0.04 s, need not."""
     sizes = [600, 1900, 20]
-    answers, ended = await crowd(log_dir, "serve", sizes)
+    for _ in range(REPEATS):
+        answers, ended = await crowd(log_dir, "serve", sizes)
+        expected = [tuple(expected_tokens(prompt(n, size), MAX_TOKENS)) for n, size in enumerate(sizes)]
+        assert answers == expected
+        if ended[-1] == 1900:
+            break  # else all are late: the machine took longer to send them than they have
     assert ended[-1] == 1900
-    assert answers == [tuple(expected_tokens(prompt(n, size), MAX_TOKENS)) for n, size in enumerate(sizes)]
 
 
 async def test_late_ones_are_refused_at_once_where_the_settings_say_so(log_dir: Path) -> None:
@@ -129,7 +133,7 @@ async def stopped(cluster: Cluster) -> AsyncIterator[None]:
 
 async def prefilling(cluster: Cluster, count: int) -> None:
     """Until so many prompts were sent to the prefill worker, and have not ended there."""
-    async with ScalingClient(cluster.target) as scaling:
+    async with ScalingClient(cluster.target, timeout_s=PATIENCE_S) as scaling:
         while True:
             models = (await scaling.signals()).models
             if sum(model.in_progress.prefilling_requests for model in models) >= count:
@@ -148,7 +152,7 @@ async def arrived(client: AsyncClient, calls: list[asyncio.Task[tuple[int, ...]]
 
 async def rate_known(cluster: Cluster) -> None:
     """Until the coordinator knows what prompts take."""
-    async with ScalingClient(cluster.target) as scaling:
+    async with ScalingClient(cluster.target, timeout_s=PATIENCE_S) as scaling:
         while True:
             workers = [worker for model in (await scaling.signals()).models for worker in model.workers]
             if any(worker.load.prefill_tokens_per_second for worker in workers):
@@ -158,9 +162,12 @@ async def rate_known(cluster: Cluster) -> None:
 
 async def test_a_prompt_that_would_be_late_anyway_makes_no_short_one_late(log_dir: Path) -> None:
     """The long prompt takes 3 s, so it misses its 2.5 s; the short ones, of 0.08 s each, come with it."""
-    prompts, answers, ended = await long_and_short(log_dir)
+    for _ in range(REPEATS):
+        prompts, answers, ended = await long_and_short(log_dir)
+        assert answers == [tuple(expected_tokens(tokens, MAX_TOKENS)) for tokens in prompts]
+        if ended == [SHORT] * 6 + [LONG]:
+            break  # else all are late: the machine took longer to send them than they have
     assert ended == [SHORT] * 6 + [LONG]
-    assert answers == [tuple(expected_tokens(tokens, MAX_TOKENS)) for tokens in prompts]
 
 
 async def long_and_short(log_dir: Path) -> tuple[list[list[int]], list[tuple[int, ...]], list[int]]:
@@ -175,8 +182,9 @@ async def long_and_short(log_dir: Path) -> tuple[list[list[int]], list[tuple[int
 
     async with running(Cluster(log_dir, worker_options=SLOW, coordinator_options=options)) as cluster:
         async with AsyncClient(cluster.target) as client, asyncio.timeout(PATIENCE_S):
-            for seed in range(10):  # the workers measure what prompts take
+            for seed in range(10):  # the workers measure what prompts take, and report it
                 await asked(client, prompt(seed, 40 * (1 + seed % 3)))
+            await rate_known(cluster)
             ended.clear()
             prompts = [prompt(20, LONG), *(prompt(21 + seed, SHORT) for seed in range(6))]
             async with stopped(cluster):

@@ -46,7 +46,7 @@ async def test_tenants(tmp_path: Path) -> None:
         {"name": name, "key_hashes": [key_hash(key)], "admin": name == "operations"}
         for name, key in keys.items()
     ]
-    tenants[0] |= {"requests_per_second": 0.1, "burst_seconds": 20, "max_output_tokens": 3}
+    tenants[0] |= {"requests_per_second": 0.01, "burst_seconds": 200, "max_output_tokens": 3}
     tenants[2]["models"] = ["other-*"]
     file = tmp_path / "tenants.yaml"
     file.write_text(yaml.safe_dump({"tenants": tenants}))
@@ -85,5 +85,5 @@ async def test_tenants(tmp_path: Path) -> None:
         again = await ask(keys["shop"])
         assert again.status_code == 429
         assert again.json()["error"]["code"] == "rate_limit_exceeded"
-        assert 1 <= int(again.headers["retry-after"]) <= 10
+        assert 1 <= int(again.headers["retry-after"]) <= 100
         assert (await ask(keys["operations"])).status_code == 200

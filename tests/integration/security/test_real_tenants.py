@@ -26,7 +26,7 @@ KEYS = {name: new_key() for name in ("alice", "bob", "carol", "hasty", "strict",
 TENANTS = {
     "alice": {},
     "bob": {},
-    "carol": {"max_concurrent_requests": 1, "output_tokens_per_second": 1, "burst_seconds": 1},
+    "carol": {"max_concurrent_requests": 1, "output_tokens_per_second": 0.1, "burst_seconds": 10},
     "hasty": {"ttft_slo_s": 0.001},
     "strict": {"ttft_slo_s": 0.001, "on_late": "refuse"},
     "root": {"admin": True},
@@ -141,7 +141,7 @@ async def test_quotas_count_what_the_model_says(cluster: Cluster, prompts: list[
         await reading.got(30)
         await reading.leave()
         await cluster.assert_no_leaks()
-        # 30 tokens at one a second: the debt is still there, however slow the machine.
+        # 30 tokens at one in ten seconds: the debt is still there, however slow the machine.
         with pytest.raises(ResourceExhaustedError) as caught:
             await ask(carol, prompts[1])
         assert (caught.value.reason, caught.value.field) == ("TENANT_QUOTA", "output_tokens_per_second")

@@ -162,12 +162,18 @@ async def test_roles_at_the_coordinator(secured: Cluster, certs: Path) -> None:
         assert isinstance(error, PermissionDeniedError)
         assert "no certificate of a role" in error.message
     for role in ("autoscaler", "admin"):
-        async with ScalingClient(secured.parts_target, security=part(certs, role)) as scaling:  # type: ignore[arg-type]
+        async with ScalingClient(
+            secured.parts_target, security=part(certs, role), timeout_s=PATIENCE_S
+        ) as scaling:  # type: ignore[arg-type]
             assert (await scaling.signals()).models
-    async with ScalingClient(secured.parts_target, security=part(certs, "prefill")) as scaling:
+    async with ScalingClient(
+        secured.parts_target, security=part(certs, "prefill"), timeout_s=PATIENCE_S
+    ) as scaling:
         with pytest.raises(PermissionDeniedError):
             await scaling.apply_plan(standby=["prefill-0"])
-    async with ScalingClient(secured.target, security=part(certs, "autoscaler")) as scaling:
+    async with ScalingClient(
+        secured.target, security=part(certs, "autoscaler"), timeout_s=PATIENCE_S
+    ) as scaling:
         assert (await scaling.signals()).models
         with pytest.raises(PermissionDeniedError):
             await scaling.apply_plan(standby=["prefill-0"])
@@ -243,12 +249,14 @@ async def test_a_cluster_token_keeps_strangers_out(closed: Cluster) -> None:
             assert error.reason == "CLUSTER_TOKEN"
         for error in await errors_at_registry(closed.target, stranger):
             assert isinstance(error, UnauthenticatedError)
-        async with ScalingClient(closed.target, security=stranger) as scaling:
+        async with ScalingClient(closed.target, security=stranger, timeout_s=PATIENCE_S) as scaling:
             with pytest.raises(UnauthenticatedError):
                 await scaling.apply_plan(standby=["prefill-0"])
-    async with ScalingClient(closed.target) as anybody:
+    async with ScalingClient(closed.target, timeout_s=PATIENCE_S) as anybody:
         assert (await anybody.signals()).models
-    async with ScalingClient(closed.target, security=ClusterCredentials(token=TOKEN)) as scaling:
+    async with ScalingClient(
+        closed.target, security=ClusterCredentials(token=TOKEN), timeout_s=PATIENCE_S
+    ) as scaling:
         assert (await scaling.signals()).models
     for member in closed.members.values():
         assert TOKEN not in member.log_path.read_text()

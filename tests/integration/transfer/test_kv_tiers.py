@@ -17,8 +17,10 @@ from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.cluster.streams import eventually
 from tests.support.engine.reference import Reference
 from tests.support.tiers.mooncake_rig import mooncake_store
+from tests.support.waiting import PATIENCE_S
 
 PROMPTS, TOKENS, ANSWER = 4, 96, 3
 POOL_BLOCKS = 13
@@ -30,10 +32,14 @@ LANE_BYTES_PER_S = 1e8
 
 def tier_hits(cluster: Cluster, member: str) -> dict[str, float]:
     """Tokens whose KV a worker has read back, by tier."""
+    return by_tier(cluster, member, "splitserve_kv_tier_hit_tokens")
+
+
+def by_tier(cluster: Cluster, member: str, name: str) -> dict[str, float]:
     port = cluster.members[member].wait_event("metrics.ready")["port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
         families = text_string_to_metric_families(page.read().decode())
-        (family,) = (each for each in families if each.name == "splitserve_kv_tier_hit_tokens")
+        (family,) = (each for each in families if each.name == name)
     return {sample.labels["tier"]: sample.value for sample in family.samples}
 
 
@@ -66,6 +72,11 @@ async def test_prefixes_come_back_from_host_memory_and_disk(
         for member in ("prefill-0", "decode-0"):
             assert tier_hits(cluster, member)["host"] >= (PROMPTS - 1) * TOKENS, member
         await cluster.assert_no_leaks()
+        kept = (PROMPTS - 1) * TOKENS // 16 * BLOCK_BYTES
+        await eventually(
+            lambda: by_tier(cluster, "prefill-0", "splitserve_kv_tier_bytes")["disk"] >= kept,
+            "all but the last is on the disk",
+        )
         cluster.members["prefill-0"].kill()
         cluster.add_worker("prefill", "prefill-0").wait_event("worker.ready")
         await cluster.wait_ready()

@@ -19,6 +19,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
 from tests.support.engine.runner_driver import prompt_of
 from tests.support.engine.tiny_models import make_tiny_model
+from tests.support.waiting import PATIENCE_S
 
 SOME = BORDERS[::8]
 MORE = [2, 15, 17, 48, 55, 65, 96, 105, 112, 128, 200, 257, 300, 513]
@@ -32,7 +33,7 @@ LONG = 40
 
 def speculated(cluster: Cluster) -> dict[str, float]:
     port = cluster.members["decode-0"].wait_event("metrics.ready")["port"]
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
         families = text_string_to_metric_families(page.read().decode())
         (family,) = (each for each in families if each.name == "splitserve_speculated_tokens")
     return {sample.labels["tokens"]: sample.value for sample in family.samples}

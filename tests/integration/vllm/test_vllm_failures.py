@@ -22,7 +22,7 @@ from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import (
     Reading,
     busy_prefill,
-    chunks_written,
+    mid_prompt,
     total,
     until,
     worker,
@@ -76,8 +76,11 @@ async def test_a_prefill_worker_killed_mid_transfer_and_started_again(
 ) -> None:
     """Cases 3, 4 and 19."""
     async with AsyncClient(cluster.target, timeout_s=300) as client:
-        reading = Reading(client, text_tokens[:LONG], max_tokens=MAX_TOKENS, temperature=0.0)
-        victim = busy_prefill(await chunks_written(cluster))
+        reading, info = await mid_prompt(
+            cluster,
+            lambda n: Reading(client, text_tokens[n : n + LONG], max_tokens=MAX_TOKENS, temperature=0.0),
+        )
+        victim = busy_prefill(info)
         cluster.members[victim].kill()
         answer = await reading.task
         assert list(answer.token_ids) == greedy(reading.prompt, MAX_TOKENS)
@@ -96,8 +99,13 @@ async def test_a_thawed_prefill_worker_changes_no_other_answer(
 ) -> None:
     """Case 8: it stops in the middle of a prompt, and goes on when its ticket has expired."""
     async with AsyncClient(cluster.target, timeout_s=300) as client:
-        reading = Reading(client, text_tokens[100 : 100 + LONG], max_tokens=MAX_TOKENS, temperature=0.0)
-        frozen = cluster.members[busy_prefill(await chunks_written(cluster))]
+        reading, info = await mid_prompt(
+            cluster,
+            lambda n: Reading(
+                client, text_tokens[100 + n : 100 + n + LONG], max_tokens=MAX_TOKENS, temperature=0.0
+            ),
+        )
+        frozen = cluster.members[busy_prefill(info)]
         frozen.signal(signal.SIGSTOP)
         answer = await reading.task
         assert list(answer.token_ids) == greedy(reading.prompt, MAX_TOKENS)
@@ -185,8 +193,9 @@ async def test_after_sigkill_of_the_coordinator_workers_free_everything(
     async with AsyncClient(cluster.target, timeout_s=300) as client:
         decoding = Reading(client, text_tokens[:60], max_tokens=800, ignore_eos=True)
         await decoding.got(3)
-        computed = Reading(client, text_tokens[60 : 60 + LONG], max_tokens=50)
-        await chunks_written(cluster)
+        computed, _ = await mid_prompt(
+            cluster, lambda n: Reading(client, text_tokens[60 + n : 60 + n + LONG], max_tokens=50)
+        )
         cluster.members["coordinator"].kill()
         for reading in (decoding, computed):
             with pytest.raises(UnavailableError):

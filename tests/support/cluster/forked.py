@@ -18,8 +18,9 @@ from typing import Literal, Protocol
 from splitserve.cluster.forking.owner import adopting
 from splitserve.cluster.forking.server import GO
 from tests.support.cluster.fork_server import steps_of
+from tests.support.waiting import PATIENCE_S
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = PATIENCE_S
 """Of the server, which imports torch first."""
 POLL_S = 0.01
 _lock = threading.Lock()

@@ -21,8 +21,9 @@ from tests.support.cluster.forked import Imports
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.waiting import PATIENCE_S
 
-PATIENT = ("--max-queue", "600")
-"""On a busy machine forecasts are high; no burst is refused for that where a test says nothing else."""
+PATIENT = ("--max-queue", "600", "--heartbeat-timeout", "60")
+"""On a busy machine forecasts are high, and a process may get no core for seconds; no burst is refused and no worker is
+dropped for that where a test says nothing else. A process that ends is noticed by its connections."""
 
 ON_DEVICE = tuple(shlex.split(os.environ.get("SPLITSERVE_TEST_DEVICE", "")))
 """Options of all workers with real weights, as `--device cuda --device-memory-share 0.05`: the tests of clusters then

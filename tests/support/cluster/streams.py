@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from splitserve.client import AsyncClient, Completion
@@ -150,6 +150,26 @@ async def chunks_written(cluster: Cluster) -> Info:
         lambda info: info.uptime_seconds > later and total(info, "prefill", "running_requests"),
         "prefill goes on",
     )
+
+
+async def mid_prompt(cluster: Cluster, ask: Callable[[int], Reading]) -> tuple[Reading, Info]:
+    """A request whose prompt is being computed, and of which some was written, see `chunks_written`.
+
+    `ask(number)` makes another one where the prompt came and went while this process had no core."""
+    deadline = time.monotonic() + PATIENCE_S
+    async with AsyncClient(cluster.target) as client:
+        for number in count():
+            reading, since_s = ask(number), None
+            while not reading.tokens and not reading.task.done():
+                info = await client.server_info()
+                if total(info, "prefill", "running_requests"):
+                    since_s = info.uptime_seconds if since_s is None else since_s
+                    if info.uptime_seconds > since_s + 0.3 and not reading.tokens:
+                        return reading, info
+                await asyncio.sleep(POLL_S)
+            await reading.task
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: a prompt is computed"
+    raise AssertionError("not reached")
 
 
 def busy_prefill(info: Info) -> str:

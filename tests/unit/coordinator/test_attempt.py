@@ -24,6 +24,7 @@ from splitserve.errors import ResourceExhaustedError, SplitserveError, Unavailab
 from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_pb2, registry_pb2
 from tests.support.cluster.registrations import registration
 from tests.support.journal import settled
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(10)
 TICKET = decode_pb2.ReserveResponse(ticket=kv_transfer_pb2.KvTicket(cached_tokens=2))
@@ -311,7 +312,7 @@ async def test_a_neutral_worker_that_serves_alone_fails_the_attempt_when_it_is_l
     assert await one.read() == [0, 1]
     client.say(WorkerFailed(worker.key, LOST))
     with pytest.raises(UnavailableError, match="went away"):
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(PATIENCE_S):
             await one.read()
     assert one.state is AttemptState.FAILED
     assert one.events.state.attempt.suspect == worker.key

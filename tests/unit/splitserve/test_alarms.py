@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,22 +22,33 @@ def alarms() -> Iterator[Alarms]:
     alarms.close()
 
 
+@contextmanager
+def clock_stands(alarms: Alarms) -> Iterator[None]:
+    """However long it takes until all are set."""
+    began_s = alarms.now()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alarms, "now", lambda: began_s)
+        yield
+
+
 def test_what_is_due_first_is_called_first(alarms: Alarms) -> None:
     called, done = [], threading.Event()
-    assert alarms.set(LONG_S, lambda: called.append("never"))
-    assert alarms.set(0.02, done.set)
-    assert alarms.set(0.01, lambda: called.append("first"))
+    with clock_stands(alarms):
+        assert alarms.set(LONG_S, lambda: called.append("never"))
+        assert alarms.set(0.02, done.set)
+        assert alarms.set(0.01, lambda: called.append("first"))
     assert done.wait(PATIENCE_S)
     assert called == ["first"]
 
 
 def test_a_cancelled_one_is_not_called(alarms: Alarms) -> None:
     called, done = [], threading.Event()
-    gone = alarms.set(0.01, lambda: called.append("gone"))
-    assert gone is not None
-    gone.cancel()
-    gone.cancel()
-    assert alarms.set(0.02, done.set)
+    with clock_stands(alarms):
+        gone = alarms.set(0.01, lambda: called.append("gone"))
+        assert gone is not None
+        gone.cancel()
+        gone.cancel()
+        assert alarms.set(0.02, done.set)
     assert done.wait(PATIENCE_S)
     assert called == []
 

@@ -43,7 +43,7 @@ def kubeconfig(kubernetes: FakeKubernetes, tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 async def actuator(kubeconfig: Path) -> AsyncIterator[KubernetesActuator]:
     settings = KubernetesConfig(
-        kubeconfig=kubeconfig, prefill="deployment/prefill", decode="deployment/decode", request_timeout_s=2
+        kubeconfig=kubeconfig, prefill="deployment/prefill", decode="deployment/decode", request_timeout_s=60
     )
     opened = KubernetesActuator.connect(settings)
     yield opened
@@ -238,7 +238,7 @@ async def classed(kubernetes: FakeKubernetes, kubeconfig: Path) -> AsyncIterator
         prefill="deployment/prefill",
         decode="deployment/decode",
         classes=("big", "spot", "gone"),
-        request_timeout_s=2,
+        request_timeout_s=60,
     )
     opened = KubernetesActuator.connect(settings)
     yield opened

@@ -38,7 +38,7 @@ def connect(kubernetes: FakeKubernetes, kubeconfig: Path, *classes: str) -> Kube
     kind = next(iter(kubernetes.workloads))[0]
     pools = {"prefill": f"{kind}/prefill", "decode": f"{kind}/decode"}
     return KubernetesActuator.connect(
-        KubernetesConfig(kubeconfig=kubeconfig, classes=classes, request_timeout_s=2, **pools)
+        KubernetesConfig(kubeconfig=kubeconfig, classes=classes, request_timeout_s=60, **pools)
     )
 
 

@@ -21,9 +21,11 @@ from splitserve.errors import (
     SplitserveError,
     UnavailableError,
 )
+from tests.support.journal import settled
 from tests.support.scaling.memory_host import MemoryHost
 
 UNKNOWN_S = 600.0
+ANSWER_S = 0.2
 PLAN = ScalingPlan(PoolPlan(2), PoolPlan(4))
 
 
@@ -41,7 +43,7 @@ class Pair:
         self.a, self.b = MemoryHost("a"), MemoryHost("b")
         self.clock = Clock()
         self._settings: dict[str, Any] = {
-            "answer_s": 0.2,
+            "answer_s": ANSWER_S,
             "unknown_s": UNKNOWN_S,
             "clock": self.clock,
         } | settings
@@ -105,8 +107,8 @@ async def test_nothing_is_started_in_place_of_what_is_unknown(pair: Pair, hangs:
 async def test_a_silent_host_delays_no_decision_but_the_first(pair: Pair) -> None:
     pair.b.hangs = True
     await pair.actuator.replicas()
-    async with asyncio.timeout(0.15):
-        for _ in range(20):
+    async with asyncio.timeout(100 * ANSWER_S / 2):  # all of them would wait twice as long
+        for _ in range(100):
             await pair.actuator.replicas()
 
 
@@ -234,8 +236,7 @@ async def test_a_host_without_the_image_is_no_place_and_gets_it() -> None:
     pair = Pair()
     pair.b.lacks = Room(0, "NO_IMAGE", "the image x is not there", missing_image="x")
     await pair.actuator.replicas()
-    await asyncio.sleep(0.01)
-    assert pair.b.pulled == ["x"], "before anything is wanted there"
+    await settled(lambda: pair.b.pulled == ["x"])  # before anything is wanted there
     pair.b.lacks = Room(0, "NO_MODEL", "its model is still being fetched")
     await pair.tick()
     assert len(pair.a.there) == 6

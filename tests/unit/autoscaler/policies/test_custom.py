@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -125,7 +126,7 @@ def test_one_that_does_not_return_is_refused_at_the_start(
     monkeypatch.setattr(custom, "LOAD_S", 0.05)
     with pytest.raises(ConfigError) as caught:
         decided(f"{path}:mine")
-    assert caught.value.message.endswith("mine.py:mine: has not returned for 0 s")
+    assert re.search(r"mine\.py:mine: has not returned for \d+ s$", caught.value.message)
 
 
 def test_one_that_does_not_return_later_keeps_the_count_and_is_not_called_twice(
@@ -139,8 +140,9 @@ def test_one_that_does_not_return_later_keeps_the_count_and_is_not_called_twice(
             held.wait()
         return Recommendation(7, "as I like"), "learned"
 
-    bounded, status = BoundedFunction(slow, "decode", limit_s=0.05), PoolStatus(4, 4, 0)
+    bounded, status = BoundedFunction(slow, "decode", limit_s=60), PoolStatus(4, 4, 0)
     assert bounded(None, snapshot(), status) == (Recommendation(7, "as I like"), "learned")
+    bounded._limit_s = 0.05  # from here on it does not return
     for _ in range(3):
         kept, memory = bounded("learned", snapshot(), status)
         assert (kept.wanted, memory) == (4, None)

@@ -23,6 +23,7 @@ from splitserve.generation.kv_blocks import block_keys, extend_block_hashes, nam
 from splitserve.v1 import registry_pb2
 from tests.support.cluster.registrations import BLOCK_SIZE, registration
 from tests.support.journal import settled
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(10)
 BLOCKS = 4
@@ -234,7 +235,7 @@ async def test_a_seed_waits_for_the_fetches_of_requests() -> None:
         return 1
 
     fetch = UnderWay(rig.worker("a"), rig.worker("new"), (), now, now, 0.0)
-    waiting = asyncio.create_task(rig.fetcher.under_way.begin(fetch, bring).wait(5.0))
+    waiting = asyncio.create_task(rig.fetcher.under_way.begin(fetch, bring).wait(PATIENCE_S))
     seeding = asyncio.create_task(rig.seeder.seed(rig.worker("new")))
     await asyncio.sleep(0.02)
     assert rig.brought() == []

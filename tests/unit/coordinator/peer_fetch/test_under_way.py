@@ -20,6 +20,7 @@ from splitserve.errors import (
     UnavailableError,
 )
 from tests.support.journal import settled
+from tests.support.waiting import PATIENCE_S
 from tests.unit.coordinator.peer_fetch.test_policy import BLOCK, PROMPT, worker
 
 pytestmark = pytest.mark.timeout(10)
@@ -67,7 +68,7 @@ async def test_a_second_prompt_waits_for_what_it_shares_of_a_fetch_under_way() -
     assert late is not None
     assert late.fetch_s == pytest.approx(0.002), "it is late, and not over"
     rig.outcome.set_result(32)
-    assert await fetch.wait(1.0) == 32
+    assert await fetch.wait(PATIENCE_S) == 32
     await settled(lambda: rig.plan(0.0) is None)
 
 
@@ -79,13 +80,13 @@ async def test_a_fetch_of_more_is_begun_where_that_spares_more() -> None:
     assert (found.joined, found.tokens, found.held_tokens) == (None, 40 * BLOCK, 0)
     assert found.wait_s == pytest.approx(fetch.lane_s), "behind the other one's bytes"
     rig.outcome.set_result(0)
-    await fetch.wait(1.0)
+    await fetch.wait(PATIENCE_S)
 
 
 async def test_it_goes_on_while_anybody_waits_and_ends_with_the_last() -> None:
     rig = Rig()
     fetch = rig.begin()
-    waits = [asyncio.create_task(fetch.wait(5.0)) for _ in range(2)]
+    waits = [asyncio.create_task(fetch.wait(PATIENCE_S)) for _ in range(2)]
     await asyncio.sleep(0)
     waits[0].cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -106,7 +107,7 @@ async def test_it_goes_on_while_anybody_waits_and_ends_with_the_last() -> None:
 async def test_all_who_wait_hear_how_it_failed(error: Exception) -> None:
     rig = Rig()
     fetch = rig.begin()
-    waits = [asyncio.create_task(fetch.wait(5.0)) for _ in range(3)]
+    waits = [asyncio.create_task(fetch.wait(PATIENCE_S)) for _ in range(3)]
     await asyncio.sleep(0)
     rig.outcome.set_exception(error)
     for failed in await asyncio.gather(*waits, return_exceptions=True):
@@ -124,4 +125,4 @@ async def test_seeds_give_way_and_count_for_nothing() -> None:
     assert rig.under_way.busy_s(holder, ("other", 1), 0.015) == pytest.approx(0.005)
     assert not rig.under_way.may_seed(holder, ("other", 1))
     rig.outcome.set_result(1)
-    assert [await each.wait(1.0) for each in (seed, fetch)] == [1, 1]
+    assert [await each.wait(PATIENCE_S) for each in (seed, fetch)] == [1, 1]

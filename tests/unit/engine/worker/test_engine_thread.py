@@ -99,7 +99,7 @@ async def test_an_idle_thread_sleeps_and_responds_at_once() -> None:
             await thread.call(lambda *_: None)
             delays.append(time.perf_counter() - began)
         assert recorder.polls - before <= 51
-        assert sorted(delays)[5] < 0.001
+        assert sorted(delays)[5] < 0.05  # woken, not at the next look: which of a few had a core at once
 
 
 async def test_a_thread_whose_cores_are_lent_polls_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,10 +154,10 @@ async def test_a_cancelled_call_leaves_the_thread_alone() -> None:
 
         def block(*_: object) -> None:
             entered.set()
-            leave.wait(5)
+            leave.wait(PATIENCE_S)
 
         blocking = asyncio.create_task(thread.call(block))
-        await asyncio.to_thread(entered.wait, 5)
+        await asyncio.to_thread(entered.wait, PATIENCE_S)
         queued = asyncio.create_task(thread.call(lambda *_: ran.append(1)))
         await asyncio.sleep(0)
         for task in (blocking, queued):
@@ -177,10 +177,10 @@ async def test_all_queued_calls_run_before_the_next_step() -> None:
 
         def block(*_: object) -> None:
             entered.set()
-            leave.wait(5)
+            leave.wait(PATIENCE_S)
 
         thread.post(block)
-        await asyncio.to_thread(entered.wait, 5)
+        await asyncio.to_thread(entered.wait, PATIENCE_S)
         for _ in range(10):
             thread.post(lambda *_: polls.append(recorder.polls))
         leave.set()

@@ -27,6 +27,7 @@ from splitserve.rpc.status import error_from_rpc, error_from_status
 from splitserve.v1 import calls_pb2, decode_pb2, prefill_pb2
 from splitserve.v1.calls_pb2_grpc import CallServiceStub, add_CallServiceServicer_to_server
 from tests.support.journal import Gate, Journal, settled
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(20)
 LONG_S = 60.0
@@ -224,7 +225,7 @@ async def test_a_stream_that_breaks_fails_its_calls_and_the_next_one_opens_anoth
         await worker.ended.wait(len(worker.begun.entries))
         with pytest.raises(UnavailableError):  # nobody listens there
             await asked.abort("x").ended
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             again = Worker()
             await again.server.start("127.0.0.1", asked.port, [])
             while not again.ended.entries:
@@ -252,8 +253,8 @@ async def test_a_worker_that_closes_ends_the_stream_after_its_last_call() -> Non
         worker.calls.close()
         worker.gate.open()
         await call.ended
-        async with asyncio.timeout(5):
-            await worker.server.stop(LONG_S)
+        async with asyncio.timeout(PATIENCE_S):
+            await worker.server.stop(2 * PATIENCE_S)
 
 
 @pytest.mark.parametrize(
