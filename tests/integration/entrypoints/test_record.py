@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from autoscaler.simulation.traces.trace import load_trace
-from splitserve.client import AsyncClient
 from splitserve.client.traffic_client import RecordingPlan, TrafficClient
 from splitserve.errors import PermissionDeniedError, UnauthenticatedError
 from splitserve.security.api_keys import key_hash, new_key
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
@@ -41,7 +41,7 @@ async def run(target: str, command: str, *arguments: str) -> tuple[int, str, str
 
 
 async def load(target: str, *, key: str | None = None) -> None:
-    async with AsyncClient(target, timeout_s=PATIENCE_S, api_key=key) as client:
+    async with PatientClient(target, timeout_s=PATIENCE_S, api_key=key) as client:
         while True:
             await client.generate([11, 7, 8, 9] * 150, max_tokens=4, ignore_eos=True)
 

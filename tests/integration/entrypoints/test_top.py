@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.client import AsyncClient
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
@@ -35,7 +35,7 @@ async def top(target: str, *arguments: str) -> tuple[int, str, str]:
 
 
 async def load(target: str) -> None:
-    async with AsyncClient(target, timeout_s=PATIENCE_S) as client:
+    async with PatientClient(target, timeout_s=PATIENCE_S) as client:
         number = 0
         while True:
             number += 1

@@ -18,6 +18,7 @@ import yaml
 
 from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
+from tests.support.clients.patient import PatientClient
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.processes import services_of
 from tests.support.cluster.streams import eventually, tokens
@@ -83,7 +84,7 @@ class Scaled:
         """Waits until it holds of the serving workers; the most of each pool that were seen meanwhile."""
         most: Counter[str] = Counter()
         deadline = time.monotonic() + PATIENCE_S
-        async with AsyncClient(self.target) as client:
+        async with PatientClient(self.target) as client:
             while True:
                 now = await self.ready(client)
                 most |= now
@@ -96,7 +97,7 @@ class Scaled:
     async def traffic(self, kind: str, clients: int, prompt: int, output: int) -> AsyncIterator[None]:
         """So many clients that ask again as soon as they are answered. At the end every answer is awaited."""
         stop = asyncio.Event()
-        async with AsyncClient(self.target) as client, asyncio.TaskGroup() as group:
+        async with PatientClient(self.target) as client, asyncio.TaskGroup() as group:
             for number in range(clients):
                 group.create_task(self._ask(client, kind, number, prompt, output, stop))
             try:
@@ -212,7 +213,7 @@ async def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
     async with running(tmp_path) as up:
         await up.until(lambda now: now["prefill"] == now["decode"] == 1)
         victim = await up.child("decode-0")
-        async with AsyncClient(up.target) as client:
+        async with PatientClient(up.target) as client:
             before = await up.addresses(client, "decode")
             os.kill(victim.pid, signal.SIGKILL)
             async with asyncio.timeout(PATIENCE_S):
@@ -267,7 +268,7 @@ async def test_a_notice_is_answered_at_once_by_a_replica_of_its_class(tmp_path: 
     async with (
         running(tmp_path, policy=policy) as up,
         up.traffic("light", 2, 16, 20),
-        AsyncClient(up.target) as client,
+        PatientClient(up.target) as client,
     ):
 
         async def classes() -> dict[str, str]:
@@ -304,7 +305,7 @@ async def test_classes_share_gpus_and_a_standby_of_the_cheapest_joins_at_once(tm
     decode = pool | {"classes": [small, large], "min_replicas": 3, "warm_standby": 1}
     policy = {"interval_s": 0.25, "lend_decode": False, "gpu_budget": 5, "decode": decode}
     policy |= {"prefill": pool | {"min_replicas": 1, "classes": [small]}}
-    async with running(tmp_path, policy=policy) as up, AsyncClient(up.target) as client:
+    async with running(tmp_path, policy=policy) as up, PatientClient(up.target) as client:
 
         async def until(**wanted: int) -> set[str]:
             """The decode workers that serve, once so many are in each state, and no more than may be."""

@@ -16,9 +16,10 @@ import psutil
 import pytest
 import yaml
 
-from splitserve.client import AsyncClient, Completion
+from splitserve.client import Completion
 from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import SplitserveError
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.waiting import PATIENCE_S
 
@@ -67,7 +68,7 @@ async def test_a_third_is_started_and_the_death_of_one_hangs_nobody(tmp_path: Pa
     policy = tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(POLICY))
     with scaled(tmp_path, policy) as (target, supervisor):
-        async with AsyncClient(target) as client:
+        async with PatientClient(target) as client:
 
             async def sides() -> dict[str, str]:
                 info = await client.server_info()
