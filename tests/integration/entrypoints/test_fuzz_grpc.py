@@ -31,7 +31,6 @@ from splitserve.v1 import (
     scaling_pb2,
 )
 from splitserve.v1.decode_pb2_grpc import DecodeServiceStub
-from tests.support.clients.patient import PatientClient
 from tests.support.clients.fuzz import (
     EXAMPLES,
     FUZZED,
@@ -46,6 +45,7 @@ from tests.support.clients.fuzz import (
     settle_for_long_run,
     tell_stall,
 )
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.fake_cluster import FakeCluster, ask, expected, fake_cluster
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.registrations import registration

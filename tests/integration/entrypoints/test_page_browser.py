@@ -12,7 +12,6 @@ import pytest
 from playwright.async_api import Browser, Page, expect
 
 from splitserve.v1 import registry_pb2, scaling_pb2
-from tests.support.clients.patient import PatientScalingClient
 from tests.support.clients.browser import (
     DESKTOP,
     PHONE,
@@ -21,6 +20,7 @@ from tests.support.clients.browser import (
     serious_violations,
     watched_page,
 )
+from tests.support.clients.patient import PatientScalingClient
 from tests.support.cluster.fake_cluster import ask, fake_cluster
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
@@ -193,7 +193,8 @@ async def test_the_chat_streams_with_real_weights_and_shows_its_waterfall(
                 "() => { window.pieces = 0; new MutationObserver((all) => { window.pieces += all.length; })"
                 ".observe(document.querySelector('.log'), { childList: true, subtree: true }); }"
             )
-            await page.get_by_label("Message").fill("What is the name of the capital of France?")
+            # Its answer is long: what comes at once on a busy machine is still in many pieces.
+            await page.get_by_label("Message").fill("Count from one to forty.")
             await page.get_by_role("button", name="Send").click()
             await expect(page.locator("#chat-record .waterfall")).to_contain_text("prefill_compute")
             await expect(page.locator(".assistant")).to_have_text(re.compile(r"\w"))

@@ -40,9 +40,11 @@ async def test_a_plan_from_what_real_workers_measured(log_dir: Path, tmp_path: P
             recorder = asyncio.create_task(program(*wanted))
             while not recording.exists():  # noqa: ASYNC110 - the recording begins at once then
                 await asyncio.sleep(0.05)
-            for number in range(REQUESTS):
-                prompt = [7 + number, 8, 9] * (10 + 5 * number)
+            number = 0
+            while number < REQUESTS or not recorder.done():
+                prompt = [7 + number, 8, 9] * (10 + 5 * (number % REQUESTS))
                 await client.generate(prompt, max_tokens=8, ignore_eos=True)
+                number += 1
         assert json.loads(await recorder)["recorded"] > 0
         await cluster.assert_no_leaks()
     log.write_text("at;in;out\n" + "".join(f"{number * 5000};90;8\n" for number in range(40)))

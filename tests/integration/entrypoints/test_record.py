@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
@@ -42,8 +43,9 @@ async def run(target: str, command: str, *arguments: str) -> tuple[int, str, str
 
 async def load(target: str, *, key: str | None = None) -> None:
     async with PatientClient(target, timeout_s=PATIENCE_S, api_key=key) as client:
-        while True:
-            await client.generate([11, 7, 8, 9] * 150, max_tokens=4, ignore_eos=True)
+        for number in itertools.count():  # no prompt is in a cache, so that all of it is computed
+            prompt = [number % 250, number // 250, *[7] * 598]
+            await client.generate(prompt, max_tokens=4, ignore_eos=True)
 
 
 async def test_a_recording_of_a_busy_cluster(log_dir: Path, tmp_path: Path) -> None:

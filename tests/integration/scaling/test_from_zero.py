@@ -98,6 +98,7 @@ async def scaled(log_dir: Path, folder: Path, **rules: object) -> AsyncIterator[
         "max_replicas": 2,
         "gpus_per_replica": 0,
         "cold_start_s": 5,
+        "start_deadline_cold_starts": PATIENCE_S / 5,
     }
     policy = folder / "policy.yaml"
     rules = {"interval_s": 0.3, "idle_s": IDLE_S, "prefill": pool, "decode": pool, **rules}
@@ -109,7 +110,11 @@ async def scaled(log_dir: Path, folder: Path, **rules: object) -> AsyncIterator[
     other.start()
     try:
         other.wait_event("coordinator.ready")
-        async with running(cluster), PatientClient(cluster.target) as ours, PatientClient(other_target) as theirs:
+        async with (
+            running(cluster),
+            PatientClient(cluster.target) as ours,
+            PatientClient(other_target) as theirs,
+        ):
             actuator, targets = ClusterActuator(cluster), [cluster.target, other_target]
             async with control_loop(PolicyFile(policy), targets, actuator) as loop:
                 running_loop = asyncio.create_task(loop.run())

@@ -95,6 +95,7 @@ async def test_signals_agree_with_what_clients_saw_and_a_plan_lends_decode_to_pr
         first = [await ask(client) for _ in range(COLD)]
         answers = [await ask(client) for _ in range(10)]
         answers += await asyncio.gather(*(ask(client, 30) for _ in range(10)))
+        await cluster.assert_no_leaks()  # both workers are idle, and have reported so
         signals = await scaling.signals()
         (model,) = signals.models
         total = len(first) + len(answers)

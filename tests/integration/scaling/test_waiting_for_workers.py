@@ -34,7 +34,7 @@ async def at_zero(**config: Any) -> AsyncIterator[tuple[FakeCluster, ScalingClie
         fake_cluster(prefill=0, decode=0, **config) as cluster,
         PatientScalingClient(cluster.address) as scaling,
     ):
-        await scaling.apply_plan(on_demand=[MODEL])
+        await scaling.apply_plan(on_demand=[MODEL], valid_s=PATIENCE_S)
         yield cluster, scaling
 
 
@@ -132,7 +132,7 @@ async def test_each_of_two_coordinators_learns_the_model_and_tells_its_own_deman
         running_coordinator(settings, load=load_word_tokenizer) as other,
         PatientScalingClient(f"127.0.0.1:{other.port}") as second,
     ):
-        await second.apply_plan(on_demand=[MODEL])
+        await second.apply_plan(on_demand=[MODEL], valid_s=PATIENCE_S)
         call = asyncio.create_task(one.answer())
         assert await first.demand("words", MAX_DEMAND_S)
         assert await waiting(second) == 0
