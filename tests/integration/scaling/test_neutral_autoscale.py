@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -57,6 +57,15 @@ def scaled(folder: Path, policy: Path) -> Iterator[tuple[str, psutil.Process]]:
         log.close()
 
 
+def pid_of(supervisor: psutil.Process, worker: str) -> int:
+    """The process of a worker."""
+    for child in supervisor.children(recursive=True):
+        with suppress(psutil.Error):  # another one ends just now
+            if f"--worker-id {worker} " in f"{' '.join(child.cmdline())} ":
+                return child.pid
+    raise AssertionError(f"{worker} does not run")
+
+
 async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
     deadline = time.monotonic() + START_S
     while not await holds():
@@ -92,12 +101,7 @@ async def test_a_third_is_started_and_the_death_of_one_hangs_nobody(tmp_path: Pa
             assert set(await sides()) == {"worker-0", "worker-1", "worker-2"}
             expected = await answer()
             (prefill,) = [name for name, pool in (await sides()).items() if pool == "prefill"]
-            (victim,) = [
-                child.pid
-                for child in supervisor.children(recursive=True)
-                if ["--worker-id", prefill]
-                in [child.cmdline()[n : n + 2] for n in range(len(child.cmdline()))]
-            ]
+            victim = pid_of(supervisor, prefill)
             streams = asyncio.Event()
 
             async def read() -> list[int]:
