@@ -48,8 +48,8 @@ from splitserve.v1 import decode_pb2, generation_pb2, kv_transfer_pb2, prefill_p
 ADMIT_WAIT_S = 5.0
 """How long the decode worker may take to acknowledge the completion after the last write, while this process runs. The
 completion arrives with that write, so the limit covers many decode steps."""
-HANDOFF_REPORT_WAIT_S = 0.5
-"""How long a finished answer waits for the prefill worker's transfer report."""
+HANDOFF_REPORT_WAIT_S = 2.0
+"""How long a finished answer waits for the prefill worker's transfer report, while this process runs."""
 MAX_MERGED_TOKENS = 1024
 """Keeps a merged delta, logprobs included, far below the gRPC message limit."""
 
@@ -214,15 +214,13 @@ class Attempt:
 
     async def settle(self) -> None:
         """Waits up to HANDOFF_REPORT_WAIT_S for an outstanding transfer report. Call after the last delta."""
-        if self.state is not AttemptState.SETTLING:
-            return
-        try:
-            async with asyncio.timeout(HANDOFF_REPORT_WAIT_S):
-                while self.state is AttemptState.SETTLING and self._failure is None:
-                    await self._collector.wait()
-                    self._accept(self._collector.take_all())
-        except TimeoutError:
-            return  # the answer is complete without it
+        if self.state is AttemptState.SETTLING:  # the answer is complete without it, too
+            await wait_own_time(self._reported, HANDOFF_REPORT_WAIT_S)
+
+    async def _reported(self) -> None:
+        while self.state is AttemptState.SETTLING and self._failure is None:
+            await self._collector.wait()
+            self._accept(self._collector.take_all())
 
     def close(self) -> None:
         """Cancels the attempt on both workers unless they have finished with it. Never blocks."""

@@ -218,7 +218,7 @@ class Coordinator:
 
         A coordinator that was stopped for a while has not heard its workers; they have not been silent.
         """
-        every_s = self.config.heartbeat_timeout_s / 4
+        every_s = min(1.25, self.config.heartbeat_timeout_s / 4)  # a plan ends at such a look, too
         while True:
             due_s = time.monotonic() + every_s
             await asyncio.sleep(every_s)

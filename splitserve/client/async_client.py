@@ -20,7 +20,7 @@ from splitserve.client.call_errors import checked_timeout, described, ended_earl
 from splitserve.client.failover import Failover, GenerationSession, Targets
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import Completion, Delta, GenerateOptions, Prompt
-from splitserve.errors import UnavailableError
+from splitserve.errors import DeadlineExceededError, UnavailableError
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.credentials import ClusterCredentials
 from splitserve.security.api_keys import checked_key, key_metadata
@@ -167,7 +167,7 @@ class AsyncClient:
 
     async def wait_ready(self, timeout_s: float = 60.0, *, model: str = "") -> inference_pb2.ModelInfo:
         """Waits until `model` (default: any) is ready. Raises DeadlineExceededError (NOT_READY)."""
-        why = "it serves no model yet"
+        why = ""
         try:
             async with asyncio.timeout(checked_timeout(timeout_s)):
                 while True:
@@ -176,11 +176,13 @@ class AsyncClient:
                             if info.ready and model in ("", info.name):
                                 return info
                         why = f"model {model!r} is not ready" if model else "no model is ready"
+                    except DeadlineExceededError as error:  # asked again
+                        why = why or error.message
                     except UnavailableError as error:
                         why = error.message
                     await asyncio.sleep(READY_POLL_S)
         except TimeoutError:
-            raise not_ready(self.target, timeout_s, why) from None
+            raise not_ready(self.target, timeout_s, why or "no answer yet") from None
 
     async def _call(self, ask: Callable[[InferenceServiceAsyncStub], Awaitable[T]], timeout_s: float) -> T:
         failover = Failover(self._targets)

@@ -21,7 +21,7 @@ from splitserve.client.call_errors import checked_timeout, described, ended_earl
 from splitserve.client.failover import Failover, GenerationSession, Targets
 from splitserve.client.request_builder import build_request
 from splitserve.client.types import Completion, Delta, GenerateOptions, Prompt
-from splitserve.errors import UnavailableError
+from splitserve.errors import DeadlineExceededError, UnavailableError
 from splitserve.rpc.channel import make_blocking_channel
 from splitserve.security.api_keys import checked_key, key_metadata
 from splitserve.security.tls import TlsFiles
@@ -145,17 +145,19 @@ class Client:
 
     def wait_ready(self, timeout_s: float = 60.0, *, model: str = "") -> inference_pb2.ModelInfo:
         """Waits until `model` (default: any) is ready. Raises DeadlineExceededError (NOT_READY)."""
-        why, deadline_s = "it serves no model yet", time.monotonic() + checked_timeout(timeout_s)
+        why, deadline_s = "", time.monotonic() + checked_timeout(timeout_s)
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
                 for info in self.models(timeout_s=min(INFO_TIMEOUT_S, left_s)):
                     if info.ready and model in ("", info.name):
                         return info
                 why = f"model {model!r} is not ready" if model else "no model is ready"
+            except DeadlineExceededError as error:  # asked again
+                why = why or error.message
             except UnavailableError as error:
                 why = error.message
             time.sleep(min(READY_POLL_S, left_s))
-        raise not_ready(self.target, timeout_s, why)
+        raise not_ready(self.target, timeout_s, why or "no answer yet")
 
     def _call(self, ask: Callable[[InferenceServiceStub], T], timeout_s: float) -> T:
         failover = Failover(self._targets)

@@ -28,6 +28,8 @@ SALT_BYTES = 32
 MAX_TARGETS = 64
 EVERY_S = 0.5
 DRAIN_S = 30.0
+WORKERS_S = 30.0
+"""How long a coordinator may take to tell of its workers at the end, without which no engine model can be fitted."""
 
 Seconds = Annotated[
     float,
@@ -143,7 +145,7 @@ async def _workers(access: RecordingAccess, model: str) -> list[scaling_pb2.Work
     from splitserve.client.scaling_client import ScalingClient
 
     for one in access.targets:
-        async with ScalingClient(one, security=access.security, api_key=access.api_key) as client:
+        async with ScalingClient(one, WORKERS_S, security=access.security, api_key=access.api_key) as client:
             try:
                 signals = await client.signals(model)
             except SplitserveError:

@@ -18,7 +18,7 @@ from splitserve.cli import options
 from splitserve.cli.output import write
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError, UnavailableError
 
-ANSWER_S = 5.0
+ANSWER_S = 30.0
 MOST_BYTES = 2**25
 PATH = "/decisions"
 

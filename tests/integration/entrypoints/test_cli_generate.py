@@ -68,7 +68,7 @@ async def test_options_reach_the_server(fake: FakeInference) -> None:
     options = (
         "--raw --max-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.5 --min-p 0.25 --seed 9 --stop a --stop b"
     )
-    ended = await run("generate", "Once", *options.split(), "--timeout", "9", target=fake.target)
+    ended = await run("generate", "Once", *options.split(), "--timeout", "90", target=fake.target)
     assert ended.code == 0
     request = fake.requests[0]
     assert request.text == "Once"
@@ -76,7 +76,7 @@ async def test_options_reach_the_server(fake: FakeInference) -> None:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 3, 0.5)
     assert (sampling.min_p, sampling.seed) == (0.25, 9)
-    assert fake.time_left_s[0] < 12
+    assert 0 < fake.time_left_s[0] < 93
 
 
 async def test_json_is_one_object_of_the_documented_shape(fake: FakeInference) -> None:

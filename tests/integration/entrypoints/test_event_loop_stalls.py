@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from splitserve.client import AsyncClient, Delta
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -82,7 +83,7 @@ async def test_no_request_holds_the_event_loop(log_dir: Path) -> None:
     cluster = Cluster(log_dir, worker_options=options, http=True)
     stalls: dict[str, float] = {}
     endings: dict[str, str] = {}
-    async with running(cluster), AsyncClient(cluster.target) as client:
+    async with running(cluster), PatientClient(cluster.target) as client:
         base_url = cluster.base_url.removesuffix("/v1")
         async with httpx.AsyncClient(base_url=base_url, timeout=PATIENCE_S, trust_env=False) as http:
             streams = Streams(client)

@@ -17,11 +17,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from splitserve.client import AsyncClient, Completion
+from splitserve.client import Completion
 from splitserve.errors import InvalidArgumentError, NotFoundError, UnauthenticatedError
 from splitserve.rpc.documents import document
 from splitserve.security.api_keys import key_hash, new_key
 from splitserve.v1 import records_pb2
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.fake_cluster import Collected, FakeCluster, ask, fake_cluster, finish, read
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.otlp_receiver import SERVER, OtlpReceiver, ReceivedSpan, from_all, otlp_receiver
@@ -359,7 +360,7 @@ async def test_tenants_read_their_own_records_only(tmp_path: Path) -> None:
     path = tmp_path / "tenants.yaml"
     path.write_text(yaml.safe_dump({"tenants": tenants}))
     async with fake_cluster(tenants=path) as cluster:
-        clients = {name: AsyncClient(cluster.address, api_key=key) for name, key in KEYS.items()}
+        clients = {name: PatientClient(cluster.address, api_key=key) for name, key in KEYS.items()}
         async with clients["alice"] as alice, clients["bob"] as bob, clients["root"] as root:
             await alice.generate("w1 w2 w3", max_tokens=3, request_id="private")
             assert (await alice.request_record("private")).tenant == "alice"
@@ -372,6 +373,6 @@ async def test_tenants_read_their_own_records_only(tmp_path: Path) -> None:
                     await bob.request_record(name)
                 messages.add(caught.value.message.replace(name, "ID"))
             assert len(messages) == 1, "nothing tells another tenant's id from an unknown one"
-        async with AsyncClient(cluster.address) as nobody:
+        async with PatientClient(cluster.address) as nobody:
             with pytest.raises(UnauthenticatedError):
                 await nobody.request_record("private")

@@ -19,7 +19,6 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from splitserve.client import AsyncClient
 from splitserve.v1 import (
     calls_pb2,
     decode_pb2,
@@ -46,6 +45,7 @@ from tests.support.clients.fuzz import (
     settle_for_long_run,
     tell_stall,
 )
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.fake_cluster import FakeCluster, ask, expected, fake_cluster
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.registrations import registration
@@ -230,7 +230,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Targ
     @asynccontextmanager
     async def made() -> AsyncIterator[dict[str, Target]]:
         cluster = Cluster(tmp_path_factory.mktemp("logs"), worker_options=options)
-        async with running(cluster), AsyncClient(cluster.target) as client:
+        async with running(cluster), PatientClient(cluster.target) as client:
             addresses = {worker.pool: worker.address for worker in (await client.server_info()).workers}
             async with (
                 raw_channel(addresses["prefill"]) as prefill,

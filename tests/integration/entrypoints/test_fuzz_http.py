@@ -29,6 +29,7 @@ from tests.support.clients.fuzz import (
 )
 from tests.support.cluster.fake_cluster import FakeCluster, fake_cluster
 from tests.support.journal import settled
+from tests.support.waiting import PATIENCE_S
 
 CHAT: dict[str, Any] = {
     "model": "words",
@@ -123,7 +124,7 @@ def face() -> Iterator[tuple[Loop, FakeCluster, httpx.AsyncClient, Counter[int]]
     async def made() -> AsyncIterator[tuple[Loop, FakeCluster, httpx.AsyncClient, Counter[int]]]:
         async with fake_cluster(http_port=0) as cluster:
             base = f"http://127.0.0.1:{cluster.coordinator.http_port}"
-            async with httpx.AsyncClient(base_url=base, timeout=20, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=base, timeout=PATIENCE_S, trust_env=False) as client:
                 await client.get("/health")  # imports what this client needs
                 settle_for_long_run(cluster.coordinator.loop_lag)
                 yield loop, cluster, client, codes

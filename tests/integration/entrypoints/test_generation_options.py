@@ -10,6 +10,7 @@ import pytest
 from splitserve.client import AsyncClient, ChatMessage, Completion
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.tokenizer import Tokenizer
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -35,7 +36,7 @@ def tokenizer(smollm2: str) -> Tokenizer:
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+    async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as client:
         yield client
 
 

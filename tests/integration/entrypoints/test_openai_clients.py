@@ -14,7 +14,8 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field, SecretStr
 
-from splitserve.client import AsyncClient, ChatMessage
+from splitserve.client import ChatMessage
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -88,7 +89,7 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
 
 @pytest.mark.slow
 async def test_greedy_answers_are_those_of_grpc(client: openai.AsyncOpenAI, cluster: Cluster) -> None:
-    async with AsyncClient(cluster.target, timeout_s=PATIENCE_S) as ours:
+    async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as ours:
         for prompt in PROMPTS:
             expected = await ours.generate(prompt, temperature=0.0, max_tokens=24)
             answer = await client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=24)

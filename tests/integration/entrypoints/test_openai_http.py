@@ -16,6 +16,7 @@ from coordinator.entrypoints.http import head_limits as http_protocol
 from splitserve.errors import InvalidArgumentError, ResourceExhaustedError
 from splitserve.v1 import decode_pb2
 from tests.support.cluster.fake_cluster import FakeCluster, fake_cluster
+from tests.support.deadlines import kept_timeouts, kept_timers, passes_now
 from tests.support.journal import settled
 from tests.support.waiting import PATIENCE_S
 
@@ -289,7 +290,7 @@ async def test_an_error_after_the_first_event(monkeypatch: pytest.MonkeyPatch) -
             assert response.status_code == 200
             parts = response.aiter_text()
             first = await anext(parts)
-            deadlines[0].reschedule(asyncio.get_running_loop().time())  # it passes now
+            passes_now(deadlines[0])
             shown = payloads(first + "".join([part async for part in parts]))
         assert json.loads(shown[-1])["error"]["code"] == "deadline_exceeded"
         assert "[DONE]" not in shown
@@ -358,7 +359,7 @@ async def test_a_client_that_does_not_read_stops_nobody_else(monkeypatch: pytest
         await settled(lambda: api.running == 1)
         assert (await http.post(CHAT, HI | {"max_tokens": 3})).status_code == 200
         assert api.running == 1
-        deadlines[0].reschedule(asyncio.get_running_loop().time())  # the slow reader's passes now
+        passes_now(deadlines[0])  # the slow reader's
         await settled(lambda: api.running == 0 and not answering())
         with suppress(ConnectionError):  # the connection was broken, not left open
             assert not (await reader.read()).endswith(b"0\r\n\r\n")
@@ -395,18 +396,38 @@ async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_head_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", LIMIT_S)
+    timers = kept_timers(monkeypatch, LIMIT_S)
+    whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     async with serving() as http:
-        assert await http.raw(b"") == b""
-        assert await http.raw(b"GET /health HTTP/1.1\r\nhost: x\r\n") == b""
-        whole = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-        assert (await http.raw(whole + b"GET /hea")).count(b"HTTP/1.1 200") == 1
-        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
-        writer.write(whole)
-        await reader.readuntil(b'{"status":"ok"}')
-        writer.write(b"\r\n")  # begins no message, but ends the keep-alive timer
-        assert await reader.read() == b""
-        writer.close()
+        # What is written at first and answered, what is written then, and the limits that have begun by then: the first
+        # one with the connection.
+        for first, rest, begun in (
+            (b"", b"", 1),
+            (b"", b"GET /health HTTP/1.1\r\nhost: x\r\n", 1),
+            (b"", whole + b"GET /hea", 2),
+            (whole, b"\r\n", 2),  # begins no message, but ends the keep-alive timer
+        ):
+            timers.clear()
+            reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+            writer.write(first)
+            if first:
+                await reader.readuntil(b'{"status":"ok"}')
+            writer.write(rest)
+            await settled(lambda begun=begun, rest=rest: came(timers, begun, rest))  # type: ignore[misc]
+            passes_now(timers[-1])
+            answer = await reader.read()
+            assert answer.count(b"HTTP/1.1 200") == rest.count(whole)
+            assert answer.endswith(b'{"status":"ok"}' if answer else b"")
+            writer.close()
+
+
+def came(limits: list[asyncio.TimerHandle], begun: int, rest: bytes) -> bool:
+    """Whether the server has read it all, in so many heads, and answers nothing any more."""
+    if len(limits) < begun:
+        return False
+    connection = limits[-1]._callback.__self__  # type: ignore[attr-defined]
+    return (begun > 1 or connection._head_bytes == len(rest)) and not connection._answering
 
 
 async def test_a_head_that_is_too_long() -> None:
@@ -510,21 +531,6 @@ async def test_a_failed_decode_shows_as_an_error() -> None:
         response = await http.post(CHAT, HI)
         assert response.status_code >= 500
         assert "error" in response.json()
-
-
-def kept_timeouts(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[asyncio.Timeout]:
-    """Every `asyncio.timeout` of exactly this delay from now on, so that a test can let it pass."""
-    kept: list[asyncio.Timeout] = []
-    make = asyncio.timeout
-
-    def timeout(delay: float | None) -> asyncio.Timeout:
-        made = make(delay)
-        if delay == delay_s:
-            kept.append(made)
-        return made
-
-    monkeypatch.setattr(asyncio, "timeout", timeout)
-    return kept
 
 
 def answering() -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.client import AsyncClient
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -33,16 +33,18 @@ async def program(*arguments: str) -> str:
 async def test_a_plan_from_what_real_workers_measured(log_dir: Path, tmp_path: Path, smollm2: str) -> None:
     recording, log = tmp_path / "recording.jsonl", tmp_path / "log.csv"
     cluster = Cluster(log_dir, model=smollm2, engine="torch", worker_options=OPTIONS)
-    async with running(cluster), AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+    async with running(cluster), PatientClient(cluster.target, timeout_s=PATIENCE_S) as client:
         wanted = ("record", "--target", cluster.target, "--seconds", "5", "--out", str(recording), "--json")
         async with asyncio.timeout(PATIENCE_S):
             await client.generate([5] * 20, max_tokens=4, ignore_eos=True)
             recorder = asyncio.create_task(program(*wanted))
             while not recording.exists():  # noqa: ASYNC110 - the recording begins at once then
                 await asyncio.sleep(0.05)
-            for number in range(REQUESTS):
-                prompt = [7 + number, 8, 9] * (10 + 5 * number)
+            number = 0
+            while number < REQUESTS or not recorder.done():
+                prompt = [7 + number, 8, 9] * (10 + 5 * (number % REQUESTS))
                 await client.generate(prompt, max_tokens=8, ignore_eos=True)
+                number += 1
         assert json.loads(await recorder)["recorded"] > 0
         await cluster.assert_no_leaks()
     log.write_text("at;in;out\n" + "".join(f"{number * 5000};90;8\n" for number in range(40)))

@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 from splitserve.client import Completion
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.support.clients.text import sentences
+from tests.support.clients.traffic import REPEATS
 from tests.support.clients.triton import triton
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.engine.reference import Reference
@@ -141,9 +142,12 @@ async def test_kserve_streams_the_same_answers_side_by_side(
 ) -> None:
     stream = {"stream": ["BOOL", [True]]}
     requests = [kserve_request(number, **stream) for number in range(len(PROMPTS))]
-    seen = await triton(cluster.target, kind="stream", requests=requests, finals=len(PROMPTS))
-    for number, answer in enumerate(greedy):
-        pieces = [piece for piece in seen if piece["id"] == f"r{number}"]
+    for _ in range(REPEATS):  # a machine that stands still meanwhile has it all in one piece
+        seen = await triton(cluster.target, kind="stream", requests=requests, finals=len(PROMPTS))
+        of_each = [[piece for piece in seen if piece["id"] == f"r{n}"] for n in range(len(PROMPTS))]
+        if min(map(len, of_each)) > 1:
+            break
+    for pieces, answer in zip(of_each, greedy, strict=True):
         assert len(pieces) > 1, "it came piece by piece"
         assert "".join(piece["outputs"]["text_output"][0] for piece in pieces) == answer.text
         ids = [token for piece in pieces for token in piece["outputs"]["output_ids"]]

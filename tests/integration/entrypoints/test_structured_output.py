@@ -23,6 +23,7 @@ from splitserve.errors import InvalidArgumentError
 from splitserve.models.hf_tokenizer import load_tokenizer
 from splitserve.models.sources import resolve_model
 from splitserve.v1.generation_pb2 import Grammar
+from tests.support.clients.patient import PatientClient
 from tests.support.clients.schemas import Schema, described, schemas
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import Reading, until, worker
@@ -75,7 +76,7 @@ async def cluster(smollm2: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
 
 @pytest.fixture
 async def client(cluster: Cluster) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(cluster.target, timeout_s=240) as client:
+    async with PatientClient(cluster.target, timeout_s=240) as client:
         yield client
 
 
@@ -202,7 +203,7 @@ async def test_what_is_not_supported_is_named(client: AsyncClient, options: Any,
 async def test_a_killed_decode_worker_is_resumed_within_the_grammar(smollm2: str, log_dir: Path) -> None:
     ask: dict[str, Any] = {"json_schema": PERSON, "temperature": 0.8, "seed": 4, "max_tokens": 300}
     cluster = Cluster(log_dir, model=smollm2, engine="torch", decode=2, worker_options=OPTIONS)
-    async with running(cluster), AsyncClient(cluster.target) as client:
+    async with running(cluster), PatientClient(cluster.target) as client:
         prompt = load_tokenizer(smollm2).encode(PROMPT)
         undisturbed = await client.generate(prompt, **ask)
         assert_satisfies(undisturbed, PERSON)

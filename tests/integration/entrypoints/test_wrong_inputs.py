@@ -12,12 +12,12 @@ from typing import Any
 import grpc
 import pytest
 
-from splitserve.client import AsyncClient
 from splitserve.errors import InvalidArgumentError, NotFoundError, SplitserveError, UnavailableError
 from splitserve.rpc.channel import make_channel
 from splitserve.rpc.status import error_from_rpc
 from splitserve.v1 import inference_pb2
 from splitserve.v1.inference_pb2_grpc import InferenceServiceStub
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -71,7 +71,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "field"), BAD, ids=lambda value: str(value)[:40])
 async def test_out_of_range_parameters(cluster: Cluster, arguments: dict[str, Any], field: str) -> None:
-    async with AsyncClient(cluster.target) as client:
+    async with PatientClient(cluster.target) as client:
         with pytest.raises(InvalidArgumentError) as raised:
             await client.generate("hello", **arguments)
     assert field in str(raised.value.field)
@@ -83,20 +83,20 @@ async def test_out_of_range_parameters(cluster: Cluster, arguments: dict[str, An
     ("prompt", "word"), [("", "empty"), ([], "empty"), ([999_999], "0..256"), ([1] * CONTEXT, str(CONTEXT))]
 )
 async def test_impossible_prompts(cluster: Cluster, prompt: str | list[int], word: str) -> None:
-    async with AsyncClient(cluster.target) as client:
+    async with PatientClient(cluster.target) as client:
         with pytest.raises(InvalidArgumentError) as raised:
             await client.generate(prompt)
     assert word in str(raised.value)
 
 
 async def test_unknown_model(cluster: Cluster) -> None:
-    async with AsyncClient(cluster.target) as client:
+    async with PatientClient(cluster.target) as client:
         with pytest.raises(NotFoundError, match="no-such-model"):
             await client.generate("hello", model="no-such-model")
 
 
 async def test_a_message_of_a_hundred_megabytes_hurts_nobody(cluster: Cluster) -> None:
-    async with AsyncClient(cluster.target) as client:
+    async with PatientClient(cluster.target) as client:
         with pytest.raises(SplitserveError):
             await client.generate("x" * 100_000_000)
         answer = await client.generate("hello", max_tokens=3)
@@ -160,7 +160,7 @@ def test_a_bad_config_file(tmp_path: Path) -> None:
 
 async def test_no_workers_is_unavailable(log_dir: Path) -> None:
     cluster = Cluster(log_dir, prefill=0, decode=0)
-    async with running(cluster), AsyncClient(cluster.target) as client:
+    async with running(cluster), PatientClient(cluster.target) as client:
         with pytest.raises((UnavailableError, NotFoundError)):
             await client.generate("hello")
 
@@ -168,7 +168,7 @@ async def test_no_workers_is_unavailable(log_dir: Path) -> None:
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_a_missing_pool_is_named(log_dir: Path, victim: str) -> None:
     cluster = Cluster(log_dir)
-    async with running(cluster), AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+    async with running(cluster), PatientClient(cluster.target, timeout_s=PATIENCE_S) as client:
         await client.generate("hello", max_tokens=2)
         cluster.members[victim].kill()
         with pytest.raises(UnavailableError, match=victim.partition("-")[0]):

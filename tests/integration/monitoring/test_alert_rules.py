@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.support.monitoring.prometheus import MONITORING, RULES, binaries
+from tests.support.waiting import PATIENCE_S
 
 OPERATIONS = Path(__file__).parents[3] / "docs/operations.md"
 Series = dict[str, str]
@@ -212,5 +213,5 @@ def test_an_alert_fires_when_it_should(name: str, tmp_path: Path) -> None:
     path = tmp_path / "test.yaml"
     path.write_text(yaml.safe_dump(content))
     command = [str(binaries() / "promtool"), "test", "rules", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from splitserve.client import AsyncClient
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import eventually
 from tests.support.waiting import PATIENCE_S
@@ -52,7 +52,7 @@ async def rounds(cluster: Cluster, more: int) -> None:
 
 
 async def answers_are_right(cluster: Cluster, prefill: str) -> None:
-    async with AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+    async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as client:
         for turn in range(4):
             question = f"{turn}. {QUESTION}"
             answer = await client.generate(question, temperature=0.0, max_tokens=4)
@@ -84,8 +84,8 @@ async def test_wrong_bytes_are_found_and_their_worker_is_isolated(smollm2: str, 
         at_fault = events(cluster, "quality.at_fault")[-1]
         assert (at_fault["prefill_workers"], at_fault["decode_workers"]) == (["prefill-1"], [])
         await answers_are_right(cluster, "prefill-0")
-        assert samples(cluster, "splitserve_quality_isolated")["prefill",] == 1
-        assert samples(cluster, "splitserve_quality_at_fault")["prefill",] == 1
+        for name in ("splitserve_quality_isolated", "splitserve_quality_at_fault"):
+            await eventually(lambda name=name: samples(cluster, name).get(("prefill",)) == 1, name)  # type: ignore[misc]
         assert set(samples(cluster, "splitserve_quality_wrong_kl_nats")) >= {("decode-0", "prefill-1")}
         await cluster.assert_no_leaks()
 
@@ -122,8 +122,11 @@ async def test_the_only_pair_is_an_alarm_and_stays_in_rotation(smollm2: str, log
     )
     async with running(cluster):
         await eventually(lambda: len(events(cluster, "quality.wrong_answer")) >= 2, "wrong answers")
-        assert samples(cluster, "splitserve_quality_at_fault")["pair",] == 1
-        async with AsyncClient(cluster.target, timeout_s=PATIENCE_S) as client:
+        await eventually(
+            lambda: samples(cluster, "splitserve_quality_at_fault").get(("pair",)) == 1,
+            "the pair is at fault",
+        )
+        async with PatientClient(cluster.target, timeout_s=PATIENCE_S) as client:
             answer = await client.generate(QUESTION, temperature=0.0, max_tokens=4)
         assert answer.token_ids, "the pair still serves, wrong as its answers may be"
         assert not events(cluster, "quality.isolated")

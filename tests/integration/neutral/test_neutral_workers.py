@@ -12,6 +12,8 @@ import grpc
 import pytest
 
 from engine.runner.simulated_runner import expected_tokens
+from neutral_worker.service import UNKNOWN_LOGGED_EVERY_S
+from splitserve.client.registry_client import MIN_CACHE_REPORT_INTERVAL_S
 from splitserve.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -26,11 +28,15 @@ from tests.support.cluster.streams import tokens
 from tests.support.neutral.direct_requests import MAX_TOKENS, DirectWorker, direct_workers, hand_off
 from tests.support.neutral.neutral_processes import NeutralProcesses, neutral_processes
 from tests.support.neutral.scripted_registry import ScriptedRegistry
-from tests.support.waiting import LEAST_TIMEOUT_S
+from tests.support.waiting import LEAST_TIMEOUT_S, SLACK_S
 
 PREFILL, DECODE = registry_pb2.POOL_PREFILL, registry_pb2.POOL_DECODE
-SOON_S = 1.0
-"""By when a change of leaning is in a report."""
+LONG_ANSWER = 100
+"""Tokens of an answer that a drain finds under way: 2 s."""
+LONG = 5000
+"""Prompt tokens of handoffs that a worker's death ends: 10 s of computation."""
+SOON_S = SLACK_S / 6
+"""By when a change of leaning is in a report, though requests run all the time: it waits for none of them."""
 
 # The registry of the shared workers runs in this process, and so in the loop of the module.
 pytestmark = [pytest.mark.timeout(LEAST_TIMEOUT_S), pytest.mark.asyncio(loop_scope="module")]
@@ -116,7 +122,7 @@ async def test_a_storm_of_leanings_and_unknown_ones(shared: NeutralProcesses) ->
     """A value that no version knows changes nothing; of many the latest counts, and reports stay few."""
     registry, member = shared.registry, shared.registry.members["a"]
     await lean(registry, "a", PREFILL)
-    seen = len(member.leanings)
+    seen, began_s = len(member.leanings), time.monotonic()
     # It starts at PREFILL and ends at DECODE; in between the worker leans to DECODE many times, so a report that says
     # so ends nothing: the worker's log counts how far it is.
     storm = [99 if turn % 3 == 2 else (DECODE, PREFILL)[turn % 2] for turn in range(301)] + [DECODE]
@@ -133,9 +139,10 @@ async def test_a_storm_of_leanings_and_unknown_ones(shared: NeutralProcesses) ->
         await answers
         await one_of_each(a, b, "after", 9)
     assert member.report.leaning == DECODE
-    assert len(member.leanings) - seen < 100
-    events = shared.members["a"].events()
-    assert len([event for event in events if event["event"] == "worker.leaning_unknown"]) == 1
+    took_s = time.monotonic() - began_s  # of a busy machine far more than of an idle one
+    assert len(member.leanings) - seen < 100 + took_s / MIN_CACHE_REPORT_INTERVAL_S
+    unknown = sum(event["event"] == "worker.leaning_unknown" for event in shared.members["a"].events())
+    assert 1 <= unknown <= 1 + took_s / UNKNOWN_LOGGED_EVERY_S
     await registry.assert_no_leaks()
 
 
@@ -179,7 +186,8 @@ async def test_a_worker_is_killed_in_the_middle_of_handoffs_both_ways(log_dir: P
     async with neutral_processes(log_dir, "simulated", *options) as workers:
         registry = workers.registry
         async with direct_workers(registry, "a", "b") as (a, b):
-            to_b, to_a, alone = (tokens(400, n) for n in range(3))
+            # Handoffs that take many seconds: they are still in the middle when it is seen that they are.
+            to_b, to_a, alone = (tokens(length, n) for n, length in enumerate((LONG, LONG, 100)))
             ticket = await b.reserve("ab", to_b, a.agent_id)
             answers = [
                 asyncio.create_task(work)
@@ -220,23 +228,23 @@ async def test_a_drain_while_both_parts_are_busy(log_dir: Path) -> None:
         registry = workers.registry
         async with direct_workers(registry, "a", "b") as (a, b):
             prompts = [tokens(200, n) for n in range(4)]
+            # What is reserved stays so until its prompt is computed, and keeps the drain from its end.
+            ticket = await a.reserve("ba", prompts[1], b.agent_id)
             answers = [
                 asyncio.create_task(work)
                 for work in (
                     hand_off(a, b, "ab", prompts[0]),
-                    hand_off(b, a, "ba", prompts[1]),
-                    a.local("a", prompts[2]),
+                    a.rest("ba"),
+                    a.local("a", prompts[2], max_tokens=LONG_ANSWER),
                     b.local("b", prompts[3]),
                 )
             ]
-            load = registry.members["a"].report.load
-            await registry.until(
-                lambda: (
-                    registry.members["a"].report.load.reserved_blocks
-                    and registry.members["a"].report.load.running_requests
-                ),
-                f"both parts are busy: {load}",
-            )
+
+            def busy() -> bool:
+                load = registry.members["a"].report.load
+                return load.reserved_blocks > 0 and (load.running_requests > 0 or answers[2].done())
+
+            await registry.until(busy, "both parts are busy")
             ended = asyncio.get_running_loop().run_in_executor(None, workers.members["a"].terminate)
             await registry.until(lambda: registry.members["a"].report.draining, "it drains")
             registry.tell(registry.members["a"], DECODE)
@@ -244,7 +252,11 @@ async def test_a_drain_while_both_parts_are_busy(log_dir: Path) -> None:
                 with pytest.raises(UnavailableError) as error:
                     await refused
                 assert error.value.reason == "DRAINING"
-            assert await asyncio.gather(*answers) == [expected_tokens(p, MAX_TOKENS) for p in prompts]
+            first = await b.compute("ba", prompts[1], ticket)
+            ab, ba, *local = await asyncio.gather(*answers)
+            lengths = (MAX_TOKENS, MAX_TOKENS, LONG_ANSWER, MAX_TOKENS)
+            wanted = [expected_tokens(p, count) for p, count in zip(prompts, lengths, strict=True)]
+            assert [ab, [*first, *ba], *local] == wanted
             assert await ended == 0
             registry.lost("a")
             assert await b.local("after", prompts[0]) == expected_tokens(prompts[0], MAX_TOKENS)

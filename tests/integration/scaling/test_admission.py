@@ -30,10 +30,13 @@ from tests.support.cluster.fake_cluster import (
     slow_client,
 )
 from tests.support.cluster.fake_workers import SAID_QUEUE_MS
+from tests.support.deadlines import kept_timeouts, passes_now
 from tests.support.journal import settled
 from tests.support.waiting import PATIENCE_S, SLACK_S
 
 pytestmark = pytest.mark.timeout(30)
+LIMIT_S = 2 * int(PATIENCE_S)
+"""A deadline of a request that no other timeout equals."""
 FITTING = 2
 """Requests that 5 blocks hold at a time, as `ask` makes them."""
 
@@ -110,13 +113,15 @@ async def test_time_in_the_queue_is_part_of_the_timings() -> None:
         assert admission_of(cluster).counts()["words"].waited["standard"].sum_s >= 0.2
 
 
-async def test_cancelling_and_a_deadline_free_the_place_at_once() -> None:
+async def test_cancelling_and_a_deadline_free_the_place_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines = kept_timeouts(monkeypatch, LIMIT_S)
     async with full_cluster() as (cluster, _calls):
         gone = cluster.call(ask(6))
         await settled(lambda: queued(cluster) == 1)
-        late = asyncio.create_task(cluster.error(ask(6, timeout={"seconds": 4})))
+        late = asyncio.create_task(cluster.error(ask(6, timeout={"seconds": LIMIT_S}), timeout=None))
         await settled(lambda: queued(cluster) == 2)
         gone.cancel()
+        passes_now(deadlines[0])
         error = await late
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
         await settled(lambda: queued(cluster) == 0)
@@ -236,7 +241,8 @@ async def test_an_idle_gate_takes_no_loop_turn_and_hardly_any_time() -> None:
                 assert turns == 0
             await asyncio.sleep(0)
             turns = 0
-        assert sorted(spent)[len(spent) // 2] < 100e-6  # 8 us on an idle core
+        # 8 us on an idle core. The least of them: what the machine does beside it is in the others.
+        assert min(spent) < 100e-6
 
 
 def _generation(cluster: FakeCluster) -> Any:

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import yaml
 
 from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
+from tests.support.clients.patient import PatientClient
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.processes import services_of
 from tests.support.cluster.streams import eventually, tokens
@@ -40,6 +41,7 @@ POOL = {
     "gpus_per_replica": 0,
     "drain_s": 10,
     "cold_start_s": 3,
+    "start_deadline_cold_starts": PATIENCE_S / 3,
     "behavior": {"scaleDown": {"stabilizationWindowSeconds": 2}},
     "slo": SLO,
 }
@@ -83,7 +85,7 @@ class Scaled:
         """Waits until it holds of the serving workers; the most of each pool that were seen meanwhile."""
         most: Counter[str] = Counter()
         deadline = time.monotonic() + PATIENCE_S
-        async with AsyncClient(self.target) as client:
+        async with PatientClient(self.target) as client:
             while True:
                 now = await self.ready(client)
                 most |= now
@@ -96,7 +98,7 @@ class Scaled:
     async def traffic(self, kind: str, clients: int, prompt: int, output: int) -> AsyncIterator[None]:
         """So many clients that ask again as soon as they are answered. At the end every answer is awaited."""
         stop = asyncio.Event()
-        async with AsyncClient(self.target) as client, asyncio.TaskGroup() as group:
+        async with PatientClient(self.target) as client, asyncio.TaskGroup() as group:
             for number in range(clients):
                 group.create_task(self._ask(client, kind, number, prompt, output, stop))
             try:
@@ -134,20 +136,29 @@ class Scaled:
         """Coordinator and workers."""
         return services_of(self.process.pid)
 
+    def lines(self) -> Iterator[tuple[psutil.Process, list[str]]]:
+        """Processes with their command lines: one that is being started has none yet."""
+        for child in self.children():
+            with suppress(psutil.Error):  # it ends just now
+                yield child, child.cmdline()
+
     async def child(self, name: str) -> psutil.Process:
-        """The worker process of this name, once it is there: one that is being started has no command line."""
+        """The worker process of this name, once it is there."""
         found: list[psutil.Process] = []
 
         def look() -> bool:
-            found.clear()
-            for child in self.children():
-                with suppress(psutil.Error):  # it ends just now
-                    if name in child.cmdline():
-                        found.append(child)
+            found[:] = [child for child, line in self.lines() if name in line]
             return bool(found)
 
         await eventually(look, f"{name} runs")
         return found[0]
+
+
+def rewrite(folder: Path, policy: Mapping[str, object]) -> None:
+    """The policy in force, in one step: nobody reads half of it."""
+    new = folder / "policy.new"
+    new.write_text(yaml.safe_dump(dict(policy)))
+    new.replace(folder / "policy.yaml")
 
 
 @asynccontextmanager
@@ -212,7 +223,7 @@ async def test_a_killed_replica_is_replaced(tmp_path: Path) -> None:
     async with running(tmp_path) as up:
         await up.until(lambda now: now["prefill"] == now["decode"] == 1)
         victim = await up.child("decode-0")
-        async with AsyncClient(up.target) as client:
+        async with PatientClient(up.target) as client:
             before = await up.addresses(client, "decode")
             os.kill(victim.pid, signal.SIGKILL)
             async with asyncio.timeout(PATIENCE_S):
@@ -243,11 +254,10 @@ async def test_a_worker_that_never_comes_up_is_replaced(tmp_path: Path) -> None:
 async def test_an_edited_policy_is_taken_without_a_restart_and_a_wrong_one_is_not(tmp_path: Path) -> None:
     async with running(tmp_path) as up:
         await up.until(lambda now: now["prefill"] == now["decode"] == 1)
-        path = tmp_path / "policy.yaml"
-        path.write_text(yaml.safe_dump(POLICY | {"decode": POLICY["decode"] | {"min_replicas": 99}}))  # type: ignore[operator]
+        rewrite(tmp_path, POLICY | {"decode": POLICY["decode"] | {"min_replicas": 99}})  # type: ignore[operator]
         log = tmp_path / "up.log"
         await eventually(lambda: "decode.max_replicas" in log.read_text(), "the error is said")
-        path.write_text(yaml.safe_dump(POLICY | {"decode": POLICY["decode"] | {"min_replicas": 2}}))  # type: ignore[operator]
+        rewrite(tmp_path, POLICY | {"decode": POLICY["decode"] | {"min_replicas": 2}})  # type: ignore[operator]
         most = await up.until(lambda now: now["decode"] == 2)
         assert most["prefill"] == 1
 
@@ -260,6 +270,7 @@ async def test_a_notice_is_answered_at_once_by_a_replica_of_its_class(tmp_path: 
         "min_replicas": 2,
         "gpus_per_replica": 0,
         "cold_start_s": 3,
+        "start_deadline_cold_starts": PATIENCE_S / 3,
         "classes": [spot, {"name": "plain", "price_per_hour": 3}],
         "on_demand_floor": "50%",
     }
@@ -267,14 +278,16 @@ async def test_a_notice_is_answered_at_once_by_a_replica_of_its_class(tmp_path: 
     async with (
         running(tmp_path, policy=policy) as up,
         up.traffic("light", 2, 16, 20),
-        AsyncClient(up.target) as client,
+        PatientClient(up.target) as client,
     ):
 
         async def classes() -> dict[str, str]:
             info = await client.server_info(timeout_s=PATIENCE_S)
             serve = [w for w in info.workers if w.pool == "decode" and w.state in SERVING_STATES]
-            lines = {w.worker_id: (await up.child(w.worker_id)).cmdline() for w in serve}
-            return {name: line[line.index("--replica-class") + 1] for name, line in lines.items()}
+            # One that served when the coordinator was asked may have ended since.
+            lines = [line for _, line in up.lines() if "--replica-class" in line]
+            of = {w.worker_id: line for w in serve for line in lines if w.worker_id in line}
+            return {name: line[line.index("--replica-class") + 1] for name, line in of.items()}
 
         async def until_both(without: str = "") -> dict[str, str]:
             async with asyncio.timeout(PATIENCE_S):
@@ -285,7 +298,7 @@ async def test_a_notice_is_answered_at_once_by_a_replica_of_its_class(tmp_path: 
                     await asyncio.sleep(0.1)
 
         before = await until_both()
-        (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy | {"interval_s": 600}))
+        rewrite(tmp_path, policy | {"interval_s": 600})
         log = tmp_path / "up.log"
         await eventually(lambda: "policy.reloaded" in log.read_text(), "no decision is due for ten minutes")
         taken = next(name for name, kind in before.items() if kind == "spot")
@@ -301,10 +314,11 @@ async def test_classes_share_gpus_and_a_standby_of_the_cheapest_joins_at_once(tm
     small = {"name": "small", "price_per_hour": 1, "gpus_per_replica": 1}
     large = {"name": "large", "price_per_hour": 5, "gpus_per_replica": 2, "speed": 3}
     pool = {"kind": "schedule", "cold_start_s": 3, "drain_s": 10, "max_replicas": 6}
+    pool |= {"start_deadline_cold_starts": PATIENCE_S / 3}
     decode = pool | {"classes": [small, large], "min_replicas": 3, "warm_standby": 1}
     policy = {"interval_s": 0.25, "lend_decode": False, "gpu_budget": 5, "decode": decode}
     policy |= {"prefill": pool | {"min_replicas": 1, "classes": [small]}}
-    async with running(tmp_path, policy=policy) as up, AsyncClient(up.target) as client:
+    async with running(tmp_path, policy=policy) as up, PatientClient(up.target) as client:
 
         async def until(**wanted: int) -> set[str]:
             """The decode workers that serve, once so many are in each state, and no more than may be."""
@@ -320,7 +334,7 @@ async def test_classes_share_gpus_and_a_standby_of_the_cheapest_joins_at_once(tm
         async with up.traffic("light", 2, 16, 20):
             before = await until(ready=3, standby=1)
             more = policy | {"decode": decode | {"min_replicas": 4}}
-            (tmp_path / "policy.yaml").write_text(yaml.safe_dump(more))
+            rewrite(tmp_path, more)
             after = await until(ready=4)
             assert before < after
             assert "decode-4" not in after, "nothing was started for it"

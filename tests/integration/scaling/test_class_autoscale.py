@@ -19,8 +19,8 @@ import psutil
 import pytest
 import yaml
 
-from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.waiting import PATIENCE_S
 
@@ -92,7 +92,7 @@ async def test_a_fast_replica_takes_the_place_of_a_slow_one(tmp_path: Path) -> N
     rules = tmp_path / "policy.yaml"
     rules.write_text(policy(1))
     with scaled(tmp_path, rules) as (target, supervisor):
-        async with AsyncClient(target) as client:
+        async with PatientClient(target) as client:
             stop, answers = asyncio.Event(), []
 
             async def serving() -> set[str]:

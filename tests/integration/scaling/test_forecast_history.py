@@ -38,6 +38,12 @@ def tokens_in(path: Path) -> float:
     return sum(row[4] for row in json.loads(path.read_text())["arrivals"]) if path.exists() else 0.0
 
 
+def rate_in(path: Path) -> float:
+    """Mean tokens a second of the time that is in the file."""
+    rows = json.loads(path.read_text())["arrivals"]
+    return float(sum(row[4] for row in rows) / sum(end_s - start_s for start_s, end_s, *_ in rows))
+
+
 def season_in(path: Path) -> list[float]:
     """The mean rates of the intervals that have ended."""
     rates: list[float] = json.loads(path.read_text())["seasons"].get("prefill", {}).get("rates", [])
@@ -60,8 +66,9 @@ async def test_killed_and_started_again_it_forecasts_the_same(
             await asyncio.gather(*(client.generate([7 + n] * 400, max_tokens=2) for n in range(20)))
         await eventually(lambda: tokens_in(history) >= 7_000, "the arrivals in the file")
         await eventually(lambda: season_in(history), "a season's first interval in the file")
-        before = arrived(decisions(autoscaler)[0])
+        assert arrived(decisions(autoscaler)[0]) > 0
         autoscaler.kill()
+        before = rate_in(history)
         autoscaler.start()
         restored = autoscaler.wait_event("history.restored")
         assert restored["buckets"] > 0
@@ -69,7 +76,7 @@ async def test_killed_and_started_again_it_forecasts_the_same(
         await eventually(lambda: bool(decisions(autoscaler)), "a decision")
         first = decisions(autoscaler)[-1]
         assert first["number"] == 1
-        # Nothing has arrived since; the mean is over the seconds that are recorded, a few more or less than then.
+        # Nothing has arrived since; the mean is over the seconds that are recorded and not too old.
         assert before > 0
         assert arrived(first) == pytest.approx(before, rel=0.5)
         assert "no measured rate of arrivals" not in first["pools"]["prefill"]["reason"]

@@ -19,7 +19,7 @@ from autoscaler.service import control_loop
 from autoscaler.snapshot import POOLS, PoolName
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
-from splitserve.client.scaling_client import ScalingClient
+from tests.support.clients.patient import PatientClient, PatientScalingClient
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
@@ -98,6 +98,7 @@ async def scaled(log_dir: Path, folder: Path, **rules: object) -> AsyncIterator[
         "max_replicas": 2,
         "gpus_per_replica": 0,
         "cold_start_s": 5,
+        "start_deadline_cold_starts": PATIENCE_S / 5,
     }
     policy = folder / "policy.yaml"
     rules = {"interval_s": 0.3, "idle_s": IDLE_S, "prefill": pool, "decode": pool, **rules}
@@ -109,7 +110,11 @@ async def scaled(log_dir: Path, folder: Path, **rules: object) -> AsyncIterator[
     other.start()
     try:
         other.wait_event("coordinator.ready")
-        async with running(cluster), AsyncClient(cluster.target) as ours, AsyncClient(other_target) as theirs:
+        async with (
+            running(cluster),
+            PatientClient(cluster.target) as ours,
+            PatientClient(other_target) as theirs,
+        ):
             actuator, targets = ClusterActuator(cluster), [cluster.target, other_target]
             async with control_loop(PolicyFile(policy), targets, actuator) as loop:
                 running_loop = asyncio.create_task(loop.run())
@@ -156,7 +161,7 @@ async def test_who_leaves_while_workers_start_leaves_no_demand(log_dir: Path, tm
         await asyncio.gather(*asking, return_exceptions=True)
         await zero.to_zero()
         for client in zero.clients:
-            async with ScalingClient(client.target) as scaling:
+            async with PatientScalingClient(client.target) as scaling:
                 (model,) = (await scaling.signals()).models
                 assert model.in_progress.waiting_for_workers == 0
                 assert model.in_progress.admitting_requests == 0

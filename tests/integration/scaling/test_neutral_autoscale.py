@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
-from splitserve.client import AsyncClient, Completion
+from splitserve.client import Completion
 from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import SplitserveError
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.waiting import PATIENCE_S
 
@@ -56,6 +57,15 @@ def scaled(folder: Path, policy: Path) -> Iterator[tuple[str, psutil.Process]]:
         log.close()
 
 
+def pid_of(supervisor: psutil.Process, worker: str) -> int:
+    """The process of a worker."""
+    for child in supervisor.children(recursive=True):
+        with suppress(psutil.Error):  # another one ends just now
+            if f"--worker-id {worker} " in f"{' '.join(child.cmdline())} ":
+                return child.pid
+    raise AssertionError(f"{worker} does not run")
+
+
 async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
     deadline = time.monotonic() + START_S
     while not await holds():
@@ -67,7 +77,7 @@ async def test_a_third_is_started_and_the_death_of_one_hangs_nobody(tmp_path: Pa
     policy = tmp_path / "policy.yaml"
     policy.write_text(yaml.safe_dump(POLICY))
     with scaled(tmp_path, policy) as (target, supervisor):
-        async with AsyncClient(target) as client:
+        async with PatientClient(target) as client:
 
             async def sides() -> dict[str, str]:
                 info = await client.server_info()
@@ -91,12 +101,7 @@ async def test_a_third_is_started_and_the_death_of_one_hangs_nobody(tmp_path: Pa
             assert set(await sides()) == {"worker-0", "worker-1", "worker-2"}
             expected = await answer()
             (prefill,) = [name for name, pool in (await sides()).items() if pool == "prefill"]
-            (victim,) = [
-                child.pid
-                for child in supervisor.children(recursive=True)
-                if ["--worker-id", prefill]
-                in [child.cmdline()[n : n + 2] for n in range(len(child.cmdline()))]
-            ]
+            victim = pid_of(supervisor, prefill)
             streams = asyncio.Event()
 
             async def read() -> list[int]:

@@ -21,6 +21,7 @@ import yaml
 from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.real_cluster import held_resources
 from tests.support.cluster.streams import tokens
 from tests.support.waiting import PATIENCE_S
@@ -125,7 +126,7 @@ def rewrite(path: Path, text: str) -> None:
 async def test_the_mix_changes_and_workers_of_both_classes_change_sides(tmp_path: Path) -> None:
     rules = tmp_path / "policy.yaml"
     rules.write_text(policy(1, 1))
-    async with scaled(tmp_path, rules) as target, AsyncClient(target) as client:
+    async with scaled(tmp_path, rules) as target, PatientClient(target) as client:
         load = Load(client)
         async with asyncio.TaskGroup() as asking:
             for seed in range(4):

@@ -20,6 +20,7 @@ from splitserve.client import AsyncClient
 from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import DeadlineExceededError
 from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.patient import PatientClient
 from tests.support.clients.text import sentences
 from tests.support.cluster.processes import ServiceProcess, services_of
 from tests.support.cluster.real_cluster import held_resources
@@ -107,7 +108,7 @@ class Scaled:
 
     async def ask_once(self, prompts: Sequence[int]) -> None:
         """Asks each of the prompts, one after the other."""
-        async with AsyncClient(self.target, timeout_s=SCALE_S) as client:
+        async with PatientClient(self.target, timeout_s=SCALE_S) as client:
             for number in prompts:
                 await self.ask(client, number)
 
@@ -121,7 +122,7 @@ class Scaled:
                 await self.ask(client, prompts[turn % len(prompts)])
                 turn += 1
 
-        async with AsyncClient(self.target, timeout_s=SCALE_S) as client, asyncio.TaskGroup() as group:
+        async with PatientClient(self.target, timeout_s=SCALE_S) as client, asyncio.TaskGroup() as group:
             for number in range(clients):
                 group.create_task(ask(client, number))
             try:
@@ -137,7 +138,7 @@ class Scaled:
 async def until(holds: Callable[[AsyncClient], Awaitable[bool]], up: Scaled, what: str) -> None:
     """Polls until it holds."""
     deadline = time.monotonic() + SCALE_S
-    async with AsyncClient(up.target) as client:
+    async with PatientClient(up.target) as client:
         while True:
             try:
                 if await holds(client):

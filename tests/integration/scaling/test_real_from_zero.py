@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from splitserve.client import AsyncClient
 from splitserve.models.hf_tokenizer import load_tokenizer
+from tests.support.clients.patient import PatientClient
 from tests.support.clients.text import sentences
 from tests.support.cluster.processes import ServiceProcess, services_of
 from tests.support.cluster.real_cluster import held_resources
@@ -61,7 +61,7 @@ async def test_answers_from_zero_are_right_and_nothing_is_left(smollm2: str, log
         def at_zero() -> bool:
             return len(services_of(process.process.pid)) == 1  # the coordinator
 
-        async with AsyncClient(target(process)) as client:
+        async with PatientClient(target(process)) as client:
             for _ in range(2):
                 await eventually(at_zero, "its workers have ended")
                 (model,) = await client.models()

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from splitserve.client.scaling_client import ScalingClient
 from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.integration.scaling.test_sleep import plan, state
+from tests.support.clients.patient import PatientScalingClient
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import eventually
@@ -40,7 +40,7 @@ async def test_memory_falls_by_the_kv_and_the_tokens_stay(smollm2: str, log_dir:
     options = ["--dtype", "float32", "--num-blocks", str(BLOCKS), "--block-size", str(BLOCK_TOKENS)]
     cluster = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     names = ("prefill-0", "decode-0")
-    async with running(cluster), cluster.client() as client, ScalingClient(cluster.target) as scaling:
+    async with running(cluster), cluster.client() as client, PatientScalingClient(cluster.target) as scaling:
 
         async def answers() -> list[list[int]]:
             asked = (client.generate(p, temperature=0.0, max_tokens=MAX_TOKENS) for p in prompts)

@@ -19,6 +19,7 @@ from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.client.types import Completion
 from splitserve.v1 import inference_pb2, scaling_pb2
+from tests.support.clients.patient import PatientClient, PatientScalingClient
 from tests.support.clients.traffic import REPEATS
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.cluster.streams import until as until_info
@@ -86,14 +87,15 @@ async def test_signals_agree_with_what_clients_saw_and_a_plan_lends_decode_to_pr
     cluster = Cluster(log_dir, worker_options=OPTIONS, coordinator_options=options)
     async with (
         running(cluster),
-        AsyncClient(cluster.target) as client,
-        ScalingClient(cluster.target) as scaling,
+        PatientClient(cluster.target) as client,
+        PatientScalingClient(cluster.target) as scaling,
     ):
         observer = Observer([scaling])
         assert (await observer.observe()).prefill.ttft is None
         first = [await ask(client) for _ in range(COLD)]
         answers = [await ask(client) for _ in range(10)]
         answers += await asyncio.gather(*(ask(client, 30) for _ in range(10)))
+        await cluster.assert_no_leaks()  # both workers are idle, and have reported so
         signals = await scaling.signals()
         (model,) = signals.models
         total = len(first) + len(answers)
@@ -119,8 +121,8 @@ async def test_equal_prompts_are_demand_where_no_worker_keeps_prefixes(log_dir: 
     cluster = Cluster(log_dir, worker_options=[*OPTIONS, "--no-prefix-cache"])
     async with (
         running(cluster),
-        AsyncClient(cluster.target) as client,
-        ScalingClient(cluster.target) as scaling,
+        PatientClient(cluster.target) as client,
+        PatientScalingClient(cluster.target) as scaling,
     ):
         for _ in range(3):
             answer = await client.generate([7] * 100, max_tokens=2, temperature=0.0, ignore_eos=True)
@@ -196,8 +198,8 @@ async def test_a_standby_joins_without_a_spike_and_leaves_nothing_behind(log_dir
     cluster = Cluster(log_dir, worker_options=OPTIONS)
     async with (
         running(cluster),
-        AsyncClient(cluster.target) as client,
-        ScalingClient(cluster.target) as scaling,
+        PatientClient(cluster.target) as client,
+        PatientScalingClient(cluster.target) as scaling,
     ):
         for repeat in range(REPEATS):
             if repeat:

@@ -14,6 +14,7 @@ from engine.runner.simulated_runner import expected_tokens
 from splitserve.client import AsyncClient
 from splitserve.client.scaling_client import ScalingClient
 from splitserve.errors import DeadlineExceededError, UnavailableError
+from tests.support.clients.patient import PatientClient, PatientScalingClient
 from tests.support.cluster.ports import free_port
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.cluster.real_cluster import Cluster, running
@@ -30,7 +31,7 @@ async def cluster_of(
     log_dir: Path, *options: str, **counts: int
 ) -> AsyncIterator[tuple[Cluster, AsyncClient, ScalingClient]]:
     cluster = Cluster(log_dir, worker_options=[*OPTIONS, *options], **counts)  # type: ignore[arg-type]
-    async with running(cluster), cluster.client() as client, ScalingClient(cluster.target) as scaling:
+    async with running(cluster), cluster.client() as client, PatientScalingClient(cluster.target) as scaling:
         yield cluster, client, scaling
 
 
@@ -141,8 +142,8 @@ async def test_two_coordinators_of_which_one_still_sends_keep_a_worker_awake(log
         other.wait_event("coordinator.ready")
         async with (
             cluster_of(log_dir, "--coordinator", target) as (cluster, client, scaling),
-            AsyncClient(target) as theirs,
-            ScalingClient(target) as second,
+            PatientClient(target) as theirs,
+            PatientScalingClient(target) as second,
         ):
             await theirs.wait_ready()
             await plan(scaling, asleep=("prefill-0", "decode-0"))

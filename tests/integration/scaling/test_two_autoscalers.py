@@ -23,6 +23,8 @@ from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.timeout(180)
+LEASE_S = 8.0
+"""So long none of the processes stands still by itself."""
 
 
 def write_policy(path: Path, least: int) -> None:
@@ -42,7 +44,7 @@ def until(holds: Callable[[], Any]) -> None:
 
 @contextmanager
 def two_autoscalers(target: str, folder: Path, kubeconfig: Path) -> Iterator[list[ServiceProcess]]:
-    options = ["--policy", str(folder / "policy.yaml"), "--coordinator", target, "--lease", "3"]
+    options = ["--policy", str(folder / "policy.yaml"), "--coordinator", target, "--lease", f"{LEASE_S:g}"]
     options += ["--actuator", "kubernetes", "--kubeconfig", str(kubeconfig)]
     options += ["--prefill-workload", "deployment/prefill", "--decode-workload", "deployment/decode"]
     both = [ServiceProcess(f"autoscaler-{n}", ["autoscaler", *options], folder) for n in range(2)]
@@ -114,9 +116,9 @@ async def test_workers_of_another_model_are_not_drained(simulated_cluster: Clust
         actuator.there[name] = ActualReplica(name, pool, False, 1.0)  # type: ignore[arg-type]
     file = PolicyFile(tmp_path / "policy.yaml")
     async with control_loop(file, [simulated_cluster.target], actuator, model="simulated") as loop:
-        for _ in range(5):
-            await loop.tick()
-        assert loop.status.decisions == 5
+        async with asyncio.timeout(PATIENCE_S):
+            while loop.status.decisions < 5:  # a coordinator that is busy may not answer in time
+                await loop.tick()
     assert actuator.calls == []
     for pool in ("prefill", "decode"):
         simulated_cluster.members.pop(f"{pool}-other").terminate()

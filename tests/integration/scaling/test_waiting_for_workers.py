@@ -15,6 +15,7 @@ from coordinator.service import running_coordinator
 from splitserve.client.scaling_client import MAX_DEMAND_S, ScalingClient
 from splitserve.config.coordinator import CoordinatorConfig
 from splitserve.v1 import registry_pb2, scaling_pb2
+from tests.support.clients.patient import PatientScalingClient
 from tests.support.cluster.fake_cluster import FakeCluster, ask, collect, expected, fake_cluster
 from tests.support.engine.word_tokenizer import load_word_tokenizer
 from tests.support.journal import settled
@@ -31,9 +32,9 @@ async def at_zero(**config: Any) -> AsyncIterator[tuple[FakeCluster, ScalingClie
     """A coordinator that has never had a worker, and was told by an autoscaler that some are started on demand."""
     async with (
         fake_cluster(prefill=0, decode=0, **config) as cluster,
-        ScalingClient(cluster.address) as scaling,
+        PatientScalingClient(cluster.address) as scaling,
     ):
-        await scaling.apply_plan(on_demand=[MODEL])
+        await scaling.apply_plan(on_demand=[MODEL], valid_s=PATIENCE_S)
         yield cluster, scaling
 
 
@@ -129,9 +130,9 @@ async def test_each_of_two_coordinators_learns_the_model_and_tells_its_own_deman
     async with (
         at_zero() as (one, first),
         running_coordinator(settings, load=load_word_tokenizer) as other,
-        ScalingClient(f"127.0.0.1:{other.port}") as second,
+        PatientScalingClient(f"127.0.0.1:{other.port}") as second,
     ):
-        await second.apply_plan(on_demand=[MODEL])
+        await second.apply_plan(on_demand=[MODEL], valid_s=PATIENCE_S)
         call = asyncio.create_task(one.answer())
         assert await first.demand("words", MAX_DEMAND_S)
         assert await waiting(second) == 0

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 from coordinator.metrics.event_loop import LoopLag
 from splitserve.generation.grammar import load_compiler
 from splitserve.runtime.parser_thread import favor_event_loop
+from tests.support.waiting import PATIENCE_S
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -268,7 +269,7 @@ class Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = PATIENCE_S) -> T:
         """Runs a coroutine there; returns its result or raises its exception."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
@@ -288,14 +289,14 @@ class Loop:
                 raise
 
         held = asyncio.run_coroutine_threadsafe(hold(), self._loop)
-        made = ready.result(120)
+        made = ready.result(PATIENCE_S)
         try:
             yield made
         finally:
             self._loop.call_soon_threadsafe(leave.set)
-            held.result(120)
+            held.result(PATIENCE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10)
+            self._thread.join(PATIENCE_S)
 
 
 @asynccontextmanager

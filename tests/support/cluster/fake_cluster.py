@@ -66,14 +66,16 @@ class FakeCluster:
 
         await settled(ready)
 
-    def call(self, request: inference_pb2.GenerateRequest | None = None, timeout: float = PATIENCE_S) -> Any:
+    def call(
+        self, request: inference_pb2.GenerateRequest | None = None, timeout: float | None = PATIENCE_S
+    ) -> Any:
         return self.client.Generate(request or ask(), timeout=timeout)
 
     async def answer(self, request: inference_pb2.GenerateRequest | None = None) -> Collected:
         return await collect(self.call(request))
 
     async def error(
-        self, request: inference_pb2.GenerateRequest, timeout: float = PATIENCE_S
+        self, request: inference_pb2.GenerateRequest, timeout: float | None = PATIENCE_S
     ) -> SplitserveError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(self.call(request, timeout))

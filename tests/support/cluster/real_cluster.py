@@ -17,6 +17,7 @@ from splitserve.cluster.process_specs import SERVING_STATES
 from splitserve.errors import DeadlineExceededError, UnavailableError
 from splitserve.security.tls import TlsFiles
 from splitserve.v1 import inference_pb2
+from tests.support.clients.patient import PatientClient
 from tests.support.cluster.forked import Imports
 from tests.support.cluster.processes import ServiceProcess
 from tests.support.waiting import PATIENCE_S
@@ -24,6 +25,9 @@ from tests.support.waiting import PATIENCE_S
 PATIENT = ("--max-queue", "600", "--heartbeat-timeout", "60")
 """On a busy machine forecasts are high, and a process may get no core for seconds; no burst is refused and no worker is
 dropped for that where a test says nothing else. A process that ends is noticed by its connections."""
+
+ASK_AGAIN_S = 5.0
+"""After which a call that waits for a state is made once more."""
 
 ON_DEVICE = tuple(shlex.split(os.environ.get("SPLITSERVE_TEST_DEVICE", "")))
 """Options of all workers with real weights, as `--device cuda --device-memory-share 0.05`: the tests of clusters then
@@ -77,7 +81,7 @@ class Cluster:
     def client(self, **options: Any) -> AsyncClient:
         """A client with the key and the authority that fit this cluster."""
         files = TlsFiles(self._tls / "ca.pem") if self._tls else None
-        return AsyncClient(self.target, **{"api_key": self._api_key, "tls": files, **options})
+        return PatientClient(self.target, **{"api_key": self._api_key, "tls": files, **options})
 
     async def start(self, *, wait_ready: bool = True) -> None:
         """Starts everything and, normally, waits until all pairs are connected."""
@@ -132,7 +136,7 @@ class Cluster:
                 workers = []
                 # A busy machine, where it still imports.
                 with suppress(DeadlineExceededError, UnavailableError):
-                    workers = list((await client.server_info()).workers)
+                    workers = list((await client.server_info(timeout_s=ASK_AGAIN_S)).workers)
                 ready = {
                     pool: sum(w.pool == pool and w.state in SERVING_STATES for w in workers)
                     for pool in wanted
@@ -164,7 +168,7 @@ class Cluster:
             while True:
                 held = {"coordinator": 1}
                 with suppress(DeadlineExceededError):  # a busy machine
-                    held = held_resources(await client.server_info())
+                    held = held_resources(await client.server_info(timeout_s=ASK_AGAIN_S))
                 if not held:
                     return
                 if time.monotonic() > deadline:

@@ -169,6 +169,21 @@ async def test_another_grpc_server() -> None:
         await server.stop(0)
 
 
+async def test_waiting_goes_on_after_an_answer_that_is_late(fake: FakeInference) -> None:
+    class Late(AsyncClient):
+        asked = 0
+
+        async def models(self, *, timeout_s: float = 5.0) -> list[inference_pb2.ModelInfo]:
+            self.asked += 1
+            if self.asked == 1:
+                raise DeadlineExceededError("late")
+            return await super().models(timeout_s=timeout_s)
+
+    async with Late(fake.target) as client:
+        assert (await client.wait_ready(PATIENCE_S)).name == "fake-1b"
+    assert client.asked == 2
+
+
 async def test_waiting_for_readiness(fake: FakeInference, client: AsyncClient) -> None:
     assert (await client.wait_ready(PATIENCE_S)).name == "fake-1b"
     with pytest.raises(DeadlineExceededError, match="'other' is not ready"):
