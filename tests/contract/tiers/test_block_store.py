@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiers.block_store import BlockStore, HostStore
-from engine.tiers.disk_store import DiskStore, open_disk_store
+from engine.tiers.stores.block_store import BlockStore, HostStore
+from engine.tiers.stores.disk_store import DiskStore, open_disk_store
 from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.tiers.tiers_rig import FailingStore, chain, damage, disk_bytes
 

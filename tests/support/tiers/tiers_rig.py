@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.tiers.block_store import BlockStore, HostStore
+from engine.tiers.stores.block_store import BlockStore, HostStore
 from engine.tiers.build import identity_of
-from engine.tiers.disk_store import DiskStore, open_disk_store
+from engine.tiers.stores.disk_store import DiskStore, open_disk_store
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.pool_copier import HostPoolCopier
 from engine.tiers.tier_index import TierBlock
