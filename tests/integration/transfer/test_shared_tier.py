@@ -28,7 +28,7 @@ async def test_another_worker_reads_what_a_dead_one_has_written(
     prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
     options = ["--dtype", "float32", "--num-blocks", "24", "--metrics-port", "0", "--kv-tier-sharing", "on"]
     options += ["--kv-host-tier-bytes", str(32 * BLOCK_BYTES), "--kv-disk-tier-path", str(tmp_path / "kv")]
-    options += ["--kv-disk-tier-bytes", str(257 * BLOCK_BYTES)]
+    options += ["--kv-disk-tier-bytes", str(1028 * BLOCK_BYTES)]
     setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=100) as client:
         before = await answers(client, prompts)

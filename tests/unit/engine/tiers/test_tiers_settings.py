@@ -85,13 +85,13 @@ def test_tiers_have_the_bytes_that_were_asked_for(tmp_path: Path) -> None:
 
 def test_a_shared_folder_is_made_of_the_same_settings(tmp_path: Path) -> None:
     runner = SimulatedRunner(EngineConfig(num_blocks=4))
-    most = 300 * runner.layout.block_bytes
+    most = 2000 * runner.layout.block_bytes
     config = EngineConfig(
         kv_host_tier_bytes=2**14, kv_disk_tier_path=tmp_path, kv_disk_tier_bytes=most, kv_tier_sharing="on"
     )
     check_tiers(config)
     with pytest.raises(ConfigError, match="must be at least") as caught:
-        make_tiers(config.model_copy(update={"kv_disk_tier_bytes": most // 2}), runner.pool_memory, SAME)
+        make_tiers(config.model_copy(update={"kv_disk_tier_bytes": most // 16}), runner.pool_memory, SAME)
     assert caught.value.field == "engine.kv_disk_tier_bytes"
     both = [make_tiers(config, runner.pool_memory, SAME) for _ in range(2)]
     for tiers in both:
