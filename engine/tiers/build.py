@@ -7,13 +7,13 @@ from dataclasses import astuple
 
 import cbor2
 
+from engine.tiers.kv_tiers import KvTiers
+from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
 from engine.tiers.stores.block_store import BlockStore, HostStore
 from engine.tiers.stores.disk_store import FIELD, open_disk_store, require_folder
-from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.stores.mooncake_store import FIELD as STORE_FIELD
 from engine.tiers.stores.mooncake_store import open_mooncake_store
 from engine.tiers.stores.shared_folder import open_shared_folder
-from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig

@@ -51,8 +51,8 @@ class LookUps:
         soon: Callable[[Callable[[], None]], None],
         cost: Callable[[int], float],
     ) -> None:
-        """`soon` has a function called on the engine thread; for any thread. `cost`: of computing a block, by the blocks
-        before it."""
+        """`soon` has a function called on the engine thread; for any thread. `cost`: of computing a block, by the
+        blocks before it."""
         self._tier, self._store, self._places = tier, store, places
         self._alarms, self._soon, self._cost = alarms, soon, cost
         self._thread = CopyThread("kv-look-up")

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple, TypeVar
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
-from engine.tiers.stores.block_store import BlockStore
 from engine.tiers.copy_thread import CopyThread
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import ReadRate, TierName
+from engine.tiers.stores.block_store import BlockStore
 from engine.tiers.tier_index import Eviction, TierBlock, TierIndex
 from engine.tiers.tier_read import TierRead
 from splitserve.logs import log_event

@@ -138,7 +138,7 @@ class PrefixIndex:
             self._release_slots(cursor.slots)
 
     def share(self, worker: WorkerKey, shared_id: int) -> None:
-        """The worker reads what any worker of the same `shared_id` holds, as from its own disk; 0: none. O(1) if known."""
+        """The worker reads what any worker of the same `shared_id` holds, as from its own disk. 0: none."""
         cursor = self._cursors.get(worker)
         if cursor is not None and cursor.shared_id != shared_id:
             cursor.shared_id, self._groups = shared_id, None

@@ -83,7 +83,7 @@ class SharedMooncakeStore(MooncakeStore, SharedStore):
     """Blocks under their hashes, for all workers of one identity. The store evicts what was used least recently."""
 
     def __init__(self, client: Any, block_bytes: int, slots: int, identity: bytes, master: str) -> None:
-        """See `MooncakeStore`. `master`: the store's address, which workers must spell alike to be known to share it."""
+        """See `MooncakeStore`. `master`: the store's address, as all who share it must spell it."""
         super().__init__(client, block_bytes, slots, identity, name="shared")
         self.shared_id = shared_id_of(b"mooncake", master.encode(), identity)
         self._suspect: set[bytes] = set()

@@ -173,7 +173,9 @@ def open_shared_folder(folder: Path, identity: bytes, block_bytes: int, num_byte
     """
     least = BUCKETS * shared_folder_block_bytes(block_bytes)
     if num_bytes < least:
-        message = f"{BYTES_FIELD}: must be at least {least} to be shared, {BUCKETS} KV blocks, not {num_bytes}"
+        message = (
+            f"{BYTES_FIELD}: must be at least {least} to be shared, {BUCKETS} KV blocks, not {num_bytes}"
+        )
         raise ConfigError(message, field=BYTES_FIELD)
     shared = folder / "shared"
     require_folder(shared)

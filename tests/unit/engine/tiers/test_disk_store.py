@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiers import disk_store
+from engine.tiers.stores import disk_store
 from engine.tiers.stores.disk_store import DiskStore, open_disk_store
 from engine.tiers.tier_index import TierBlock
 from splitserve.errors import ConfigError

@@ -76,7 +76,9 @@ def test_what_was_used_least_recently_goes_and_children_before_their_parents(tmp
     store.write(0, blocks[2], content(2))
     for number in range(100, 102):
         store.write(0, block(number), content(number))
-    assert there(store, *blocks[:3]) == [False, True, True], "a read is a use, and so is a write of what is there"
+    assert there(store, *blocks[:3]) == [False, True, True], (
+        "a read is a use, and so is a write of what is there"
+    )
 
 
 @pytest.mark.parametrize("left", ["count", "nonsense", "nothing"])

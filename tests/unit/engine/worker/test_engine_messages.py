@@ -8,14 +8,14 @@ from engine.core.types import EngineLoad, EngineRequest, ModelFacts
 from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import ServiceTargets
 from engine.runner.simulated_runner import SimulatedRunner
-from engine.tiers.stores.block_store import HostStore
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.pool_copier import HostPoolCopier
-from tests.support.tiers.shared_rig import FakeMooncake
+from engine.tiers.stores.block_store import HostStore
 from engine.worker.messages import add_tier_reads, engine_request, worker_load
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
+from tests.support.tiers.shared_rig import FakeMooncake
 
 STOP = generation_pb2.StopParams(max_tokens=1)
 
