@@ -10,7 +10,7 @@ import importlib
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,9 @@ class MooncakeStore(BlockStore):
         body = self._bytes[_HEAD.size :]
         body[:] = content
         _HEAD.pack_into(self._bytes, 0, block.block_hash, xxhash.xxh3_64_intdigest(body))
-        code = self._client.upsert_from(self._key(slot, block.block_hash), self._address, self._buffer.nbytes)
+        code = self._put(block.block_hash)(
+            self._key(slot, block.block_hash), self._address, self._buffer.nbytes
+        )
         if code != 0:
             raise OSError(f"Mooncake Store took no block: error {code}")
 
@@ -78,6 +80,10 @@ class MooncakeStore(BlockStore):
     def _key(self, slot: int, block_hash: bytes) -> str:
         return f"{self._prefix}/{slot}"
 
+    def _put(self, block_hash: bytes) -> Callable[[str, int, int], int]:
+        """What of the client writes the buffer: over what is there."""
+        return self._client.upsert_from  # type: ignore[no-any-return]
+
 
 class SharedMooncakeStore(MooncakeStore, SharedStore):
     """Blocks under their hashes, for all workers of one identity. The store evicts what was used least recently."""
@@ -91,9 +97,8 @@ class SharedMooncakeStore(MooncakeStore, SharedStore):
 
     def write(self, slot: int, block: TierBlock, content: memoryview) -> None:
         """See `BlockStore`."""
-        if block.block_hash in self._suspect or not self.held([block.block_hash]):
-            super().write(slot, block, content)
-            self._suspect.discard(block.block_hash)
+        super().write(slot, block, content)
+        self._suspect.discard(block.block_hash)
 
     def read(self, slot: int, block_hash: bytes) -> memoryview | None:
         """See `BlockStore`."""
@@ -113,6 +118,11 @@ class SharedMooncakeStore(MooncakeStore, SharedStore):
 
     def _key(self, slot: int, block_hash: bytes) -> str:
         return f"{self._prefix}/{block_hash.hex()}"
+
+    def _put(self, block_hash: bytes) -> Callable[[str, int, int], int]:
+        """The store moves no bytes for a block that it has, or that another worker is writing; that is no error."""
+        client = self._client
+        return client.upsert_from if block_hash in self._suspect else client.put_from  # type: ignore[no-any-return]
 
 
 def open_mooncake_store(

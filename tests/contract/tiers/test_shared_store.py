@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -187,9 +188,10 @@ def test_writers_of_one_block_leave_one_whole(shared: Shared) -> None:
         try:
             for _ in range(20):
                 for block in blocks:
-                    client.write(0, block, content(seed))
-                    found = client.read(0, block.block_hash)
-                    assert found is None or bytes(found) in written
+                    with suppress(OSError):  # while the other one writes it
+                        client.write(0, block, content(seed))
+                        found = client.read(0, block.block_hash)
+                        assert found is None or bytes(found) in written
         except BaseException as error:
             failures.append(error)
 
@@ -210,7 +212,7 @@ def test_a_store_that_fails_says_so() -> None:
     fake.fails = True
     with pytest.raises(OSError, match="did not say what it has"):
         store.held([block.block_hash])
-    with pytest.raises(OSError, match="did not say"):
+    with pytest.raises(OSError, match="took no block"):
         store.write(0, block, content(1))
     with pytest.raises(OSError, match="gave no block"):
         store.read(0, block.block_hash)

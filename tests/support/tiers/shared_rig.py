@@ -25,6 +25,9 @@ class FakeMooncake:
     def register_buffer(self, _address: int, _size: int) -> int:
         return 0
 
+    def put_from(self, key: str, address: int, size: int) -> int:
+        return 0 if key in self.objects else self.upsert_from(key, address, size)
+
     def upsert_from(self, key: str, address: int, size: int) -> int:
         self.writes += 1
         self.objects[key] = ctypes.string_at(address, size)
