@@ -1,1 +1,1 @@
-"""Where tiers keep the bytes of blocks: a worker's own slots, and stores that it shares. Read `block_store.py` first."""
+"""Where tiers keep the bytes of blocks: a worker's own slots, and shared stores. Read `block_store.py` first."""

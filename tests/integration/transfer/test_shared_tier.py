@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from splitserve.models.hf_tokenizer import load_tokenizer
 from tests.integration.transfer.test_kv_tiers import ANSWER, BLOCK_BYTES, TOKENS, tier_hits
 from tests.support.clients.text import sentences
 from tests.support.cluster.real_cluster import Cluster, running
+from tests.support.tiers.mooncake_rig import mooncake_store
 
 PROMPTS = 2
 
@@ -20,14 +22,25 @@ async def answers(client: AsyncClient, prompts: list[list[int]]) -> list[list[in
     return [list(each.token_ids) for each in got]
 
 
+@pytest.fixture(params=["folder", "mooncake"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
+    """Options for a store that outlives workers; Mooncake is skipped without its package, which is an extra."""
+    if request.param == "folder":
+        yield ["--kv-disk-tier-path", str(tmp_path / "kv")]
+        return
+    node = mooncake_store(BLOCK_BYTES, 1, bytes(32), segment_bytes=2**28)
+    yield ["--kv-store-master", node.address]
+    node.close()
+
+
 @pytest.mark.timeout(120)
 async def test_another_worker_reads_what_a_dead_one_has_written(
-    log_dir: Path, smollm2: str, tmp_path: Path
+    log_dir: Path, smollm2: str, place: list[str]
 ) -> None:
     tokenizer = load_tokenizer(smollm2)
     prompts = [tokenizer.encode(sentences(40, seed=seed))[: TOKENS + 5] for seed in range(PROMPTS)]
     options = ["--dtype", "float32", "--num-blocks", "24", "--metrics-port", "0", "--kv-tier-sharing", "on"]
-    options += ["--kv-host-tier-bytes", str(32 * BLOCK_BYTES), "--kv-disk-tier-path", str(tmp_path / "kv")]
+    options += ["--kv-host-tier-bytes", str(32 * BLOCK_BYTES), *place]
     options += ["--kv-disk-tier-bytes", str(1028 * BLOCK_BYTES)]
     setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options)
     async with running(setup) as cluster, AsyncClient(cluster.target, timeout_s=100) as client:
