@@ -2,7 +2,7 @@
 
 Books are kept on the engine thread, bytes are moved by two threads: one between pool and host memory, one that alone
 touches the disk. A block that is being copied has an owner in the pool, so nobody writes to it. Each job ends with a
-function that `collect` runs on the engine thread.
+function that `collect` runs on the engine thread. A store that workers share is asked by `look_ups.py`.
 """
 
 from __future__ import annotations
