@@ -37,8 +37,8 @@ LEAST_TIMEOUT_S = 0.05
 REST_S = 10.0
 """How long a pair of workers whose fetch has failed is left alone."""
 OUTCOMES = ("completed", "failed")
-NO_ROOM = "NO_ROOM_FOR_PREFIX"
-"""The taker needs its blocks for requests now: no fault of the pair."""
+BUSY = ("NO_ROOM_FOR_PREFIX", "PREFIX_READS_FULL")
+"""The taker needs its blocks for requests now, or the holder reads for others: no fault of the pair."""
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ class PrefixFetcher:
             self.times.record(pair, plan.lane_s, took_s - plan.wait_s, now)
         if failure is not None:
             counts.outcomes["failed"] += 1
-            if reason != NO_ROOM:
+            if reason not in BUSY:
                 self._resting[pair] = now + REST_S
             return
         counts.outcomes["completed"] += 1

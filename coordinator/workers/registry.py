@@ -140,6 +140,7 @@ class Registry:
         self._silent.discard(worker.key)
         if request.HasField("cache_events"):
             self.prefixes.apply(worker.key, request.cache_events)
+        self.prefixes.share(worker.key, request.load.disk_tier.shared_id)
         reported = worker.reported_as(request, pool, self.prefixes.slots_of(worker.key), now)
         self.loads.on_report(worker.key, request.load)
         self._put(reported)

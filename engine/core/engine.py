@@ -56,8 +56,9 @@ class Engine(ABC):
         """Holds the blocks of a `prefix_only` request, which are cached here, until `release_held`.
 
         `held` is called with all of them in order, now or when lower tiers have brought them, or with none if one is
-        gone; not if the request has been aborted. Raises InvalidArgumentError for a request that can never be held, and
-        FailedPreconditionError (NO_PREFIX_FETCH) where the engine's cache cannot be read.
+        gone; not if the request has been aborted. Raises InvalidArgumentError for a request that can never be held,
+        FailedPreconditionError (NO_PREFIX_FETCH) where the engine's cache cannot be read, and ResourceExhaustedError
+        (PREFIX_READS_FULL) where lower tiers read as much for peers as they may.
         """
 
     @abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -11,7 +12,7 @@ from engine.core.types import EngineRequest
 from engine.kv_cache.block_pool import BlockPool
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.tier_index import TierBlock
-from splitserve.errors import FailedPreconditionError, InvalidArgumentError
+from splitserve.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from splitserve.generation.kv_blocks import blocks_for, extend_block_hashes
 
 _table_ids = count(1)
@@ -68,9 +69,26 @@ class KVCacheManager:
             raise InvalidArgumentError(message, field="token_ids")
 
     def bring(self, sequence: Sequence, then: Callable[[Sequence], None]) -> None:
-        """Calls `then`: at once, or when blocks of the sequence's prefix that lower tiers have are in the pool."""
-        if not self.reads(sequence, then):
+        """Calls `then`: at once, or when blocks of the sequence's prefix that lower tiers have are in the pool.
+
+        Raises ResourceExhaustedError as `KvTiers.bring`, for a prefix that a peer fetches."""
+        if not self._looks_up(sequence, then) and not self.reads(sequence, then):
             then(sequence)
+
+    def _looks_up(self, sequence: Sequence, then: Callable[[Sequence], None]) -> bool:
+        """Whether a store that workers share is asked for what no tier here knows of; what it has is read then."""
+        look_ups = self._tiers.look_ups if self._tiers is not None else None
+        if look_ups is None:
+            return False
+        usable = _usable_tokens(sequence)
+        hits, blocks = len(self.computed_prefix(sequence, usable)), usable // self.block_size
+        if hits + len(self._below(sequence, hits)) >= blocks:
+            return False
+        answered = partial(self._read_on, sequence, then, -1)
+        if not look_ups.ask(sequence.block_hashes, partial(self._hash, sequence), blocks, answered):
+            return False
+        self._waits(sequence)
+        return True
 
     def reads(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int = -1) -> bool:
         """Whether blocks of the sequence's prefix are being read from lower tiers: only then `then` is called, once
@@ -87,10 +105,13 @@ class KVCacheManager:
         owner = None if whole else sequence
         if not self._tiers.bring(hits, below, len(sequence.tokens), came, again, owner=owner, whole=whole):
             return False
-        if not whole:
+        self._waits(sequence)
+        return True
+
+    def _waits(self, sequence: Sequence) -> None:
+        if not sequence.request.prefix_only:  # nothing is computed for that
             self.reading.add(sequence)
             self.reading_tokens += sequence.remaining
-        return True
 
     def read_ended(self, sequence: Sequence) -> None:
         """A sequence does not wait for a read any more, if it did."""
@@ -127,10 +148,12 @@ class KVCacheManager:
         return self.reads(sequence, then)
 
     def _read_on(self, sequence: Sequence, then: Callable[[Sequence], None], beyond: int) -> None:
-        """What others have read is there; a prompt may have more in the tiers."""
+        """What others have read is there, or is known of; a prompt may have more in the tiers."""
         self.read_ended(sequence)
-        if sequence.status is not SequenceStatus.WAITING or not self.reads(sequence, then, beyond):
-            then(sequence)
+        with suppress(ResourceExhaustedError):  # a peer's: without its blocks it is refused
+            if sequence.status is SequenceStatus.WAITING and self.reads(sequence, then, beyond):
+                return
+        then(sequence)
 
     def _below(self, sequence: Sequence, hits: int) -> list[bytes]:
         """Hashes of the blocks that follow the `hits` in the pool and that lower tiers have."""
@@ -239,8 +262,10 @@ class KVCacheManager:
             self._tiers.close()
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        salt = sequence.request.cache_salt
-        extend_block_hashes(sequence.block_hashes, sequence.tokens, self.block_size, salt, num_blocks)
+        self._hash(sequence, sequence.block_hashes, num_blocks)
+
+    def _hash(self, sequence: Sequence, hashes: list[bytes], num_blocks: int) -> None:
+        extend_block_hashes(hashes, sequence.tokens, self.block_size, sequence.request.cache_salt, num_blocks)
 
 
 def _usable_tokens(sequence: Sequence) -> int:

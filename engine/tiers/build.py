@@ -7,12 +7,13 @@ from dataclasses import astuple
 
 import cbor2
 
-from engine.tiers.block_store import BlockStore, HostStore
-from engine.tiers.disk_store import FIELD, open_disk_store, require_folder
 from engine.tiers.kv_tiers import KvTiers
-from engine.tiers.mooncake_store import FIELD as STORE_FIELD
-from engine.tiers.mooncake_store import open_mooncake_store
 from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
+from engine.tiers.stores.block_store import BlockStore, HostStore
+from engine.tiers.stores.disk_store import FIELD, open_disk_store, require_folder
+from engine.tiers.stores.mooncake_store import FIELD as STORE_FIELD
+from engine.tiers.stores.mooncake_store import open_mooncake_store
+from engine.tiers.stores.shared_folder import open_shared_folder
 from kv_transfer.layout import KvLayout
 from kv_transfer.transports.transport import VRAM, KvMemoryRegion
 from splitserve.config.engine import EngineConfig
@@ -25,6 +26,11 @@ _HASHES = "sha256-cbor-1"
 
 def check_tiers(config: EngineConfig) -> None:
     """Raises ConfigError for settings of tiers that contradict others, and for a folder that cannot be used."""
+    kept = config.kv_disk_tier_path is not None or config.kv_store_master is not None
+    if config.kv_tier_sharing == "on" and not kept:
+        field = "engine.kv_tier_sharing"
+        message = f"{field}: needs kv_disk_tier_path or kv_store_master, which workers can share"
+        raise ConfigError(message, field=field)
     if config.kv_host_tier_bytes is None:
         for field, given in ((FIELD, config.kv_disk_tier_path), (STORE_FIELD, config.kv_store_master)):
             if given is not None:
@@ -56,18 +62,20 @@ def make_tiers(config: EngineConfig, memory: KvMemoryRegion, wire_dtype: str) ->
         raise ConfigError(message, field=field)
     copier = _pool_copier(memory)
     host = HostStore(copier.host_memory(slots * block_bytes), block_bytes)
-    disk: BlockStore | None = None
-    if config.kv_disk_tier_path is not None:
-        identity = identity_of(memory.layout, wire_dtype)
-        disk = open_disk_store(config.kv_disk_tier_path, identity, block_bytes, config.kv_disk_tier_bytes)
-    elif config.kv_store_master is not None:
-        identity = identity_of(memory.layout, wire_dtype)
-        disk = open_mooncake_store(
-            config.kv_store_master, block_bytes, max(1, config.kv_disk_tier_bytes // block_bytes), identity
-        )
+    disk = _below_host(config, identity_of(memory.layout, wire_dtype), block_bytes)
     if disk is not None:
         log_event("kv_tier.opened", tier="disk", slots=disk.slots, found=len(disk.found()))
     return KvTiers(copier, host, disk, memory.layout.block_size_tokens)
+
+
+def _below_host(config: EngineConfig, identity: bytes, block_bytes: int) -> BlockStore | None:
+    most, shared = config.kv_disk_tier_bytes, config.kv_tier_sharing == "on"
+    if (folder := config.kv_disk_tier_path) is not None:
+        opened = open_shared_folder if shared else open_disk_store
+        return opened(folder, identity, block_bytes, most)
+    if (master := config.kv_store_master) is None:
+        return None
+    return open_mooncake_store(master, block_bytes, max(1, most // block_bytes), identity, shared=shared)
 
 
 def _pool_copier(memory: KvMemoryRegion) -> PoolCopier:

@@ -2,7 +2,7 @@
 
 Books are kept on the engine thread, bytes are moved by two threads: one between pool and host memory, one that alone
 touches the disk. A block that is being copied has an owner in the pool, so nobody writes to it. Each job ends with a
-function that `collect` runs on the engine thread.
+function that `collect` runs on the engine thread. A store that workers share is asked by `look_ups.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
 from engine.pacing.step_time_fit import PromptFit
-from engine.tiers.block_store import BlockStore, HostStore
+from engine.tiers.look_ups import LookUps
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import (
     PrefixBelow,
@@ -26,16 +25,19 @@ from engine.tiers.read_choice import (
     waits_for_read,
     waits_in_place_of_transfer,
 )
+from engine.tiers.stores.block_store import BlockStore, HostStore
+from engine.tiers.stores.shared_store import SharedStore
 from engine.tiers.tier import ReadItem, ReadOutcome, Tier, TierPlaces
 from engine.tiers.tier_index import Eviction, TierBlock
 from engine.tiers.tier_read import TierRead, Waiting
 from splitserve.alarms import Alarms
+from splitserve.errors import ResourceExhaustedError
 from splitserve.logs import log_event
-
-T = TypeVar("T")
 
 _SHARE = 2
 """One block in so many of the pool may be owned by copies to host memory, and as many by reads."""
+MOST_PEER_READS = 4
+"""Reads that peers have asked for, at a time."""
 _DISK_BACKLOG_BYTES = 256 << 20
 _LEAST_PATIENCE_S = 0.5
 """A read of a disk is waited for until computing would have been done, but at least this long."""
@@ -77,6 +79,10 @@ class KvTiers:
         """By the hash of their first block, those that others may wait for, too."""
         self.under_way: dict[TierRead, None] = {}
         self._alarms = alarms or Alarms("kv-alarms")
+        self.look_ups: LookUps | None = None
+        """Where the disk is a store that workers share."""
+        if self.disk is not None and isinstance(disk, SharedStore):
+            self.look_ups = LookUps(self.disk, disk, self.places, self._alarms, self._soon, self._cost)
         self._closed = False
 
     def attach(
@@ -105,6 +111,7 @@ class KvTiers:
             or self._reading
             or not self._completed.empty()
             or any(len(tier.thread) for tier in self.all.values())
+            or (self.look_ups is not None and self.look_ups.busy)
         )
 
     def stored(self, block: int, found: TierBlock) -> None:
@@ -120,9 +127,8 @@ class KvTiers:
         self.places.left(placement.evicted)
         self._pool.share([block])
         self._pinned += 1
-        self._start(
-            self.host, partial(self._save, block, found, placement.slot), partial(self._saved, block, found)
-        )
+        work = partial(self._save, block, found, placement.slot)
+        self.host.start(work, partial(self._saved, block, found), self._soon)
 
     def used(self, hits: Sequence[int], hashes: Sequence[bytes]) -> None:
         """A prompt starts with these blocks of the pool's prefix cache."""
@@ -148,7 +154,8 @@ class KvTiers:
         `hashes`: of the blocks after the hits, each in a tier. `tokens`: of the whole prompt. `then` is called when
         they are in the prefix cache, or when it takes too long. What is being read already is waited for: `again` is
         called when that is there; None: the prompt has waited for these before. False if nothing is to be read: then
-        neither is called. `owner`: the prompt's sequence. `whole`: nothing is computed, all of them are needed.
+        neither is called. `owner`: the prompt's sequence. `whole`: a peer needs all of them, and nothing is computed;
+        raises ResourceExhaustedError (PREFIX_READS_FULL) where peers have too much read already.
         """
         names, fit = self._readable(hits, hashes), None if whole else self._prompt_fit()
         prefix, waits_s = PrefixBelow(tokens, self._block_tokens, len(hits), names), self._waits_s()
@@ -160,10 +167,12 @@ class KvTiers:
             shared, left_s = begun.shared(hashes), max(waits_s[name] for name in begun.tiers)
             if waits_for_read(prefix, self._rates, waits_s, fit, shared, left_s):
                 return self._join(begun, Waiting(again, then, owner), patience_s)
+        if whole:
+            self._require_peer_room(len(hashes))
         count = choose_read(prefix, self._rates, waits_s, fit)
         if whole and count < len(hashes):
             return False
-        return self._begin(hits, hashes, names, count, patience_s, Waiting(then, then, owner))
+        return self._begin(hits, hashes, names, count, patience_s, Waiting(then, then, owner, whole))
 
     def read_back(
         self, hits: list[int], hashes: Sequence[bytes], bytes_per_s: float, then: Callable[[], None]
@@ -195,6 +204,8 @@ class KvTiers:
         """Ends the threads, and closes what they use. What is on its way is lost."""
         self._closed = True
         self._alarms.close()
+        if self.look_ups is not None:
+            self.look_ups.close(_CLOSE_S)
         for tier in self.all.values():
             if tier.thread.close(_CLOSE_S):
                 tier.store.close()
@@ -213,6 +224,13 @@ class KvTiers:
         begun = self._begun.get(hashes[0])
         return None if begun is None or (self._late_reads and "disk" in begun.tiers) else begun
 
+    def _require_peer_room(self, blocks: int) -> None:
+        """One read for a peer may take all that reads may, several half of it together."""
+        owned = [read.owned for read in self.under_way if read.for_peer]
+        if len(owned) >= MOST_PEER_READS or (owned and 2 * (sum(owned) + blocks) > self._most_owned):
+            message = f"{len(owned)} reads for peers, of {sum(owned)} KV blocks, go on already"
+            raise ResourceExhaustedError(message, reason="PREFIX_READS_FULL", retry_after_s=1.0)
+
     def _waits_s(self) -> dict[TierName, float]:
         return {name: tier.reading_blocks * tier.rate.block_s for name, tier in self.all.items()}
 
@@ -229,7 +247,7 @@ class KvTiers:
         wait for a disk could have no end."""
         for name in set(names[count:]):
             self.all[name].rate.passed_over()
-        read = TierRead(hits, hashes[:count], names[:count], [waiting])
+        read = TierRead(hits, hashes[:count], names[:count], [waiting], for_peer=waiting.for_peer)
         late, patience_s = partial(self._soon, partial(self._late, read)), max(patience_s, _LEAST_PATIENCE_S)
         if not count or ("disk" in read.tiers and not read.limit(patience_s, self._alarms, late)):
             return False
@@ -252,20 +270,6 @@ class KvTiers:
         fit = self._prompt_fit()
         return 1.0 if fit is None else 1.0 + depth * self._block_tokens * fit.pair_s / fit.token_s
 
-    def _start(
-        self, tier: Tier, work: Callable[[], T], done: Callable[[T], None], *, urgent: bool = False
-    ) -> None:
-        """Runs `work` on the tier's thread, then `done` with its result on this one."""
-
-        def job() -> None:
-            try:
-                ended: Callable[[], None] = partial(done, work())
-            except BaseException as error:
-                ended = partial(_raise, error)
-            self._soon(ended)
-
-        tier.thread.put(job, urgent=urgent)
-
     def _save(self, block: int, found: TierBlock, slot: int) -> None:
         """On the thread of the host tier."""
         self._copier.save(block, self._host_store.room(slot))
@@ -285,7 +289,7 @@ class KvTiers:
         if placement is not None:
             self.places.left(placement.evicted)
             work = partial(self._write, disk, found, slot, placement.slot)
-            self._start(disk, work, partial(self._written, disk, found))
+            disk.start(work, partial(self._written, disk, found), self._soon)
 
     def _write(self, disk: Tier, found: TierBlock, source: int, slot: int) -> OSError | bool:
         """On the thread of the disk. Whether the block has been written."""
@@ -307,7 +311,7 @@ class KvTiers:
         read.parts += 1
         tier.reading_blocks += len(items)
         work = partial(tier.read, read, items, self._copier, lambda: self._closed)
-        self._start(tier, work, partial(self._part_read, tier, read, items), urgent=True)
+        tier.start(work, partial(self._part_read, tier, read, items), self._soon, urgent=True)
 
     def _part_read(self, tier: Tier, read: TierRead, items: list[ReadItem], outcome: ReadOutcome) -> None:
         if tier is self.disk and read.alarm is not None:
@@ -344,7 +348,3 @@ class KvTiers:
         if read in self.under_way:
             log_event("kv_tier.read_late", blocks=len(read.blocks))
             self.give_up(read)
-
-
-def _raise(error: BaseException) -> None:
-    raise error

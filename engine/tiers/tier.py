@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.cache_events import KvEventLog
-from engine.tiers.block_store import BlockStore
 from engine.tiers.copy_thread import CopyThread
 from engine.tiers.pool_copier import PoolCopier
 from engine.tiers.read_choice import ReadRate, TierName
+from engine.tiers.stores.block_store import BlockStore
 from engine.tiers.tier_index import Eviction, TierBlock, TierIndex
 from engine.tiers.tier_read import TierRead
 from splitserve.logs import log_event
 
 _ASSUMED_BYTES_PER_S: dict[TierName, float] = {"host": 2e9, "disk": 4e8}
 """Until a tier's first read."""
+T = TypeVar("T")
 Failure = Literal["write", "read", "skipped"]
 
 
@@ -27,6 +29,8 @@ class TierStats:
     """What came of a tier since the start."""
 
     hit_tokens: int = 0
+    found_blocks: int = 0
+    """That other workers have written, and a look-up has found."""
     read_bytes: int = 0
     read_s: float = 0.0
     failures: dict[Failure, int] = field(default_factory=lambda: {"write": 0, "read": 0, "skipped": 0})
@@ -72,6 +76,25 @@ class Tier:
     def bytes_per_s(self) -> float:
         """How fast blocks are read, as far as is known."""
         return self.store.block_bytes / self.rate.block_s
+
+    def start(
+        self,
+        work: Callable[[], T],
+        done: Callable[[T], None],
+        soon: Callable[[Callable[[], None]], None],
+        *,
+        urgent: bool = False,
+    ) -> None:
+        """Runs `work` on the tier's thread, then has `soon` call `done` with its result on the engine's."""
+
+        def job() -> None:
+            try:
+                ended: Callable[[], None] = partial(done, work())
+            except BaseException as error:
+                ended = partial(raise_again, error)
+            soon(ended)
+
+        self.thread.put(job, urgent=urgent)
 
     def write(self, slot: int, block: TierBlock, content: memoryview) -> OSError | bool:
         """Writes a block, on the tier's thread: True, or why not."""
@@ -176,3 +199,8 @@ class TierPlaces:
             self._log.removed(block_hash)
         else:
             self._log.stored(block_hash, place)
+
+
+def raise_again(error: BaseException) -> None:
+    """Raises what a thread has met, on the thread that is to know."""
+    raise error

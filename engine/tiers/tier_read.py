@@ -22,6 +22,8 @@ class Waiting:
     left: Callable[[], None]
     owner: object = None
     """The sequence whose prompt waits; None where a peer does."""
+    for_peer: bool = False
+    """A peer waits, that fetches a prefix."""
     alarm: Alarm | None = None
 
 
@@ -34,6 +36,8 @@ class TierRead:
     hashes: Sequence[bytes]
     tiers: Sequence[TierName]
     waiting: list[Waiting] = field(default_factory=list)
+    for_peer: bool = False
+    """Begun for a peer; prompts may have joined it."""
     blocks: list[int] = field(default_factory=list)
     owned: int = 0
     """Blocks of the pool that are in use only for it: its own, and those before them that nobody else had."""

@@ -176,6 +176,11 @@ def tier_metrics(tiers: KvTiers | None) -> list[Metric]:
         each("splitserve_kv_tier_read_bytes", "KV read from a tier", lambda tier: tier.stats.read_bytes),
         each("splitserve_kv_tier_read_seconds", "Time of these reads", lambda tier: tier.stats.read_s),
         each(
+            "splitserve_kv_tier_found_blocks",
+            "Blocks of other workers that were found in a store that they share",
+            lambda tier: tier.stats.found_blocks,
+        ),
+        each(
             "splitserve_kv_tier_evictions",
             "Blocks that gave way to others",
             lambda tier: tier.index.evictions,

@@ -138,7 +138,11 @@ class EngineConfig(Settings):
     """The master of a Mooncake Store that takes the place of the disk: KV of prefixes that host memory does not hold
     goes to the memory of the store's nodes. Needs the package `mooncake-transfer-engine-non-cuda`. Default: none."""
     kv_disk_tier_bytes: Annotated[int, Field(ge=2**14)] = 2**34
-    """Most bytes of a worker's file in `kv_disk_tier_path`, or of its blocks in the store of `kv_store_master`."""
+    """Most bytes of a worker's file in `kv_disk_tier_path`, or of its blocks in the store of `kv_store_master`. With
+    `kv_tier_sharing`: of all blocks in the folder, at least 256 blocks; or what a worker remembers of the store."""
+    kv_tier_sharing: Literal["off", "on"] = "off"
+    """Whether all workers that have this `kv_disk_tier_path` on one host, or this `kv_store_master`, read what any of
+    them has written: those of the same model, KV dtype, layout and block size. See docs/engine.md."""
     speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
     """Drafts of next tokens, which decode steps check several at a time; answers stay the same, token for token.
     `prompt-lookup`: what followed the last tokens when they occurred before, in the prompt or the answer.

@@ -49,7 +49,8 @@ class PrefillRequest(_message.Message):
     prefix_only: _builtins.bool
     """Compute nothing: hand off the KV of token_ids, whole blocks of this worker, from its prefix cache. Needs a ticket; no
     `first_token` comes. Default false. Failure: FAILED_PRECONDITION (PREFIX_GONE: a block is not cached here, or
-    NO_PREFIX_FETCH: the engine cannot), and PREFIXES_ONLY for everything else at a decode worker that trades prefixes.
+    NO_PREFIX_FETCH: the engine cannot), RESOURCE_EXHAUSTED (PREFIX_READS_FULL: it reads as much from lower tiers for
+    peers as it may), and PREFIXES_ONLY for everything else at a decode worker that trades prefixes.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -610,19 +610,25 @@ class TierReads(_message.Message):
 
     GB_PER_SECOND_FIELD_NUMBER: _builtins.int
     WAITING_BYTES_FIELD_NUMBER: _builtins.int
+    SHARED_ID_FIELD_NUMBER: _builtins.int
     gb_per_second: _builtins.float
     """Mean of recent reads, as the worker itself predicts with it; an assumption until the first. GB/s (10^9 bytes), above 0."""
     waiting_bytes: _builtins.int
     """Bytes of reads that are under way."""
+    shared_id: _builtins.int
+    """Names the store if other workers share it: workers that say the same number read what any of them has written. Only of
+    the disk. Default 0: it is this worker's own.
+    """
     def __init__(
         self,
         *,
         gb_per_second: _builtins.float = ...,
         waiting_bytes: _builtins.int = ...,
+        shared_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_second", b"gb_per_second", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gb_per_second", b"gb_per_second", "shared_id", b"shared_id", "waiting_bytes", b"waiting_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

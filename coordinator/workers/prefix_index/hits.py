@@ -101,6 +101,16 @@ def deepest(levels: list[tuple[int, int]], live: int) -> list[tuple[int, int]]:
     return found
 
 
+def with_shared(levels: list[tuple[int, int]], groups: Sequence[int], live: int) -> list[tuple[int, int]]:
+    """Levels with all slots of a group, a bit set, at the greatest depth of any of them: what one has, all can read."""
+    more = []
+    for group in groups:
+        depth = max((depth for depth, slots in levels if slots & group), default=0)
+        if depth:
+            more.append((depth, group))
+    return deepest([*levels, *more], live) if more else levels
+
+
 def bits(slots: int) -> Iterator[int]:
     """The slots of a bit set, from the last."""
     while slots:

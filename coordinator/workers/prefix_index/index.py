@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from coordinator.workers.prefix_index.expected_blocks import ExpectedBlocks
-from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits, deepest, joined, limited
+from coordinator.workers.prefix_index.hits import NO_HITS, PrefixHits, deepest, joined, limited, with_shared
 from coordinator.workers.snapshot import WorkerKey
 from splitserve.errors import InvalidArgumentError
 from splitserve.generation.kv_blocks import NAME_BYTES, BlockKeys, keys_of
@@ -44,6 +44,8 @@ class _EventCursor:
     slots: tuple[int, ...]
     """The first has all blocks; with tiers the second has those in host memory or nearer, the third the pool's."""
     sequence: int = 0
+    shared_id: int = 0
+    """Of the store that it shares with others."""
     lost: bool = False
     """A message was missed: everything is ignored until the worker has resent its whole cache."""
 
@@ -68,6 +70,8 @@ class PrefixIndex:
         self._sets: dict[int, int] = {}
         self._expected = ExpectedBlocks()
         self._crowded = False
+        self._groups: list[int] | None = []
+        """Sets of slots that hold what any of them does; None: to be made again. Empty sets stay so until `share`."""
         self._found: deque[tuple[Sequence[int], int]] = deque(maxlen=_MAX_FOUND)
         """Prompts found since the last message, with the depth: in use, so their keys should not be evicted."""
 
@@ -133,6 +137,12 @@ class PrefixIndex:
         if cursor is not None:
             self._release_slots(cursor.slots)
 
+    def share(self, worker: WorkerKey, shared_id: int) -> None:
+        """The worker reads what any worker of the same `shared_id` holds, as from its own disk. 0: none."""
+        cursor = self._cursors.get(worker)
+        if cursor is not None and cursor.shared_id != shared_id:
+            cursor.shared_id, self._groups = shared_id, None
+
     def expect(self, workers: Iterable[WorkerKey], keys: Sequence[int], now: float) -> None:
         """Counts a prompt sent to these workers as held by them, until they report its blocks or a lifetime is over."""
         bits = 0
@@ -179,6 +189,8 @@ class PrefixIndex:
             levels.append((depth, holding))
         if self._crowded and levels:
             self._found.append((keys, levels[-1][0]))
+        if levels and (groups := self._sharing()):
+            levels = with_shared(levels, groups, self._live)
         if not confirmed_only and (expected := self._expected.levels(keys)):
             levels = deepest(levels + expected, self._live)
         return limited(levels) if levels else NO_HITS
@@ -211,6 +223,15 @@ class PrefixIndex:
             elif left != holders:
                 shard[key] = self._shared(left)
 
+    def _sharing(self) -> list[int]:
+        if self._groups is None:
+            stores: dict[int, int] = {}
+            for cursor in self._cursors.values():
+                if cursor.shared_id:
+                    stores[cursor.shared_id] = stores.get(cursor.shared_id, 0) | self._bits[cursor.slots[0]]
+            self._groups = [slots for slots in stores.values() if slots.bit_count() > 1]
+        return self._groups
+
     def _take_slots(self, count: int) -> tuple[int, ...]:
         taken = []
         for _ in range(count):
@@ -219,10 +240,12 @@ class PrefixIndex:
                 self._bits.append(1 << len(self._bits))
             taken.append(self._free_slots.pop())
         self._live |= self._bits_of(taken)
+        self._groups = self._groups and None
         return tuple(taken)
 
     def _release_slots(self, slots: tuple[int, ...]) -> None:
         self._live &= ~self._bits_of(slots)
+        self._groups = self._groups and None
         self._dead += slots
 
     def _bits_of(self, slots: Sequence[int]) -> int:

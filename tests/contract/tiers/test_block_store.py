@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from engine.tiers.block_store import BlockStore, HostStore
-from engine.tiers.disk_store import DiskStore, open_disk_store
+from engine.tiers.stores.block_store import BlockStore, HostStore
+from engine.tiers.stores.disk_store import DiskStore, open_disk_store
 from tests.support.tiers.mooncake_rig import mooncake_store
 from tests.support.tiers.tiers_rig import FailingStore, chain, damage, disk_bytes
 
@@ -125,7 +126,8 @@ def test_a_store_whose_master_ended_has_nothing() -> None:
     store.end_master()
     with pytest.raises(OSError, match="Mooncake Store took no block"):
         store.write(2, second, content(2))
-    assert store.read(2, second.block_hash) is None
-    found = store.read(1, first.block_hash)
-    assert found is None or found == content(1)
+    with suppress(OSError):  # which it is depends on what the client has noticed
+        assert store.read(2, second.block_hash) is None
+        found = store.read(1, first.block_hash)
+        assert found is None or found == content(1)
     store.close()

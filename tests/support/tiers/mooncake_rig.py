@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.tiers.mooncake_store import MooncakeStore, open_mooncake_store
+from engine.tiers.stores.mooncake_store import MooncakeStore, open_mooncake_store
 from tests.support.waiting import PATIENCE_S
 
 SEGMENT_BYTES = 2**24

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.pool_copier import HostPoolCopier
+from engine.tiers.stores.block_store import BlockStore, HostStore
 from kv_transfer.transports.transport import KvMemoryRegion
 from tests.support.engine.connector_pair import ConnectorPair
 from tests.support.waiting import PATIENCE_S

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.tiers.block_store import BlockStore, HostStore
 from engine.tiers.build import identity_of
-from engine.tiers.disk_store import DiskStore, open_disk_store
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.pool_copier import HostPoolCopier
+from engine.tiers.stores.block_store import BlockStore, HostStore
+from engine.tiers.stores.disk_store import DiskStore, open_disk_store
 from engine.tiers.tier_index import TierBlock
 from kv_transfer.layout import SAME
 from kv_transfer.transports.transport import KvMemoryRegion

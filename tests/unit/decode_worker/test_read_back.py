@@ -10,7 +10,7 @@ import pytest
 from decode_worker.decode_service import _lane_bytes_per_s
 from engine.runner.simulated_runner import expected_tokens
 from engine.tiers import kv_tiers
-from engine.tiers.block_store import BlockStore
+from engine.tiers.stores.block_store import BlockStore
 from kv_transfer.handoff.ticket import KvTicket
 from splitserve.errors import DeadlineExceededError, InvalidArgumentError
 from splitserve.v1 import decode_pb2

@@ -220,6 +220,25 @@ def test_a_prefix_does_not_wait_for_room_nor_where_reservations_do() -> None:
     rig.assert_empty()
 
 
+def test_a_holder_that_reads_enough_for_others_refuses_and_leaves_nothing() -> None:
+    rig = NeutralRig()
+    tokens = prompt(LENGTH, 14)
+    warm(rig, rig.b, [*tokens, 9])
+    ticket = ticket_of(rig.a.reserve("fetch", tokens, rig.b.agent_id, prefix_only=True))
+
+    def full(*_: object) -> None:
+        raise ResourceExhaustedError("4 reads go on", reason="PREFIX_READS_FULL")
+
+    rig.b.core._kv.reads = full  # type: ignore[assignment]  # as the tiers' books refuse
+    with pytest.raises(ResourceExhaustedError) as refused:
+        rig.b.start("fetch", tokens, ticket, prefix_only=True)
+    assert refused.value.reason == "PREFIX_READS_FULL"
+    rig.run(10)
+    assert rig.a.failures("fetch"), "the taker is told, and holds no blocks for it"
+    assert cached(rig.a, tokens) == 0
+    rig.assert_empty()
+
+
 def test_what_is_no_prefix_is_refused_with_its_field() -> None:
     rig = NeutralRig()
     (refused,) = rig.a.reserve("odd", prompt(LENGTH + 1, 12), rig.b.agent_id, prefix_only=True)

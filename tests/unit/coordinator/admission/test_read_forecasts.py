@@ -83,14 +83,23 @@ def test_triage_knows_whom_a_read_makes_late() -> None:
     assert list(order.of([read, soon], pace)) == [soon, read]
 
 
-def tiered(registry: Registry, name: str, host: int, pool: int, disk_gb_per_s: float = 1.0) -> None:
-    """A prefill worker that has all of the prompt's blocks: the first `pool` ready, those up to `host` in memory."""
+def tiered(
+    registry: Registry,
+    name: str,
+    host: int,
+    pool: int,
+    disk_gb_per_s: float = 1.0,
+    shared_id: int = 0,
+    held: int = BLOCKS,
+) -> None:
+    """A prefill worker that has the first `held` of the prompt's blocks, or all: the first `pool` ready, those up to
+    `host` in memory."""
     one = registry.register(registration(name, registry_pb2.POOL_PREFILL), 0.0)
     report = registry_pb2.ReportRequest(worker_id=one.worker_id, epoch=one.epoch)
     places = {
         "stored": NAMES[: 8 * pool],
         "in_host": NAMES[8 * pool : 8 * host],
-        "on_disk": NAMES[8 * host :],
+        "on_disk": NAMES[8 * host : 8 * held],
     }
     report.cache_events.CopyFrom(registry_pb2.CacheEvents(sequence=1, cleared=True, tiered=True, **places))
     speed = one.block_bytes / 1e9
@@ -98,7 +107,9 @@ def tiered(registry: Registry, name: str, host: int, pool: int, disk_gb_per_s: f
         registry_pb2.WorkerLoad(
             prefill_tokens_per_second=RATE,
             host_tier=registry_pb2.TierReads(gb_per_second=speed / 0.001),
-            disk_tier=registry_pb2.TierReads(gb_per_second=disk_gb_per_s * speed / 0.002),
+            disk_tier=registry_pb2.TierReads(
+                gb_per_second=disk_gb_per_s * speed / 0.002, shared_id=shared_id
+            ),
         )
     )
     registry.report(report, 0.0)
@@ -155,3 +166,16 @@ def test_nothing_is_read_of_what_nobody_has(registry: Registry, estimates: Estim
     other = replace(inference_request(prompt=PROMPT), block_keys={BLOCK: (7_000, 7_001)})
     found = estimates.of(other, 0.0)
     assert (found.uncached_tokens, found.read_s, found.hits) == (PROMPT, 0.0, PrefixHits())
+
+
+@pytest.mark.parametrize(("shared_id", "cached", "read_s"), [(7, PROMPT - 1, 0.04), (8, 0, 0.0), (0, 0, 0.0)])
+def test_what_another_worker_has_put_into_the_shared_store_is_read(
+    registry: Registry, shared_id: int, cached: int, read_s: float
+) -> None:
+    tiered(registry, "holder", host=BLOCKS, pool=BLOCKS, shared_id=7)
+    tiered(registry, "new", host=0, pool=0, held=0, shared_id=shared_id)
+    new = next(one for one in registry.snapshot().workers if one.worker_id == "new")
+    hits = registry.prefixes.hits_of({BLOCK: tuple(keys_of(NAMES))}, 0.0)
+    request = RoutingRequest("m", PROMPT, needs_decode=False, hits=hits)
+    cost = pair_cost(new, None, registry.loads, request, RATE, 0.0, 0.0)
+    assert (cost.cached_tokens, cost.read_s) == (cached, pytest.approx(read_s))

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.background_tasks import BackgroundTasks
 from coordinator.peer_fetch.fetch_times import FetchTimes
+from coordinator.peer_fetch.fetcher import PrefixFetcher
 from coordinator.peer_fetch.policy import (
     MARGIN,
     FetchPlan,
@@ -25,7 +26,10 @@ from coordinator.request.candidates import FetchedPrefix
 from coordinator.request.state import AttemptReport
 from coordinator.workers.catalog import Model
 from coordinator.workers.prefix_index.hits import PrefixHits
+from coordinator.workers.registry import Registry
 from coordinator.workers.snapshot import Isolation, PoolSnapshot, Worker
+from splitserve.config.coordinator import CoordinatorConfig
+from splitserve.errors import ResourceExhaustedError
 from splitserve.v1 import registry_pb2
 
 MODEL = Model("m", "m", 100_000, 100)
@@ -185,6 +189,20 @@ def test_no_fetch_to_a_worker_that_could_not_take_it_now() -> None:
     assert plan(taker(free_blocks=39), worker(1), hits={1: 40}) is None
     assert plan(taker(free_blocks=64, running_requests=64), worker(1), hits={1: 40}) is None
     assert plan(taker(free_blocks=64, waiting_reservations=1), worker(1), hits={1: 40}) is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "rests"),
+    [("PREFIX_READS_FULL", False), ("NO_ROOM_FOR_PREFIX", False), ("PREFIX_GONE", True)],
+)
+def test_a_pair_does_not_rest_where_a_worker_had_too_much_to_do(reason: str, rests: bool) -> None:
+    unused: Any = None
+    fetcher = PrefixFetcher(CoordinatorConfig(), Registry(5.0), unused, BackgroundTasks())
+    wanted = plan(worker(0), worker(1), hits={1: 40})
+    assert wanted is not None
+    fetcher._count(wanted, 0, 0.001, ResourceExhaustedError("not now", reason=reason))
+    assert bool(fetcher._resting) is rests
+    assert fetcher.counts.outcomes["failed"] == 1
 
 
 def test_a_pair_that_rests_is_left_alone() -> None:

@@ -63,6 +63,37 @@ def depths(index: PrefixIndex, *keys: int) -> list[int]:
     return [found.blocks(slot) for slot in index.slots_of(A)]
 
 
+def test_what_one_of_those_holds_who_share_a_store_all_can_read() -> None:
+    index, prompt = holding(c=(1,)), (1, 2, 3, 4, 5, 6)
+    index.apply(A, tiered(1, stored=(1, 2), in_host=(3,), on_disk=(4, 5)))
+    index.apply(B, tiered(1, stored=(1,)))
+    index.share(A, 7)
+    assert blocks(index, B, *prompt) == 1, "it alone"
+    index.share(B, 7)
+    index.share(("unknown", 1), 7)
+    found = index.hits(prompt, 0.0)
+    assert [found.blocks(slot) for slot in index.slots_of(B)] == [5, 1, 1]
+    assert depths(index, *prompt) == [5, 3, 2]
+    assert blocks(index, ("c", 1), *prompt) == 1
+    assert index.hits(prompt, 0.0, confirmed_only=True) == found
+    index.apply(B, tiered(2, on_disk=(2, 3, 4, 5, 6)))
+    assert depths(index, *prompt) == [6, 3, 2]
+    assert not index.hits((9,), 0.0)
+    index.expect([A], (9, 10), 0.0)
+    assert [blocks(index, each, 9, 10) for each in (A, B)] == [2, 0], "its blocks are not there yet"
+    index.share(B, 8)
+    assert [blocks(index, each, *prompt) for each in (A, B)] == [5, 6]
+    index.share(B, 7)
+    index.forget(B)
+    assert blocks(index, A, *prompt) == 5
+    index.apply(B, tiered(1))
+    assert blocks(index, B, *prompt) == 0, "another boot says anew what it shares"
+    index.share(B, 7)
+    assert blocks(index, B, *prompt) == 5
+    index.apply(A, registry_pb2.CacheEvents(sequence=2, cleared=True, tiered=True, stored=names(1)))
+    assert [blocks(index, each, *prompt) for each in (A, B)] == [1, 1]
+
+
 def test_where_a_worker_with_tiers_holds_a_prefix() -> None:
     index, prompt = holding(b=(1, 2)), (1, 2, 3, 4, 5, 6)
     assert index.slots_of(A) == (-1, -1, -1)

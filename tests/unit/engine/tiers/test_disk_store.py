@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.tiers import disk_store
-from engine.tiers.disk_store import DiskStore, open_disk_store
+from engine.tiers.stores import disk_store
+from engine.tiers.stores.disk_store import DiskStore, open_disk_store
 from engine.tiers.tier_index import TierBlock
 from splitserve.errors import ConfigError
 from tests.support.tiers.tiers_rig import chain, damage, disk_bytes
@@ -137,7 +137,7 @@ def test_a_full_disk_is_an_error_and_the_slot_holds_nothing(
 WRITER = """
 import sys
 from pathlib import Path
-from engine.tiers.disk_store import open_disk_store
+from engine.tiers.stores.disk_store import open_disk_store
 from engine.tiers.tier_index import TierBlock
 identity, size, num_bytes = sys.argv[2].encode(), int(sys.argv[3]), int(sys.argv[4])
 store, number = open_disk_store(Path(sys.argv[1]), identity, size, num_bytes), 0

@@ -13,6 +13,7 @@ from engine.runner.simulated_runner import SimulatedRunner
 from engine.tiers.build import check_tiers, identity_of, make_tiers
 from engine.tiers.device_copier import TensorPoolCopier
 from engine.tiers.pool_copier import HostPoolCopier, PoolCopier
+from engine.tiers.stores.shared_folder import SharedFolder
 from engine.worker.metrics import tier_metrics
 from kv_transfer.layout import FP8_E4M3, SAME
 from splitserve.config.base import load_settings
@@ -33,6 +34,7 @@ HOST = {"kv_host_tier_bytes": 2**16}
             "engine.kv_store_master",
             "takes the place of",
         ),
+        ({**HOST, "kv_tier_sharing": "on"}, "engine.kv_tier_sharing", "needs kv_disk_tier_path or"),
         ({**HOST, "prefix_cache": False}, "engine.kv_host_tier_bytes", "needs the prefix cache"),
         ({**HOST, "kind": "vllm"}, "engine.kv_host_tier_bytes", "engine vllm"),
         ({**HOST, "kv_disk_tier_path": "/proc/none"}, "engine.kv_disk_tier_path", "cannot be made"),
@@ -79,6 +81,24 @@ def test_tiers_have_the_bytes_that_were_asked_for(tmp_path: Path) -> None:
     (held,) = [each for each in tier_metrics(tiers) if each.name == "splitserve_kv_tier_bytes"]
     assert {sample.labels["tier"]: sample.value for sample in held.samples} == {"host": 0, "disk": 0}
     tiers.close()
+
+
+def test_a_shared_folder_is_made_of_the_same_settings(tmp_path: Path) -> None:
+    runner = SimulatedRunner(EngineConfig(num_blocks=4))
+    most = 2000 * runner.layout.block_bytes
+    config = EngineConfig(
+        kv_host_tier_bytes=2**14, kv_disk_tier_path=tmp_path, kv_disk_tier_bytes=most, kv_tier_sharing="on"
+    )
+    check_tiers(config)
+    with pytest.raises(ConfigError, match="must be at least") as caught:
+        make_tiers(config.model_copy(update={"kv_disk_tier_bytes": most // 16}), runner.pool_memory, SAME)
+    assert caught.value.field == "engine.kv_disk_tier_bytes"
+    both = [make_tiers(config, runner.pool_memory, SAME) for _ in range(2)]
+    for tiers in both:
+        assert tiers is not None
+        assert isinstance(tiers.all["disk"].store, SharedFolder)
+        assert tiers.look_ups is not None
+        tiers.close()
 
 
 def test_every_part_of_a_layout_is_in_its_identity() -> None:

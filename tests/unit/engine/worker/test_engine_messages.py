@@ -8,13 +8,14 @@ from engine.core.types import EngineLoad, EngineRequest, ModelFacts
 from engine.pacing.step_time_fit import PromptFit
 from engine.pacing.token_clock import ServiceTargets
 from engine.runner.simulated_runner import SimulatedRunner
-from engine.tiers.block_store import HostStore
 from engine.tiers.kv_tiers import KvTiers
 from engine.tiers.pool_copier import HostPoolCopier
+from engine.tiers.stores.block_store import HostStore
 from engine.worker.messages import add_tier_reads, engine_request, worker_load
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import decode_pb2, generation_pb2, prefill_pb2, registry_pb2
+from tests.support.tiers.shared_rig import FakeMooncake
 
 STOP = generation_pb2.StopParams(max_tokens=1)
 
@@ -39,10 +40,24 @@ def test_a_report_has_the_speed_of_the_tiers_and_what_waits_for_them() -> None:
         tiers.host.reading_blocks = 3
         add_tier_reads(load, tiers)
         assert load.host_tier.waiting_bytes == 3000
+        assert (load.host_tier.shared_id, load.disk_tier.shared_id) == (0, 0)
     finally:
         tiers.close()
     add_tier_reads(none := registry_pb2.WorkerLoad(), None)
     assert not none.HasField("host_tier")
+
+
+def test_a_report_names_the_store_that_workers_share() -> None:
+    host, _, tokens = stores(1000)
+    store = FakeMooncake().store(1000, 8)
+    pool = SimulatedRunner(EngineConfig(num_blocks=4)).pool_memory
+    tiers = KvTiers(HostPoolCopier(pool), host, store, tokens)
+    try:
+        add_tier_reads(load := registry_pb2.WorkerLoad(), tiers)
+        assert load.disk_tier.shared_id == store.shared_id != 0
+        assert load.host_tier.shared_id == 0
+    finally:
+        tiers.close()
 
 
 def stores(block_bytes: int) -> tuple[HostStore, HostStore, int]:

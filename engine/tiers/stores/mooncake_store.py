@@ -10,12 +10,14 @@ import importlib
 import secrets
 import socket
 import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from engine.tiers.block_store import BlockStore
+from engine.tiers.stores.block_store import BlockStore
+from engine.tiers.stores.shared_store import SharedStore, shared_id_of
 from engine.tiers.tier_index import TierBlock
 from splitserve.errors import ConfigError, UnavailableError
 
@@ -52,13 +54,15 @@ class MooncakeStore(BlockStore):
         body = self._bytes[_HEAD.size :]
         body[:] = content
         _HEAD.pack_into(self._bytes, 0, block.block_hash, xxhash.xxh3_64_intdigest(body))
-        code = self._client.upsert_from(self._key(slot), self._address, self._buffer.nbytes)
+        code = self._put(block.block_hash)(
+            self._key(slot, block.block_hash), self._address, self._buffer.nbytes
+        )
         if code != 0:
             raise OSError(f"Mooncake Store took no block: error {code}")
 
     def read(self, slot: int, block_hash: bytes) -> memoryview | None:
         """See `BlockStore`."""
-        got = self._client.get_into(self._key(slot), self._address, self._buffer.nbytes)
+        got = self._client.get_into(self._key(slot, block_hash), self._address, self._buffer.nbytes)
         if got < 0 and got != _NO_SUCH_KEY:
             raise OSError(f"Mooncake Store gave no block: error {got}")
         if got != self._buffer.nbytes:
@@ -73,8 +77,52 @@ class MooncakeStore(BlockStore):
             self._closed = True
             self._client.close()
 
-    def _key(self, slot: int) -> str:
+    def _key(self, slot: int, block_hash: bytes) -> str:
         return f"{self._prefix}/{slot}"
+
+    def _put(self, block_hash: bytes) -> Callable[[str, int, int], int]:
+        """What of the client writes the buffer: over what is there."""
+        return self._client.upsert_from  # type: ignore[no-any-return]
+
+
+class SharedMooncakeStore(MooncakeStore, SharedStore):
+    """Blocks under their hashes, for all workers of one identity. The store evicts what was used least recently."""
+
+    def __init__(self, client: Any, block_bytes: int, slots: int, identity: bytes, master: str) -> None:
+        """See `MooncakeStore`. `master`: the store's address, as all who share it must spell it."""
+        super().__init__(client, block_bytes, slots, identity, name="shared")
+        self.shared_id = shared_id_of(b"mooncake", master.encode(), identity)
+        self._suspect: set[bytes] = set()
+        """Blocks that were not there or damaged when they were read: written whatever is there."""
+
+    def write(self, slot: int, block: TierBlock, content: memoryview) -> None:
+        """See `BlockStore`."""
+        super().write(slot, block, content)
+        self._suspect.discard(block.block_hash)
+
+    def read(self, slot: int, block_hash: bytes) -> memoryview | None:
+        """See `BlockStore`."""
+        content = super().read(slot, block_hash)
+        if content is None:
+            if len(self._suspect) >= self.slots:
+                self._suspect.clear()
+            self._suspect.add(block_hash)
+        return content
+
+    def held(self, hashes: Sequence[bytes]) -> int:
+        """See `SharedStore`. One call."""
+        found = self._client.batch_is_exist([self._key(0, each) for each in hashes])
+        if len(found) != len(hashes) or min(found, default=0) < 0:
+            raise OSError(f"Mooncake Store did not say what it has: {found[:1]}")
+        return next((count for count, there in enumerate(found) if there != 1), len(found))
+
+    def _key(self, slot: int, block_hash: bytes) -> str:
+        return f"{self._prefix}/{block_hash.hex()}"
+
+    def _put(self, block_hash: bytes) -> Callable[[str, int, int], int]:
+        """The store moves no bytes for a block that it has, or that another worker is writing; that is no error."""
+        client = self._client
+        return client.upsert_from if block_hash in self._suspect else client.put_from  # type: ignore[no-any-return]
 
 
 def open_mooncake_store(
@@ -84,8 +132,11 @@ def open_mooncake_store(
     identity: bytes,
     segment_bytes: int = 0,
     host: str | None = None,
+    *,
+    shared: bool = False,
 ) -> MooncakeStore:
-    """Slots in the store of a `master` (HOST:PORT), to which this worker lends `segment_bytes` of its memory itself.
+    """Slots in the store of a `master` (HOST:PORT), to which this worker lends `segment_bytes` of its memory itself;
+    `shared` with all workers of this identity.
 
     `host`: this machine's address for the store's other nodes; by default by its name. Raises ConfigError
     (`engine.kv_store_master`) without the package, and UnavailableError if the master does not answer.
@@ -100,4 +151,6 @@ def open_mooncake_store(
     code = client.setup(own, _PEER_TO_PEER, segment_bytes, buffer_bytes, "tcp", "", master)
     if code:
         raise UnavailableError(f"{FIELD}: Mooncake's master {master} cannot be used: error {code}")
+    if shared:
+        return SharedMooncakeStore(client, block_bytes, slots, identity, master)
     return MooncakeStore(client, block_bytes, slots, identity)

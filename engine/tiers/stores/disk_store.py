@@ -19,7 +19,7 @@ from pathlib import Path
 
 import xxhash
 
-from engine.tiers.block_store import BlockStore
+from engine.tiers.stores.block_store import BlockStore
 from engine.tiers.tier_index import TierBlock
 from splitserve.errors import ConfigError
 from splitserve.logs import log_event
@@ -180,16 +180,17 @@ def _open_locked(path: Path, *, create: bool) -> int | None:
 
 def _header(identity: bytes, block_bytes: int, slots: int) -> bytes:
     assert len(identity) == _HASH_BYTES
-    return _checked(_HEADER, _MAGIC, _VERSION, block_bytes, slots, identity)
+    return checked(_HEADER, _MAGIC, _VERSION, block_bytes, slots, identity)
 
 
 def _entry(block: TierBlock, checksum: int) -> bytes:
     has_parent = block.parent is not None
     parent = block.parent if block.parent is not None else bytes(_HASH_BYTES)
-    return _checked(_ENTRY, block.block_hash, parent, block.depth, has_parent, checksum)
+    return checked(_ENTRY, block.block_hash, parent, block.depth, has_parent, checksum)
 
 
-def _checked(form: struct.Struct, *values: object) -> bytes:
+def checked(form: struct.Struct, *values: object) -> bytes:
+    """Values, packed, the last of which is the checksum (XXH3-64) of the others."""
     packed = form.pack(*values, 0)[:-8]
     return packed + struct.pack("<Q", xxhash.xxh3_64_intdigest(packed))
 

@@ -1,0 +1,146 @@
+"""Asks a store that workers share which blocks of a prompt it has: beside the steps, and for a bounded time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from engine.tiers.copy_thread import CopyThread
+from engine.tiers.stores.shared_store import SharedStore
+from engine.tiers.tier import Tier, TierPlaces, raise_again
+from engine.tiers.tier_index import TierBlock
+from splitserve.alarms import Alarm, Alarms
+from splitserve.logs import log_event
+
+PATIENCE_S = 0.05
+"""A prompt waits so long for an answer; what comes later is of use to the next one."""
+MOST_WAITING = 64
+"""Prompts that wait for answers. What more come are not asked for."""
+_FIRST, _GROWTH, _MOST = 8, 4, 512
+"""Blocks in the first question about a prompt, the growth from one to the next, and blocks in the last ones."""
+
+Extend = Callable[[list[bytes], int], None]
+"""Appends hashes of a prompt's blocks until there are so many; on any thread."""
+
+
+@dataclass(eq=False, slots=True)
+class _LookUp:
+    hashes: list[bytes]
+    """Of the prompt's first blocks."""
+    known: int
+    """Blocks that were in the books before."""
+    then: Callable[[], None]
+    alarm: Alarm | None = None
+    state: Literal["waiting", "late", "answered"] = "waiting"
+
+
+class LookUps:
+    """What comes of one enters the books of the shared tier, from where it is read as what was written here.
+
+    For the engine thread. While an answer is late nobody else asks, so a store that hangs costs one prompt's patience.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        store: SharedStore,
+        places: TierPlaces,
+        alarms: Alarms,
+        soon: Callable[[Callable[[], None]], None],
+        cost: Callable[[int], float],
+    ) -> None:
+        """`soon` has a function called on the engine thread; for any thread. `cost`: of computing a block, by the
+        blocks before it."""
+        self._tier, self._store, self._places = tier, store, places
+        self._alarms, self._soon, self._cost = alarms, soon, cost
+        self._thread = CopyThread("kv-look-up")
+        self._waiting = self._late = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is on its way."""
+        return bool(self._waiting or self._late or len(self._thread))
+
+    def ask(self, hashes: Sequence[bytes], extend: Extend, blocks: int, then: Callable[[], None]) -> bool:
+        """Asks for the first of a prompt's `blocks` that the books do not know, and those after it.
+
+        `hashes`: of its first blocks, at least one more than are known to be readable. `then` is called once the answer
+        is in the books, or takes too long. False if nobody is asked: then it is not called.
+        """
+        if self._late or self._waiting >= MOST_WAITING:
+            return False
+        hashes, known = list(hashes[:blocks]), 0
+        while (known := self._known(hashes, known)) == len(hashes):
+            if known == blocks:
+                return False
+            extend(hashes, min(blocks, known + _FIRST))
+        look_up = _LookUp(hashes, known, then)
+        look_up.alarm = self._alarms.set(PATIENCE_S, partial(self._soon, partial(self._is_late, look_up)))
+        if look_up.alarm is None:
+            return False
+        self._waiting += 1
+        self._thread.put(partial(self._look, look_up, extend, blocks))
+        return True
+
+    def close(self, patience_s: float) -> bool:
+        """Ends the thread; False if it has not ended in time."""
+        return self._thread.close(patience_s)
+
+    def _known(self, hashes: Sequence[bytes], known: int) -> int:
+        """How many of these blocks, from the first on, the books know; at least `known`."""
+        index = self._tier.index
+        return next((at for at in range(known, len(hashes)) if not index.knows(hashes[at])), len(hashes))
+
+    def _look(self, look_up: _LookUp, extend: Extend, blocks: int) -> None:
+        """On the thread. A prompt of which nothing is there costs one small question."""
+        hashes, count, found = look_up.hashes, _FIRST, look_up.known
+        blocks = min(blocks, self._store.slots)
+        try:
+            while found < blocks:
+                end = min(blocks, found + count)
+                extend(hashes, end)
+                found += self._store.held(hashes[found:end])
+                if found < end:
+                    break
+                count = min(count * _GROWTH, _MOST)
+        except OSError as error:
+            log_event("kv_tier.look_up_failed", error=str(error))
+        except BaseException as error:
+            self._soon(partial(raise_again, error))
+            return
+        self._soon(partial(self._answered, look_up, found))
+
+    def _answered(self, look_up: _LookUp, found: int) -> None:
+        self._tier.stats.found_blocks += self._learn(look_up, found)
+        if look_up.state == "late":
+            self._late -= 1
+            return
+        look_up.state = "answered"
+        self._waiting -= 1
+        if look_up.alarm is not None:
+            look_up.alarm.cancel()
+        look_up.then()
+
+    def _learn(self, look_up: _LookUp, found: int) -> int:
+        """Enters what was found into the books; how many blocks are new to them."""
+        hashes, index, learned = look_up.hashes, self._tier.index, 0
+        for depth in range(look_up.known, found):
+            block = TierBlock(hashes[depth], hashes[depth - 1] if depth else None, depth)
+            if index.knows(block.block_hash):
+                continue
+            placement = index.add(block, self._cost(depth))
+            if placement is None:
+                break
+            self._places.left(placement.evicted)
+            self._places.arrived(self._tier, block)
+            learned += 1
+        return learned
+
+    def _is_late(self, look_up: _LookUp) -> None:
+        if look_up.state == "waiting":  # else the answer has come meanwhile
+            look_up.state = "late"
+            self._waiting -= 1
+            self._late += 1
+            look_up.then()
