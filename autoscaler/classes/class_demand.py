@@ -9,15 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 
-from autoscaler.classes.mix import (
-    ChangeCost,
-    ClassMix,
-    ClassOffer,
-    cheapest_mix,
-    leanest_mix,
-    offers_of,
-    without,
-)
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, offers_of, without
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.refused_classes import to_do_without
 from autoscaler.classes.usable import too_slow

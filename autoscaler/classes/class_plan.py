@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from autoscaler.classes.search.offer import ClassMix
 from autoscaler.classes.class_demand import ClassedDemand
-from autoscaler.classes.mix import ClassMix
 from autoscaler.classes.neutral.neutral_plan import neutral_mixes
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposals, ScalingPlan

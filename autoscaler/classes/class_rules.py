@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from autoscaler.classes.mix import cheapest_mix, leanest_mix, offers_of, without
-from autoscaler.classes.neutral.joint_mix import MixSide, joint_mix, total_mix
+from autoscaler.classes.search.offer import MixSide, offers_of, without
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
+from autoscaler.classes.neutral.joint_mix import joint_mix, total_mix
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.replica_class import ReplicaClass
 from autoscaler.policies.behavior import broken_rule

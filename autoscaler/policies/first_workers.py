@@ -10,8 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from autoscaler.classes.mix import ClassMix, ClassOffer, cheapest_mix, leanest_mix, mix_of, offers_of
-from autoscaler.classes.neutral.joint_mix import MixBudget, MixSide, joint_mix, total_mix
+from autoscaler.classes.search.offer import ClassMix, ClassOffer, MixSide, mix_of, offers_of
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
+from autoscaler.classes.neutral.joint_mix import MixBudget, joint_mix, total_mix
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.snapshot import POOLS
 from splitserve.errors import ConfigError

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from autoscaler.classes.search.offer import ClassMix, NOTHING, mix_of
 from autoscaler.classes.class_demand import ClassedDemand
 from autoscaler.classes.class_plan import GrantedMix, demands, planned, with_pool
-from autoscaler.classes.mix import NOTHING, ClassMix, mix_of
 from autoscaler.plan import Cause, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.shared_view import ModelShare, SharedView

@@ -59,12 +59,20 @@ class ModelAccount:
         """The same decider, which sees the account, and whose claims the account gets."""
 
         def decide_within(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
-            self._see(snapshot)
-            plan, after = decide(memory, self.within(snapshot))
-            self.account.claim(self.model, plan.claims, plan.worth_moving)
+            plan, after = decide(memory, self.seen(snapshot))
+            self.decided(plan)
             return plan, after
 
         return decide_within
+
+    def seen(self, snapshot: Snapshot) -> Snapshot:
+        """What a decision is made of: the snapshot, of which the account learns first, and the account."""
+        self._see(snapshot)
+        return self.within(snapshot)
+
+    def decided(self, plan: ScalingPlan) -> None:
+        """The account learns what a decision wants."""
+        self.account.claim(self.model, plan.claims, plan.worth_moving)
 
     def within(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with the account as the model sees it now."""

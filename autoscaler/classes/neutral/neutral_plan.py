@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, MixSide
 from autoscaler.classes.class_demand import ClassedDemand
-from autoscaler.classes.mix import ChangeCost, ClassMix
-from autoscaler.classes.neutral.joint_mix import MixBudget, MixSide, class_limits, joint_mix, total_mix
+from autoscaler.classes.neutral.joint_mix import MixBudget, class_limits, joint_mix, total_mix
 from autoscaler.plan import Proposals
 from autoscaler.sharing.shares import GPUS, MONEY, Uses, of_class, share
 from autoscaler.snapshot import Snapshot

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, money_of
-from autoscaler.classes.neutral.joint_mix import MixBudget, MixSide, joint_mix
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, MixSide, money_of
+from autoscaler.classes.neutral.joint_mix import MixBudget, joint_mix
 
 SPEEDS = st.sampled_from([1.0, 1.5, 2.0, 4.0])
 CHANGE = ChangeCost(1800.0, 120.0)

@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.mix import (
-    ChangeCost,
-    ClassMix,
-    ClassOffer,
-    cheapest_mix,
-    leanest_mix,
-    mix_of,
-    money_of,
-)
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, mix_of, money_of
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
 
 OFFERS = st.lists(
     st.builds(

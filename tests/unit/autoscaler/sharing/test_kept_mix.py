@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer
 from autoscaler.classes.class_demand import ClassedDemand
-from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
 from autoscaler.policies.policy_file import TargetPool
 from autoscaler.sharing.class_shares import _bound, _kept_for_now
