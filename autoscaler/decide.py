@@ -27,8 +27,8 @@ from autoscaler.policies.slo.slo_decode import recommend_decode
 from autoscaler.policies.slo.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
-from autoscaler.sharing.class_shares import with_shared_classes
-from autoscaler.sharing.gpu_shares import gpu_claims, gpu_share
+from autoscaler.sharing.claims.class_shares import with_shared_classes
+from autoscaler.sharing.claims.gpu_shares import gpu_claims, gpu_share
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 

@@ -61,7 +61,8 @@ def reconcile_classes(
         leant = lean_classes(plan, pools)
         pools, promised = leant.pools, leant.promised
         actions += leant.actions
-        room.places |= places_left(plan, pools)
+        for name, count in places_left(plan, pools).items():
+            room.places[name] = min(count, room.places.get(name, count))
     if plan.budget_per_hour is not None:
         room.money = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
     if plan.gpu_budget is not None:

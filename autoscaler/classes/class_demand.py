@@ -18,7 +18,7 @@ from autoscaler.plan import PoolPlan, Proposal
 from autoscaler.policies.policy_file import AnyPool, SloPool
 from autoscaler.policies.slo.slo_decode import decode_shares
 from autoscaler.policies.slo.slo_prefill import prefill_shares
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, Uses, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, Uses, of_class
 from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
 
 MOST_RUNGS = 32
@@ -113,7 +113,7 @@ class ClassedDemand:
 
     def steady(self, units: float, most: Mapping[str, int] = MappingProxyType({})) -> ClassMix:
         """The cheapest mix, whatever runs now, with no more of each class than `most` says."""
-        return cheapest_mix(_at_most(self.offers, most), units, floor=self.floor.within(units))
+        return cheapest_mix(at_most(self.offers, most), units, floor=self.floor.within(units))
 
     def mix(
         self,
@@ -123,13 +123,13 @@ class ClassedDemand:
         gpus: float | None = None,
     ) -> ClassMix:
         """The cheapest mix that is worth coming to, with no more of each class than `most` says."""
-        offers = _at_most(self.offers, most)
+        offers = at_most(self.offers, most)
         return cheapest_mix(offers, units, budget_per_hour, self.change, self.floor.within(units), gpus)
 
     def standbys(self, mix: ClassMix, left: Uses) -> ClassMix:
         """The cheapest replicas that carry `standby` units beside a mix, of what is left of all that is limited."""
         most = {one.name: left[of_class(one.name)] for one in self.offers if of_class(one.name) in left}
-        offers = _at_most(without(self.offers, mix), most)
+        offers = at_most(without(self.offers, mix), most)
         return cheapest_mix(offers, self.standby, left.get(MONEY), self.change, gpus=left.get(GPUS))
 
     def claim(
@@ -214,7 +214,8 @@ def _spread(most: int, count: int) -> list[int]:
     )
 
 
-def _at_most(offers: Sequence[ClassOffer], most: Mapping[str, float]) -> list[ClassOffer]:
+def at_most(offers: Sequence[ClassOffer], most: Mapping[str, float]) -> list[ClassOffer]:
+    """The offers with no more of each class than `most` says."""
     return [replace(one, most=int(min(one.most, most.get(one.name, one.most) + 1e-9))) for one in offers]
 
 

@@ -3,7 +3,7 @@
 Before it, everything counts in units, replicas of speed 1 (`units.py`): policies, `behavior`, ratio and link know of
 no classes. Here the units that are wanted become replicas: the classes that can meet the target (`usable.py`), the
 cheapest mix of them (`mix.py`, of neutral workers `neutral/`), and where both pools together cost too much or take too
-many GPUs, a share for each (`autoscaler/sharing/shares.py`); where several models do, `sharing/class_shares.py`
+many GPUs, a share for each (`autoscaler/sharing/claims/shares.py`); where several models do, `sharing/claims/class_shares.py`
 does it. What is left then is for warm standbys.
 """
 
@@ -18,7 +18,7 @@ from autoscaler.classes.neutral.neutral_plan import neutral_mixes
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.sharing.shares import GPUS, MONEY, Uses, left_of, share
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, left_of, share
 from autoscaler.snapshot import POOLS, PoolName, Snapshot
 
 _LIMITS = {MONEY: "a budget of {:g} an hour", GPUS: "a budget of {:g} GPUs"}

@@ -10,10 +10,10 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from autoscaler.classes.class_rules import least_price_per_hour
+from autoscaler.classes.class_rules import least_price_of_neutral, least_price_per_hour
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.shadows.shadow import MAX_SHADOWS
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from splitserve.config.autoscaler import ReplicaClassName, Workload
 from splitserve.config.base import Settings
 from splitserve.config.yaml_file import read_yaml_file
@@ -147,11 +147,6 @@ def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None
             f"({shared.gpu_budget}) needs classes in both pools or in none: in the policy of {model} {classed[0]} has "
             "some",
         )
-    if rules.workers == "neutral" and rules.prefill.classes:
-        raise _broken(
-            "workers",
-            f"(neutral) of the policy of {model} must be pinned: it has classes, and other models beside it",
-        )
     for name, pool in rules.pools.items():
         if shared.budget_per_hour is not None and not pool.classes:
             raise _broken(
@@ -168,7 +163,8 @@ def least_uses(rules: ScalingPolicy, limits: Container[str] = ()) -> dict[str, f
     gpus = {GPUS: float(rules.least_gpus)} if GPUS in limits or not classed else {}
     if len(classed) < len(pools):
         return gpus
-    return {MONEY: least_price_per_hour(pools, rules.least_awake)} | gpus
+    price = least_price_of_neutral if rules.workers == "neutral" else least_price_per_hour
+    return {MONEY: price(pools, rules.least_awake)} | gpus
 
 
 def _broken(field: str, text: str) -> ConfigError:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from autoscaler.classes.search.offer import ChangeCost, ClassMix, MixSide
-from autoscaler.classes.class_demand import ClassedDemand
+from autoscaler.classes.class_demand import ClassedDemand, at_most
 from autoscaler.classes.neutral.joint_mix import MixBudget, class_limits, joint_mix, total_mix
 from autoscaler.plan import Proposals
-from autoscaler.sharing.shares import GPUS, MONEY, Uses, of_class, share
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, of_class, share
 from autoscaler.snapshot import Snapshot
 
 
@@ -35,11 +36,11 @@ def neutral_mixes(
 ) -> NeutralMixes:
     """The cheapest mixes of both pools, and their standbys. `units` is the snapshot in units, `limits` what both may
     take of money and GPUs."""
-    wanted = _where_one_is_for_both(wanted)
+    wanted = where_one_is_for_both(wanted)
     granted = [one.units for one in wanted]
     most = class_limits(*(one.offers for one in wanted))
     bounds = {**limits, **{of_class(name): float(count) for name, count in most.items()}}
-    mixes = _mixes(wanted, granted, limits)
+    mixes = side_mixes(wanted, granted, limits)
     exceeded: list[str] = []
     of_floor = _exceeded_by_floor(wanted, mixes, limits)
     if of_floor or any(mix.units < one.units - 1e-9 for one, mix in zip(wanted, mixes, strict=True)):
@@ -50,11 +51,11 @@ def neutral_mixes(
         ]
         at = share(claims, bounds)
         granted = [claim.rungs[rung].units for claim, rung in zip(claims, at, strict=True)]
-        mixes = _mixes(wanted, granted, limits)
-    return NeutralMixes(granted, mixes, _standbys(wanted, mixes, bounds), exceeded)
+        mixes = side_mixes(wanted, granted, limits)
+    return NeutralMixes(granted, mixes, side_standbys(wanted, mixes, bounds), exceeded)
 
 
-def _where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedDemand]:
+def where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedDemand]:
     """Where no worker leans to prefill, those of decode compute its prompts: they are of classes that can in time."""
     prefill, decode = wanted
     able = [one for one in decode.offers if one.most and one.name not in prefill.slow]
@@ -64,9 +65,16 @@ def _where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedD
     return prefill, replace(decode, offers=offers)
 
 
-def _mixes(wanted: Sequence[ClassedDemand], units: Sequence[float], limits: Uses) -> list[ClassMix]:
+def side_mixes(
+    wanted: Sequence[ClassedDemand],
+    units: Sequence[float],
+    limits: Uses,
+    most: Mapping[str, float] = MappingProxyType({}),
+) -> list[ClassMix]:
+    """The mixes of both sides that are worth coming to, within money and GPUs, with no more of each class on both
+    together than `most` says."""
     prefill, decode = (
-        MixSide(one.offers, count, one.floor.within(count), one.leaning)
+        MixSide(tuple(at_most(one.offers, most)), count, one.floor.within(count), one.leaning)
         for one, count in zip(wanted, units, strict=True)
     )
     # One change is for both sides: it must pay by the shorter time, with the longer start.
@@ -88,7 +96,7 @@ def _exceeded_by_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix
     lack = _lacks_of_floor(wanted, mixes)
     if not limits or lack <= 1e-9:
         return []
-    free = _mixes(wanted, [one.units for one in wanted], {})
+    free = side_mixes(wanted, [one.units for one in wanted], {})
     if _lacks_of_floor(wanted, free) >= lack - 1e-9:
         return []
     uses = [one.uses(mix) for one, mix in zip(wanted, free, strict=True)]
@@ -103,8 +111,10 @@ def _lacks_of_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix]) 
     )
 
 
-def _standbys(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses) -> list[ClassMix]:
-    """Of what is left, prefill's first."""
+def side_standbys(
+    wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses
+) -> list[ClassMix]:
+    """The standbys of both sides beside their mixes, of what these leave of all that is limited, prefill's first."""
     taken, found = total_mix(mixes, wanted[0].offers), list[ClassMix]()
     for one in wanted:
         mix = one.standbys(taken, _left(one, taken, bounds))

@@ -15,7 +15,7 @@ from autoscaler.reconcile import Bounds, Drain, ReplicaView, Start
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.sharing.shares import AMOUNTS, GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import AMOUNTS, GPUS, MONEY, of_class
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
@@ -162,9 +162,8 @@ class Models:
             ]
             return True
         kind = action.replica_class or one.policy.pools[action.pool].classes[0].name
-        each = one.account.uses_of(action.pool, kind)
         try:
-            count = one.account.account.reserve(one.name, action.pool, action.count, each)
+            count = one.account.reserve(action.pool, action.count, kind)
         except UnavailableError:
             return False
         for _ in range(count):

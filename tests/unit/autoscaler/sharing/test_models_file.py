@@ -19,7 +19,7 @@ from autoscaler.sharing.models_file import (
 )
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_service import policies_of, shared_shadows
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError
 
@@ -55,13 +55,11 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
     assert len(policies_of(ModelsInForce(shared))) == 2
 
 
-def test_neutral_workers_have_no_classes_beside_other_models(tmp_path: Path) -> None:
-    path = write(tmp_path, {}, a=both(PRICED, workers="neutral"), b=both(PRICED))
-    with pytest.raises(
-        ConfigError, match=r"workers \(neutral\) of the policy of a must be pinned"
-    ) as refused:
-        policies_of(ModelsInForce(load_models(path)))
-    assert refused.value.field == "workers"
+def test_neutral_workers_of_classes_are_one_of_several_models(tmp_path: Path) -> None:
+    path = write(tmp_path, {"budget_per_hour": 4}, a=both(PRICED, workers="neutral"), b=both(PRICED))
+    files = policies_of(ModelsInForce(load_models(path)))
+    assert files["a"].value.rules.workers == "neutral"
+    assert least_uses(files["a"].value.rules)[MONEY] == 2.0, "one of each side"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.sharing.shares import AMOUNTS, GPUS, Claim, ClassOfClaim, Rung, Uses, left_of, share
+from autoscaler.sharing.claims.shares import AMOUNTS, GPUS, Claim, ClassOfClaim, Rung, Uses, left_of, share
 
 _TINY = 1e-9
 

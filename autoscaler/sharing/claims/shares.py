@@ -95,6 +95,25 @@ def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> t
         at = after
 
 
+def climbed_alone(claims: Sequence[Claim], limits: Uses) -> list[tuple[int, ...]]:
+    """The rungs of all claims, from the lowest on, as they climb where there is room for all of them: one rung of one
+    claim at a time, in the order of what steps save."""
+    at = [0] * len(claims)
+    found = [tuple(at)]
+    while True:
+        able = [
+            (steps[0], -_climbed(claim, at[number]), -number)
+            for number, claim in enumerate(claims)
+            if (steps := _steps(claim, at[number], limits))
+        ]
+        if not able:
+            return found
+        step, _, place = max(able, key=lambda one: (one[0].gain, *one[1:]))
+        while at[-place] < step.rung:
+            at[-place] += 1
+            found.append(tuple(at))
+
+
 def _lowest(claims: Sequence[Claim], limits: Uses) -> list[int]:
     """The lowest rungs; others of their capacity where those have no room beside each other."""
     at = [0] * len(claims)
