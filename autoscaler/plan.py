@@ -56,6 +56,8 @@ class ClassShare:
     """Whether its machines may be taken away."""
     standby: int = 0
     """Replicas beside `count` that it shall have on standby."""
+    kinds: tuple[str, ...] = ()
+    """Limits by kind that its GPUs count in, as `ScalingPlan.gpu_limits` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ class ScalingPlan:
     """What all replicas of pools with classes may cost, those that start or drain included."""
     gpu_budget: int | None = None
     """GPUs that they may have, likewise."""
+    gpu_limits: Mapping[str, int] = field(default_factory=dict)
+    """GPUs of a kind, likewise, by the name of the limit."""
     class_room: Mapping[str, int] = field(default_factory=dict)
     """How many more replicas of a class may be started now, where several models share its limit."""
     one_price_list: bool = False

@@ -13,8 +13,9 @@ all of the first class, with the floor by the first that carries it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from autoscaler.classes.search.mix_search import MixSearch
 from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, MixRoom, MixSide, mix_of
@@ -27,16 +28,19 @@ def cheapest_mix(
     change: ChangeCost = ChangeCost(),
     floor: float = 0.0,
     gpus: float | None = None,
+    kinds: Mapping[str, float] = MappingProxyType({}),
 ) -> ClassMix:
     """The mix of at least `units`, `floor` of them not on spot machines, that costs least, with what it takes to come
-    there. Where the classes, the budget or `gpus` (None: any number) do not reach so far: the one that is short of the
-    least floor, of those the one that is short of the least units, and of those the cheapest."""
+    there. Where the classes, the budget, `gpus` (None: any number) or GPUs of limited `kinds` do not reach so far: the
+    one that is short of the least floor, of those the one that is short of the least units, and of those the
+    cheapest."""
     side = MixSide(tuple(offers), units, floor)
-    room = MixRoom(math.inf if budget_per_hour is None else budget_per_hour)
-    found = _searched(side, room, change, lambda one: one.per_unit)
-    if gpus is None or found.gpus <= gpus:
+    money = math.inf if budget_per_hour is None else budget_per_hour
+    found = _searched(side, MixRoom(money), change, lambda one: one.per_unit)
+    room = MixRoom(money, math.inf if gpus is None else gpus, kinds)
+    if not room.lacks_for(side.offers, found.counts):
         return found
-    return _searched(side, replace(room, gpus=gpus), change, lambda one: one.gpus_per_unit)
+    return _searched(side, room, change, lambda one: one.gpus_per_unit)
 
 
 def _searched(

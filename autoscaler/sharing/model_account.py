@@ -7,7 +7,7 @@ account first, and each decision sees what the others have and claim.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoscaler.actuators.actuator import (
@@ -24,7 +24,7 @@ from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.shared_account import Holding, SharedAccount
 from autoscaler.sharing.claims.shared_view import summed
-from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, counted_in, of_class
 from autoscaler.snapshot import LEAVING, POOLS, PoolName, Replica, Snapshot
 from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 
@@ -32,12 +32,15 @@ HEARD = frozenset({"DOCKER", "CHANGED_MEANWHILE", "HOST_UNKNOWN"})
 """Reasons of an UnavailableError by which an order was certainly not carried out."""
 
 
-def uses_of(rules: ScalingPolicy, pool: PoolName, replica_class: str) -> dict[str, float]:
-    """What one replica takes of what may be limited."""
+def uses_of(
+    rules: ScalingPolicy, pool: PoolName, replica_class: str, limits: Iterable[str] = ()
+) -> dict[str, float]:
+    """What one replica takes of what may be limited; GPUs of kinds where they are among `limits`."""
     settings = rules.pools[pool]
     uses = {GPUS: float(gpus_of(settings, replica_class))}
     if settings.classes:
         kind = settings.class_named(replica_class)
+        uses |= dict.fromkeys(counted_in(kind.gpu, limits), uses[GPUS])
         uses |= {MONEY: kind.price_per_hour, of_class(kind.name): 1.0}
         if replica_class:  # also where the policy has it no more: the machine is what it is
             uses[of_class(replica_class)] = 1.0
@@ -98,7 +101,7 @@ class ModelAccount:
     def uses_of(self, pool: PoolName, replica_class: str) -> Uses:
         """What one replica takes by the policy that is in force; of a class that it has no more, what it took last."""
         rules = self._rules()
-        uses = uses_of(rules, pool, replica_class)
+        uses = uses_of(rules, pool, replica_class, self.account.limits)
         if any(one.name == replica_class for one in rules.pools[pool].classes):
             return uses
         return self._last_uses.get((pool, replica_class), uses)

@@ -237,7 +237,7 @@ def _one_more(
     if sum(speeds[kind] for kind in there) >= units:
         return False
     for kind in speeds:
-        uses = uses_of(policy, pool, kind)
+        uses = uses_of(policy, pool, kind, left)
         if all(uses.get(name, 0.0) <= amount + 1e-9 for name, amount in left.items()):
             there.append(kind)
             left.update({name: amount - uses.get(name, 0.0) for name, amount in left.items()})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from autoscaler.classes.mix import cheapest_mix
@@ -35,12 +35,14 @@ class MixBudget:
 
     per_hour: float | None = None
     gpus: float | None = None
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    """GPUs of a kind, by the name of its limit."""
 
     @property
     def room(self) -> MixRoom:
         """All of it."""
         money = math.inf if self.per_hour is None else self.per_hour
-        return MixRoom(money, math.inf if self.gpus is None else self.gpus)
+        return MixRoom(money, math.inf if self.gpus is None else self.gpus, self.kinds)
 
 
 NO_BUDGET, AT_ONCE = MixBudget(), ChangeCost()
@@ -77,9 +79,10 @@ def _seeds(sides: tuple[MixSide, MixSide], budget: MixBudget, change: ChangeCost
                 ]
                 money = None if math.isinf(room.money) else max(0.0, room.money)
                 gpus = None if math.isinf(room.gpus) else max(0.0, room.gpus)
-                mix = cheapest_mix(offers, side.units, money, change, side.floor, gpus)
+                mix = cheapest_mix(offers, side.units, money, change, side.floor, gpus, room.kinds)
                 found[number], taken = mix, mix.counts
-                room = MixRoom(room.money - mix.price_per_hour, room.gpus - mix.gpus)
+                for one, count in zip(offers, mix.counts, strict=True):
+                    room = room.less(one, count)
             yield (*found[0].counts, *found[1].counts)
 
 

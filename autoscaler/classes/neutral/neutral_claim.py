@@ -16,7 +16,16 @@ from autoscaler.classes.mix import leanest_mix
 from autoscaler.classes.neutral.joint_mix import class_limits, joint_mix, total_mix
 from autoscaler.classes.search.offer import ClassMix, MixSide
 from autoscaler.plan import Proposals
-from autoscaler.sharing.claims.shares import GPUS, Claim, ClassOfClaim, Rung, Uses, climbed_alone, of_class
+from autoscaler.sharing.claims.shares import (
+    GPUS,
+    Claim,
+    ClassOfClaim,
+    Rung,
+    Uses,
+    climbed_alone,
+    kinds_in,
+    of_class,
+)
 from autoscaler.snapshot import Snapshot
 
 NEUTRAL = "neutral"
@@ -45,7 +54,7 @@ def neutral_claim(
     alone = [one.claim(proposals.pool(one.name), units) for one in wanted]
     mixes, found = _Mixes(wanted), dict[tuple[tuple[int, ...], tuple[int, ...]], ClassMix]()
     path = climbed_alone(alone, limits)
-    names = {one.name: limited[one.name] for one in wanted[0].offers if one.name in limited}
+    names = wanted[0].scarce(limited, limits)
     for at in path:
         sides = alone[0].rungs[at[0]].units, alone[1].rungs[at[1]].units
         best = mixes.steady(sides)
@@ -54,17 +63,16 @@ def neutral_claim(
             if mixes.carry(sides, most):
                 mix = mixes.steady(sides, most)
                 found.setdefault((at, mix.counts), mix)
-        if GPUS in limits and (lean := mixes.leanest(sides)) is not None:
+        if (GPUS in limits or kinds_in(limits)) and (lean := mixes.leanest(sides)) is not None:
             found.setdefault((at, lean.counts), lean)
     order = sorted(found, key=lambda one: (sum(one[0]), found[one].price_per_hour))
-    counted = (GPUS,) if GPUS in limits else ()
     rungs, sides_of = list[Rung](), list[Sides]()
     for at, counts in order:
         prefill, decode = alone[0].rungs[at[0]], alone[1].rungs[at[1]]
         rungs.append(
             Rung(
                 prefill.units + decode.units,
-                wanted[0].shared_uses(found[at, counts], counted),
+                wanted[0].shared_uses(found[at, counts], limits),
                 (prefill.attainment + decode.attainment) / 2,
                 (prefill.served + decode.served) / 2,
             )
@@ -85,6 +93,7 @@ def _classes(wanted: Sequence[ClassedDemand]) -> dict[str, ClassOfClaim]:
             pair[0].price_per_hour,
             any(pair[number].name not in wanted[number].slow for number in asked),
             pair[0].gpus,
+            pair[0].kinds,
         )
         for pair in pairs
     }

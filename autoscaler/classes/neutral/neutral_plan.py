@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from autoscaler.classes.search.offer import ChangeCost, ClassMix, MixSide
 from autoscaler.classes.class_demand import ClassedDemand, at_most
 from autoscaler.classes.neutral.joint_mix import MixBudget, class_limits, joint_mix, total_mix
 from autoscaler.plan import Proposals
-from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, of_class, share
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, kinds_in, of_class, share
 from autoscaler.snapshot import Snapshot
 
 
@@ -46,9 +45,8 @@ def neutral_mixes(
     if of_floor or any(mix.units < one.units - 1e-9 for one, mix in zip(wanted, mixes, strict=True)):
         exceeded = [*of_floor, *(name for name in _exceeded(wanted, bounds) if name not in of_floor)]
         scarce = {name: count for name, count in most.items() if of_class(name) in exceeded}
-        claims = [
-            one.claim(proposals.pool(one.name), units, scarce, leanest=GPUS in exceeded) for one in wanted
-        ]
+        gpus = {name: bounds[name] for name in exceeded if name not in scarce}
+        claims = [one.claim(proposals.pool(one.name), units, scarce, gpus) for one in wanted]
         at = share(claims, bounds)
         granted = [claim.rungs[rung].units for claim, rung in zip(claims, at, strict=True)]
         mixes = side_mixes(wanted, granted, limits)
@@ -68,11 +66,10 @@ def where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedDe
 def side_mixes(
     wanted: Sequence[ClassedDemand],
     units: Sequence[float],
-    limits: Uses,
-    most: Mapping[str, float] = MappingProxyType({}),
+    able: Uses,
 ) -> list[ClassMix]:
-    """The mixes of both sides that are worth coming to, within money and GPUs, with no more of each class on both
-    together than `most` says."""
+    """The mixes of both sides that are worth coming to, within what both may take together."""
+    most = {one.name: able[of_class(one.name)] for one in wanted[0].offers if of_class(one.name) in able}
     prefill, decode = (
         MixSide(tuple(at_most(one.offers, most)), count, one.floor.within(count), one.leaning)
         for one, count in zip(wanted, units, strict=True)
@@ -81,7 +78,8 @@ def side_mixes(
     change = ChangeCost(
         min(one.change.payback_s for one in wanted), max(one.change.cold_start_s for one in wanted)
     )
-    return list(joint_mix(prefill, decode, MixBudget(limits.get(MONEY), limits.get(GPUS)), change))
+    kinds = {name: able[name] for name in kinds_in(able)}
+    return list(joint_mix(prefill, decode, MixBudget(able.get(MONEY), able.get(GPUS), kinds), change))
 
 
 def _exceeded(wanted: Sequence[ClassedDemand], bounds: Uses) -> list[str]:
@@ -100,7 +98,7 @@ def _exceeded_by_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix
     if _lacks_of_floor(wanted, free) >= lack - 1e-9:
         return []
     uses = [one.uses(mix) for one, mix in zip(wanted, free, strict=True)]
-    return [name for name, most in limits.items() if sum(use[name] for use in uses) > most + 1e-9]
+    return [name for name, most in limits.items() if sum(use.get(name, 0.0) for use in uses) > most + 1e-9]
 
 
 def _lacks_of_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix]) -> float:
@@ -125,4 +123,4 @@ def side_standbys(
 
 def _left(one: ClassedDemand, taken: ClassMix, bounds: Uses) -> Mapping[str, float]:
     uses = one.uses(taken)
-    return {name: most - uses[name] for name, most in bounds.items()}
+    return {name: most - uses.get(name, 0.0) for name, most in bounds.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autoscaler.classes.replica_class import ReplicaClass
 
@@ -28,6 +28,8 @@ class ClassOffer:
     """Whether its machines may be taken away: it carries none of the floor."""
     gpus: int = 0
     """GPUs of one replica."""
+    kinds: tuple[str, ...] = ()
+    """Limits by kind that they count in."""
 
     @property
     def per_unit(self) -> float:
@@ -86,17 +88,35 @@ class MixRoom:
     money: float = math.inf
     """For an hour."""
     gpus: float = math.inf
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    """GPUs of a kind, by the name of its limit."""
 
     def less(self, offer: ClassOffer, count: int) -> MixRoom:
         """With `count` replicas of a class."""
-        return MixRoom(self.money - count * offer.price_per_hour, self.gpus - count * offer.gpus)
+        gpus, kinds = count * offer.gpus, self.kinds
+        if kinds and gpus and offer.kinds:
+            kinds = {name: left - (gpus if name in offer.kinds else 0) for name, left in kinds.items()}
+        return MixRoom(self.money - count * offer.price_per_hour, self.gpus - gpus, kinds)
 
     def holds(self, offer: ClassOffer) -> float:
         """Replicas of this class, and parts of one, that there is room for."""
         room = math.inf
         if offer.price_per_hour:
             room = max(0.0, self.money + TINY) / offer.price_per_hour
-        return min(room, max(0.0, self.gpus + TINY) / offer.gpus) if offer.gpus else room
+        if not offer.gpus:
+            return room
+        for left in (self.gpus, *(self.kinds.get(name, math.inf) for name in offer.kinds)):
+            room = min(room, max(0.0, left + TINY) / offer.gpus)
+        return room
+
+    def lacks_for(self, offers: Sequence[ClassOffer], counts: Counts) -> bool:
+        """Whether so many of each take more GPUs than there are, of any kind or of one."""
+        pairs = list(zip(offers, counts, strict=True))
+        of_kinds = {
+            name: sum(one.gpus * count for one, count in pairs if name in one.kinds) for name in self.kinds
+        }
+        over = any(of_kinds[name] > left + TINY for name, left in self.kinds.items())
+        return over or sum(one.gpus * count for one, count in pairs) > self.gpus
 
 
 TINY = 1e-9

@@ -6,7 +6,6 @@ is what nobody has. Standbys are kept of what nobody claims.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from autoscaler.classes.search.offer import ClassMix, NOTHING, mix_of
@@ -17,7 +16,7 @@ from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.claims.neutral_shares import with_shared_neutral
 from autoscaler.sharing.claims.plan_parts import bound_by, lacking_notes, with_room
 from autoscaler.sharing.claims.shared_view import ModelShare, SharedView
-from autoscaler.sharing.claims.shares import GPUS, MONEY, Rung, Uses, of_class
+from autoscaler.sharing.claims.shares import Rung, Uses, of_class
 from autoscaler.snapshot import Snapshot
 
 
@@ -33,12 +32,12 @@ def with_shared_classes(
     limits = shared.limits
     names = {one.name for pool in wanted for one in pool.offers if of_class(one.name) in limits}
     limited = {name: int(limits[of_class(name)]) for name in sorted(names)}
-    claims = {one.name: one.claim(proposals.pool(one.name), units, limited, GPUS in limits) for one in wanted}
+    claims = {one.name: one.claim(proposals.pool(one.name), units, limited, limits) for one in wanted}
     got = shared.granted(claims)
     rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
     left, parts = dict(got.left), []
     for one, rung in zip(wanted, rungs, strict=True):
-        mix = one.mix(rung.units, *_most(one, rung, left))
+        mix = one.mix(rung.units, _able(rung, left))
         mix = _kept_for_now(one, rung, mix, left, shared)
         uses = one.shared_uses(mix, limits)
         claims[one.name] = replace(claims[one.name], wanted=uses)
@@ -92,9 +91,7 @@ def _detour(one: ClassedDemand, rung: Rung, given: str, left: Uses, shared: Shar
     """A mix that carries all in place of a last replica, of a class that must go, and that there is room for beside it:
     of what nobody claims and nobody has. None: there is none."""
     room = {name: 0.0 if name == given else min(left[name], shared.free(name)) for name in left}
-    most = {offer.name: room.get(of_class(offer.name), math.inf) for offer in one.offers}
-    most |= {offer.name: 0.0 for offer in one.offers if of_class(offer.name) == given}
-    mix = one.mix(rung.units, room.get(MONEY), most, room.get(GPUS))
+    mix = one.mix(rung.units, room | {given: 0.0})
     return mix if mix.units >= rung.units - 1e-9 else None
 
 
@@ -126,8 +123,6 @@ def _on_demand(one: ClassedDemand, mix: ClassMix) -> float:
     return sum(offer.speed * count for offer, count in pairs if not offer.spot)
 
 
-def _most(one: ClassedDemand, rung: Rung, left: Uses) -> tuple[float | None, dict[str, float], float | None]:
-    """Money, replicas by class and GPUs that a mix may take: what its rung takes, and what nobody claims."""
-    able = {name: rung.uses.get(name, 0.0) + amount for name, amount in left.items()}
-    most = {offer.name: able[of_class(offer.name)] for offer in one.offers if of_class(offer.name) in able}
-    return able.get(MONEY), most, able.get(GPUS)
+def _able(rung: Rung, left: Uses) -> dict[str, float]:
+    """What a mix may take: what its rung takes, and what nobody claims."""
+    return {name: rung.uses.get(name, 0.0) + amount for name, amount in left.items()}

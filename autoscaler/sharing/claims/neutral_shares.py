@@ -20,7 +20,7 @@ from autoscaler.plan import Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.claims.plan_parts import bound_by, lacking_notes, with_room
 from autoscaler.sharing.claims.shared_view import SharedView
-from autoscaler.sharing.claims.shares import GPUS, MONEY, Claim, Rung, Uses, of_class
+from autoscaler.sharing.claims.shares import Claim, Rung, Uses, amounts_in, of_class
 from autoscaler.snapshot import Snapshot
 
 Mixes = Sequence[ClassMix]
@@ -86,7 +86,7 @@ class _Both:
 
     def mixes(self) -> Mixes:
         """Those that are worth coming to."""
-        return side_mixes(self.wanted, self.sides, self.able, _places(self.wanted, self.able))
+        return side_mixes(self.wanted, self.sides, self.able)
 
     def carry(self, mixes: Mixes, like: Mixes | None = None) -> bool:
         """Whether they carry all, and have as much of the floors as others, or all of it."""
@@ -103,8 +103,11 @@ class _Both:
         decided = self.shared.decided.get(NEUTRAL)
         if decided is None or self._has_room(self.uses(mixes)):
             return mixes
-        most = {one.name: decided.get(of_class(one.name), 0.0) for one in self.wanted[0].offers}
-        before = side_mixes(self.wanted, self.sides, self.able, most | _fewer(most, self.able))
+        able = dict(self.able)
+        for one in self.wanted[0].offers:
+            name = of_class(one.name)
+            able[name] = min(decided.get(name, 0.0), able.get(name, math.inf))
+        before = side_mixes(self.wanted, self.sides, able)
         return before if self.carry(before, mixes) and self._has_room(self.uses(before)) else mixes
 
     def _has_room(self, uses: Uses) -> bool:
@@ -119,8 +122,8 @@ class _Both:
         """Of what nobody claims."""
         places = class_limits(*(one.offers for one in self.wanted))
         bounds = {of_class(name): float(count) for name, count in places.items()}
-        bounds |= {MONEY: math.inf, GPUS: math.inf}
-        able = {name: min(most, self.able.get(name, math.inf)) for name, most in bounds.items()}
+        able = {name: amount for name, amount in self.able.items() if name in amounts_in(self.able)}
+        able |= {name: min(most, self.able.get(name, math.inf)) for name, most in bounds.items()}
         return side_standbys(self.wanted, mixes, able)
 
     def detour(self, given: str, claim: Claim) -> Mixes | None:
@@ -131,9 +134,7 @@ class _Both:
             name: max(0.0, min(self._unclaimed(name, claim), shared.free(name)))
             for name in shared.limits
         }
-        most = _places(self.wanted, room)
-        most |= {one.name: 0.0 for one in self.wanted[0].offers if of_class(one.name) == given}
-        found = side_mixes(self.wanted, self.sides, room, most)
+        found = side_mixes(self.wanted, self.sides, room | {given: 0.0})
         return found if self.carry(found) else None
 
     def _unclaimed(self, name: str, claim: Claim) -> float:
@@ -146,12 +147,3 @@ class _Both:
         spare = [one.leaning[place] - mix.counts[place] for one, mix in zip(self.wanted, mixes, strict=True)]
         return spare.index(max(spare))
 
-
-def _places(wanted: Sequence[ClassedDemand], able: Uses) -> dict[str, float]:
-    """By class that is limited: how many of it there may be on both sides."""
-    names = [one.name for one in wanted[0].offers]
-    return {name: able[of_class(name)] for name in names if of_class(name) in able}
-
-
-def _fewer(most: Uses, able: Uses) -> dict[str, float]:
-    return {name: min(count, able.get(of_class(name), count)) for name, count in most.items()}

@@ -15,7 +15,7 @@ from autoscaler.reconcile import Bounds, Drain, ReplicaView, Start
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.sharing.claims.shares import AMOUNTS, GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, amounts_in, of_class
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
@@ -174,7 +174,7 @@ class Models:
         assert self.money() <= self.limits.get(MONEY, 1e9) + 1e-9
         for name, limit in self.limits.items():
             there = sum(of_class(each.replica_class) == name for one in self.models for each in one.there)
-            assert name in AMOUNTS or there <= limit
+            assert amounts_in((name,)) or there <= limit
         assert self.gpus() <= self.limits.get(GPUS, 1e9)
 
     def gpus(self) -> int:

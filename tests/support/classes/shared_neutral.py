@@ -13,7 +13,7 @@ from autoscaler.decide import make_decide
 from autoscaler.plan import Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import Action, Bounds, Drain, Lean, ReplicaView, Start
-from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, kinds_in, of_class, of_kind
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
@@ -36,6 +36,7 @@ class Kind:
     price: float = 1.0
     gpus: int = 1
     most: int = 9
+    gpu: str = ""
 
 
 @dataclass
@@ -62,6 +63,7 @@ class NeutralModel:
                     "price_per_hour": one.price,
                     "gpus_per_replica": one.gpus,
                     "max_replicas": one.most,
+                    "gpu": one.gpu,
                 }
                 for name, one in self.kinds.items()
             ]
@@ -141,7 +143,8 @@ class NeutralModels:
         for one in self.models.values():
             for each in one.workers:
                 kind = one.kinds[each.replica_class]
-                found.update({MONEY: kind.price, GPUS: kind.gpus, of_class(each.replica_class): 1})  # type: ignore[dict-item]
+                counted = {of_class(each.replica_class): 1, of_kind(kind.gpu): kind.gpus}
+                found.update({MONEY: kind.price, GPUS: kind.gpus, **counted})  # type: ignore[dict-item]
         return found
 
     def check(self) -> None:
@@ -231,5 +234,9 @@ def _within(
     pairs = list(zip(names, counts, strict=True))
     money = sum(kinds[name].price * count for name, count in pairs)
     gpus = sum(kinds[name].gpus * count for name, count in pairs)
+    for limit in kinds_in(limits):
+        of_it = sum(kinds[name].gpus * count for name, count in pairs if of_kind(kinds[name].gpu) == limit)
+        if of_it > limits[limit]:
+            return False
     classes = all(count <= limits.get(of_class(name), 1e9) for name, count in pairs)
     return classes and money <= limits.get(MONEY, 1e9) + 1e-9 and gpus <= limits.get(GPUS, 1e9)

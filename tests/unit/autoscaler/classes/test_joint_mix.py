@@ -32,6 +32,7 @@ def sides(draw: st.DrawFn) -> tuple[MixSide, MixSide]:
             sum(here),
             draw(st.booleans()),
             draw(st.integers(0, 3)),
+            draw(st.sampled_from([(), ("k",)])),
         )
         for side in (0, 1):
             slow = {"most": 0} if draw(st.integers(0, 5)) == 0 else {}
@@ -68,15 +69,26 @@ def may_be(
         money, gpus = money + prefill.price_per_hour * sum(both), gpus + prefill.gpus * sum(both)
         if both[0] > prefill.most or both[1] > decode.most or sum(both) > max(prefill.most, decode.most):
             return False
-    return money <= budget.room.money + 1e-6 and gpus <= budget.room.gpus
+    of_kind = sum(
+        one.gpus * sum(both)
+        for one, *both in zip(found[0].offers, *counts, strict=True)
+        if one.kinds
+    )
+    return (
+        money <= budget.room.money + 1e-6
+        and gpus <= budget.room.gpus
+        and of_kind <= budget.kinds.get("k", 1e9)
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(sides(), st.none() | st.floats(0, 12), st.none() | st.integers(0, 8))
+@given(
+    sides(), st.none() | st.floats(0, 12), st.none() | st.integers(0, 8), st.none() | st.integers(0, 8)
+)
 def test_no_mix_of_both_sides_is_better(
-    found: tuple[MixSide, MixSide], per_hour: float | None, gpus: int | None
+    found: tuple[MixSide, MixSide], per_hour: float | None, gpus: int | None, of_kind: int | None
 ) -> None:
-    budget = MixBudget(per_hour, gpus)
+    budget = MixBudget(per_hour, gpus, {} if of_kind is None else {"k": float(of_kind)})
     prefill, decode = joint_mix(*found, budget, CHANGE)
     chosen = prefill.counts, decode.counts
     assert may_be(found, chosen, budget)

@@ -24,7 +24,7 @@ BEFORE = (2, 0)
 
 
 def demand(*offers: ClassOffer, floor: OnDemandFloor = NO_FLOOR) -> ClassedDemand:
-    return ClassedDemand("prefill", POOL, offers, ChangeCost(), 2, 1, 0, 0, floor)
+    return ClassedDemand("prefill", POOL, offers, ChangeCost(), 2, 1, 0, {}, floor)
 
 
 def kept(one: ClassedDemand, mix: ClassMix = WANTED) -> tuple[int, ...]:

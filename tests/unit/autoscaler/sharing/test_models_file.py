@@ -19,7 +19,7 @@ from autoscaler.sharing.models_file import (
 )
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_service import policies_of, shared_shadows
-from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class, of_kind
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError
 
@@ -60,6 +60,42 @@ def test_neutral_workers_of_classes_are_one_of_several_models(tmp_path: Path) ->
     files = policies_of(ModelsInForce(load_models(path)))
     assert files["a"].value.rules.workers == "neutral"
     assert least_uses(files["a"].value.rules)[MONEY] == 2.0, "one of each side"
+
+
+def test_gpus_of_a_kind_are_limited_over_classes_of_different_sizes(tmp_path: Path) -> None:
+    sizes = [
+        {"name": "one", "price_per_hour": 1.0, "gpu": "H100"},
+        {"name": "four", "price_per_hour": 3.5, "gpu": "NVIDIA H100 80GB", "gpus_per_replica": 4, "speed": 4},
+        {"name": "old", "price_per_hour": 0.5, "gpu": "L40S"},
+    ]
+    policy = both({"target_ms": 100, "classes": sizes})
+    shared = load_models(write(tmp_path, {"gpu_limits": {"h100": 8}}, a=policy, b=policy))
+    policies_of(ModelsInForce(shared))
+    assert shared.limits == {of_kind("h100"): 8.0}
+    own = ModelAccount(SharedAccount(shared.limits, {"a": dict}), "a", lambda: parse_policy(policy))
+    counted = {kind: own.uses_of("decode", kind).get(of_kind("h100")) for kind in ("one", "four", "old")}
+    assert counted == {"one": 1.0, "four": 4.0, "old": None}
+
+
+@pytest.mark.parametrize(
+    ("limits", "policy", "said"),
+    [
+        ({"A100": 8}, both(PRICED), "gpu_limits names A100, which is the gpu of no class"),
+        ({"H100": 0}, both(PRICED), "gpu_limits.H100: Input should be greater than or equal to 1"),
+        ({"": 8}, both(PRICED), "gpu_limits"),
+        ({"H100": 8}, both(PLAIN), "gpu_limits need classes in both pools of the policy of a"),
+        (
+            {"H100": 8},
+            both({"target_ms": 100, "classes": [{**ONLY[0], "gpu": "H100"}]}, gpu_limits={"H100": 8}),
+            "gpu_limits belong into the file of models, not into the policy of a",
+        ),
+    ],
+)
+def test_what_limits_by_kind_must_keep(
+    tmp_path: Path, limits: dict[str, int], policy: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        policies_of(ModelsInForce(load_models(write(tmp_path, {"gpu_limits": limits}, a=policy, b=policy))))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from autoscaler.classes.neutral.neutral_claim import NEUTRAL
-from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class, of_kind
 from tests.support.classes.shared_neutral import Kind, NeutralModel, NeutralModels, all_fit
 
 X, Y = of_class("x"), of_class("y")
+H100 = of_kind("H100")
 XS = {"x": Kind()}
 BOTH = {"x": Kind(), "y": Kind(prefill=3.0, decode=2.0, price=2.0, gpus=2)}
 
@@ -87,8 +88,10 @@ def test_one_limit_of_a_class_within_a_model_is_kept_beside_that_of_all() -> Non
 def worlds(draw: st.DrawFn) -> tuple[dict[str, NeutralModel], dict[str, float]]:
     limits = {name: float(draw(st.integers(2, 5))) for name in (X, Y)}
     kinds = {
-        "x": Kind(price=1.0, gpus=1),
-        "y": Kind(draw(st.sampled_from([1.0, 2.0, 3.0])), draw(st.sampled_from([1.0, 2.0])), 2.5, 2),
+        "x": Kind(price=1.0, gpus=1, gpu="H100"),
+        "y": Kind(
+            draw(st.sampled_from([1.0, 2.0, 3.0])), draw(st.sampled_from([1.0, 2.0])), 2.5, 2, gpu="H100"
+        ),
     }
     found, left = {}, dict(limits)
     for name in ("a", "b"):
@@ -103,12 +106,12 @@ def worlds(draw: st.DrawFn) -> tuple[dict[str, NeutralModel], dict[str, float]]:
                     one.add(draw(st.sampled_from(["prefill", "decode"])), kind)
         found[name] = one
     there = [kinds[each.replica_class] for one in found.values() for each in one.workers]
-    budget = draw(st.sampled_from([(), (MONEY,), (GPUS,), (MONEY, GPUS)]))
+    budget = draw(st.sampled_from([(), (MONEY,), (GPUS,), (H100,), (MONEY, GPUS), (MONEY, H100)]))
     more = draw(st.integers(1, 8))
     if MONEY in budget:
         limits[MONEY] = sum(one.price for one in there) + more
-    if GPUS in budget:
-        limits[GPUS] = float(sum(one.gpus for one in there) + more)
+    for name in {GPUS, H100} & set(budget):
+        limits[name] = float(sum(one.gpus for one in there) + more)
     return found, limits
 
 
