@@ -141,7 +141,8 @@ class ControlLoop:
             return
         snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
         decided = await self.decider.decided(self.decide, self.memory, snapshot, self.settings.interval_s)
-        self.status.errors["decide"] = self.decider.overdue
+        if self.decider.overdue:
+            self.status.errors["decide"] = self.decider.overdue
         if decided is not None:
             plan, self.memory = decided.plan, decided.memory
         elif self._last_plan is not None:

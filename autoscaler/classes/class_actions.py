@@ -302,7 +302,12 @@ class _Classed:
         those on standby carry it: nobody would serve meanwhile."""
         serving = turn.serving
         carries = carried_units(self.plan, serving) >= (self.plan.units or 0.0) - 1e-9
-        if len(serving) == 1 and room.is_kept and carries and not carry(self.plan, [*turn.resting, *turn.leaving]):
+        if (
+            len(serving) == 1
+            and room.is_kept
+            and carries
+            and not carry(self.plan, [*turn.resting, *turn.leaving])
+        ):
             return []
         return [(share, max(0, self._surplus(share))) for share in self.plan.mix]
 

@@ -9,16 +9,26 @@ from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 
-from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, offers_of, without
 from autoscaler.classes.mix import cheapest_mix, leanest_mix
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.refused_classes import to_do_without
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, offers_of, without
 from autoscaler.classes.usable import too_slow
 from autoscaler.plan import PoolPlan, Proposal
 from autoscaler.policies.policy_file import AnyPool, SloPool
 from autoscaler.policies.slo.slo_decode import decode_shares
 from autoscaler.policies.slo.slo_prefill import prefill_shares
-from autoscaler.sharing.claims.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, Uses, counted_in, kinds_in, of_class
+from autoscaler.sharing.claims.shares import (
+    GPUS,
+    MONEY,
+    Claim,
+    ClassOfClaim,
+    Rung,
+    Uses,
+    counted_in,
+    kinds_in,
+    of_class,
+)
 from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
 
 MOST_RUNGS = 32
@@ -90,9 +100,7 @@ class ClassedDemand:
         short = to_do_without(able, {kind for where, kind in snapshot.short if where in sides})
         most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in short}
         offers = [
-            replace(
-                one, most=min(one.most, most.get(one.name, one.most)), kinds=counted_in(known.gpu, kinds)
-            )
+            replace(one, most=min(one.most, most.get(one.name, one.most)), kinds=counted_in(known.gpu, kinds))
             for known, one in zip(
                 pool.classes,
                 offers_of(

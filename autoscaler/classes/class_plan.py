@@ -3,7 +3,7 @@
 Before it, everything counts in units, replicas of speed 1 (`units.py`): policies, `behavior`, ratio and link know of
 no classes. Here the units that are wanted become replicas: the classes that can meet the target (`usable.py`), the
 cheapest mix of them (`mix.py`, of neutral workers `neutral/`), and where both pools together cost too much or take too
-many GPUs, a share for each (`autoscaler/sharing/claims/shares.py`); where several models do, `sharing/claims/class_shares.py`
+many GPUs, a share for each (`autoscaler/sharing/claims/shares.py`); where several models do, `class_shares.py` there
 does it. What is left then is for warm standbys.
 """
 
@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from autoscaler.classes.search.offer import ClassMix
 from autoscaler.classes.class_demand import ClassedDemand
 from autoscaler.classes.neutral.neutral_plan import neutral_mixes
+from autoscaler.classes.search.offer import ClassMix
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, kinds_in, left_of, limit_text, of_kind, share
 from autoscaler.snapshot import POOLS, PoolName, Snapshot
+
 
 def in_units(policy: ScalingPolicy, snapshot: Snapshot) -> Snapshot:
     """The snapshot with both pools in units; pools without classes as they are."""

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from autoscaler.classes.search.offer import MixSide, offers_of, without
 from autoscaler.classes.mix import cheapest_mix, leanest_mix
 from autoscaler.classes.neutral.joint_mix import joint_mix, total_mix
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.replica_class import ReplicaClass
-from autoscaler.sharing.claims.shares import counted_in, of_kind
+from autoscaler.classes.search.offer import MixSide, offers_of, without
 from autoscaler.policies.behavior import broken_rule
+from autoscaler.sharing.claims.shares import counted_in, of_kind
 from autoscaler.snapshot import PoolName
 from splitserve.gpus.kinds import is_slices
 

@@ -18,14 +18,22 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from autoscaler.classes.search.mix_search import MixSearch
-from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, MixRoom, MixSide, mix_of
+from autoscaler.classes.search.offer import (
+    AT_ONCE,
+    ChangeCost,
+    ClassMix,
+    ClassOffer,
+    MixRoom,
+    MixSide,
+    mix_of,
+)
 
 
 def cheapest_mix(
     offers: Sequence[ClassOffer],
     units: float,
     budget_per_hour: float | None = None,
-    change: ChangeCost = ChangeCost(),
+    change: ChangeCost = AT_ONCE,
     floor: float = 0.0,
     gpus: float | None = None,
     kinds: Mapping[str, float] = MappingProxyType({}),

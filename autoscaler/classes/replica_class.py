@@ -13,7 +13,6 @@ from autoscaler.policies.behavior import PolicyModel, broken_rule
 from autoscaler.sizing.class_speeds import DEFAULT_TOKENS, MAX_CLASSES, MOST_TOKENS
 from splitserve.config.autoscaler import ReplicaClassName
 
-
 _KIND = r"[A-Za-z0-9][A-Za-z0-9 .,+()/_-]*"
 GpuLimits = Annotated[
     Mapping[
@@ -125,7 +124,7 @@ class ClassedPool(PolicyModel):
 class BudgetedPolicy(PolicyModel):
     """The part of a policy that is about what its classes may take together."""
 
-    gpu_limits: GpuLimits = {}
+    gpu_limits: GpuLimits = Field(default_factory=dict)
     """GPUs of a kind that both pools may take together, by words of the driver's name for it as in `gpu` of a class:
     all classes count whose `gpu` has these words, whatever number each of their replicas takes. It needs `classes` in
     both. Default: no bound."""

@@ -1,7 +1,7 @@
 """Decisions off the event loop: on a thread of their own, so that signals, notices and health answers do not wait.
 
-A policy is pure, so a thread is enough: it gets a snapshot and a memory and returns a plan and a memory. A thread can be
-left behind but not ended; one that never returns keeps nobody from acting on the last plan, and nobody from stopping.
+A policy is pure, so a thread is enough: it gets a snapshot and a memory and returns a plan and a memory. A thread can
+be left behind but not ended; one that never returns keeps nobody from acting on the last plan, nor from stopping.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
-from autoscaler.classes.search.offer import ClassMix, ClassOffer, MixSide, mix_of, offers_of
 from autoscaler.classes.mix import cheapest_mix, leanest_mix
 from autoscaler.classes.neutral.joint_mix import MixBudget, joint_mix, total_mix
+from autoscaler.classes.search.offer import ClassMix, ClassOffer, MixSide, mix_of, offers_of
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.sharing.claims.shares import counted_in, of_kind
 from autoscaler.snapshot import POOLS
@@ -50,7 +50,9 @@ def _neutral(policy: ScalingPolicy, given: int | None) -> tuple[str, ...]:
         MixSide(each, units, pool.floor.within(units))
         for pool, (each, units) in zip(policy.pools.values(), pairs, strict=True)
     ]
-    mixes = joint_mix(sides[0], sides[1], MixBudget(policy.budget_per_hour, policy.gpu_budget, _kinds(policy)))
+    mixes = joint_mix(
+        sides[0], sides[1], MixBudget(policy.budget_per_hour, policy.gpu_budget, _kinds(policy))
+    )
     if not sum(total_mix(mixes, offers[0]).counts):
         raise _nothing_fits("decode")
     # Even ones lean to prefill at first.

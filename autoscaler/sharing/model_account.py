@@ -22,9 +22,9 @@ from autoscaler.classes.class_demand import gpus_of
 from autoscaler.classes.neutral.neutral_claim import NEUTRAL
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.sharing.shared_account import Holding, SharedAccount
 from autoscaler.sharing.claims.shared_view import summed
 from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, counted_in, of_class
+from autoscaler.sharing.shared_account import Holding, SharedAccount
 from autoscaler.snapshot import LEAVING, POOLS, PoolName, Replica, Snapshot
 from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 

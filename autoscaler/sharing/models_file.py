@@ -53,7 +53,7 @@ class SharedModels(Settings):
     """GPUs that all models may have together, of whatever kind; a replica of a class counts those of its class. A
     policy with `classes` in one pool must have them in both. Default: no bound for models with `classes`; those of
     the actuator for the others."""
-    gpu_limits: GpuLimits = {}
+    gpu_limits: GpuLimits = Field(default_factory=dict)
     """GPUs of a kind that all models may have together, by words of the driver's name for it as in `gpu` of a class:
     as many as the inventory has. All classes count whose `gpu` has these words. It needs `classes` in both pools of
     each model. Default: no bound."""

@@ -13,11 +13,11 @@ from autoscaler.classes.class_demand import gpus_of
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.reconcile import Start
+from autoscaler.sharing.claims.shared_view import summed
+from autoscaler.sharing.claims.shares import Uses
 from autoscaler.sharing.model_account import ModelAccount, uses_of
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.sharing.claims.shared_view import summed
-from autoscaler.sharing.claims.shares import Uses
 from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of, spot_of
 from autoscaler.simulation.evaluation.comparison import bounds_of
 from autoscaler.simulation.outcome import Outcome

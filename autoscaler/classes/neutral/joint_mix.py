@@ -15,6 +15,7 @@ from types import MappingProxyType
 from autoscaler.classes.mix import cheapest_mix
 from autoscaler.classes.search.mix_search import MixSearch
 from autoscaler.classes.search.offer import (
+    AT_ONCE,
     ChangeCost,
     ClassMix,
     ClassOffer,
@@ -25,8 +26,8 @@ from autoscaler.classes.search.offer import (
 )
 
 JOIN_S = 1.0
-"""What it costs that a side gets a worker that it does not have, in seconds of its price. So of mixes that cost the same
-the nearest is wanted."""
+"""What it costs that a side gets a worker that it does not have, in seconds of its price. So of mixes that cost the
+same the nearest is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class MixBudget:
         return MixRoom(money, math.inf if self.gpus is None else self.gpus, self.kinds)
 
 
-NO_BUDGET, AT_ONCE = MixBudget(), ChangeCost()
+NO_BUDGET = MixBudget()
 
 
 def joint_mix(

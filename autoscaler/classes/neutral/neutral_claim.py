@@ -133,9 +133,7 @@ class _Mixes:
             prefill, decode = (self._alone(number, units, most) for number, units in enumerate(sides))
             total = total_mix((prefill, decode), self.wanted[0].offers)
             # Where no class is there too often, the cheapest of each side are the cheapest of both.
-            self._known[key] = (
-                (prefill, decode) if self._may_be(total, most) else self._searched(sides, most)
-            )
+            self._known[key] = (prefill, decode) if self._may_be(total, most) else self._searched(sides, most)
         return self._known[key]
 
     def _alone(self, number: int, units: float, most: Mapping[str, int]) -> ClassMix:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoscaler.classes.search.offer import ChangeCost, ClassMix, MixSide
 from autoscaler.classes.class_demand import ClassedDemand, at_most
 from autoscaler.classes.neutral.joint_mix import MixBudget, class_limits, joint_mix, total_mix
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, MixSide
 from autoscaler.plan import Proposals
 from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, kinds_in, of_class, share
 from autoscaler.snapshot import Snapshot
@@ -109,9 +109,7 @@ def _lacks_of_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix]) 
     )
 
 
-def side_standbys(
-    wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses
-) -> list[ClassMix]:
+def side_standbys(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses) -> list[ClassMix]:
     """The standbys of both sides beside their mixes, of what these leave of all that is limited, prefill's first."""
     taken, found = total_mix(mixes, wanted[0].offers), list[ClassMix]()
     for one in wanted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from autoscaler.classes.search.offer import TINY, ChangeCost, ClassOffer
 
@@ -79,7 +80,7 @@ def parts_of(offer: ClassOffer, leans: int, change: ChangeCost, join: float) -> 
     """The parts of an offer, by what another unit of it costs: what runs, and what is to be started; `join` is added
     for each beyond those that lean here."""
     edges = sorted({0, offer.most, *(min(one, offer.most) for one in (leans, offer.running))})
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         time_s = change.payback_s + (change.cold_start_s if begin >= offer.running else 0.0)
         each = offer.price_per_hour * time_s / 3600 + (join if begin >= leans else 0.0)
         yield each / offer.speed, (end - begin) * offer.speed, not offer.spot
@@ -104,6 +105,11 @@ class Undecided:
         """Not on spot machines."""
         self._parts: list[OfferedPart] | None = None
         self._free = Ladder(())
+
+    def least_replicas(self, units: float) -> float:
+        """That give so many units, parts of replicas among them."""
+        fastest = max((one.speed for one in self._offers if one.most), default=math.inf)
+        return max(0.0, units) / fastest
 
     def least_money(self, units: float, floor: float) -> float:
         """For so many units, `floor` of them not on spot machines; as far as the offers go."""

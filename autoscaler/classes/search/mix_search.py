@@ -37,7 +37,9 @@ class MixSearch:
         self._worth: tuple[float, float, float, int] = (math.inf, math.inf, math.inf, 0)
         """Of the best: floor and units that it lacks, money, replicas."""
         self._nodes = 0
-        self._bounds = [[self._undecided(side, at) for at in range(len(order) + 1)] for side in range(len(sides))]
+        self._bounds = [
+            [self._undecided(side, at) for at in range(len(order) + 1)] for side in range(len(sides))
+        ]
         """By side, then by how many of its classes are decided."""
         later = [one for offers in self._offers[1:] for one in offers]
         self._together = [Reach([*self._offers[0][at:], *later]) for at in range(len(order) + 1)]
@@ -91,7 +93,7 @@ class MixSearch:
             rest = units - given, floor if offer.spot else floor - given
             left = room.less(offer, count)
             spent = money + self._money(number, which, before, count)
-            if self._may_be_better(number, which + 1, *rest, short, left, spent):
+            if self._may_be_better(number, which + 1, *rest, short, left, spent, sum(counts) + count):
                 self._visit(place + 1, *rest, short, left, spent, (*counts, count))
 
     def _may_be_better(
@@ -103,9 +105,11 @@ class MixSearch:
         short: tuple[float, float],
         room: MixRoom,
         money: float,
+        replicas: float,
     ) -> bool:
-        """By floors, units and money that are lacking at the least; `which` classes of side `number` are decided."""
-        known_floor, known_short, known_money, _ = self._worth
+        """By floors and units that are lacking at the least, and the least money and replicas; `which` classes of side
+        `number` are decided."""
+        known_floor, known_short, known_money, known_replicas = self._worth
         here, cash, gpus = self._bounds[number][which], room.money, room.gpus
         later = self._later[number]
         lacks_floor = short[1] + max(0.0, floor - here.plain.within(cash, gpus))
@@ -125,7 +129,11 @@ class MixSearch:
         money += here.least_money(units - allowed, floor - allowed_floor)
         for side, bounds in later:
             money += bounds.least_money(side.units - allowed, side.floor - allowed_floor)
-        return money < known_money - TINY
+        if abs(money - known_money) > TINY:
+            return money < known_money
+        replicas += here.least_replicas(units - allowed)
+        replicas += sum(bounds.least_replicas(side.units - allowed) for side, bounds in later)
+        return replicas < known_replicas - TINY
 
     def _take(self, counts: Counts) -> None:
         """Keeps these, in the order of the offers, where they are better."""

@@ -50,6 +50,9 @@ class ChangeCost:
     cold_start_s: float = 0.0
 
 
+AT_ONCE = ChangeCost()
+
+
 @dataclass(frozen=True, slots=True)
 class ClassMix:
     """So many replicas of each class, in the order of the offers."""

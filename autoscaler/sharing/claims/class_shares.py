@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autoscaler.classes.search.offer import ClassMix, NOTHING, mix_of
 from autoscaler.classes.class_demand import ClassedDemand
 from autoscaler.classes.class_plan import GrantedMix, demands, planned, with_pool
+from autoscaler.classes.search.offer import NOTHING, ClassMix, mix_of
 from autoscaler.plan import Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.sharing.claims.neutral_shares import with_shared_neutral

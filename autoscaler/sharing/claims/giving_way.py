@@ -131,6 +131,8 @@ class PoolStanding:
     classes: Mapping[str, ClassOfClaim]
     """See `Claim`."""
     weight: float = 1.0
+    ends_soon: bool | None = None
+    """See `Claim`."""
 
     def lacks(self, name: str) -> bool:
         """Whether it is to have more replicas of a class, or more of an amount."""
@@ -153,6 +155,8 @@ class PoolStanding:
     @property
     def ends_one_soon(self) -> bool:
         """Whether the others carry without it what is to be carried, once all serve."""
+        if self.ends_soon is not None:
+            return self.ends_soon
         return any(
             self.has_too_much(name) and self.carried - one.speed >= self.units - _TINY
             for name, one in self.classes.items()
@@ -203,7 +207,7 @@ def standing(claim: Claim, live: Uses, granted: Uses, units: float) -> PoolStand
         name: max(min(amount, wanted.get(name, 0.0)), amount - claim.standbys.get(name, 0.0))
         for name, amount in live.items()
     }
-    return PoolStanding(held, wanted, units, claim.classes, claim.weight)
+    return PoolStanding(held, wanted, units, claim.classes, claim.weight, claim.ends_soon)
 
 
 def gives_way(

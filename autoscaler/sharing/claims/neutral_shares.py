@@ -45,7 +45,7 @@ def with_shared_neutral(
     mixes = part.kept_for_now(part.mixes())
     claim = replace(made.claim, wanted=part.uses(mixes))
     standbys = part.standbys(mixes)
-    claim = replace(claim, standbys=part.uses(standbys))
+    claim = replace(claim, standbys=part.uses(standbys), ends_soon=part.ends_one_soon(mixes, standbys))
     given = shared.gives_way({NEUTRAL: claim}, got).get(NEUTRAL)
     if given is not None and given.is_last and (detour := part.detour(given.name, claim)) is not None:
         mixes, given = detour, None
@@ -131,11 +131,26 @@ class _Both:
         it: of what nobody claims and nobody has. None: there are none."""
         shared = self.shared
         room = {
-            name: max(0.0, min(self._unclaimed(name, claim), shared.free(name)))
-            for name in shared.limits
+            name: max(0.0, min(self._unclaimed(name, claim), shared.free(name))) for name in shared.limits
         }
         found = side_mixes(self.wanted, self.sides, room | {given: 0.0})
         return found if self.carry(found) else None
+
+    def ends_one_soon(self, mixes: Mixes, standbys: Mixes) -> bool:
+        """Whether a side carries without one that is too much on both what is wanted of it, once all serve."""
+        sides = list(zip(self.wanted, mixes, self.sides, strict=True))
+        for place in range(len(self.wanted[0].offers)):
+            there = sum(one.leaning[place] for one in self.wanted)
+            if there <= sum(mix.counts[place] for mix in (*mixes, *standbys)):
+                continue
+            for one, mix, units in sides:
+                carried = sum(
+                    offer.speed * count for offer, count in zip(one.offers, one.leaning, strict=True)
+                )
+                left = carried - one.offers[place].speed
+                if one.leaning[place] > mix.counts[place] and left >= min(units, mix.units) - 1e-9:
+                    return True
+        return False
 
     def _unclaimed(self, name: str, claim: Claim) -> float:
         wanted = {} if claim.wanted is None else claim.wanted
@@ -146,4 +161,3 @@ class _Both:
         place = next(n for n, one in enumerate(self.wanted[0].offers) if of_class(one.name) == given)
         spare = [one.leaning[place] - mix.counts[place] for one, mix in zip(self.wanted, mixes, strict=True)]
         return spare.index(max(spare))
-

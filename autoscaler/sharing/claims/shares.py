@@ -121,6 +121,8 @@ class Claim:
     """What the pool is to have, by the decision that made this claim: near one of the rungs. None: not decided yet."""
     standbys: Uses = field(default_factory=dict)
     """What it is to have on standby beside `wanted`, of what no claim takes."""
+    ends_soon: bool | None = None
+    """Whether one of its replicas ends without waiting for anything. None: that is told by speeds and units."""
 
 
 @dataclass(frozen=True, slots=True)

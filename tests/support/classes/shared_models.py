@@ -12,10 +12,10 @@ from autoscaler.decide import make_decide
 from autoscaler.plan import Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import Bounds, Drain, ReplicaView, Start
+from autoscaler.sharing.claims.shares import GPUS, MONEY, amounts_in, of_class
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.sharing.claims.shares import GPUS, MONEY, amounts_in, of_class
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, MixSide, money_of
 from autoscaler.classes.neutral.joint_mix import MixBudget, joint_mix
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, MixSide, money_of
 
 SPEEDS = st.sampled_from([1.0, 1.5, 2.0, 4.0])
 CHANGE = ChangeCost(1800.0, 120.0)
@@ -70,9 +70,7 @@ def may_be(
         if both[0] > prefill.most or both[1] > decode.most or sum(both) > max(prefill.most, decode.most):
             return False
     of_kind = sum(
-        one.gpus * sum(both)
-        for one, *both in zip(found[0].offers, *counts, strict=True)
-        if one.kinds
+        one.gpus * sum(both) for one, *both in zip(found[0].offers, *counts, strict=True) if one.kinds
     )
     return (
         money <= budget.room.money + 1e-6
@@ -82,9 +80,7 @@ def may_be(
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    sides(), st.none() | st.floats(0, 12), st.none() | st.integers(0, 8), st.none() | st.integers(0, 8)
-)
+@given(sides(), st.none() | st.floats(0, 12), st.none() | st.integers(0, 8), st.none() | st.integers(0, 8))
 def test_no_mix_of_both_sides_is_better(
     found: tuple[MixSide, MixSide], per_hour: float | None, gpus: int | None, of_kind: int | None
 ) -> None:

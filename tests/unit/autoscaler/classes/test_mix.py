@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, mix_of, money_of
 from autoscaler.classes.mix import cheapest_mix, leanest_mix
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, mix_of, money_of
 
 OFFERS = st.lists(
     st.builds(

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer
 from autoscaler.classes.class_demand import ClassedDemand
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer
 from autoscaler.policies.policy_file import TargetPool
 from autoscaler.sharing.claims.class_shares import _kept_for_now
 from autoscaler.sharing.claims.plan_parts import bound_by
@@ -54,8 +54,6 @@ def test_not_where_too_little_of_it_is_on_demand() -> None:
 
 @pytest.mark.parametrize("limits", [{MONEY: 0.0}, {MONEY: 0.0, GPUS: 4.0}, {MONEY: 3.0, GPUS: 0.0}])
 def test_of_nothing_nothing_is_left(limits: Mapping[str, float]) -> None:
-    said, cause = bound_by(
-        demand(*OFFERS), 1.0, WANTED, dict(limits), SharedView("a", limits, {"a": {}})
-    )
+    said, cause = bound_by(demand(*OFFERS), 1.0, WANTED, dict(limits), SharedView("a", limits, {"a": {}}))
     assert cause == ("money_budget" if not limits[MONEY] else "gpu_budget")
     assert "0" in said

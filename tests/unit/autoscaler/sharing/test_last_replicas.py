@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from autoscaler.sharing.claims.giving_way import PoolStanding
-from autoscaler.sharing.shared_account import STALE_S
 from autoscaler.sharing.claims.shares import GPUS, MONEY, ClassOfClaim, of_class
+from autoscaler.sharing.shared_account import STALE_S
 from tests.support.classes.shared_models import ROUND_S, Models, Wish
 from tests.unit.autoscaler.sharing.test_giving_way import given_way
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from autoscaler.policies.policy_file import parse_policy
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class, of_kind
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import (
     ModelsInForce,
@@ -19,7 +20,6 @@ from autoscaler.sharing.models_file import (
 )
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_service import policies_of, shared_shadows
-from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class, of_kind
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError
 
@@ -56,10 +56,10 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
 
 
 def test_neutral_workers_of_classes_are_one_of_several_models(tmp_path: Path) -> None:
-    path = write(tmp_path, {"budget_per_hour": 4}, a=both(PRICED, workers="neutral"), b=both(PRICED))
+    path = write(tmp_path, {"budget_per_hour": 8}, a=both(PRICED, workers="neutral"), b=both(PRICED))
     files = policies_of(ModelsInForce(load_models(path)))
     assert files["a"].value.rules.workers == "neutral"
-    assert least_uses(files["a"].value.rules)[MONEY] == 2.0, "one of each side"
+    assert least_uses(files["a"].value.rules)[MONEY] == 4.0, "one of each side"
 
 
 def test_gpus_of_a_kind_are_limited_over_classes_of_different_sizes(tmp_path: Path) -> None:

@@ -22,9 +22,7 @@ def models(limits: dict[str, float], **wishes: tuple[int, int]) -> NeutralModels
 
 def test_a_change_of_sides_of_one_model_leaves_nothing_to_the_others() -> None:
     """The second wants more than there is. What the first moves from side to side stays the first's."""
-    found = NeutralModels(
-        {"a": NeutralModel(3, 1, XS), "b": NeutralModel(3, 3, XS)}, {X: 8.0}
-    )
+    found = NeutralModels({"a": NeutralModel(3, 1, XS), "b": NeutralModel(3, 3, XS)}, {X: 8.0})
     assert found.settle()
     a, b = found.models["a"], found.models["b"]
     assert a.has_all
@@ -77,7 +75,7 @@ def test_models_that_wait_for_each_others_full_classes_swap_them() -> None:
 
 
 def test_one_limit_of_a_class_within_a_model_is_kept_beside_that_of_all() -> None:
-    few = {"x": Kind(most=3), "y": Kind(prefill=2.0, decode=2.0, price=5.0)}
+    few = {"x": Kind(most=3), "y": Kind(price=5.0)}
     found = NeutralModels({"a": NeutralModel(4, 4, few), "b": NeutralModel(1, 1, few)}, {X: 9.0, Y: 9.0})
     assert found.settle()
     assert all(one.has_all for one in found.models.values())

@@ -21,11 +21,11 @@ from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.policy_in_force import loop_settings
 from autoscaler.reconcile import PlannedRotation
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_metrics import shared_metrics
-from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from autoscaler.snapshot import ClassSignals, PoolName, Replica, ReplicaState, Snapshot
 from splitserve.errors import ResourceExhaustedError, UnavailableError
 from tests.support.scaling.fake_actuator import FakeActuator
