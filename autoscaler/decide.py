@@ -73,7 +73,9 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
         most = gpu_share(policy, units, claims)
         plan = joint_plan(policy, units, prefill, decode, before.lending, most)
         if most is not None:
-            plan = replace(plan, claims=claims, worth_moving=most.worth_moving)
+            plan = replace(
+                plan, claims={str(pool): one for pool, one in claims.items()}, worth_moving=most.worth_moving
+            )
         mixed = with_classes if snapshot.shared is None else with_shared_classes
         plan = mixed(policy, snapshot, units, plan, proposals)
         return plan, PlanMemory(

@@ -119,8 +119,7 @@ class ScalingPlan:
     one_price_list: bool = False
     """Whether both pools have the same classes, of neutral workers: each may lean to either."""
     claims: Mapping[str, Claim] = field(default_factory=dict)
-    """What the pools want, or both as one, for other models on the same inventory to know; empty where there are
-    none."""
+    """What the pools want, or both as one, for other models on the same inventory to know; empty: there are none."""
     worth_moving: bool = False
     """Whether all of these models together would do much better if some gave up what they have."""
 

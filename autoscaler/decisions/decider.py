@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.shadows.shadow import unchanged
@@ -83,7 +84,8 @@ class Decider:
             return
         async with asyncio.TaskGroup() as group:
             resting = group.create_task(_awaited(rest(left_s)))
-            await asyncio.wait({resting, self._under_way.future}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {resting, self._under_way.future}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             resting.cancel()
 
     def forget(self) -> None:

@@ -1,1 +1,1 @@
-"""Who may have how much of what several models share: pure functions of what all of them have and claim."""
+"""Who may have how much of what several models share, by what all of them have and claim. Read `shares.py` first."""

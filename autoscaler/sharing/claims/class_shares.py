@@ -60,7 +60,8 @@ def with_shared_classes(
             part.gives = given.name
     for part in parts:
         plan = part.planned(plan, got, shared)
-    return replace(with_room(plan, shared, limited), claims=claims, worth_moving=got.worth_moving)
+    kept = {str(pool): claim for pool, claim in claims.items()}
+    return replace(with_room(plan, shared, limited), claims=kept, worth_moving=got.worth_moving)
 
 
 @dataclass(slots=True)
