@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from autoscaler.actuators.actuator import Presence
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.decisions.decider import Decider
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.plan import ClassShare, Memory, PoolPlan, ScalingPlan
@@ -61,7 +62,14 @@ class World:
         self.leanings: dict[str, PoolName] = {}
         limits = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
         settings = {"bounds": limits, "drain_s": {"prefill": 7.0, "decode": 9.0}} | settings
-        self.loop = ControlLoop(self.observe, self.decide, self, self.actuator, LoopSettings(**settings))
+        self.loop = ControlLoop(
+            self.observe,
+            self.decide,
+            self,
+            self.actuator,
+            LoopSettings(**settings),
+            decider=Decider(turn_s=PATIENCE_S),
+        )
 
     async def observe(self) -> Snapshot:
         if self.blind is not None:
