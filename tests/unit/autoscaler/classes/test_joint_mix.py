@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.neutral.joint_mix import MixBudget, joint_mix
+from autoscaler.classes.neutral.joint_mix import JOIN_S, MixBudget, _seeds, joint_mix
+from autoscaler.classes.search.mix_search import MixSearch
 from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, MixSide, money_of
 
 SPEEDS = st.sampled_from([1.0, 1.5, 2.0, 4.0])
@@ -149,3 +150,26 @@ def test_six_classes_and_many_units_take_no_longer_than_a_decision_may() -> None
     assert prefill.units >= 77.3 - 1e-9
     assert decode.units >= 91.7 - 1e-9
     assert time.process_time() - began < 10, "a bound on work, not a figure"
+
+
+@pytest.mark.parametrize(
+    ("units", "budget", "cold_start_s"),
+    [
+        ((77.3, 91.7), MixBudget(120.0), 120.0),
+        ((77.3, 91.7), MixBudget(40.0), 120.0),
+        ((24.0, 18.0), MixBudget(30.0, 20), 0.0),
+    ],
+)
+def test_a_search_under_tight_budgets_ends_by_itself(
+    units: tuple[float, float], budget: MixBudget, cold_start_s: float
+) -> None:
+    """Counted: each ended early, at 50,000, when bounds knew neither starts nor that both sides share a budget."""
+    offers = tuple(
+        offer(f"c{n}", 1.0 + 0.37 * n, n % 3, speed=1.0 + 0.9 * n, most=40, spot=n % 2 == 0, gpus=1 + n // 2)
+        for n in range(6)
+    )
+    sides = MixSide(offers, units[0], 20.0), MixSide(offers, units[1], 18.0)
+    change, order = ChangeCost(1800.0, cold_start_s), sorted(range(6), key=lambda n: offers[n].per_unit)
+    search = MixSearch(sides, order, change, JOIN_S)
+    search.run(budget.room, list(_seeds(sides, budget, change)))
+    assert search.looks < 10_000
