@@ -17,6 +17,7 @@ from autoscaler.actuators.actuator import ActualReplica, Actuator, ReplicaKind, 
 from autoscaler.classes.class_actions import reconcile_classes
 from autoscaler.classes.refused_classes import RefusedClasses
 from autoscaler.decisions.attainment import AttainmentModel
+from autoscaler.decisions.decider import Decider, held_over
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import LoopStatus
@@ -104,6 +105,7 @@ class ControlLoop:
     """Between ticks while a pool is at zero: it may end sooner, when requests wait for workers."""
     rest: Callable[[float], Awaitable[None]] = asyncio.sleep
     """Between all others: it may end sooner, when a machine is to be taken away."""
+    decider: Decider = field(default_factory=Decider)
     status: LoopStatus = field(default_factory=LoopStatus)
     journal: DecisionJournal = field(default_factory=DecisionJournal)
     memory: Memory = None
@@ -123,10 +125,11 @@ class ControlLoop:
             await self.tick()
             left_s = max(0.0, began + self.settings.interval_s - time.monotonic())
             at_zero = self._last_plan is not None and self._last_plan.is_at_zero
-            await (self.pause if at_zero else self.rest)(left_s)
+            await self.decider.pause(self.pause if at_zero else self.rest, left_s)
 
     async def tick(self) -> None:
-        """One round. Errors that a later round may not have are logged, not raised."""
+        """One round. Errors that a later round may not have are logged, not raised. While a decision takes long, what
+        the last one wants is started where it is missing."""
         self._take_policy()
         if self.lease is not None and self._would_act:
             await self.lease.renew()
@@ -137,23 +140,34 @@ class ControlLoop:
             self._failed("observe", error)
             return
         snapshot = self._starts.look(self._known(snapshot), actual, self.settings.starts)
-        plan, self.memory = self.decide(self.memory, snapshot)
+        decided = await self.decider.decided(self.decide, self.memory, snapshot, self.settings.interval_s)
+        if self.decider.overdue:
+            self.status.errors["decide"] = self.decider.overdue
+        if decided is not None:
+            plan, self.memory = decided.plan, decided.memory
+        elif self._last_plan is not None:
+            plan = held_over(self._last_plan)
+        else:
+            return
         pools = self._pools(snapshot, actual)
         pauses = {pool: self._starts.pause_s(pool, snapshot.now_s) for pool in POOLS}
         paused = self._starts.paused(snapshot.now_s)
         actions = reconcile_classes(plan, pools, self.settings.bounds, paused)
-        if not snapshot.complete:
+        if decided is None or not snapshot.complete:
             actions = tuple(action for action in actions if isinstance(action, Start | Activate))
+        self.status.starts(self._starts.failed_starts, pauses, snapshot)
+        acted = self._may_act
+        if decided is None:
+            await self._carry_out(plan, pools, actions)
+            return
         for pool in POOLS:
             if broken := plan.pool(pool).error:
                 self._failed("policy", ConfigError(broken), pool=pool)
-        self.status.starts(self._starts.failed_starts, pauses, snapshot)
         self._log_decision(plan, pools, actions)
-        acted = self._may_act
         await self._carry_out(plan, pools, actions)
         # After that, so that what is kept for people delays nothing that has been decided.
-        self.journal.enter(snapshot, plan, pools, actions, acted)
-        self.shadows.look(snapshot, plan)
+        self.journal.enter(decided.snapshot, plan, pools, actions, acted)
+        self.shadows.look(decided.snapshot, plan)
 
     async def _carry_out(
         self, plan: ScalingPlan, pools: Mapping[PoolName, Sequence[ReplicaView]], actions: Sequence[Action]
@@ -181,6 +195,8 @@ class ControlLoop:
             self._failed("policy", error)
             return
         if change is not None:
+            self.decider.forget()
+            self._last_plan = None
             self.decide, self.settings = change.decide, change.settings
             self.memory, self.journal.attainment = change.carry(self.memory), change.attainment
             self.status.policy_is_current = True

@@ -27,8 +27,8 @@ from autoscaler.policies.slo.slo_decode import recommend_decode
 from autoscaler.policies.slo.slo_prefill import recommend_prefill
 from autoscaler.policies.target import recommend_target
 from autoscaler.policies.zero import ZeroMemory, ZeroState, zero_state
-from autoscaler.sharing.class_shares import with_shared_classes
-from autoscaler.sharing.gpu_shares import gpu_claims, gpu_share
+from autoscaler.sharing.claims.class_shares import with_shared_classes
+from autoscaler.sharing.claims.gpu_shares import gpu_claims, gpu_share
 from autoscaler.snapshot import PoolName, ReplicaState, Snapshot, lead_s
 
 
@@ -73,7 +73,9 @@ def make_decide(policy: ScalingPolicy, functions: Mapping[str, Recommend] | None
         most = gpu_share(policy, units, claims)
         plan = joint_plan(policy, units, prefill, decode, before.lending, most)
         if most is not None:
-            plan = replace(plan, claims=claims, worth_moving=most.worth_moving)
+            plan = replace(
+                plan, claims={str(pool): one for pool, one in claims.items()}, worth_moving=most.worth_moving
+            )
         mixed = with_classes if snapshot.shared is None else with_shared_classes
         plan = mixed(policy, snapshot, units, plan, proposals)
         return plan, PlanMemory(

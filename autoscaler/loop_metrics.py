@@ -15,7 +15,7 @@ from autoscaler.snapshot import POOLS, DecodeSignals, PoolName, PrefillSignals, 
 from splitserve.metrics import counter, counters, gauge, gauges
 
 ACTIONS = ("start", "activate", "rest", "drain")
-HOPS = ("observe", "rotate", "start", "drain", "policy")
+HOPS = ("observe", "decide", "rotate", "start", "drain", "policy")
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class LoopStatus:
     lending: bool = False
     actions: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    """By hop: observation, each kind of action, and the policy file."""
+    """By hop: observation, decisions that took longer than an interval, each kind of action, and the policy file."""
     holds_lease: bool = True
     policy_is_current: bool = True
     """False while the policy file cannot be taken and the one before is in force."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
 from autoscaler.policies.joint_limits import gpu_budget, link_carries
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
-from autoscaler.sharing.shared_view import GpuShare
-from autoscaler.sharing.shares import Claim
+from autoscaler.sharing.claims.shared_view import GpuShare
+from autoscaler.sharing.claims.shares import Claim
 from autoscaler.snapshot import PoolName, Snapshot
 
 Cause = Literal[
@@ -56,6 +56,8 @@ class ClassShare:
     """Whether its machines may be taken away."""
     standby: int = 0
     """Replicas beside `count` that it shall have on standby."""
+    kinds: tuple[str, ...] = ()
+    """Limits by kind that its GPUs count in, as `ScalingPlan.gpu_limits` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +112,14 @@ class ScalingPlan:
     """What all replicas of pools with classes may cost, those that start or drain included."""
     gpu_budget: int | None = None
     """GPUs that they may have, likewise."""
+    gpu_limits: Mapping[str, int] = field(default_factory=dict)
+    """GPUs of a kind, likewise, by the name of the limit."""
     class_room: Mapping[str, int] = field(default_factory=dict)
     """How many more replicas of a class may be started now, where several models share its limit."""
     one_price_list: bool = False
     """Whether both pools have the same classes, of neutral workers: each may lean to either."""
-    claims: Mapping[PoolName, Claim] = field(default_factory=dict)
-    """What the pools want, for other models on the same inventory to know; empty where there are none."""
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    """What the pools want, or both as one, for other models on the same inventory to know; empty: there are none."""
     worth_moving: bool = False
     """Whether all of these models together would do much better if some gave up what they have."""
 

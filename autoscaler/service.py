@@ -7,7 +7,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from autoscaler.actuators.actuator import Actuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
 from autoscaler.counterfactuals.score_metrics import score_metrics
 from autoscaler.counterfactuals.scoring import ScoredPolicy, ShadowScoring
+from autoscaler.decisions.decider import Decider
 from autoscaler.decisions.decisions_page import DECISIONS_PATH, decisions_document
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.lease import Lease
@@ -57,11 +58,14 @@ class Sharing:
 
     account: ModelAccount
     plans: MergedPlans
+    turns: asyncio.Lock
+    """Of decisions: each sees what the one before it claims."""
     lease: Lease | None = None
 
-    def changed(self, change: PolicyChange) -> PolicyChange:
-        """The policy with decisions that see the account."""
-        return replace(change, decide=self.account.deciding(change.decide))
+    @property
+    def decider(self) -> Decider:
+        """Of decisions that see the account."""
+        return Decider(self.turns, self.account.seen, self.account.decided)
 
 
 @asynccontextmanager
@@ -106,9 +110,8 @@ async def control_loop(
             change = in_force.poll()
             if change is not None:
                 rotation.valid_s = _plan_s(change.settings)
-            return change if change is None or sharing is None else sharing.changed(change)
+            return change
 
-        first = first if sharing is None else sharing.changed(first)
         loop = ControlLoop(
             observe=observer.observe,
             decide=first.decide,
@@ -120,6 +123,7 @@ async def control_loop(
             shadows=shadows,
             pause=DemandWatch(clients, model).pause,
             rest=NoticeWatch(clients, model).pause,
+            decider=Decider() if sharing is None else sharing.decider,
             journal=DecisionJournal(first.attainment),
         )
         if history is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autoscaler.sharing.shared_view import SharedView
+from autoscaler.sharing.claims.shared_view import SharedView
 from splitserve.histograms import Histogram
 
 PoolName = Literal["prefill", "decode"]

@@ -61,11 +61,14 @@ def reconcile_classes(
         leant = lean_classes(plan, pools)
         pools, promised = leant.pools, leant.promised
         actions += leant.actions
-        room.places |= places_left(plan, pools)
+        for name, count in places_left(plan, pools).items():
+            room.places[name] = min(count, room.places.get(name, count))
     if plan.budget_per_hour is not None:
         room.money = plan.budget_per_hour - sum(price_per_hour(plan.pool(p), pools[p]) for p in classed)
     if plan.gpu_budget is not None:
         room.gpus = plan.gpu_budget - sum(gpus_there(plan.pool(p), pools[p]) for p in classed)
+    for name, most in plan.gpu_limits.items():
+        room.kinds[name] = most - sum(gpus_there(plan.pool(p), pools[p], name) for p in classed)
     turns = []
     for pool in classed:
         ours = [one for one in pools[pool] if one.ours]
@@ -299,8 +302,12 @@ class _Classed:
         those on standby carry it: nobody would serve meanwhile."""
         serving = turn.serving
         carries = carried_units(self.plan, serving) >= (self.plan.units or 0.0) - 1e-9
-        within = room.money >= 0 and room.gpus >= 0
-        if len(serving) == 1 and within and carries and not carry(self.plan, [*turn.resting, *turn.leaving]):
+        if (
+            len(serving) == 1
+            and room.is_kept
+            and carries
+            and not carry(self.plan, [*turn.resting, *turn.leaving])
+        ):
             return []
         return [(share, max(0, self._surplus(share))) for share in self.plan.mix]
 

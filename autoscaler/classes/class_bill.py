@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoscaler.classes.class_shares import gpus_there, price_per_hour, share_of
-from autoscaler.classes.mix import ClassOffer, cheapest_mix
+from autoscaler.classes.mix import cheapest_mix
+from autoscaler.classes.search.offer import ClassOffer
 from autoscaler.plan import PoolPlan
 from autoscaler.reconcile import ReplicaView
 

@@ -9,23 +9,26 @@ from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 
-from autoscaler.classes.mix import (
-    ChangeCost,
-    ClassMix,
-    ClassOffer,
-    cheapest_mix,
-    leanest_mix,
-    offers_of,
-    without,
-)
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.refused_classes import to_do_without
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, offers_of, without
 from autoscaler.classes.usable import too_slow
 from autoscaler.plan import PoolPlan, Proposal
 from autoscaler.policies.policy_file import AnyPool, SloPool
 from autoscaler.policies.slo.slo_decode import decode_shares
 from autoscaler.policies.slo.slo_prefill import prefill_shares
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, Uses, of_class
+from autoscaler.sharing.claims.shares import (
+    GPUS,
+    MONEY,
+    Claim,
+    ClassOfClaim,
+    Rung,
+    Uses,
+    counted_in,
+    kinds_in,
+    of_class,
+)
 from autoscaler.snapshot import PoolName, Replica, ReplicaState, Snapshot, lead_s
 
 MOST_RUNGS = 32
@@ -54,7 +57,8 @@ class ClassedDemand:
     """Of our own replicas; what others have is taken off."""
     least: float
     others: int
-    others_gpus: int
+    others_gpus: Uses
+    """By limit: any, and of a kind."""
     floor: OnDemandFloor
     standby: int = 0
     """Units beside them that are kept warm."""
@@ -74,9 +78,10 @@ class ClassedDemand:
         least: int,
         snapshot: Snapshot,
         sides: Sequence[PoolName] = (),
+        kinds: Sequence[str] = (),
     ) -> ClassedDemand:
         """`snapshot` is not in units; `plan` and `least` are. `sides`: the pools whose replicas may be of this one;
-        none: itself alone."""
+        none: itself alone. `kinds`: the limits on GPUs of a kind."""
         signals = snapshot.pool(name)
         here = [one for one in signals.replicas if one.state in _HERE]
         others = [one for one in here if not one.ours]
@@ -95,11 +100,15 @@ class ClassedDemand:
         short = to_do_without(able, {kind for where, kind in snapshot.short if where in sides})
         most = dict.fromkeys(slow, 0) | {kind: running[kind] for kind in short}
         offers = [
-            replace(one, most=min(one.most, most.get(one.name, one.most)))
-            for one in offers_of(
+            replace(one, most=min(one.most, most.get(one.name, one.most)), kinds=counted_in(known.gpu, kinds))
+            for known, one in zip(
                 pool.classes,
-                {kind: running[kind] + taken[kind] for kind in running},
-                pool.gpus_per_replica,
+                offers_of(
+                    pool.classes,
+                    {kind: running[kind] + taken[kind] for kind in running},
+                    pool.gpus_per_replica,
+                ),
+                strict=True,
             )
         ]
         return cls(
@@ -110,7 +119,7 @@ class ClassedDemand:
             max(0.0, plan.desired - others_units),
             max(0.0, min(least, plan.desired) - others_units),
             len(others),
-            sum(gpus_of(pool, one.replica_class) for one in others),
+            _gpus_of(pool, others, kinds),
             floor,
             plan.standby,
             (*slow.values(), *(f"no more of {kind} is to be had for now" for kind in sorted(short))),
@@ -120,35 +129,34 @@ class ClassedDemand:
 
     def steady(self, units: float, most: Mapping[str, int] = MappingProxyType({})) -> ClassMix:
         """The cheapest mix, whatever runs now, with no more of each class than `most` says."""
-        return cheapest_mix(_at_most(self.offers, most), units, floor=self.floor.within(units))
+        return cheapest_mix(at_most(self.offers, most), units, floor=self.floor.within(units))
 
-    def mix(
-        self,
-        units: float,
-        budget_per_hour: float | None = None,
-        most: Mapping[str, float] = MappingProxyType({}),
-        gpus: float | None = None,
-    ) -> ClassMix:
-        """The cheapest mix that is worth coming to, with no more of each class than `most` says."""
-        offers = _at_most(self.offers, most)
-        return cheapest_mix(offers, units, budget_per_hour, self.change, self.floor.within(units), gpus)
+    def mix(self, units: float, able: Uses = MappingProxyType({})) -> ClassMix:
+        """The cheapest mix that is worth coming to, within `able`."""
+        return self._within(able, self.offers, units, self.floor.within(units))
 
     def standbys(self, mix: ClassMix, left: Uses) -> ClassMix:
         """The cheapest replicas that carry `standby` units beside a mix, of what is left of all that is limited."""
-        most = {one.name: left[of_class(one.name)] for one in self.offers if of_class(one.name) in left}
-        offers = _at_most(without(self.offers, mix), most)
-        return cheapest_mix(offers, self.standby, left.get(MONEY), self.change, gpus=left.get(GPUS))
+        return self._within(left, without(self.offers, mix), self.standby, 0.0)
+
+    def _within(self, able: Uses, offers: Sequence[ClassOffer], units: float, floor: float) -> ClassMix:
+        most = {one.name: able[of_class(one.name)] for one in offers if of_class(one.name) in able}
+        kinds = {name: able[name] for name in kinds_in(able)}
+        return cheapest_mix(
+            at_most(offers, most), units, able.get(MONEY), self.change, floor, able.get(GPUS), kinds
+        )
 
     def claim(
         self,
         proposal: Proposal,
         snapshot: Snapshot,
         limited: Mapping[str, int] = MappingProxyType({}),
-        leanest: bool = False,
+        bounds: Uses = MappingProxyType({}),
     ) -> Claim:
-        """Its ladder: one rung a unit, and further ones: of classes that are `limited` with fewer of them, and with
-        the fewest GPUs if `leanest`. `snapshot` is in units."""
-        limits = {one.name: limited[one.name] for one in self.offers if one.name in limited}
+        """Its ladder: one rung a unit, and further ones: of classes that are `limited`, or the GPUs of whose kind are,
+        with fewer of them, and where GPUs are with the fewest GPUs. `snapshot` is in units, `bounds` what is limited
+        of GPUs."""
+        limits = self.scarce(limited, bounds)
         found: dict[tuple[float, tuple[int, ...]], ClassMix] = {}
         for units in self._steps():
             best = self.steady(units)
@@ -157,7 +165,7 @@ class ClassedDemand:
                 mix = self.steady(units, most)
                 if mix.units >= units - 1e-9:
                     found.setdefault((units, mix.counts), mix)
-            if leanest:
+            if GPUS in bounds or kinds_in(bounds):
                 mix = leanest_mix(self.offers, units, self.floor.within(units))
                 found.setdefault((units, mix.counts), mix)
         mixes = sorted(((units, mix) for (units, _), mix in found.items()), key=_by_capacity)
@@ -165,19 +173,28 @@ class ClassedDemand:
         shares = expected_shares(self.name, self.pool, snapshot, [int(total) for total in totals])
         served = [min(1.0, total / proposal.need) if proposal.need > 0 else 1.0 for total in totals]
         rungs = zip(mixes, shares or served, served, strict=True)
-        counted = (GPUS,) if leanest else ()
         return Claim(
             tuple(
-                Rung(units, self.shared_uses(mix, counted), kept, part) for (units, mix), kept, part in rungs
+                Rung(units, self.shared_uses(mix, bounds), kept, part) for (units, mix), kept, part in rungs
             ),
             weight_of(snapshot),
             {
                 of_class(one.name): ClassOfClaim(
-                    one.speed, one.price_per_hour, one.name not in self.slow, one.gpus
+                    one.speed, one.price_per_hour, one.name not in self.slow, one.gpus, one.kinds
                 )
                 for one in self.offers
             },
         )
+
+    def scarce(self, limited: Mapping[str, int], bounds: Uses) -> dict[str, int]:
+        """By class that is limited, or the GPUs of whose kind are: how many there may be."""
+        found = dict[str, int]()
+        for one in self.offers:
+            counts = [limited[one.name]] if one.name in limited else []
+            counts += [int(bounds[name] // one.gpus) for name in one.kinds if one.gpus and name in bounds]
+            if counts:
+                found[one.name] = max(0, min(counts))
+        return found
 
     def _steps(self) -> list[float]:
         span = int(self.units - self.least + 1e-9)
@@ -193,8 +210,12 @@ class ClassedDemand:
     def uses(self, mix: ClassMix) -> dict[str, float]:
         """What a mix takes of what may be limited."""
         counts = zip(self.offers, mix.counts, strict=True)
-        both = {MONEY: mix.price_per_hour, GPUS: float(mix.gpus)}
-        return both | {of_class(one.name): float(count) for one, count in counts}
+        found = {MONEY: mix.price_per_hour, GPUS: float(mix.gpus)}
+        for one, count in counts:
+            found[of_class(one.name)] = float(count)
+            for name in one.kinds:
+                found[name] = found.get(name, 0.0) + one.gpus * count
+        return found
 
     def shared_uses(self, mix: ClassMix, limits: Container[str]) -> dict[str, float]:
         """As `uses`, without GPUs where no number of them limits classes: they are of several kinds."""
@@ -221,7 +242,8 @@ def _spread(most: int, count: int) -> list[int]:
     )
 
 
-def _at_most(offers: Sequence[ClassOffer], most: Mapping[str, float]) -> list[ClassOffer]:
+def at_most(offers: Sequence[ClassOffer], most: Mapping[str, float]) -> list[ClassOffer]:
+    """The offers with no more of each class than `most` says."""
     return [replace(one, most=int(min(one.most, most.get(one.name, one.most) + 1e-9))) for one in offers]
 
 
@@ -243,6 +265,15 @@ def expected_shares(
     if not isinstance(pool, SloPool):
         return None
     return (prefill_shares if name == "prefill" else decode_shares)(pool, snapshot, units)
+
+
+def _gpus_of(pool: AnyPool, replicas: Sequence[Replica], kinds: Sequence[str]) -> dict[str, float]:
+    found = dict.fromkeys((GPUS, *kinds), 0.0)
+    for one in replicas:
+        gpus = gpus_of(pool, one.replica_class)
+        for name in (GPUS, *counted_in(pool.class_named(one.replica_class).gpu, kinds)):
+            found[name] += gpus
+    return found
 
 
 def _ours_by_class(pool: AnyPool, replicas: Sequence[Replica]) -> dict[str, int]:

@@ -3,7 +3,7 @@
 Before it, everything counts in units, replicas of speed 1 (`units.py`): policies, `behavior`, ratio and link know of
 no classes. Here the units that are wanted become replicas: the classes that can meet the target (`usable.py`), the
 cheapest mix of them (`mix.py`, of neutral workers `neutral/`), and where both pools together cost too much or take too
-many GPUs, a share for each (`autoscaler/sharing/shares.py`); where several models do, `sharing/class_shares.py`
+many GPUs, a share for each (`autoscaler/sharing/claims/shares.py`); where several models do, `class_shares.py` there
 does it. What is left then is for warm standbys.
 """
 
@@ -13,16 +13,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from autoscaler.classes.class_demand import ClassedDemand
-from autoscaler.classes.mix import ClassMix
 from autoscaler.classes.neutral.neutral_plan import neutral_mixes
+from autoscaler.classes.search.offer import ClassMix
 from autoscaler.classes.units import decode_in_units, mean_speed, prefill_in_units
 from autoscaler.plan import Cause, ClassShare, PoolPlan, Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.sharing.shares import GPUS, MONEY, Uses, left_of, share
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, kinds_in, left_of, limit_text, of_kind, share
 from autoscaler.snapshot import POOLS, PoolName, Snapshot
-
-_LIMITS = {MONEY: "a budget of {:g} an hour", GPUS: "a budget of {:g} GPUs"}
-"""For people."""
 
 
 def in_units(policy: ScalingPolicy, snapshot: Snapshot) -> Snapshot:
@@ -50,7 +47,12 @@ def with_classes(
         return plan
     limits = _limits(policy, wanted)
     gpus = int(limits[GPUS]) if GPUS in limits else None
-    plan = replace(plan, budget_per_hour=policy.budget_per_hour, gpu_budget=gpus)
+    plan = replace(
+        plan,
+        budget_per_hour=policy.budget_per_hour,
+        gpu_budget=gpus,
+        gpu_limits={name: int(limits[name]) for name in kinds_in(limits)},
+    )
     if policy.workers == "neutral":
         return _of_neutral(wanted, proposals, units, plan, limits)
     granted = [one.units for one in wanted]
@@ -59,11 +61,11 @@ def with_classes(
     if exceeded:
         granted, mixes = _within_limits(wanted, proposals, units, limits)
     used = [one.uses(mix) for one, mix in zip(wanted, mixes, strict=True)]
-    left = {name: limit - sum(uses[name] for uses in used) for name, limit in limits.items()}
+    left = {name: limit - sum(uses.get(name, 0.0) for uses in used) for name, limit in limits.items()}
     why = _cause(exceeded)
     for one, given, mix in zip(wanted, granted, mixes, strict=True):
         standbys = one.standbys(mix, left)
-        left = {name: amount - one.uses(standbys)[name] for name, amount in left.items()}
+        left = {name: amount - one.uses(standbys).get(name, 0.0) for name, amount in left.items()}
         got = GrantedMix(given, mix, standbys, " and ".join(exceeded.values()), why)
         plan = with_pool(plan, one.name, planned(one, plan.pool(one.name), got))
     return plan
@@ -78,7 +80,7 @@ def _of_neutral(
 ) -> ScalingPlan:
     """The plan where both pools have the workers of one price list."""
     found = neutral_mixes(wanted, proposals, units, limits)
-    budgets = [_LIMITS[name].format(limits[name]) for name in found.exceeded if name in limits]
+    budgets = [limit_text(name, limits[name]) for name in found.exceeded if name in limits]
     what = " and ".join(budgets) or "what max_replicas of the classes give on both sides"
     why: Cause = _cause(found.exceeded) if budgets else "bounds"
     for one, given, mix, standbys in zip(wanted, found.granted, found.mixes, found.standbys, strict=True):
@@ -88,7 +90,7 @@ def _of_neutral(
 
 
 def _cause(exceeded: Collection[str]) -> Cause:
-    return "gpu_budget" if GPUS in exceeded else "money_budget"
+    return "gpu_budget" if GPUS in exceeded or kinds_in(exceeded) else "money_budget"
 
 
 def demands(
@@ -96,8 +98,10 @@ def demands(
 ) -> list[ClassedDemand]:
     """Of the pools that have classes; the plan counts units."""
     sides = POOLS if policy.workers == "neutral" else ()
+    of_policy = [of_kind(kind) for kind in policy.gpu_limits]
+    kinds = of_policy if snapshot.shared is None else kinds_in(snapshot.shared.limits)
     return [
-        ClassedDemand.of(name, pool, plan.pool(name), proposals.pool(name).least, snapshot, sides)
+        ClassedDemand.of(name, pool, plan.pool(name), proposals.pool(name).least, snapshot, sides, kinds)
         for name, pool in policy.pools.items()
         if pool.classes
     ]
@@ -106,18 +110,20 @@ def demands(
 def _limits(policy: ScalingPolicy, wanted: Sequence[ClassedDemand]) -> dict[str, float]:
     """Of replicas of our own in both pools."""
     money = {} if policy.budget_per_hour is None else {MONEY: policy.budget_per_hour}
-    if policy.gpu_budget is None:
-        return money
-    return money | {GPUS: float(max(0, policy.gpu_budget - sum(one.others_gpus for one in wanted)))}
+    gpus = {of_kind(kind): most for kind, most in policy.gpu_limits.items()}
+    if policy.gpu_budget is not None:
+        gpus[GPUS] = policy.gpu_budget
+    others = {name: sum(one.others_gpus[name] for one in wanted) for name in gpus}
+    return money | {name: max(0.0, most - others[name]) for name, most in gpus.items()}
 
 
 def _exceeded(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], limits: Uses) -> dict[str, str]:
     """The limits that these mixes exceed together, with their names for people."""
     uses = [one.uses(mix) for one, mix in zip(wanted, mixes, strict=True)]
     return {
-        name: _LIMITS[name].format(limit)
+        name: limit_text(name, limit)
         for name, limit in limits.items()
-        if sum(use[name] for use in uses) > limit + 1e-9
+        if sum(use.get(name, 0.0) for use in uses) > limit + 1e-9
     }
 
 
@@ -131,15 +137,16 @@ def _within_limits(
 ) -> tuple[list[float], list[ClassMix]]:
     """Units and mix of each pool. Mixes that keep what runs may take more than those that were granted: each may take
     what the others leave."""
-    claims = [one.claim(proposals.pool(one.name), units, leanest=GPUS in limits) for one in wanted]
+    claims = [one.claim(proposals.pool(one.name), units, bounds=limits) for one in wanted]
     at = share(claims, limits)
     left = left_of(claims, at, limits)
     mixes = []
     for one, claim, number in zip(wanted, claims, at, strict=True):
         rung = claim.rungs[number]
-        able = {name: rung.uses[name] + max(0.0, left[name]) for name in limits}
-        mix = one.mix(rung.units, able.get(MONEY), gpus=able.get(GPUS))
-        left = {name: left[name] + rung.uses[name] - one.uses(mix)[name] for name in left}
+        able = {name: rung.uses.get(name, 0.0) + max(0.0, left[name]) for name in limits}
+        mix = one.mix(rung.units, able)
+        uses = one.uses(mix)
+        left = {name: left[name] + rung.uses.get(name, 0.0) - uses.get(name, 0.0) for name in left}
         mixes.append(mix)
     return [claim.rungs[number].units for claim, number in zip(claims, at, strict=True)], mixes
 
@@ -184,6 +191,7 @@ def planned(one: ClassedDemand, before: PoolPlan, given: GrantedMix) -> PoolPlan
             offer.most,
             known.spot,
             standby,
+            offer.kinds,
         )
         for known, offer, count, standby in counts
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from autoscaler.classes.mix import cheapest_mix, leanest_mix, offers_of, without
-from autoscaler.classes.neutral.joint_mix import MixSide, joint_mix, total_mix
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
+from autoscaler.classes.neutral.joint_mix import joint_mix, total_mix
 from autoscaler.classes.on_demand_floor import OnDemandFloor
 from autoscaler.classes.replica_class import ReplicaClass
+from autoscaler.classes.search.offer import MixSide, offers_of, without
 from autoscaler.policies.behavior import broken_rule
+from autoscaler.sharing.claims.shares import counted_in, of_kind
 from autoscaler.snapshot import PoolName
 from splitserve.gpus.kinds import is_slices
 
@@ -35,6 +38,8 @@ class _Policy(Protocol):
     @property
     def budget_per_hour(self) -> float | None: ...
     @property
+    def gpu_limits(self) -> Mapping[str, int]: ...
+    @property
     def least_awake(self) -> tuple[int, int]: ...
 
 
@@ -52,6 +57,7 @@ def check_classes(policy: _Policy) -> None:
         raise broken_rule(
             f"gpu_budget ({policy.gpu_budget}) needs classes in both pools or in none: {classed[0]} has some"
         )
+    _check_kinds(policy)
     if policy.budget_per_hour is None:
         return
     for name, pool in pools.items():
@@ -66,6 +72,26 @@ def check_classes(policy: _Policy) -> None:
             f"budget_per_hour ({policy.budget_per_hour:g}) must hold min_replicas and warm_standby of both pools, with "
             f"their on_demand_floor: {least:g}"
         )
+
+
+def _check_kinds(policy: _Policy) -> None:
+    """Each limit by kind is of a class, and each pool alone has its least within them."""
+    limits = {of_kind(kind): float(most) for kind, most in policy.gpu_limits.items()}
+    for (name, pool), units in zip(policy.pools.items() if limits else (), policy.least_awake, strict=False):
+        if not pool.classes:
+            raise broken_rule(f"gpu_limits need {name}.classes with the kind of their GPUs")
+        offers = [
+            replace(offer, kinds=counted_in(one.gpu, limits))
+            for one, offer in zip(
+                pool.classes, offers_of(pool.classes, gpus_each=pool.gpus_per_replica), strict=True
+            )
+        ]
+        if cheapest_mix(offers, units, floor=pool.floor.within(units), kinds=limits).units < units:
+            raise broken_rule(f"gpu_limits must hold min_replicas of {name}: {units}")
+    for kind in policy.gpu_limits:
+        named = [one.gpu for pool in policy.pools.values() for one in pool.classes]
+        if not any(counted_in(gpu, (of_kind(kind),)) for gpu in named):
+            raise broken_rule(f"gpu_limits names {kind}, which is the gpu of no class")
 
 
 _OF_THE_WORKER = ("name", "gpu", "price_per_hour", "max_replicas", "spot", "worker_options")

@@ -24,9 +24,10 @@ def price_per_hour(plan: PoolPlan, there: Sequence[ReplicaView]) -> float:
     return sum(share_of(plan, one.replica_class).price_per_hour for one in there if one.ours)
 
 
-def gpus_there(plan: PoolPlan, there: Sequence[ReplicaView]) -> int:
-    """The GPUs of all replicas of ours that exist, in whatever state."""
-    return sum(share_of(plan, one.replica_class).gpus for one in there if one.ours)
+def gpus_there(plan: PoolPlan, there: Sequence[ReplicaView], kind: str = "") -> int:
+    """The GPUs of all replicas of ours that exist, in whatever state; of a kind, by the name of its limit."""
+    shares = [share_of(plan, one.replica_class) for one in there if one.ours]
+    return sum(share.gpus for share in shares if not kind or kind in share.kinds)
 
 
 def carried_units(plan: PoolPlan, there: Iterable[ReplicaView]) -> float:
@@ -70,18 +71,23 @@ class ClassRoom:
     money: float = math.inf
     """For an hour."""
     gpus: float = math.inf
+    kinds: dict[str, float] = field(default_factory=dict)
+    """GPUs of a kind, by the name of its limit."""
     places: dict[str, int] = field(default_factory=dict)
     """How many more there may be of limited classes."""
 
     def take(self, share: ClassShare, count: int) -> int:
         """How many of these replicas there is room for, which is taken."""
         count = min(count, self.places.get(share.name, count))
-        for each, left in ((share.price_per_hour, self.money), (float(share.gpus), self.gpus)):
+        of_kinds = [(float(share.gpus), left) for name, left in self.kinds.items() if name in share.kinds]
+        for each, left in ((share.price_per_hour, self.money), (float(share.gpus), self.gpus), *of_kinds):
             if each > 0 and not math.isinf(left):
                 count = min(count, math.floor((left + 1e-9) / each))
         count = max(0, count)
         self.money -= count * share.price_per_hour
         self.gpus -= count * share.gpus
+        for name in self.kinds:
+            self.kinds[name] -= count * share.gpus if name in share.kinds else 0
         if share.name in self.places:
             self.places[share.name] -= count
         return count
@@ -90,8 +96,18 @@ class ClassRoom:
         """The same once so many of these have ended."""
         money = sum(share.price_per_hour * count for share, count in ended)
         gpus = sum(share.gpus * count for share, count in ended)
-        return replace(self, money=self.money + money, gpus=self.gpus + gpus)
+        kinds = {
+            name: left + sum(share.gpus * count for share, count in ended if name in share.kinds)
+            for name, left in self.kinds.items()
+        }
+        return replace(self, money=self.money + money, gpus=self.gpus + gpus, kinds=kinds)
 
     def holds(self, share: ClassShare) -> bool:
         """Whether there is money, and GPUs, for one more."""
-        return self.money >= share.price_per_hour - 1e-9 and self.gpus >= share.gpus
+        of_kinds = [left for name, left in self.kinds.items() if name in share.kinds]
+        return self.money >= share.price_per_hour - 1e-9 and min(self.gpus, *of_kinds, math.inf) >= share.gpus
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether there is no more than there may be."""
+        return self.money >= 0 and min(self.gpus, *self.kinds.values(), math.inf) >= 0

@@ -13,6 +13,15 @@ from autoscaler.policies.behavior import PolicyModel, broken_rule
 from autoscaler.sizing.class_speeds import DEFAULT_TOKENS, MAX_CLASSES, MOST_TOKENS
 from splitserve.config.autoscaler import ReplicaClassName
 
+_KIND = r"[A-Za-z0-9][A-Za-z0-9 .,+()/_-]*"
+GpuLimits = Annotated[
+    Mapping[
+        Annotated[str, Field(max_length=64, pattern=f"^{_KIND}$")], Annotated[int, Field(ge=1, le=100_000)]
+    ],
+    Field(max_length=16),
+]
+"""GPUs by kind."""
+
 
 class ReplicaClass(PolicyModel):
     """One class of replicas of a pool."""
@@ -20,7 +29,7 @@ class ReplicaClass(PolicyModel):
     name: ReplicaClassName
     """Its name: 1 to 32 of a-z, 0-9 and inner dashes. Workers report it (`replica_class`); Docker finds the container
     to copy by its label `splitserve.class`, Kubernetes the workload by its name."""
-    gpu: Annotated[str, Field(max_length=64, pattern=r"^([A-Za-z0-9][A-Za-z0-9 .,+()/_-]*)?$")] = ""
+    gpu: Annotated[str, Field(max_length=64, pattern=f"^({_KIND})?$")] = ""
     """The kind of its GPUs: words of what the driver calls them, such as "H100", "A100 80GB" or, for slices,
     "MIG 3g.40gb" (docs/gpus.md). On Docker and under `splitserve up` it gets only such. Default: any. On Kubernetes,
     and where no GPUs are given out, it is for people."""
@@ -113,7 +122,12 @@ class ClassedPool(PolicyModel):
 
 
 class BudgetedPolicy(PolicyModel):
-    """The part of a policy that is about money."""
+    """The part of a policy that is about what its classes may take together."""
+
+    gpu_limits: GpuLimits = Field(default_factory=dict)
+    """GPUs of a kind that both pools may take together, by words of the driver's name for it as in `gpu` of a class:
+    all classes count whose `gpu` has these words, whatever number each of their replicas takes. It needs `classes` in
+    both. Default: no bound."""
 
     budget_per_hour: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """Money for an hour that both pools may cost together, replicas that start or drain included. It needs `classes` in

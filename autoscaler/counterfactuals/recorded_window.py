@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autoscaler.sharing.shares import Uses
+from autoscaler.sharing.claims.shares import Uses
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.trace import Trace, TraceRequest

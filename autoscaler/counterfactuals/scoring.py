@@ -15,7 +15,7 @@ from autoscaler.counterfactuals.recorded_window import RecordedWindow, recorded_
 from autoscaler.counterfactuals.replay import ReplayScore, replay_apart
 from autoscaler.decisions.decision import ScalingDecision
 from autoscaler.decisions.journal import DecisionJournal
-from autoscaler.sharing.shares import Uses
+from autoscaler.sharing.claims.shares import Uses
 from autoscaler.simulation.outcome import Slo
 from autoscaler.snapshot import POOLS, PoolName, Snapshot
 from splitserve.errors import SplitserveError

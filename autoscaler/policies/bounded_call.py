@@ -11,7 +11,7 @@ from autoscaler.policies.recommendation import PoolStatus, Recommend, Recommenda
 from autoscaler.snapshot import Snapshot
 
 CALL_S = 1.0
-"""How long one recommendation is waited for. The control loop stands still meanwhile."""
+"""How long one recommendation is waited for, on the thread of its decision."""
 LOAD_S = 10.0
 """How long loading and trying a function may take."""
 

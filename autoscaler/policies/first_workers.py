@@ -1,18 +1,22 @@
 """The workers that a cluster starts with under a policy, before anything is measured. Pure.
 
 They are of the default class where the least of both pools fits so within what the policy limits (`budget_per_hour`,
-`gpu_budget`, `max_replicas` of a class), else the cheapest mix of classes that does.
+`gpu_budget`, `gpu_limits`, `max_replicas` of a class), else the cheapest mix of classes that does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
-from autoscaler.classes.mix import ClassMix, ClassOffer, cheapest_mix, leanest_mix, mix_of, offers_of
-from autoscaler.classes.neutral.joint_mix import MixBudget, MixSide, joint_mix, total_mix
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
+from autoscaler.classes.neutral.joint_mix import MixBudget, joint_mix, total_mix
+from autoscaler.classes.search.offer import ClassMix, ClassOffer, MixSide, mix_of, offers_of
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
+from autoscaler.sharing.claims.shares import counted_in, of_kind
 from autoscaler.snapshot import POOLS
 from splitserve.errors import ConfigError
 
@@ -33,7 +37,7 @@ def first_workers(policy: ScalingPolicy, given: Mapping[str, int]) -> FirstWorke
 
 
 def _neutral(policy: ScalingPolicy, given: int | None) -> tuple[str, ...]:
-    offers = [_offers(pool) for pool in policy.pools.values()]
+    offers = [_offers(pool, _kinds(policy)) for pool in policy.pools.values()]
     pairs = list(zip(offers, policy.least_awake, strict=True))
     of_default = [math.ceil(units / each[0].speed) for each, units in pairs]
     started = _default(offers[0], given or sum(of_default))
@@ -46,7 +50,9 @@ def _neutral(policy: ScalingPolicy, given: int | None) -> tuple[str, ...]:
         MixSide(each, units, pool.floor.within(units))
         for pool, (each, units) in zip(policy.pools.values(), pairs, strict=True)
     ]
-    mixes = joint_mix(sides[0], sides[1], MixBudget(policy.budget_per_hour, policy.gpu_budget))
+    mixes = joint_mix(
+        sides[0], sides[1], MixBudget(policy.budget_per_hour, policy.gpu_budget, _kinds(policy))
+    )
     if not sum(total_mix(mixes, offers[0]).counts):
         raise _nothing_fits("decode")
     # Even ones lean to prefill at first.
@@ -55,7 +61,7 @@ def _neutral(policy: ScalingPolicy, given: int | None) -> tuple[str, ...]:
 
 
 def _pinned(policy: ScalingPolicy, given: Mapping[str, int]) -> FirstWorkers:
-    offers = {name: _offers(pool) for name, pool in policy.pools.items()}
+    offers = {name: _offers(pool, _kinds(policy)) for name, pool in policy.pools.items()}
     least = dict(zip(POOLS, policy.least_awake, strict=True))
     mixes: dict[str, ClassMix] = {}
     for name in POOLS:
@@ -63,7 +69,7 @@ def _pinned(policy: ScalingPolicy, given: Mapping[str, int]) -> FirstWorkers:
         mixes[name] = _default(offers[name], count)
     problem = _too_much(policy, [(offers[name], mixes[name]) for name in POOLS])
     # The cheapest are within the money, those of fewest GPUs within the GPUs: the policy file is checked for that.
-    for choose in (cheapest_mix, leanest_mix):
+    for choose in (cheapest_mix, leanest_mix, partial(cheapest_mix, kinds=_kinds(policy))):
         if not problem:
             break
         for name in POOLS:
@@ -84,14 +90,20 @@ def _pinned(policy: ScalingPolicy, given: Mapping[str, int]) -> FirstWorkers:
 
 def _nothing_fits(name: str) -> ConfigError:
     field = f"{name}.min_replicas"
-    limits = "budget_per_hour, gpu_budget and max_replicas of the classes"
+    limits = "budget_per_hour, gpu_budget, gpu_limits and max_replicas of the classes"
     return ConfigError(f"{field}: no first workers of its classes are within {limits}", field=field)
 
 
-def _offers(pool: AnyPool) -> tuple[ClassOffer, ...]:
+def _kinds(policy: ScalingPolicy) -> dict[str, float]:
+    return {of_kind(kind): float(most) for kind, most in policy.gpu_limits.items()}
+
+
+def _offers(pool: AnyPool, kinds: Mapping[str, float]) -> tuple[ClassOffer, ...]:
     if not pool.classes:
         return (ClassOffer("", 1.0, 0.0, _ALIKE, gpus=pool.gpus_per_replica),)
-    return tuple(offers_of(pool.classes, gpus_each=pool.gpus_per_replica))
+    offers = offers_of(pool.classes, gpus_each=pool.gpus_per_replica)
+    named = zip(pool.classes, offers, strict=True)
+    return tuple(replace(offer, kinds=counted_in(one.gpu, kinds)) for one, offer in named)
 
 
 def _default(offers: Sequence[ClassOffer], count: int) -> ClassMix:
@@ -114,4 +126,9 @@ def _too_much(policy: ScalingPolicy, mixes: Sequence[tuple[Sequence[ClassOffer],
         return f"{money:g} an hour, more than budget_per_hour ({policy.budget_per_hour:g})"
     if policy.gpu_budget is not None and gpus > policy.gpu_budget:
         return f"{gpus} GPUs, more than gpu_budget ({policy.gpu_budget})"
+    for kind, most in policy.gpu_limits.items():
+        pairs = [pair for offers, mix in mixes for pair in zip(offers, mix.counts, strict=True)]
+        of_it = sum(one.gpus * count for one, count in pairs if of_kind(kind) in one.kinds)
+        if of_it > most:
+            return f"{of_it} GPUs of kind {kind}, more than gpu_limits has ({most})"
     return ""

@@ -7,8 +7,7 @@ account first, and each decision sees what the others have and claim.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autoscaler.actuators.actuator import (
@@ -20,11 +19,12 @@ from autoscaler.actuators.actuator import (
     where_they_lean,
 )
 from autoscaler.classes.class_demand import gpus_of
+from autoscaler.classes.neutral.neutral_claim import NEUTRAL
 from autoscaler.plan import Decide, Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
+from autoscaler.sharing.claims.shared_view import summed
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, counted_in, of_class
 from autoscaler.sharing.shared_account import Holding, SharedAccount
-from autoscaler.sharing.shared_view import summed
-from autoscaler.sharing.shares import GPUS, MONEY, Uses, of_class
 from autoscaler.snapshot import LEAVING, POOLS, PoolName, Replica, Snapshot
 from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 
@@ -32,16 +32,24 @@ HEARD = frozenset({"DOCKER", "CHANGED_MEANWHILE", "HOST_UNKNOWN"})
 """Reasons of an UnavailableError by which an order was certainly not carried out."""
 
 
-def uses_of(rules: ScalingPolicy, pool: PoolName, replica_class: str) -> dict[str, float]:
-    """What one replica takes of what may be limited."""
+def uses_of(
+    rules: ScalingPolicy, pool: PoolName, replica_class: str, limits: Iterable[str] = ()
+) -> dict[str, float]:
+    """What one replica takes of what may be limited; GPUs of kinds where they are among `limits`."""
     settings = rules.pools[pool]
     uses = {GPUS: float(gpus_of(settings, replica_class))}
     if settings.classes:
         kind = settings.class_named(replica_class)
+        uses |= dict.fromkeys(counted_in(kind.gpu, limits), uses[GPUS])
         uses |= {MONEY: kind.price_per_hour, of_class(kind.name): 1.0}
         if replica_class:  # also where the policy has it no more: the machine is what it is
             uses[of_class(replica_class)] = 1.0
     return uses
+
+
+def claimed_as(rules: ScalingPolicy, pool: PoolName) -> str:
+    """What claims for the replicas of a pool: itself, or both pools as one where neutral workers have classes."""
+    return NEUTRAL if rules.workers == "neutral" and rules.prefill.classes else pool
 
 
 class ModelAccount:
@@ -59,12 +67,20 @@ class ModelAccount:
         """The same decider, which sees the account, and whose claims the account gets."""
 
         def decide_within(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
-            self._see(snapshot)
-            plan, after = decide(memory, self.within(snapshot))
-            self.account.claim(self.model, plan.claims, plan.worth_moving)
+            plan, after = decide(memory, self.seen(snapshot))
+            self.decided(plan)
             return plan, after
 
         return decide_within
+
+    def seen(self, snapshot: Snapshot) -> Snapshot:
+        """What a decision is made of: the snapshot, of which the account learns first, and the account."""
+        self._see(snapshot)
+        return self.within(snapshot)
+
+    def decided(self, plan: ScalingPlan) -> None:
+        """The account learns what a decision wants."""
+        self.account.claim(self.model, plan.claims, plan.worth_moving)
 
     def within(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with the account as the model sees it now."""
@@ -77,10 +93,15 @@ class ModelAccount:
         self._listed = replicas
         self.account.holds(self.model, self._holding(), generation)
 
+    def reserve(self, pool: PoolName, count: int, replica_class: str) -> int:
+        """Takes what these replicas use from the account: see `SharedAccount.reserve`."""
+        each = self.uses_of(pool, replica_class)
+        return self.account.reserve(self.model, claimed_as(self._rules(), pool), count, each)
+
     def uses_of(self, pool: PoolName, replica_class: str) -> Uses:
         """What one replica takes by the policy that is in force; of a class that it has no more, what it took last."""
         rules = self._rules()
-        uses = uses_of(rules, pool, replica_class)
+        uses = uses_of(rules, pool, replica_class, self.account.limits)
         if any(one.name == replica_class for one in rules.pools[pool].classes):
             return uses
         return self._last_uses.get((pool, replica_class), uses)
@@ -95,7 +116,8 @@ class ModelAccount:
 
     def _holding(self) -> Holding:
         used: list[Uses] = []
-        live: dict[str, list[Uses]] = defaultdict(list)
+        rules = self._rules()
+        live: dict[str, list[Uses]] = {claimed_as(rules, pool): [] for pool in POOLS}
         last: dict[tuple[PoolName, str], Uses] = {}
         for one in where_they_lean(counted(self._listed or (), self._seen.keys()), self._leanings):
             known = self._seen.get(one.name)
@@ -105,9 +127,9 @@ class ModelAccount:
             if kind:
                 last[one.pool, kind] = uses
             if not one.stopping and (known is None or known.state not in LEAVING):
-                live[one.pool].append(uses)
+                live[claimed_as(rules, one.pool)].append(uses)
         self._last_uses = last
-        return Holding(summed(used), {pool: summed(live[pool]) for pool in POOLS})
+        return Holding(summed(used), {pool: summed(uses) for pool, uses in live.items()})
 
 
 class AccountedActuator(Actuator):
@@ -156,8 +178,7 @@ class AccountedActuator(Actuator):
             if not self._may_act():
                 message = f"{pool}: the lease has ended while others were being started"
                 raise FailedPreconditionError(message, reason="STALE_LEASE")
-            each = self._account.uses_of(pool, kind.replica_class)
-            able = self._account.account.reserve(self._account.model, pool, count, each)
+            able = self._account.reserve(pool, count, kind.replica_class)
             try:
                 # What has been refused is no more on the account once the next list says so.
                 await self._inner.start(pool, able, kind)

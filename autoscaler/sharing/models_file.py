@@ -10,10 +10,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from autoscaler.classes.class_rules import least_price_per_hour
+from autoscaler.classes.class_rules import least_price_of_neutral, least_price_per_hour
+from autoscaler.classes.replica_class import GpuLimits
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.shadows.shadow import MAX_SHADOWS
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, counted_in, of_class, of_kind
 from splitserve.config.autoscaler import ReplicaClassName, Workload
 from splitserve.config.base import Settings
 from splitserve.config.yaml_file import read_yaml_file
@@ -52,6 +53,10 @@ class SharedModels(Settings):
     """GPUs that all models may have together, of whatever kind; a replica of a class counts those of its class. A
     policy with `classes` in one pool must have them in both. Default: no bound for models with `classes`; those of
     the actuator for the others."""
+    gpu_limits: GpuLimits = Field(default_factory=dict)
+    """GPUs of a kind that all models may have together, by words of the driver's name for it as in `gpu` of a class:
+    as many as the inventory has. All classes count whose `gpu` has these words. It needs `classes` in both pools of
+    each model. Default: no bound."""
     class_limits: Annotated[
         Mapping[ReplicaClassName, Annotated[int, Field(ge=1, le=10_000)]], Field(max_length=16)
     ] = {}
@@ -76,6 +81,7 @@ class SharedModels(Settings):
         """What the account limits."""
         money = {} if self.budget_per_hour is None else {MONEY: self.budget_per_hour}
         gpus = {} if self.gpu_budget is None else {GPUS: float(self.gpu_budget)}
+        gpus |= {of_kind(kind): float(most) for kind, most in self.gpu_limits.items()}
         return money | gpus | {of_class(name): float(most) for name, most in self.class_limits.items()}
 
 
@@ -128,12 +134,20 @@ def check_shared(shared: SharedModels, policies: Mapping[str, ScalingPolicy]) ->
     known = {one.name for rules in policies.values() for pool in rules.pools.values() for one in pool.classes}
     if strange := sorted(set(shared.class_limits) - known):
         raise _broken("class_limits", f"names {strange[0]}, which is a class of no policy")
+    named = [one.gpu for rules in policies.values() for pool in rules.pools.values() for one in pool.classes]
+    for kind in shared.gpu_limits:
+        if not any(counted_in(gpu, (of_kind(kind),)) for gpu in named):
+            raise _broken("gpu_limits", f"names {kind}, which is the gpu of no class of a policy")
 
 
 def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None:
     """Raises ConfigError where one policy, in force or in the shadow, does not fit what is shared."""
     if rules.budget_per_hour is not None:
         raise _broken("budget_per_hour", f"belongs into the file of models, not into the policy of {model}")
+    if rules.gpu_limits:
+        raise _broken("gpu_limits", f"belong into the file of models, not into the policy of {model}")
+    if shared.gpu_limits and not all(pool.classes for pool in rules.pools.values()):
+        raise _broken("gpu_limits", f"need classes in both pools of the policy of {model}")
     if rules.gpu_budget is not None and any(pool.classes for pool in rules.pools.values()):
         raise _broken(
             "gpu_budget",
@@ -146,11 +160,6 @@ def check_policy(shared: SharedModels, model: str, rules: ScalingPolicy) -> None
             "gpu_budget",
             f"({shared.gpu_budget}) needs classes in both pools or in none: in the policy of {model} {classed[0]} has "
             "some",
-        )
-    if rules.workers == "neutral" and rules.prefill.classes:
-        raise _broken(
-            "workers",
-            f"(neutral) of the policy of {model} must be pinned: it has classes, and other models beside it",
         )
     for name, pool in rules.pools.items():
         if shared.budget_per_hour is not None and not pool.classes:
@@ -168,7 +177,8 @@ def least_uses(rules: ScalingPolicy, limits: Container[str] = ()) -> dict[str, f
     gpus = {GPUS: float(rules.least_gpus)} if GPUS in limits or not classed else {}
     if len(classed) < len(pools):
         return gpus
-    return {MONEY: least_price_per_hour(pools, rules.least_awake)} | gpus
+    price = least_price_of_neutral if rules.workers == "neutral" else least_price_per_hour
+    return {MONEY: price(pools, rules.least_awake)} | gpus
 
 
 def _broken(field: str, text: str) -> ConfigError:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from autoscaler.sharing.shared_view import P, Pool, SharedView, summed
-from autoscaler.sharing.shares import GPUS, Claim, Rung, Uses
+from autoscaler.sharing.claims.shared_view import P, Pool, SharedView, summed
+from autoscaler.sharing.claims.shares import GPUS, Claim, Rung, Uses
 from splitserve.errors import UnavailableError
 
 STALE_S = 60.0

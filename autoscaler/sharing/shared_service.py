@@ -124,7 +124,7 @@ async def model_loops(
         interval_s=lambda model: interval_s or rules[model]().interval_s,
     )
     slowest_s = max(interval_s or one().interval_s for one in rules.values())
-    starting, loops = asyncio.Lock(), dict[str, ControlLoop]()
+    starting, turns, loops = asyncio.Lock(), asyncio.Lock(), dict[str, ControlLoop]()
     plans = MergedPlans(max(DEFAULT_VALID_S, PLAN_INTERVALS * slowest_s))
     histories = {one.name: HistoryFile(one.history_file) for one in shared.models if one.history_file}
     async with AsyncExitStack() as stack:
@@ -153,7 +153,7 @@ async def model_loops(
                     api_key=api_key,
                     shadows=shared_shadows(shared, one, own, shadow_window_s),
                     history=histories.get(model),
-                    sharing=Sharing(own, plans, lease),
+                    sharing=Sharing(own, plans, turns, lease),
                 )
             )
         await _first_look(loops)

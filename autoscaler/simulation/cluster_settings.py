@@ -39,6 +39,8 @@ class ClusterSettings:
     """Whether the pair policy says who computes a prompt; step by step only."""
     lent_cores: bool = False
     """Whether replicas are on one host and lend each other cores for chunks of prompts; step by step only."""
+    wake_s: float = 1.0
+    """From the decision that a sleeping standby joins until it serves."""
     start_times: StartTimes | None = None
     """None: every start takes `cold_start_s`, and none fails."""
     speeds: Mapping[PoolName, Mapping[str, float]] = field(default_factory=dict)

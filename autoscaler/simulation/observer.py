@@ -159,6 +159,7 @@ class SimulatedObserver:
                 tpot=self._tpot.read(now_s),
                 reserve_wait=self._reserve.read(now_s),
                 cold_start_s=self._cold_starts.of("decode"),
+                wake_s=cluster.wake_s("decode"),
                 classes=self._decode_classes(),
             ),
             link=link,
@@ -194,6 +195,7 @@ class SimulatedObserver:
             latency=self._prefill.read(now_s),
             ttft=self._ttft.read(now_s),
             cold_start_s=self._cold_starts.of("prefill"),
+            wake_s=self._cluster.wake_s("prefill"),
             classes=classes,
         )
 

@@ -13,11 +13,11 @@ from autoscaler.classes.class_demand import gpus_of
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy
 from autoscaler.reconcile import Start
+from autoscaler.sharing.claims.shared_view import summed
+from autoscaler.sharing.claims.shares import Uses
 from autoscaler.sharing.model_account import ModelAccount, uses_of
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.sharing.shared_view import summed
-from autoscaler.sharing.shares import Uses
 from autoscaler.simulation.evaluation.class_costs import RunCost, cost_of, speeds_of, spot_of
 from autoscaler.simulation.evaluation.comparison import bounds_of
 from autoscaler.simulation.outcome import Outcome
@@ -150,9 +150,8 @@ class _Part:
         self.ledger.seen()
 
     def able(self, start: Start) -> int:
-        each = self.own.uses_of(start.pool, start.replica_class)
         try:
-            count = self.own.account.reserve(self.own.model, start.pool, start.count, each)
+            count = self.own.reserve(start.pool, start.count, start.replica_class)
         except UnavailableError as error:
             if error.reason == "SHARED_UNKNOWN":
                 return 0  # not for want of room: others have not decided for the first time yet
@@ -238,7 +237,7 @@ def _one_more(
     if sum(speeds[kind] for kind in there) >= units:
         return False
     for kind in speeds:
-        uses = uses_of(policy, pool, kind)
+        uses = uses_of(policy, pool, kind, left)
         if all(uses.get(name, 0.0) <= amount + 1e-9 for name, amount in left.items()):
             there.append(kind)
             left.update({name: amount - uses.get(name, 0.0) for name, amount in left.items()})

@@ -52,6 +52,8 @@ class Scenario:
     prefix_cache: str = "worker"
     """See `ClusterSettings`."""
     no_worker_wait_s: float = 2.0
+    wake_s: float = 1.0
+    """See `ClusterSettings`."""
     start_times: StartTimes | None = None
     """Cold starts by chance. None: each takes `cold_start_s`, and none fails."""
     admission: AdmissionConfig | None = None
@@ -74,6 +76,8 @@ class Scenario:
     """Whether the first replicas are neutral ones, as many as lean where at first; see `ClusterSettings`."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.wake_s < math.inf:
+            raise InvalidArgumentError(f"wake must be at least 0, not {self.wake_s:g}", field="wake")
         if self.neutral and not self.hybrid:
             raise InvalidArgumentError("neutral replicas need the pair policy (hybrid)", field="neutral")
         if self.steps and self.preemptions.per_hour:
@@ -105,6 +109,7 @@ class Scenario:
             spot=self.spot,
             preemptions=self.preemptions,
             targets=ServiceTargets(self.slo.tpot_s, self.slo.ttft_s) if self.steps else None,
+            wake_s=self.wake_s,
             start_times=self.start_times,
         )
 
@@ -272,6 +277,7 @@ class Simulation:
         snapshot, paused = self._watched(observer.snapshot(now_s), observer)
         self._plan, self._memory = plan, _ = self.decide(self._memory, snapshot)
         self._moments.append(moment_of(snapshot, plan))
+        cluster.sleeping = {pool for pool in POOLS if plan.pool(pool).sleep}
         for action in reconcile_classes(plan, _members(cluster, snapshot), self.bounds, paused):
             self._carry_out(action, now_s, cluster)
         cluster.lending = plan.lend_decode_to_prefill

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from autoscaler.advisor.advice import Prediction
-from autoscaler.classes.mix import ClassMix, cheapest_mix, offers_of
-from autoscaler.classes.neutral.joint_mix import MixSide, joint_mix
+from autoscaler.classes.mix import cheapest_mix
+from autoscaler.classes.neutral.joint_mix import joint_mix
 from autoscaler.classes.replica_class import ReplicaClass
+from autoscaler.classes.search.offer import ClassMix, MixSide, offers_of
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
 from autoscaler.simulation.traces.trace import Trace
 from splitserve.errors import FailedPreconditionError

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoscaler.classes.class_demand import ClassedDemand
-from autoscaler.classes.mix import ChangeCost, ClassMix
-from autoscaler.classes.neutral.joint_mix import MixBudget, MixSide, class_limits, joint_mix, total_mix
+from autoscaler.classes.class_demand import ClassedDemand, at_most
+from autoscaler.classes.neutral.joint_mix import MixBudget, class_limits, joint_mix, total_mix
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, MixSide
 from autoscaler.plan import Proposals
-from autoscaler.sharing.shares import GPUS, MONEY, Uses, of_class, share
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Uses, kinds_in, of_class, share
 from autoscaler.snapshot import Snapshot
 
 
@@ -35,26 +35,25 @@ def neutral_mixes(
 ) -> NeutralMixes:
     """The cheapest mixes of both pools, and their standbys. `units` is the snapshot in units, `limits` what both may
     take of money and GPUs."""
-    wanted = _where_one_is_for_both(wanted)
+    wanted = where_one_is_for_both(wanted)
     granted = [one.units for one in wanted]
     most = class_limits(*(one.offers for one in wanted))
     bounds = {**limits, **{of_class(name): float(count) for name, count in most.items()}}
-    mixes = _mixes(wanted, granted, limits)
+    mixes = side_mixes(wanted, granted, limits)
     exceeded: list[str] = []
     of_floor = _exceeded_by_floor(wanted, mixes, limits)
     if of_floor or any(mix.units < one.units - 1e-9 for one, mix in zip(wanted, mixes, strict=True)):
         exceeded = [*of_floor, *(name for name in _exceeded(wanted, bounds) if name not in of_floor)]
         scarce = {name: count for name, count in most.items() if of_class(name) in exceeded}
-        claims = [
-            one.claim(proposals.pool(one.name), units, scarce, leanest=GPUS in exceeded) for one in wanted
-        ]
+        gpus = {name: bounds[name] for name in exceeded if name not in scarce}
+        claims = [one.claim(proposals.pool(one.name), units, scarce, gpus) for one in wanted]
         at = share(claims, bounds)
         granted = [claim.rungs[rung].units for claim, rung in zip(claims, at, strict=True)]
-        mixes = _mixes(wanted, granted, limits)
-    return NeutralMixes(granted, mixes, _standbys(wanted, mixes, bounds), exceeded)
+        mixes = side_mixes(wanted, granted, limits)
+    return NeutralMixes(granted, mixes, side_standbys(wanted, mixes, bounds), exceeded)
 
 
-def _where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedDemand]:
+def where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedDemand]:
     """Where no worker leans to prefill, those of decode compute its prompts: they are of classes that can in time."""
     prefill, decode = wanted
     able = [one for one in decode.offers if one.most and one.name not in prefill.slow]
@@ -64,16 +63,23 @@ def _where_one_is_for_both(wanted: Sequence[ClassedDemand]) -> Sequence[ClassedD
     return prefill, replace(decode, offers=offers)
 
 
-def _mixes(wanted: Sequence[ClassedDemand], units: Sequence[float], limits: Uses) -> list[ClassMix]:
+def side_mixes(
+    wanted: Sequence[ClassedDemand],
+    units: Sequence[float],
+    able: Uses,
+) -> list[ClassMix]:
+    """The mixes of both sides that are worth coming to, within what both may take together."""
+    most = {one.name: able[of_class(one.name)] for one in wanted[0].offers if of_class(one.name) in able}
     prefill, decode = (
-        MixSide(one.offers, count, one.floor.within(count), one.leaning)
+        MixSide(tuple(at_most(one.offers, most)), count, one.floor.within(count), one.leaning)
         for one, count in zip(wanted, units, strict=True)
     )
     # One change is for both sides: it must pay by the shorter time, with the longer start.
     change = ChangeCost(
         min(one.change.payback_s for one in wanted), max(one.change.cold_start_s for one in wanted)
     )
-    return list(joint_mix(prefill, decode, MixBudget(limits.get(MONEY), limits.get(GPUS)), change))
+    kinds = {name: able[name] for name in kinds_in(able)}
+    return list(joint_mix(prefill, decode, MixBudget(able.get(MONEY), able.get(GPUS), kinds), change))
 
 
 def _exceeded(wanted: Sequence[ClassedDemand], bounds: Uses) -> list[str]:
@@ -88,11 +94,11 @@ def _exceeded_by_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix
     lack = _lacks_of_floor(wanted, mixes)
     if not limits or lack <= 1e-9:
         return []
-    free = _mixes(wanted, [one.units for one in wanted], {})
+    free = side_mixes(wanted, [one.units for one in wanted], {})
     if _lacks_of_floor(wanted, free) >= lack - 1e-9:
         return []
     uses = [one.uses(mix) for one, mix in zip(wanted, free, strict=True)]
-    return [name for name, most in limits.items() if sum(use[name] for use in uses) > most + 1e-9]
+    return [name for name, most in limits.items() if sum(use.get(name, 0.0) for use in uses) > most + 1e-9]
 
 
 def _lacks_of_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix]) -> float:
@@ -103,8 +109,8 @@ def _lacks_of_floor(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix]) 
     )
 
 
-def _standbys(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses) -> list[ClassMix]:
-    """Of what is left, prefill's first."""
+def side_standbys(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds: Uses) -> list[ClassMix]:
+    """The standbys of both sides beside their mixes, of what these leave of all that is limited, prefill's first."""
     taken, found = total_mix(mixes, wanted[0].offers), list[ClassMix]()
     for one in wanted:
         mix = one.standbys(taken, _left(one, taken, bounds))
@@ -115,4 +121,4 @@ def _standbys(wanted: Sequence[ClassedDemand], mixes: Sequence[ClassMix], bounds
 
 def _left(one: ClassedDemand, taken: ClassMix, bounds: Uses) -> Mapping[str, float]:
     uses = one.uses(taken)
-    return {name: most - uses[name] for name, most in bounds.items()}
+    return {name: most - uses.get(name, 0.0) for name, most in bounds.items()}

@@ -6,7 +6,7 @@ written, the first token is sent as soon as prefill has it, and decode continues
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from autoscaler.reconcile import Action, Activate, Drain, Lean, ReplicaView, Rest, Start
@@ -59,6 +59,9 @@ class Cluster:
         self._routed = RoutedWorkers(settings.engine, router, settings.colocated, targets, settings.steps)
         self._neutral: list[NeutralReplica] = []
         self.lending = False
+        self.sleeping: Collection[PoolName] = ()
+        """Pools whose standbys sleep."""
+        self.woken: set[PoolName] = set()
         self._admitted: AdmittedRequests | None = None
         if settings.admission is not None and settings.admission.mode == "queue":
             parts = self._routed, events, self._send, self._refuse, lambda: self.lending
@@ -106,9 +109,11 @@ class Cluster:
             case Start(pool, count, kind):
                 self.order(pool, count, now_s, kind=kind)
             case Activate(pool, name):
-                self._named(pool, name).enter(ReplicaState.READY, now_s)
+                self._joins(pool, self._named(pool, name), now_s)
             case Rest(pool, name):
-                self._named(pool, name).enter(ReplicaState.STANDBY, now_s)
+                resting = self._named(pool, name)
+                resting.enter(ReplicaState.STANDBY, now_s)
+                resting.asleep = pool in self.sleeping
             case Lean():
                 pass  # replicas that the autoscaler scales are not neutral
             case Drain(pool, names):
@@ -117,6 +122,27 @@ class Cluster:
                     replica.enter(ReplicaState.DRAINING, now_s)
                     self._end_if_empty(replica, now_s)
         self._rotation_changed(now_s)
+
+    def _joins(self, pool: PoolName, replica: SimulatedReplica, now_s: float) -> None:
+        """Into rotation: one that sleeps once it has woken up."""
+
+        def wake(at_s: float) -> None:
+            replica.waking = False
+            if replica.asleep and replica.state is ReplicaState.STANDBY:
+                replica.asleep = False
+                self.woken.add(pool)
+                replica.enter(ReplicaState.READY, at_s)
+                self._rotation_changed(at_s)
+
+        if not replica.asleep:
+            replica.enter(ReplicaState.READY, now_s)
+        elif not replica.waking:
+            replica.waking = True
+            self._events.at(now_s + self._settings.wake_s, wake)
+
+    def wake_s(self, pool: PoolName) -> float | None:
+        """What waking took in a pool; None before the first."""
+        return self._settings.wake_s if pool in self.woken else None
 
     def take_away(self, replica: SimulatedReplica, now_s: float) -> None:
         """Gives a replica its notice: it takes nothing new, and is gone once that is over."""

@@ -56,6 +56,8 @@ class SimulatedReplica(ABC):
         self.ended_s: float | None = None
         self.replica_class, self.speed = "", 1.0
         """Its class, and how many replicas of speed 1 do its work."""
+        self.asleep = self.waking = False
+        """Whether it is a standby that sleeps, and whether it is to join since."""
         self.assigned = 0
         """Requests routed to it that have not ended."""
 

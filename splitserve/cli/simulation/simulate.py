@@ -66,6 +66,12 @@ ColdStartP95 = Annotated[
 FailedStarts = Annotated[
     float, typer.Option(metavar="SHARE", help="Share of starts that end instead of becoming ready.")
 ]
+WakeTime = Annotated[
+    float,
+    typer.Option(
+        "--wake", metavar="SECONDS", help="Until a sleeping standby serves (`splitserve_wake_seconds`)."
+    ),
+]
 PreemptionRate = Annotated[
     float,
     typer.Option(
@@ -149,6 +155,7 @@ def simulate(
     cold_start: ColdStart = 60.0,
     cold_start_p95: ColdStartP95 = None,
     failed_starts: FailedStarts = 0.0,
+    wake: WakeTime = 1.0,
     preemptions: PreemptionRate = 0.0,
     spot_notice: SpotNotice = 30.0,
     ttft_ms: TtftTarget = None,
@@ -180,13 +187,8 @@ def simulate(
     targets = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms, "seed": seed, "engine_preset": engine_preset}
     scaling = {"scale": scale, "peak_replicas": peak_replicas, "jitter": jitter}
     by_steps = {"steps": steps, "hybrid": _hybrid(hybrid, steps), "lent_cores": lent_cores}
-    taken = Preemptions(preemptions, spot_notice, seed)
-    serving = {
-        "prefix_cache": prefix_cache,
-        "admission": _admission(admission),
-        "preemptions": taken,
-        **by_steps,
-    }
+    serving: dict[str, Any] = {"prefix_cache": prefix_cache, "admission": _admission(admission)}
+    serving |= {"preemptions": Preemptions(preemptions, spot_notice, seed), "wake_s": wake, **by_steps}
     given: dict[str, Any] = {**rates, **lengths, **starts, **targets, **scaling, "serving": serving}
     names = [*(baseline or ()), *(opponent or ())]
     if models is not None:

@@ -15,6 +15,7 @@ from autoscaler.actuators.actuator import ActualReplica
 from autoscaler.actuators.process import ProcessActuator
 from autoscaler.control_loop import ControlLoop, LoopSettings, Rotation
 from autoscaler.decide import make_decide
+from autoscaler.decisions.decider import Decider
 from autoscaler.plan import Memory, PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import PlannedRotation
@@ -123,7 +124,9 @@ async def test_a_pool_whose_workers_crash_is_tried_ever_later(rig: ProcessRig) -
         return ScalingPlan(PoolPlan(1), PoolPlan(1)), memory
 
     limits = dict.fromkeys(POOLS, StartLimits(cold_start_s=2.0))
-    loop = ControlLoop(observe, decide, Counted(), actuator, LoopSettings(starts=limits))
+    loop = ControlLoop(
+        observe, decide, Counted(), actuator, LoopSettings(starts=limits), decider=Decider(turn_s=PATIENCE_S)
+    )
     deadline = time.monotonic() + PATIENCE_S
     while len(orders) < 3:
         assert time.monotonic() < deadline, orders
@@ -166,7 +169,9 @@ async def test_classes_get_gpus_of_their_kinds_and_one_that_is_not_there_is_left
         up = {pool: tuple(_ready(r) for r in await actuator.replicas() if r.pool == pool) for pool in POOLS}
         return Snapshot(time.monotonic(), PrefillSignals(up["prefill"]), DecodeSignals(up["decode"]))
 
-    loop = ControlLoop(observe, make_decide(rules), Quiet(), actuator, LoopSettings())
+    loop = ControlLoop(
+        observe, make_decide(rules), Quiet(), actuator, LoopSettings(), decider=Decider(turn_s=PATIENCE_S)
+    )
     for _ in range(3):
         await loop.tick()
     there = await actuator.replicas()

@@ -12,10 +12,10 @@ from autoscaler.decide import make_decide
 from autoscaler.plan import Memory, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.reconcile import Bounds, Drain, ReplicaView, Start
+from autoscaler.sharing.claims.shares import GPUS, MONEY, amounts_in, of_class
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
-from autoscaler.sharing.shares import AMOUNTS, GPUS, MONEY, of_class
 from autoscaler.snapshot import POOLS, PoolName, Replica, ReplicaState
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
@@ -162,9 +162,8 @@ class Models:
             ]
             return True
         kind = action.replica_class or one.policy.pools[action.pool].classes[0].name
-        each = one.account.uses_of(action.pool, kind)
         try:
-            count = one.account.account.reserve(one.name, action.pool, action.count, each)
+            count = one.account.reserve(action.pool, action.count, kind)
         except UnavailableError:
             return False
         for _ in range(count):
@@ -175,7 +174,7 @@ class Models:
         assert self.money() <= self.limits.get(MONEY, 1e9) + 1e-9
         for name, limit in self.limits.items():
             there = sum(of_class(each.replica_class) == name for one in self.models for each in one.there)
-            assert name in AMOUNTS or there <= limit
+            assert amounts_in((name,)) or there <= limit
         assert self.gpus() <= self.limits.get(GPUS, 1e9)
 
     def gpus(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from autoscaler.actuators.actuator import Actuator, Presence
 from autoscaler.control_loop import ControlLoop, LoopSettings, Memory
+from autoscaler.decisions.decider import Decider
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.reconcile import Bounds, PlannedRotation
 from autoscaler.snapshot import (
@@ -18,6 +19,7 @@ from autoscaler.snapshot import (
     ReplicaState,
     Snapshot,
 )
+from tests.support.waiting import PATIENCE_S
 
 
 class NeutralLoop:
@@ -33,7 +35,9 @@ class NeutralLoop:
         drain_s: dict[PoolName, float] = dict.fromkeys(POOLS, 20.0)
         bounds: dict[PoolName, Bounds] = dict.fromkeys(POOLS, Bounds(0, 8))
         settings = LoopSettings(bounds=bounds, drain_s=drain_s, gpus_each=each, neutral=True)
-        self._loop = ControlLoop(self._observe, self._decide, self, actuator, settings)
+        self._loop = ControlLoop(
+            self._observe, self._decide, self, actuator, settings, decider=Decider(turn_s=PATIENCE_S)
+        )
 
     async def tick(self, prefill: int, decode: int) -> None:
         """One decision for so many workers on each side, and what the workers do then."""

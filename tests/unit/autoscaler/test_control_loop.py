@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 from prometheus_client.core import Metric
 
 from autoscaler.actuators.actuator import Presence
-from autoscaler.control_loop import ControlLoop, LoopSettings
+from autoscaler.control_loop import ControlLoop, LoopSettings, PolicyChange
+from autoscaler.decisions.decider import Decider
 from autoscaler.lease import Lease
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.plan import ClassShare, Memory, PoolPlan, ScalingPlan
@@ -60,7 +62,14 @@ class World:
         self.leanings: dict[str, PoolName] = {}
         limits = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
         settings = {"bounds": limits, "drain_s": {"prefill": 7.0, "decode": 9.0}} | settings
-        self.loop = ControlLoop(self.observe, self.decide, self, self.actuator, LoopSettings(**settings))
+        self.loop = ControlLoop(
+            self.observe,
+            self.decide,
+            self,
+            self.actuator,
+            LoopSettings(**settings),
+            decider=Decider(turn_s=PATIENCE_S),
+        )
 
     async def observe(self) -> Snapshot:
         if self.blind is not None:
@@ -299,12 +308,12 @@ def samples(metric: Metric) -> list[Any]:
 
 async def test_it_ticks_until_it_is_cancelled() -> None:
     world = World(interval_s=0.001)
-    third = asyncio.Event()
+    third, here = asyncio.Event(), asyncio.get_running_loop()
 
     def decide(memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
         plan, after = world.decide(memory, snapshot)
         if after == 3:
-            third.set()
+            here.call_soon_threadsafe(third.set)
         return plan, after
 
     world.loop.decide = decide
@@ -313,6 +322,78 @@ async def test_it_ticks_until_it_is_cancelled() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+class Stuck:
+    """A decision of the world that comes once it is let go."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.free = world, threading.Event()
+        world.loop.decide = self.decide
+        world.loop.decider.turn_s = 0.0
+
+    def decide(self, memory: Memory, snapshot: Snapshot) -> tuple[ScalingPlan, Memory]:
+        assert self.free.wait(PATIENCE_S)
+        return self.world.decide(memory, snapshot)
+
+
+@pytest.mark.timeout(60)
+async def test_a_late_decision_holds_up_no_replacement_and_gives_up_nothing() -> None:
+    world = World()
+    world.wants(2, 1)
+    assert await world.tick() == ["decode-2", "prefill-0", "prefill-1"]
+    stuck = Stuck(world)
+    world.states["prefill-0"] = ReplicaState.PREEMPTED
+    world.states["decode-2"] = ReplicaState.STANDBY
+    there = await world.tick()
+    assert there == ["decode-2", "prefill-0", "prefill-1", "prefill-3"], "the one before holds: 2 prefill"
+    assert world.applied[-1][1] == ["decode-2", "prefill-1"]
+    world.wants(1, 1)
+    assert await world.tick() == there
+    assert len(world.rounds) == 1, "the next decision waits"
+    stuck.free.set()
+    await world.loop.decider.pause(forever, 0.0)
+    await world.tick()
+    assert world.rounds == [None, 1]
+    assert ("stop", "prefill") in [call[:2] for call in world.actuator.calls]
+
+
+@pytest.mark.timeout(60)
+async def test_a_loop_whose_first_decision_is_late_does_nothing_and_ends_at_once() -> None:
+    world = World(interval_s=0.001)
+    stuck = Stuck(world)
+    began = asyncio.Event()
+    observe = world.loop.observe
+
+    async def observed() -> Snapshot:
+        began.set()
+        return await observe()
+
+    world.loop.observe = observed
+    task = asyncio.create_task(world.loop.run())
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not world.actuator.there
+    stuck.free.set()
+
+
+@pytest.mark.timeout(60)
+async def test_a_late_decision_of_a_policy_that_was_replaced_is_dropped() -> None:
+    world = World()
+    stuck = Stuck(world)
+    assert await world.tick() == []
+    change = PolicyChange(world.decide, world.loop.settings, lambda memory: memory)
+    world.loop.changed_policy = lambda: change
+    world.loop.decider.turn_s = PATIENCE_S
+    assert await world.tick() == ["decode-1", "prefill-0"]
+    assert world.loop.memory == 1
+    stuck.free.set()
+
+
+async def forever(_seconds: float) -> None:
+    await asyncio.Event().wait()
 
 
 async def test_a_replica_that_starts_for_ever_is_reported_replaced_and_tried_ever_later() -> None:

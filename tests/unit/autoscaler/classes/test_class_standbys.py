@@ -13,8 +13,8 @@ from autoscaler.classes.class_plan import in_units
 from autoscaler.decide import make_decide, status_of
 from autoscaler.plan import ClassShare, PoolPlan, ScalingPlan
 from autoscaler.reconcile import Activate, Drain, ReplicaView, Rest, Start
-from autoscaler.sharing.shared_view import SharedView
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shared_view import SharedView
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from autoscaler.snapshot import PoolName, ReplicaState
 from tests.support.classes.classed_pools import (
     BOUNDS,

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer, money_of
-from autoscaler.classes.neutral.joint_mix import MixBudget, MixSide, joint_mix
+from autoscaler.classes.neutral.joint_mix import JOIN_S, MixBudget, _seeds, joint_mix
+from autoscaler.classes.search.mix_search import MixSearch
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, MixSide, money_of
 
 SPEEDS = st.sampled_from([1.0, 1.5, 2.0, 4.0])
 CHANGE = ChangeCost(1800.0, 120.0)
@@ -32,6 +33,7 @@ def sides(draw: st.DrawFn) -> tuple[MixSide, MixSide]:
             sum(here),
             draw(st.booleans()),
             draw(st.integers(0, 3)),
+            draw(st.sampled_from([(), ("k",)])),
         )
         for side in (0, 1):
             slow = {"most": 0} if draw(st.integers(0, 5)) == 0 else {}
@@ -68,15 +70,22 @@ def may_be(
         money, gpus = money + prefill.price_per_hour * sum(both), gpus + prefill.gpus * sum(both)
         if both[0] > prefill.most or both[1] > decode.most or sum(both) > max(prefill.most, decode.most):
             return False
-    return money <= budget.room.money + 1e-6 and gpus <= budget.room.gpus
+    of_kind = sum(
+        one.gpus * sum(both) for one, *both in zip(found[0].offers, *counts, strict=True) if one.kinds
+    )
+    return (
+        money <= budget.room.money + 1e-6
+        and gpus <= budget.room.gpus
+        and of_kind <= budget.kinds.get("k", 1e9)
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(sides(), st.none() | st.floats(0, 12), st.none() | st.integers(0, 8))
+@given(sides(), st.none() | st.floats(0, 12), st.none() | st.integers(0, 8), st.none() | st.integers(0, 8))
 def test_no_mix_of_both_sides_is_better(
-    found: tuple[MixSide, MixSide], per_hour: float | None, gpus: int | None
+    found: tuple[MixSide, MixSide], per_hour: float | None, gpus: int | None, of_kind: int | None
 ) -> None:
-    budget = MixBudget(per_hour, gpus)
+    budget = MixBudget(per_hour, gpus, {} if of_kind is None else {"k": float(of_kind)})
     prefill, decode = joint_mix(*found, budget, CHANGE)
     chosen = prefill.counts, decode.counts
     assert may_be(found, chosen, budget)
@@ -141,3 +150,26 @@ def test_six_classes_and_many_units_take_no_longer_than_a_decision_may() -> None
     assert prefill.units >= 77.3 - 1e-9
     assert decode.units >= 91.7 - 1e-9
     assert time.process_time() - began < 10, "a bound on work, not a figure"
+
+
+@pytest.mark.parametrize(
+    ("units", "budget", "cold_start_s"),
+    [
+        ((77.3, 91.7), MixBudget(120.0), 120.0),
+        ((77.3, 91.7), MixBudget(40.0), 120.0),
+        ((24.0, 18.0), MixBudget(30.0, 20), 0.0),
+    ],
+)
+def test_a_search_under_tight_budgets_ends_by_itself(
+    units: tuple[float, float], budget: MixBudget, cold_start_s: float
+) -> None:
+    """Counted: each ended early, at 50,000, when bounds knew neither starts nor that both sides share a budget."""
+    offers = tuple(
+        offer(f"c{n}", 1.0 + 0.37 * n, n % 3, speed=1.0 + 0.9 * n, most=40, spot=n % 2 == 0, gpus=1 + n // 2)
+        for n in range(6)
+    )
+    sides = MixSide(offers, units[0], 20.0), MixSide(offers, units[1], 18.0)
+    change, order = ChangeCost(1800.0, cold_start_s), sorted(range(6), key=lambda n: offers[n].per_unit)
+    search = MixSearch(sides, order, change, JOIN_S)
+    search.run(budget.room, list(_seeds(sides, budget, change)))
+    assert search.looks < 10_000

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.classes.mix import (
-    ChangeCost,
-    ClassMix,
-    ClassOffer,
-    cheapest_mix,
-    leanest_mix,
-    mix_of,
-    money_of,
-)
+from autoscaler.classes.mix import cheapest_mix, leanest_mix
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer, mix_of, money_of
 
 OFFERS = st.lists(
     st.builds(
@@ -28,6 +22,7 @@ OFFERS = st.lists(
         running=st.integers(0, 4),
         spot=st.booleans(),
         gpus=st.integers(0, 4),
+        kinds=st.sampled_from([(), ("k",), ("j", "k")]),
     ),
     min_size=1,
     max_size=4,
@@ -50,6 +45,10 @@ def worth(
     )
 
 
+def of_kind(offers: Sequence[ClassOffer], counts: tuple[int, ...], kind: str) -> int:
+    return sum(one.gpus * count for one, count in zip(offers, counts, strict=True) if kind in one.kinds)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     OFFERS,
@@ -58,6 +57,7 @@ def worth(
     st.none() | st.floats(0, 12),
     CHANGES,
     st.none() | st.integers(0, 12),
+    st.dictionaries(st.sampled_from("jk"), st.integers(0, 12).map(float)),
 )
 def test_it_is_as_good_as_the_best_of_all(
     offers: list[ClassOffer],
@@ -66,15 +66,18 @@ def test_it_is_as_good_as_the_best_of_all(
     budget: float | None,
     change: ChangeCost,
     gpus: int | None,
+    kinds: dict[str, float],
 ) -> None:
     floor = round(share * units)
     all_mixes = (mix_of(offers, counts) for counts in product(*(range(one.most + 1) for one in offers)))
     within = [
         mix
         for mix in all_mixes
-        if (budget is None or mix.price_per_hour <= budget + 1e-9) and (gpus is None or mix.gpus <= gpus)
+        if (budget is None or mix.price_per_hour <= budget + 1e-9)
+        and (gpus is None or mix.gpus <= gpus)
+        and all(of_kind(offers, mix.counts, kind) <= most for kind, most in kinds.items())
     ]
-    found = cheapest_mix(offers, units, budget, change, floor, gpus)
+    found = cheapest_mix(offers, units, budget, change, floor, gpus, kinds)
     assert found in within or any(found.counts == mix.counts for mix in within)
     best = min(worth(offers, mix, units, floor, change) for mix in within)
     assert worth(offers, found, units, floor, change) == best

@@ -18,7 +18,7 @@ from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.plan import PoolPlan, ScalingPlan
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.reconcile import ReplicaView
-from autoscaler.sharing.shares import GPUS
+from autoscaler.sharing.claims.shares import GPUS
 from autoscaler.simulation.outcome import Slo
 from autoscaler.snapshot import ReplicaState, Snapshot
 from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autoscaler.control_loop import ControlLoop, LoopSettings
+from autoscaler.decisions.decider import Decider
 from autoscaler.policies.policy_file import PredictivePool
 from autoscaler.policies.predictive import SEASONS_KEPT, PredictiveMemory, resumed
 from autoscaler.policy_in_force import LearnedHistory, PolicyFile, PolicyInForce
@@ -18,6 +19,7 @@ from autoscaler.signals.history_file import MAX_RATES, HistoryFile, SeasonRecord
 from autoscaler.signals.observer import Observer
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock, FakeSource, worker
+from tests.support.waiting import PATIENCE_S
 
 pytest.importorskip("statsmodels")
 
@@ -46,7 +48,9 @@ class Life:
             [self.source], actuator.replicas, clock=lambda: wall.now - boot_s, wall_clock=wall
         )
         first = PolicyInForce(file, observer, LoopSettings(interval_s=0.0)).first()
-        self.loop = ControlLoop(observer.observe, first.decide, self, actuator, first.settings)
+        self.loop = ControlLoop(
+            observer.observe, first.decide, self, actuator, first.settings, decider=Decider(turn_s=PATIENCE_S)
+        )
         self.learned = LearnedHistory(file, observer, self.loop)
         self.history = HistoryFile(folder / "history.json", wall_clock=wall)
         self.history.restore(self.learned, HISTORY_S)

@@ -9,6 +9,7 @@ import pytest
 
 from autoscaler.control_loop import ControlLoop, LoopSettings
 from autoscaler.decide import PlanMemory, PoolState, carried
+from autoscaler.decisions.decider import Decider
 from autoscaler.loop_metrics import loop_metrics
 from autoscaler.policies.policy_file import parse_policy
 from autoscaler.policies.predictive import PredictiveMemory
@@ -18,6 +19,7 @@ from autoscaler.reconcile import PlannedRotation
 from autoscaler.signals.observer import Observer
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock, FakeSource, worker
+from tests.support.waiting import PATIENCE_S
 
 POLICY = """\
 interval_s: 5
@@ -48,6 +50,7 @@ class Edited:
             self.actuator,
             first.settings,
             changed_policy=self.policy.poll,
+            decider=Decider(turn_s=PATIENCE_S),
         )
 
     async def apply(self, where: PlannedRotation, decisions: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from tests.support.classes.shared_models import Models, Wish
 
 KINDS = {"w": (1.0, 1.0), "x": (2.0, 2.5), "y": (3.0, 3.1), "z": (4.0, 5.0)}

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import pytest
 
-from autoscaler.sharing.giving_way import PoolStanding
+from autoscaler.sharing.claims.giving_way import PoolStanding
+from autoscaler.sharing.claims.shares import GPUS, MONEY, ClassOfClaim, of_class
 from autoscaler.sharing.shared_account import STALE_S
-from autoscaler.sharing.shares import GPUS, MONEY, ClassOfClaim, of_class
 from tests.support.classes.shared_models import ROUND_S, Models, Wish
-from tests.unit.autoscaler.sharing.test_giving_way import given_way
+from tests.unit.autoscaler.sharing.claims.test_giving_way import given_way
 
 X, Y, Z = of_class("x"), of_class("y"), of_class("z")
 ONE = (1.0, 1.0)

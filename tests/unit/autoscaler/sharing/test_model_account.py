@@ -12,9 +12,9 @@ import pytest
 from autoscaler.actuators.actuator import ORDINARY, ActualReplica, ReplicaKind
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.shared_account import UNHEARD_S, SharedAccount
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from autoscaler.snapshot import PoolName, Replica, ReplicaState
 from splitserve.errors import DeadlineExceededError, FailedPreconditionError, UnavailableError
 from tests.support.scaling.fake_actuator import FakeActuator

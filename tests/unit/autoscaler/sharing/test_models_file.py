@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from autoscaler.policies.policy_file import parse_policy
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class, of_kind
 from autoscaler.sharing.model_account import ModelAccount
 from autoscaler.sharing.models_file import (
     ModelsInForce,
@@ -19,7 +20,6 @@ from autoscaler.sharing.models_file import (
 )
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_service import policies_of, shared_shadows
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from splitserve.config.autoscaler import AutoscalerConfig
 from splitserve.errors import ConfigError
 
@@ -55,13 +55,47 @@ def test_gpus_are_shared_by_models_without_classes(tmp_path: Path) -> None:
     assert len(policies_of(ModelsInForce(shared))) == 2
 
 
-def test_neutral_workers_have_no_classes_beside_other_models(tmp_path: Path) -> None:
-    path = write(tmp_path, {}, a=both(PRICED, workers="neutral"), b=both(PRICED))
-    with pytest.raises(
-        ConfigError, match=r"workers \(neutral\) of the policy of a must be pinned"
-    ) as refused:
-        policies_of(ModelsInForce(load_models(path)))
-    assert refused.value.field == "workers"
+def test_neutral_workers_of_classes_are_one_of_several_models(tmp_path: Path) -> None:
+    path = write(tmp_path, {"budget_per_hour": 8}, a=both(PRICED, workers="neutral"), b=both(PRICED))
+    files = policies_of(ModelsInForce(load_models(path)))
+    assert files["a"].value.rules.workers == "neutral"
+    assert least_uses(files["a"].value.rules)[MONEY] == 4.0, "one of each side"
+
+
+def test_gpus_of_a_kind_are_limited_over_classes_of_different_sizes(tmp_path: Path) -> None:
+    sizes = [
+        {"name": "one", "price_per_hour": 1.0, "gpu": "H100"},
+        {"name": "four", "price_per_hour": 3.5, "gpu": "NVIDIA H100 80GB", "gpus_per_replica": 4, "speed": 4},
+        {"name": "old", "price_per_hour": 0.5, "gpu": "L40S"},
+    ]
+    policy = both({"target_ms": 100, "classes": sizes})
+    shared = load_models(write(tmp_path, {"gpu_limits": {"h100": 8}}, a=policy, b=policy))
+    policies_of(ModelsInForce(shared))
+    assert shared.limits == {of_kind("h100"): 8.0}
+    own = ModelAccount(SharedAccount(shared.limits, {"a": dict}), "a", lambda: parse_policy(policy))
+    counted = {kind: own.uses_of("decode", kind).get(of_kind("h100")) for kind in ("one", "four", "old")}
+    assert counted == {"one": 1.0, "four": 4.0, "old": None}
+
+
+@pytest.mark.parametrize(
+    ("limits", "policy", "said"),
+    [
+        ({"A100": 8}, both(PRICED), "gpu_limits names A100, which is the gpu of no class"),
+        ({"H100": 0}, both(PRICED), "gpu_limits.H100: Input should be greater than or equal to 1"),
+        ({"": 8}, both(PRICED), "gpu_limits"),
+        ({"H100": 8}, both(PLAIN), "gpu_limits need classes in both pools of the policy of a"),
+        (
+            {"H100": 8},
+            both({"target_ms": 100, "classes": [{**ONLY[0], "gpu": "H100"}]}, gpu_limits={"H100": 8}),
+            "gpu_limits belong into the file of models, not into the policy of a",
+        ),
+    ],
+)
+def test_what_limits_by_kind_must_keep(
+    tmp_path: Path, limits: dict[str, int], policy: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        policies_of(ModelsInForce(load_models(write(tmp_path, {"gpu_limits": limits}, a=policy, b=policy))))
 
 
 @pytest.mark.parametrize(

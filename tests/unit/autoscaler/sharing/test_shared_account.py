@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from autoscaler.sharing.claims.shared_view import summed
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Claim, Rung, Uses, of_class
 from autoscaler.sharing.shared_account import STALE_S, UNHEARD_S, Holding, SharedAccount
-from autoscaler.sharing.shared_view import summed
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, Uses, of_class
 from splitserve.errors import UnavailableError
 from tests.support.scaling.signal_sources import Clock
 

@@ -13,6 +13,7 @@ from autoscaler.actuators.actuator import ActualReplica, Presence
 from autoscaler.control_loop import ControlLoop, LoopSettings
 from autoscaler.decide import make_decide
 from autoscaler.decisions.attainment import AttainmentModel
+from autoscaler.decisions.decider import Decider
 from autoscaler.decisions.decisions_page import shared_document
 from autoscaler.decisions.journal import DecisionJournal
 from autoscaler.loop_metrics import loop_metrics
@@ -20,16 +21,17 @@ from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
 from autoscaler.policy_in_force import loop_settings
 from autoscaler.reconcile import PlannedRotation
 from autoscaler.shadows.shadow import ShadowPolicy, Shadows
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from autoscaler.sharing.model_account import AccountedActuator, ModelAccount
 from autoscaler.sharing.models_file import least_uses
 from autoscaler.sharing.shared_account import SharedAccount
 from autoscaler.sharing.shared_metrics import shared_metrics
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
 from autoscaler.snapshot import ClassSignals, PoolName, Replica, ReplicaState, Snapshot
 from splitserve.errors import ResourceExhaustedError, UnavailableError
 from tests.support.scaling.fake_actuator import FakeActuator
 from tests.support.scaling.signal_sources import Clock
 from tests.support.scaling.snapshots import Load, arrivals, snapshot
+from tests.support.waiting import PATIENCE_S
 
 STEP_S, COLD_S, DRAIN_S = 10.0, 20.0, 10.0
 BEGAN_S = 600.0
@@ -55,10 +57,11 @@ class Served(FakeActuator):
         own = ModelAccount(self.world.account, self.model, lambda: self.policy)
         return ControlLoop(
             self.observe,
-            own.deciding(make_decide(self.policy)),
+            make_decide(self.policy),
             self,
             AccountedActuator(self, own, self.world.starting),
             loop_settings(self.policy, LoopSettings()),
+            decider=Decider(self.world.turns, own.seen, own.decided, PATIENCE_S),
             journal=DecisionJournal(AttainmentModel(self.policy)),
         )
 
@@ -143,7 +146,7 @@ class World:
     def __init__(
         self, limits: dict[str, float], policies: dict[str, ScalingPolicy], loads: dict[str, Load]
     ) -> None:
-        self.clock, self.starting = Clock(BEGAN_S), asyncio.Lock()
+        self.clock, self.starting, self.turns = Clock(BEGAN_S), asyncio.Lock(), asyncio.Lock()
         least = {model: (lambda one=one: least_uses(one)) for model, one in policies.items()}
         self.account = SharedAccount(limits, least, move_after_s=30.0, clock=self.clock)  # type: ignore[arg-type]
         self.limits = limits

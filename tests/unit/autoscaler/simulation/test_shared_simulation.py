@@ -9,7 +9,7 @@ import pytest
 
 from autoscaler.decide import make_decide
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.sharing.shares import GPUS, MONEY, of_class
+from autoscaler.sharing.claims.shares import GPUS, MONEY, of_class
 from autoscaler.simulation.evaluation.comparison import bounds_of, run_policy
 from autoscaler.simulation.outcome import Slo
 from autoscaler.simulation.shared_simulation import (

@@ -13,6 +13,7 @@ from autoscaler.simulation.outcome import Outcome, Slo
 from autoscaler.simulation.simulator import Scenario
 from autoscaler.simulation.traces.trace import Trace, TraceRequest
 from splitserve.config.coordinator import AdmissionConfig
+from splitserve.errors import InvalidArgumentError
 
 COLD_START_S = 30.0
 PAUSE_S = 1800.0
@@ -58,3 +59,26 @@ def test_cost_falls_and_the_first_token_takes_one_cold_start(admission: Admissio
 def test_baselines_keep_one_of_each() -> None:
     _, (hpa,) = run(0, names=("hpa-p95-latency",))
     assert hpa.failed_requests == 0
+
+
+@pytest.mark.parametrize("wake_s", [0.5, 4.0])
+def test_what_sleeps_at_zero_joins_after_the_time_of_waking(wake_s: float) -> None:
+    """Not after a cold start, and not at once."""
+    pool = {"min_replicas": 0, "max_replicas": 4, "cold_start_s": COLD_START_S}
+    asleep = {**pool, "warm_standby": 1, "sleep": True}
+    rules = {
+        "prefill": {"target_ms": 2000, **asleep},
+        "decode": {"target_ms": 100, **asleep},
+        "idle_s": IDLE_S,
+    }
+    made = compare(replace(SCENARIO, wake_s=wake_s), parse_policy(rules), ()).policy
+    last = max(made.requests, key=lambda one: one.arrival_s)
+    assert last.ttft_s is not None
+    assert wake_s <= last.ttft_s < wake_s + 2.0
+    assert made.failed_requests == 0
+
+
+def test_a_time_of_waking_that_cannot_be_is_refused() -> None:
+    for wake_s in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(InvalidArgumentError, match="wake must be at least 0"):
+            replace(SCENARIO, wake_s=wake_s)

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from autoscaler.classes.class_demand import ClassedDemand
-from autoscaler.classes.mix import ChangeCost, ClassMix, ClassOffer
 from autoscaler.classes.on_demand_floor import NO_FLOOR, OnDemandFloor
+from autoscaler.classes.search.offer import ChangeCost, ClassMix, ClassOffer
 from autoscaler.policies.policy_file import TargetPool
-from autoscaler.sharing.class_shares import _bound, _kept_for_now
-from autoscaler.sharing.shared_view import SharedView
-from autoscaler.sharing.shares import GPUS, MONEY, Rung, of_class
+from autoscaler.sharing.claims.class_shares import _kept_for_now
+from autoscaler.sharing.claims.plan_parts import bound_by
+from autoscaler.sharing.claims.shared_view import SharedView
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Rung, of_class
 
 X, Y = of_class("x"), of_class("y")
 OFFERS = (ClassOffer("x", 1, 1.0, 4, running=1), ClassOffer("y", 1, 2.0, 8))
@@ -23,7 +24,7 @@ BEFORE = (2, 0)
 
 
 def demand(*offers: ClassOffer, floor: OnDemandFloor = NO_FLOOR) -> ClassedDemand:
-    return ClassedDemand("prefill", POOL, offers, ChangeCost(), 2, 1, 0, 0, floor)
+    return ClassedDemand("prefill", POOL, offers, ChangeCost(), 2, 1, 0, {}, floor)
 
 
 def kept(one: ClassedDemand, mix: ClassMix = WANTED) -> tuple[int, ...]:
@@ -53,8 +54,6 @@ def test_not_where_too_little_of_it_is_on_demand() -> None:
 
 @pytest.mark.parametrize("limits", [{MONEY: 0.0}, {MONEY: 0.0, GPUS: 4.0}, {MONEY: 3.0, GPUS: 0.0}])
 def test_of_nothing_nothing_is_left(limits: Mapping[str, float]) -> None:
-    said, cause = _bound(
-        demand(*OFFERS), Rung(1.0, {}, 1.0), WANTED, dict(limits), SharedView("a", limits, {"a": {}})
-    )
+    said, cause = bound_by(demand(*OFFERS), 1.0, WANTED, dict(limits), SharedView("a", limits, {"a": {}}))
     assert cause == ("money_budget" if not limits[MONEY] else "gpu_budget")
     assert "0" in said

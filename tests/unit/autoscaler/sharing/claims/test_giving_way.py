@@ -9,8 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from autoscaler.sharing.giving_way import PoolStanding, gives_way
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, of_class, share
+from autoscaler.sharing.claims.giving_way import PoolStanding, gives_way
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Claim, ClassOfClaim, Rung, of_class, share
 from tests.support.classes.shared_models import Models, Wish, fits
 
 X, Y, Z = of_class("x"), of_class("y"), of_class("z")

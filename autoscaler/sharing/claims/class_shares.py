@@ -6,16 +6,17 @@ is what nobody has. Standbys are kept of what nobody claims.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from autoscaler.classes.class_demand import ClassedDemand
 from autoscaler.classes.class_plan import GrantedMix, demands, planned, with_pool
-from autoscaler.classes.mix import NOTHING, ClassMix, mix_of
-from autoscaler.plan import Cause, Proposals, ScalingPlan
+from autoscaler.classes.search.offer import NOTHING, ClassMix, mix_of
+from autoscaler.plan import Proposals, ScalingPlan
 from autoscaler.policies.policy_file import ScalingPolicy
-from autoscaler.sharing.shared_view import ModelShare, SharedView
-from autoscaler.sharing.shares import AMOUNTS, GPUS, MONEY, Rung, Uses, of_class
+from autoscaler.sharing.claims.neutral_shares import with_shared_neutral
+from autoscaler.sharing.claims.plan_parts import bound_by, lacking_notes, with_room
+from autoscaler.sharing.claims.shared_view import ModelShare, SharedView
+from autoscaler.sharing.claims.shares import Rung, Uses, of_class
 from autoscaler.snapshot import Snapshot
 
 
@@ -23,18 +24,20 @@ def with_shared_classes(
     policy: ScalingPolicy, snapshot: Snapshot, units: Snapshot, plan: ScalingPlan, proposals: Proposals
 ) -> ScalingPlan:
     """See `with_classes`."""
+    if policy.workers == "neutral":
+        return with_shared_neutral(policy, snapshot, units, plan, proposals)
     wanted, shared = demands(policy, snapshot, plan, proposals), snapshot.shared
     if not wanted or shared is None:
         return plan
     limits = shared.limits
     names = {one.name for pool in wanted for one in pool.offers if of_class(one.name) in limits}
     limited = {name: int(limits[of_class(name)]) for name in sorted(names)}
-    claims = {one.name: one.claim(proposals.pool(one.name), units, limited, GPUS in limits) for one in wanted}
+    claims = {one.name: one.claim(proposals.pool(one.name), units, limited, limits) for one in wanted}
     got = shared.granted(claims)
     rungs = [claim.rungs[at] for claim, at in zip(claims.values(), got.rungs, strict=True)]
     left, parts = dict(got.left), []
     for one, rung in zip(wanted, rungs, strict=True):
-        mix = one.mix(rung.units, *_most(one, rung, left))
+        mix = one.mix(rung.units, _able(rung, left))
         mix = _kept_for_now(one, rung, mix, left, shared)
         uses = one.shared_uses(mix, limits)
         claims[one.name] = replace(claims[one.name], wanted=uses)
@@ -57,16 +60,8 @@ def with_shared_classes(
             part.gives = given.name
     for part in parts:
         plan = part.planned(plan, got, shared)
-    # Mixes are within its shares. While they change, old and new replicas use what others have not taken yet.
-    room = {name: shared.own(name) + shared.free(name) for name in AMOUNTS if name in limits}
-    return replace(
-        plan,
-        budget_per_hour=room.get(MONEY),
-        gpu_budget=int(room[GPUS] + 1e-9) if GPUS in room else None,
-        class_room={name: int(shared.free(of_class(name)) + 1e-9) for name in limited},
-        claims=claims,
-        worth_moving=got.worth_moving,
-    )
+    kept = {str(pool): claim for pool, claim in claims.items()}
+    return replace(with_room(plan, shared, limited), claims=kept, worth_moving=got.worth_moving)
 
 
 @dataclass(slots=True)
@@ -82,15 +77,10 @@ class _Part:
 
     def planned(self, plan: ScalingPlan, got: ModelShare, shared: SharedView) -> ScalingPlan:
         """The plan with this pool."""
-        limit, cause = _bound(self.one, self.rung, self.mix, got.left, shared)
+        limit, cause = bound_by(self.one, self.rung.units, self.mix, got.left, shared)
         given = GrantedMix(self.rung.units, self.mix, self.standbys, limit, cause)
         pool = planned(self.one, plan.pool(self.one.name), given)
-        notes = [
-            f"the least of all models takes {shared.limits[name] + lacking:g} {_shown(name)}, and there are "
-            f"{shared.limits[name]:g} ({shared.who(name)}): nothing moves for that"
-            for name, lacking in sorted(got.lacking.items())
-            if self.rung.uses.get(name)
-        ]
+        notes = lacking_notes(got, self.rung, shared)
         if self.gives:
             kind = next(share.name for share in pool.mix if of_class(share.name) == self.gives)
             notes.append(f"one {kind} ends before what replaces it is there: pools wait for each other")
@@ -98,18 +88,11 @@ class _Part:
         return with_pool(plan, self.one.name, replace(pool, reason="; ".join([pool.reason, *notes])))
 
 
-def _shown(name: str) -> str:
-    """What is limited, for people."""
-    return {MONEY: "an hour", GPUS: "GPUs"}.get(name, name.removeprefix(of_class("")))
-
-
 def _detour(one: ClassedDemand, rung: Rung, given: str, left: Uses, shared: SharedView) -> ClassMix | None:
     """A mix that carries all in place of a last replica, of a class that must go, and that there is room for beside it:
     of what nobody claims and nobody has. None: there is none."""
     room = {name: 0.0 if name == given else min(left[name], shared.free(name)) for name in left}
-    most = {offer.name: room.get(of_class(offer.name), math.inf) for offer in one.offers}
-    most |= {offer.name: 0.0 for offer in one.offers if of_class(offer.name) == given}
-    mix = one.mix(rung.units, room.get(MONEY), most, room.get(GPUS))
+    mix = one.mix(rung.units, room | {given: 0.0})
     return mix if mix.units >= rung.units - 1e-9 else None
 
 
@@ -141,24 +124,6 @@ def _on_demand(one: ClassedDemand, mix: ClassMix) -> float:
     return sum(offer.speed * count for offer, count in pairs if not offer.spot)
 
 
-def _most(one: ClassedDemand, rung: Rung, left: Uses) -> tuple[float | None, dict[str, float], float | None]:
-    """Money, replicas by class and GPUs that a mix may take: what its rung takes, and what nobody claims."""
-    able = {name: rung.uses.get(name, 0.0) + amount for name, amount in left.items()}
-    most = {offer.name: able[of_class(offer.name)] for offer in one.offers if of_class(offer.name) in able}
-    return able.get(MONEY), most, able.get(GPUS)
-
-
-def _bound(
-    one: ClassedDemand, rung: Rung, mix: ClassMix, left: Uses, shared: SharedView
-) -> tuple[str, Cause]:
-    """What the pool gets no more for, for people, and the one of money and GPUs of which least is left."""
-    limits = shared.limits
-    is_short = mix.units < rung.units - 1e-9 or rung.units < one.units - 1e-9
-    what = [f"a budget of {limits[MONEY]:g} an hour ({shared.who(MONEY)})"] if MONEY in limits else []
-    what += [f"a budget of {limits[GPUS]:g} GPUs ({shared.who(GPUS)})"] if GPUS in limits else []
-    names = sorted({offer.name for offer in one.offers if of_class(offer.name) in limits and is_short})
-    what += [f"{limits[of_class(name)]:g} {name} ({shared.who(of_class(name))})" for name in names]
-    parts = {name: left[name] / max(limits[name], 1e-9) for name in AMOUNTS if name in limits}
-    scarcest = min(parts, key=lambda name: parts[name], default=MONEY)
-    cause: Cause = "gpu_budget" if scarcest == GPUS else "money_budget"
-    return f"{' and '.join(what)} for all models", cause
+def _able(rung: Rung, left: Uses) -> dict[str, float]:
+    """What a mix may take: what its rung takes, and what nobody claims."""
+    return {name: rung.uses.get(name, 0.0) + amount for name, amount in left.items()}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.sharing.shares import AMOUNTS, GPUS, Claim, ClassOfClaim, Rung, Uses, left_of, share
+from autoscaler.sharing.claims.shares import GPUS, Claim, ClassOfClaim, Rung, Uses, amounts_in, left_of, share
 
 _TINY = 1e-9
 
@@ -131,6 +131,8 @@ class PoolStanding:
     classes: Mapping[str, ClassOfClaim]
     """See `Claim`."""
     weight: float = 1.0
+    ends_soon: bool | None = None
+    """See `Claim`."""
 
     def lacks(self, name: str) -> bool:
         """Whether it is to have more replicas of a class, or more of an amount."""
@@ -153,6 +155,8 @@ class PoolStanding:
     @property
     def ends_one_soon(self) -> bool:
         """Whether the others carry without it what is to be carried, once all serve."""
+        if self.ends_soon is not None:
+            return self.ends_soon
         return any(
             self.has_too_much(name) and self.carried - one.speed >= self.units - _TINY
             for name, one in self.classes.items()
@@ -168,7 +172,7 @@ class PoolStanding:
         """Whether there is room for others that carry all in place of a class."""
         for name, one in self.classes.items():
             count = math.ceil(self.units / one.speed - _TINY)
-            takes = {name: 1.0, **{amount: one.takes(amount) for amount in AMOUNTS}}
+            takes = {name: 1.0, **{amount: one.takes(amount) for amount in amounts_in(left)}}
             has_room = all(count * each <= left.get(of, math.inf) + _TINY for of, each in takes.items())
             if name != given and one.usable and has_room:
                 return True
@@ -203,7 +207,7 @@ def standing(claim: Claim, live: Uses, granted: Uses, units: float) -> PoolStand
         name: max(min(amount, wanted.get(name, 0.0)), amount - claim.standbys.get(name, 0.0))
         for name, amount in live.items()
     }
-    return PoolStanding(held, wanted, units, claim.classes, claim.weight)
+    return PoolStanding(held, wanted, units, claim.classes, claim.weight, claim.ends_soon)
 
 
 def gives_way(
@@ -244,7 +248,7 @@ def _short_of(one: PoolStanding, left: Mapping[str, float]) -> frozenset[str]:
     short: set[str] = set()
     for name, kind in lacked.items():
         wall = {name} if left.get(name, 1.0) < 1.0 - _TINY else set()
-        wall |= {amount for amount in AMOUNTS if kind.takes(amount) > left.get(amount, math.inf) + _TINY}
+        wall |= {amount for amount in amounts_in(left) if kind.takes(amount) > left[amount] + _TINY}
         if not wall:
             return frozenset()
         short |= wall
@@ -257,7 +261,7 @@ def _waits_for(number: int, short: Sequence[frozenset[str]], pools: Sequence[Poo
         other
         for other, one in enumerate(pools)
         for name in short[number]
-        if one.has_too_much(name) and (other != number or name in AMOUNTS)
+        if one.has_too_much(name) and (other != number or amounts_in((name,)))
     )
 
 
@@ -277,7 +281,7 @@ def _asked_of(number: int, short: Sequence[frozenset[str]], pools: Sequence[Pool
     """Classes of which it may give up one, for which another waits, or for the money or GPUs of which."""
     one = pools[number]
     asked = frozenset().union(*(names for other, names in enumerate(short) if other != number))
-    amounts = [amount for amount in AMOUNTS if amount in asked and one.has_too_much(amount)]
+    amounts = [amount for amount in amounts_in(asked) if one.has_too_much(amount)]
     return [
         name
         for name, kind in sorted(one.classes.items())

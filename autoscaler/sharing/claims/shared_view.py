@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from autoscaler.sharing.giving_way import Given, Split, gives_way, settled_share, standing
-from autoscaler.sharing.shares import Claim, Rung, Uses, left_of
+from autoscaler.sharing.claims.giving_way import Given, Split, gives_way, settled_share, standing
+from autoscaler.sharing.claims.shares import Claim, Rung, Uses, left_of
 
 P = TypeVar("P", bound=str)
 Pool = tuple[str, str]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoscaler.sharing.shared_view import ModelShare, SharedView
-from autoscaler.sharing.shares import GPUS, Claim, ClassOfClaim, Rung, Uses, of_class
+from autoscaler.sharing.claims.shared_view import ModelShare, SharedView
+from autoscaler.sharing.claims.shares import GPUS, Claim, ClassOfClaim, Rung, Uses, of_class
 
 H, X, Y, Z = (of_class(name) for name in ("h100", "x", "y", "z"))
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from autoscaler.plan import Proposal, Proposals
 from autoscaler.policies.policy_file import ScalingPolicy, parse_policy
-from autoscaler.sharing.gpu_shares import gpu_claims, gpu_share
-from autoscaler.sharing.shared_view import SharedView
-from autoscaler.sharing.shares import GPUS
+from autoscaler.sharing.claims.gpu_shares import gpu_claims, gpu_share
+from autoscaler.sharing.claims.shared_view import SharedView
+from autoscaler.sharing.claims.shares import GPUS
 from autoscaler.snapshot import Snapshot
 from tests.support.scaling.snapshots import snapshot
 

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoscaler.sharing.giving_way import settled_share
-from autoscaler.sharing.shares import GPUS, MONEY, Claim, Rung, of_class, share
+from autoscaler.sharing.claims.giving_way import settled_share
+from autoscaler.sharing.claims.shares import GPUS, MONEY, Claim, Rung, of_class, share
 
 
 def rung(units: float, price: float, attainment: float, served: float = 1.0) -> Rung:

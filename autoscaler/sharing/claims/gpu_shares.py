@@ -8,8 +8,8 @@ from dataclasses import replace
 from autoscaler.classes.class_demand import MOST_RUNGS, expected_shares, weight_of
 from autoscaler.plan import Proposals, joint_plan
 from autoscaler.policies.policy_file import AnyPool, ScalingPolicy
-from autoscaler.sharing.shared_view import GpuShare
-from autoscaler.sharing.shares import GPUS, Claim, Rung
+from autoscaler.sharing.claims.shared_view import GpuShare
+from autoscaler.sharing.claims.shares import GPUS, Claim, Rung
 from autoscaler.snapshot import LEAVING, PoolName, Snapshot
 
 

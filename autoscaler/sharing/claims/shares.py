@@ -9,23 +9,65 @@ demand that is served counts, then what was wanted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from splitserve.gpus.kinds import is_of_kind
 
 _TINY = 1e-9
 MOST_EXCHANGES = 500
 """Tried at a time: more models and classes would take a decision too long."""
 
 Uses = Mapping[str, float]
-"""Amounts by what is limited: `MONEY` an hour, `GPUS`, replicas of a class."""
+"""Amounts by what is limited: `MONEY` an hour, `GPUS`, GPUs of a kind, replicas of a class."""
 MONEY, GPUS = "money", "gpus"
-AMOUNTS = (MONEY, GPUS)
-"""What each replica takes some of, by its class; the others are places."""
+_CLASS, _KIND = "class ", "gpus of "
 
 
 def of_class(name: str) -> str:
     """What stands for the replicas of a class in `Uses`."""
-    return f"class {name}"
+    return _CLASS + name
+
+
+def of_kind(kind: str) -> str:
+    """What stands for the GPUs of a kind in `Uses`."""
+    return _KIND + kind
+
+
+def kinds_in(limits: Iterable[str]) -> list[str]:
+    """What stands for kinds of GPUs among these."""
+    return [name for name in limits if name.startswith(_KIND)]
+
+
+def counted_in(gpu: str, names: Iterable[str]) -> tuple[str, ...]:
+    """The kinds among `names` that the GPUs of a class are of, which the class calls `gpu`; those of a class that says
+    nothing are of none."""
+    return tuple(name for name in kinds_in(names) if is_of_kind(name.removeprefix(_KIND), gpu))
+
+
+def amounts_in(limits: Iterable[str]) -> list[str]:
+    """What each replica takes some of, by its class; the others are places."""
+    return [name for name in limits if not name.startswith(_CLASS)]
+
+
+def limit_text(name: str, limit: float) -> str:
+    """A limit, for people."""
+    if name == MONEY:
+        return f"a budget of {limit:g} an hour"
+    if name == GPUS:
+        return f"a budget of {limit:g} GPUs"
+    return f"{limit:g} {unit_of(name)}"
+
+
+def unit_of(name: str) -> str:
+    """What an amount of it is, for people."""
+    if name == MONEY:
+        return "an hour"
+    if name == GPUS:
+        return "GPUs"
+    if name.startswith(_KIND):
+        return f"GPUs of kind {name.removeprefix(_KIND)}"
+    return name.removeprefix(_CLASS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +97,14 @@ class ClassOfClaim:
     usable: bool = True
     """Whether it can meet the pool's target."""
     gpus: int = 0
+    kinds: tuple[str, ...] = ()
+    """What its GPUs count in beside `GPUS`."""
 
     def takes(self, name: str) -> float:
         """What one takes of an amount."""
-        return {MONEY: self.price_per_hour, GPUS: float(self.gpus)}[name]
+        if name == MONEY:
+            return self.price_per_hour
+        return float(self.gpus) if name == GPUS or name in self.kinds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +121,8 @@ class Claim:
     """What the pool is to have, by the decision that made this claim: near one of the rungs. None: not decided yet."""
     standbys: Uses = field(default_factory=dict)
     """What it is to have on standby beside `wanted`, of what no claim takes."""
+    ends_soon: bool | None = None
+    """Whether one of its replicas ends without waiting for anything. None: that is told by speeds and units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +141,25 @@ def share(claims: Sequence[Claim], limits: Uses, start: Sequence[int] = ()) -> t
         if after is None:
             return tuple(at)
         at = after
+
+
+def climbed_alone(claims: Sequence[Claim], limits: Uses) -> list[tuple[int, ...]]:
+    """The rungs of all claims, from the lowest on, as they climb where there is room for all of them: one rung of one
+    claim at a time, in the order of what steps save."""
+    at = [0] * len(claims)
+    found = [tuple(at)]
+    while True:
+        able = [
+            (steps[0], -_climbed(claim, at[number]), -number)
+            for number, claim in enumerate(claims)
+            if (steps := _steps(claim, at[number], limits))
+        ]
+        if not able:
+            return found
+        step, _, place = max(able, key=lambda one: (one[0].gain, *one[1:]))
+        while at[-place] < step.rung:
+            at[-place] += 1
+            found.append(tuple(at))
 
 
 def _lowest(claims: Sequence[Claim], limits: Uses) -> list[int]:
