@@ -43,7 +43,9 @@ def test_they_are_taken_once(folder: Path) -> None:
     keep_weights(config(), str(folder))
     kept, progress = weights._kept[0].weights, list[float]()
     source = resolve_model(str(folder))
-    assert load_weights(config(threads=2), source, progress.append) is kept
+    taken = load_weights(config(threads=2), source, progress.append)
+    assert taken.model is kept.model
+    assert taken.origin == "kept"
     assert progress == [1.0]
     assert load_weights(config(), source, lambda _fraction: None).model is not kept.model
 
@@ -95,7 +97,7 @@ def test_a_narrower_wire_decides_the_dtype(folder: Path, monkeypatch: pytest.Mon
     keep_weights(config(), str(folder), FP8_E4M3)
     kept = weights._kept[0].weights
     source = resolve_model(str(folder))
-    assert load_weights(config(), source, lambda _fraction: None, FP8_E4M3) is kept
+    assert load_weights(config(), source, lambda _fraction: None, FP8_E4M3).model is kept.model
 
 
 def test_files_that_are_gone_are_missed_where_they_are_loaded(folder: Path) -> None:
