@@ -123,7 +123,7 @@ class EngineParts:
     sleep: EngineSleep | None = None
     """None: this engine cannot sleep."""
     weights: WeightsReader | None = None
-    """Its weights, for workers that start; None: it has none to give."""
+    """For workers that start; None: it has none to give."""
     open_transport: OpenTransport | None = None
     """As `transport` was opened; where the engine can sleep."""
 

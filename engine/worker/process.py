@@ -193,7 +193,7 @@ class WorkerProcess(Generic[C]):
             worker_id=self.config.worker_id,
             port=port,
             model=self.parts.served.name,
-            start=self.parts.start.fields() if self.parts.start is not None else None,
+            start=self.parts.start.logged() if self.parts.start is not None else None,
         )
         self._address = self.config.advertise_address or f"{self.config.host}:{port}"
         try:

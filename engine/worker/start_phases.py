@@ -48,8 +48,12 @@ class StartPhases:
         """From the start of the process until the engine is ready."""
         return self.process_s + self.weights_s + self.warm_up_s
 
+    def logged(self) -> dict[str, float | str]:
+        """As a log event has them: `fields`, and where the weights came from, if it is known."""
+        return {**self.fields(), **({"weights_from": self.weights_from} if self.weights_from else {})}
+
     def fields(self) -> dict[str, float]:
-        """As a log event has them: the seconds of each phase, to milliseconds."""
+        """The seconds of each phase, to milliseconds."""
         seconds = {"process": self.process_s, "weights": self.weights_s, "warm_up": self.warm_up_s}
         return {phase: round(took_s, 3) for phase, took_s in seconds.items()}
 

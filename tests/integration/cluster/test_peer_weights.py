@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.v1 import inference_pb2
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
 
@@ -40,7 +41,7 @@ async def test_weights_of_a_running_worker(smollm2: str, log_dir: Path, tmp_path
         await setup.assert_no_leaks()
 
 
-async def _left_alone(setup: Cluster):  # type: ignore[no-untyped-def]
+async def _left_alone(setup: Cluster) -> inference_pb2.GetServerInfoResponse:
     """Waits until the decode worker that had the weights has left."""
     deadline_s = time.monotonic() + PATIENCE_S
     async with setup.client() as client:

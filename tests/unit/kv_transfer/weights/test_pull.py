@@ -45,7 +45,9 @@ class Weights(WeightsReader):
 class LocalCall:
     """A call to a giver in this process. `spoil` is called with the number of each piece before it is written."""
 
-    def __init__(self, hub: MemoryHub, reader: WeightsReader, spoil: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self, hub: MemoryHub, reader: WeightsReader, spoil: Callable[[int], None] = lambda _: None
+    ) -> None:
         self.hub, self.reader, self.spoil = hub, reader, spoil
         self.giver: WeightsGiver | None = None
         self.error: SplitserveError | None = None
@@ -248,7 +250,9 @@ def test_what_others_send_is_ignored(call: LocalCall) -> None:
 def test_a_window_out_of_bounds_is_refused(field: str, changes: dict[str, object]) -> None:
     memory = dataclasses.replace(PieceWindow(2, PIECE).memory, **changes)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError) as caught:
-        WeightsGiver(Weights(), lambda: MemoryTransport(MemoryHub()), TransferEndpoint("a", "memory", b"", memory))
+        WeightsGiver(
+            Weights(), lambda: MemoryTransport(MemoryHub()), TransferEndpoint("a", "memory", b"", memory)
+        )
     assert caught.value.field == field
 
 
@@ -264,7 +268,9 @@ def test_memory_of_another_layout_is_no_window(field: str, changes: dict[str, ob
     memory = PieceWindow(2, PIECE).memory
     memory = dataclasses.replace(memory, layout=dataclasses.replace(memory.layout, **changes))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError) as caught:
-        WeightsGiver(Weights(), lambda: MemoryTransport(MemoryHub()), TransferEndpoint("a", "memory", b"", memory))
+        WeightsGiver(
+            Weights(), lambda: MemoryTransport(MemoryHub()), TransferEndpoint("a", "memory", b"", memory)
+        )
     assert caught.value.field == field
 
 
