@@ -183,8 +183,8 @@ def build_engine(
 ) -> EngineParts:
     """Loads the weights, allocates the KV blocks and registers their memory. Takes as long as loading the weights.
 
-    `measure_decode`: its first load has a fit of decode steps. Workers that do not decode need no drafts. `peer`: gives
-    the weights, for engine torch; see `WorkerConfig.weights_from`.
+    `measure_decode`: its first load has a fit of decode steps. Workers that do not decode need no drafts. `peer`: where
+    weights come from, if not from files.
 
     Raises NotFoundError for a missing model, UnsupportedModelError for one that the engine refuses, ConfigError for
     settings that contradict each other.
@@ -231,8 +231,7 @@ def _own(
         make_tiers(config.engine, runner.pool_memory, config.wire_dtype),
     )
     core = EngineCore(runner, config.engine, tokenizer, drafter=drafter, meter=meter, tiers=tiers)
-    runners = [each for each in (runner, draft_runner) if each is not None]
-    for each in runners:
+    for each in (runners := [each for each in (runner, draft_runner) if each is not None]):
         each.populate()
     # Lower tiers have the address of a device's blocks, which a sleep may change.
     on_device = runner.pool_memory.memory_kind == VRAM
@@ -313,8 +312,8 @@ def _torch(config: WorkerConfig, clock: StartClock, peer: WeightsSource | None) 
         config.engine, source, progress, config.wire_dtype, clock.loaded, beside, peer
     )
     draft_runner = draft.runner(runner.num_blocks) if draft is not None else None
-    served = ServedAs(config.served_model_name or source.short_name, source.tokenizer_source)
-    return runner, draft_runner, served
+    name = config.served_model_name or source.short_name
+    return runner, draft_runner, ServedAs(name, source.tokenizer_source)
 
 
 def _vllm(config: WorkerConfig, clock: StartClock) -> EngineParts:

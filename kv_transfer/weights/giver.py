@@ -13,7 +13,7 @@ from kv_transfer.weights.manifest import (
     MAX_WINDOW_BLOCKS,
     MIN_PIECE_BYTES,
     Manifest,
-    Piece,
+    WeightsPiece,
     WeightsReader,
     pieces,
     window_layout,
@@ -84,7 +84,7 @@ class WeightsGiver:
         """Closes the transport; nothing is written from then on. Idempotent."""
         self._transport.close()
 
-    def _staged(self, piece: Piece, block: int) -> WrittenPiece:
+    def _staged(self, piece: WeightsPiece, block: int) -> WrittenPiece:
         view = self._reader.read(*piece)
         checksum = xxhash.xxh3_64_intdigest(view)
         self._window.block(0)[: piece.size] = view

@@ -63,7 +63,7 @@ class WeightsReader(ABC):
         """`count` bytes of a tensor from byte `start` on, in host memory; valid until the next call."""
 
 
-class Piece(NamedTuple):
+class WeightsPiece(NamedTuple):
     """What one write carries: `size` bytes from byte `start` of a tensor."""
 
     spec: TensorSpec
@@ -118,11 +118,11 @@ class Manifest:
                 raise _mismatch(f"the giver lacks tensor {name!r}")
 
 
-def pieces(specs: Sequence[TensorSpec], piece_bytes: int) -> Iterator[Piece]:
+def pieces(specs: Sequence[TensorSpec], piece_bytes: int) -> Iterator[WeightsPiece]:
     """The pieces of tensors, in order, each of `piece_bytes` at most and of one tensor. Empty tensors have none."""
     for spec in specs:
         for start in range(0, size := spec.num_bytes, piece_bytes):
-            yield Piece(spec, start, min(piece_bytes, size - start))
+            yield WeightsPiece(spec, start, min(piece_bytes, size - start))
 
 
 def window_layout(piece_bytes: int) -> KvLayout:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 
 from kv_transfer.transports.transport import TransferEndpoint, Transport
-from kv_transfer.weights.manifest import Manifest, Piece, TensorSpec, pieces
+from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsPiece, pieces
 from kv_transfer.weights.window import PieceWindow
 from kv_transfer.weights.written import WrittenPiece
 from splitserve.errors import DeadlineExceededError, TransferError
@@ -137,7 +137,7 @@ class WeightsTaker:
             self._wait(_POLL_S)
 
 
-def _require_piece(written: WrittenPiece, number: int, piece: Piece, block: int) -> None:
+def _require_piece(written: WrittenPiece, number: int, piece: WeightsPiece, block: int) -> None:
     """Raises TransferError (WEIGHTS_MALFORMED) unless it is the piece that follows, in the block that was granted."""
     if (written.number, written.block, written.count) != (number, block, piece.size):
         message = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kv_transfer.weights import manifest as module
-from kv_transfer.weights.manifest import MAX_AXES, MAX_NAME, Manifest, Piece, TensorSpec, pieces
+from kv_transfer.weights.manifest import MAX_AXES, MAX_NAME, Manifest, TensorSpec, WeightsPiece, pieces
 from splitserve.errors import InvalidArgumentError
 from splitserve.v1 import weights_pb2 as pb
 
@@ -20,9 +20,9 @@ def test_the_wire_form_and_back() -> None:
 
 def test_pieces_are_of_one_tensor_each() -> None:
     assert list(pieces(SPECS, 32)) == [
-        Piece(SPECS[0], 0, 32),
-        Piece(SPECS[0], 32, 28),
-        Piece(SPECS[1], 0, 8),
+        WeightsPiece(SPECS[0], 0, 32),
+        WeightsPiece(SPECS[0], 32, 28),
+        WeightsPiece(SPECS[1], 0, 8),
     ]
 
 
