@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.model.named_weights import NamedWeights
 from engine.runner import weights
 from engine.runner.weights import keep_weights, load_weights
 from kv_transfer.layout import FP8_E4M3
+from kv_transfer.weights.manifest import Manifest, TensorSpec, WeightsReader
 from splitserve.config.engine import EngineConfig
 from splitserve.errors import SplitserveError
 from splitserve.models.sources import resolve_model
@@ -118,3 +120,75 @@ def test_what_was_logged_is_logged_where_they_are_taken(
         assert not caplog.records
         assert taken(settings, folder)
     assert [record.getMessage() for record in caplog.records] == events
+
+
+class Peer:
+    """A running worker's weights, in this process; `change` is applied to what arrives."""
+
+    def __init__(
+        self, reader: WeightsReader, change: Callable[[str, Any], None] = lambda name, into: None
+    ) -> None:
+        self.reader, self.change = reader, change
+
+    def fetch(self, specs: Sequence[TensorSpec], allocate: Callable[[TensorSpec], Any]) -> str:
+        Manifest(self.reader.fingerprint, "agent", tuple(self.reader.specs)).require_same(specs)
+        for spec in self.reader.specs:
+            into = allocate(spec)
+            into[:] = self.reader.read(spec, 0, spec.num_bytes)
+            self.change(spec.name, into)
+        return self.reader.fingerprint
+
+
+def named(settings: EngineConfig, folder: Path) -> NamedWeights:
+    model = load_weights(settings, resolve_model(str(folder)), lambda _fraction: None).model
+    return NamedWeights(model.module, model.tensors, model.fingerprint)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", "mixtral"])
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"cpu_kernels": "off"}])
+def test_weights_of_a_peer_are_those_of_the_files(
+    family: str, settings: dict[str, str], tmp_path: Path
+) -> None:
+    folder = Path(make_tiny_model(family, tmp_path))
+    asked = config(**{"dtype": "bfloat16"} | settings)
+    before = named(asked, folder)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    source = resolve_model(str(folder))
+    assert not source.has_weights
+    got = load_weights(asked, source, lambda _fraction: None, peer=Peer(before))
+    assert got.origin == "peer"
+    after = NamedWeights(got.model.module, got.model.tensors, got.model.fingerprint)
+    assert (after.fingerprint, after.specs) == (before.fingerprint, before.specs)
+    for spec in before.specs:
+        assert bytes(after.read(spec, 0, spec.num_bytes)) == bytes(before.read(spec, 0, spec.num_bytes))
+    assert got.model.facts.eos_token_ids is not None
+
+
+def test_wrong_weights_are_left_for_those_of_the_files(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(dtype="float32")
+    right, source = named(settings, folder), resolve_model(str(folder))
+
+    def flip(name: str, into: Any) -> None:
+        if name.endswith("norm.weight"):
+            into[3] ^= 64
+
+    with caplog.at_level("WARNING", "splitserve"):
+        got = load_weights(settings, source, lambda _fraction: None, peer=Peer(right, flip))
+    assert (got.origin, got.model.fingerprint) == ("disk", right.fingerprint)
+    assert "WEIGHTS_MISMATCH" in caplog.text
+
+
+def test_weights_in_another_type_are_left(folder: Path) -> None:
+    peer = Peer(named(config(dtype="bfloat16"), folder))
+    source = resolve_model(str(folder))
+    assert load_weights(config(dtype="float32"), source, lambda _fraction: None, peer=peer).origin == "disk"
+
+
+def test_without_room_nothing_is_received(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(named(config(dtype="float32"), folder))
+    monkeypatch.setattr("engine.runner.model_loader.free_memory", lambda: 1000)
+    source = resolve_model(str(folder))
+    assert load_weights(config(dtype="float32"), source, lambda _fraction: None, peer=peer).origin == "disk"
