@@ -144,8 +144,16 @@ def named(settings: EngineConfig, folder: Path) -> NamedWeights:
     return NamedWeights(model.module, model.tensors, model.fingerprint)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3", "mixtral"])
-@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"cpu_kernels": "off"}])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"dtype": "float32"}),
+        ("llama", {}),
+        ("phi3", {"cpu_kernels": "off"}),
+        ("gemma2", {}),
+        ("mixtral", {}),
+    ],
+)
 def test_weights_of_a_peer_are_those_of_the_files(
     family: str, settings: dict[str, str], tmp_path: Path
 ) -> None:
@@ -178,7 +186,7 @@ def test_wrong_weights_are_left_for_those_of_the_files(
     with caplog.at_level("WARNING", "splitserve"):
         got = load_weights(settings, source, lambda _fraction: None, peer=Peer(right, flip))
     assert (got.origin, got.model.fingerprint) == ("disk", right.fingerprint)
-    assert "WEIGHTS_MISMATCH" in caplog.text
+    assert "weights.not_from_peer" in caplog.text
 
 
 def test_weights_in_another_type_are_left(folder: Path) -> None:
