@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from splitserve.models.hf_tokenizer import load_tokenizer
+from splitserve.security.certificates import write_certificates
 from splitserve.v1 import inference_pb2
 from tests.support.cluster.real_cluster import Cluster, running
 from tests.support.waiting import PATIENCE_S
@@ -22,7 +23,9 @@ async def test_weights_of_a_running_worker(smollm2: str, log_dir: Path, tmp_path
     bare = tmp_path / "bare"
     shutil.copytree(smollm2, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     options = ["--dtype", "float32", "--num-blocks", "64", "--served-model-name", "m"]
-    setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=[*options, "--give-weights", "2"])
+    options += ["--give-weights", "2"]
+    write_certificates(tmp_path / "certs", ["127.0.0.1"], 1)
+    setup = Cluster(log_dir, model=smollm2, engine="torch", worker_options=options, tls=tmp_path / "certs")
     prompt = load_tokenizer(smollm2).encode(PROMPT)
     async with running(setup):
         async with setup.client() as client:

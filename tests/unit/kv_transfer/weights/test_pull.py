@@ -181,7 +181,7 @@ def test_bytes_that_change_on_their_way_are_noticed(call: LocalCall) -> None:
                 own[5] ^= 1
                 return write(*of)  # type: ignore[arg-type]
 
-            call.giver._transport.write = flipped  # type: ignore[method-assign]
+            call.giver._transport.write = flipped  # type: ignore[assignment, method-assign]
 
     call.spoil = spoil
     refused(call, "WEIGHTS_CHECKSUM")
